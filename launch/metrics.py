@@ -1,0 +1,75 @@
+"""One JSON line a step, in full precision, beside MindFormers' log: what the progress bar and the tests read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from mindformers.core.callback.callback import MFLossMonitor
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_group_size, get_real_rank
+
+
+def metrics_file(run_dir: str | Path, rank: int) -> Path:
+    """Where rank `rank` of a run writes its steps."""
+    return Path(run_dir) / "metrics" / f"rank_{rank}.jsonl"
+
+
+class RecordingLossMonitor(MFLossMonitor):
+    """`MFLossMonitor` that also appends to `metrics_file`.
+
+    Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
+    The first line of a run (or of a resumed part) describes it; each further line is one step.
+    """
+
+    run_dir = "./output"
+    seq_length = 0
+
+    def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
+                          loss, per_step_seconds, overflow, scaling_sens, time_remain, percent, global_norm,
+                          main_loss, extra_loss, mtp_loss, indexer_loss):  # fmt: skip
+        """Log as MindFormers does, then record the step."""
+        super().print_output_info(
+            cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch, loss,
+            per_step_seconds, overflow, scaling_sens, time_remain, percent, global_norm,
+            main_loss, extra_loss, mtp_loss, indexer_loss,
+        )  # fmt: skip
+        step = cur_step_num + (cur_epoch_num - 1) * steps_per_epoch
+        if not getattr(self, "described", False):
+            self.described = True
+            self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
+                         "world_size": get_real_group_size()})  # fmt: skip
+        self._write({
+            "step": step,
+            "loss": float(loss),
+            "lm_loss": _scalar(main_loss),
+            "load_balancing_loss": _scalar(extra_loss),
+            "mtp_loss": _scalar(mtp_loss),
+            "global_norm": _scalar(global_norm),
+            "learning_rate": _scalar(self.learning_rate),
+            "overflow": str(overflow) == "True",
+            "tokens": self.global_batch_size * self.seq_length,
+            "seconds": per_step_seconds / 1000,
+        })  # fmt: skip
+
+    def _write(self, record):
+        path = metrics_file(self.run_dir, get_real_rank())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(record) + "\n")
+
+
+def _scalar(value):
+    """A float for whatever MindFormers hands over: None, a number, an array or a tensor of one element."""
+    if value is None:
+        return None
+    array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value, dtype=np.float64).reshape(-1)
+    return float(array[0]) if array.size else None
+
+
+def enable(config) -> None:
+    """Record this run's steps. Call before `Trainer(config)`."""
+    RecordingLossMonitor.run_dir = config.output_dir
+    RecordingLossMonitor.seq_length = config.model.model_config.seq_length
+    MindFormerRegister.register_cls(RecordingLossMonitor, MindFormerModuleType.CALLBACK, alias="MFLossMonitor")

@@ -1,0 +1,83 @@
+"""What msrun starts on every worker: recipe -> MindFormers config -> plugins -> MindFormers Trainer.
+
+The equivalent of MindFormers' run_mindformer.py, which its wheel does not ship. Run by hand:
+    msrun --worker_num=1 --local_worker_num=1 --join=True launch/train.py --config recipes/mini/pretrain.yaml
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
+    sys.path.insert(0, str(ROOT))
+
+from plugins.errors import TC3Error  # noqa: E402
+from tools.recipe.dump import dump_recipe  # noqa: E402
+from tools.recipe.load import load_recipe  # noqa: E402
+from tools.recipe.override import apply_overrides  # noqa: E402
+
+
+def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> dict:
+    """The recipe as a flat dict, with this run's folders and the checkpoint to go on from."""
+    recipe = load_recipe(config_path)
+    if overrides:
+        recipe = apply_overrides(recipe, overrides)
+    if run_dir is not None:
+        recipe["output_dir"] = str(run_dir)
+    checkpoint = recipe.setdefault("checkpoint", {})
+    checkpoint["save_path"] = checkpoint.get("save_path") or str(Path(recipe["output_dir"]) / "checkpoint")
+    if resume is not None:
+        checkpoint["load_path"] = str(resume)
+    return recipe
+
+
+def train(recipe: dict) -> None:
+    """Train `recipe` on this worker; the imports wait until the target is known."""
+    on_cpu = recipe["context"]["device_target"] == "CPU"
+    if on_cpu:
+        from plugins.cpu_backend import compat
+
+        compat.before_mindformers(distributed=recipe.get("use_parallel", False))
+    from mindformers import MindFormerConfig, Trainer, build_context
+
+    with tempfile.TemporaryDirectory() as folder:  # MindFormers applies its defaults only to a file
+        flat = Path(folder) / "recipe.yaml"
+        dump_recipe(recipe, flat)
+        config = MindFormerConfig(str(flat))
+    build_context(config)
+    if on_cpu:
+        from plugins.cpu_backend import adapter
+
+        adapter.enable(config)
+    from launch import dataset_helpers, metrics
+    from plugins import enable_plugins
+
+    dataset_helpers.use_this_python()
+    metrics.enable(config)
+    enable_plugins(config)
+    Trainer(config).train()
+
+
+@click.command()
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The recipe.")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="Folder of this run; default: the recipe's output_dir."
+)
+@click.option("--resume", type=click.Path(path_type=Path), help="Checkpoint folder (one iteration) to go on from.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:
+    """Train a recipe on this worker."""
+    try:
+        train(build_config(config_path, overrides, run_dir, resume))
+    except TC3Error as error:
+        click.echo(f"tc3: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

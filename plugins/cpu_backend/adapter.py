@@ -1,0 +1,57 @@
+"""Point a recipe's MindFormers config at the CPU classes. Called by `launch/train.py` when, and only when,
+`context.device_target` is CPU."""
+
+from __future__ import annotations
+
+import importlib
+
+from plugins.cpu_backend import compat
+from plugins.errors import RecipeError
+
+# MindFormers' class -> ours, by the key that names it
+ARCHITECTURES = {"TeleChat3MoeForCausalLM": "CpuTeleChat3MoeForCausalLM"}
+WRAPPERS = {"MFTrainOneStepCell": "CpuTrainOneStepCell"}
+
+
+def enable(config) -> None:
+    """Rewrite `config` (a MindFormerConfig, in place) so that MindFormers builds what CPU can run.
+
+    Call before `Trainer(config)` and after `build_context(config)`. The recipe file itself stays stock.
+
+    Raises:
+        RecipeError: a setting that CPU cannot execute.
+    """
+    check(config)
+    compat.after_context()
+    for module in ("model", "train_step"):
+        importlib.import_module(f"plugins.cpu_backend.{module}")
+    model_config = config.model.model_config
+    model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
+    config.runner_wrapper.type = WRAPPERS[config.runner_wrapper.type]
+
+
+def check(config) -> None:
+    """Refuse what would fail deep inside MindSpore, or be slower or wrong in silence, on CPU."""
+    model_config = config.model.model_config
+    parallel = config.parallel_config
+    rules = [
+        (config.context.mode == 0, "context.mode", "0 (graph mode; PyNative is 20 to 40 times slower)"),
+        (not config.runner_config.sink_mode, "runner_config.sink_mode", "False"),
+        (config.runner_wrapper.type in WRAPPERS, "runner_wrapper.type", " or ".join(WRAPPERS)),
+        (model_config.compute_dtype == "float32", "model.model_config.compute_dtype", "float32 (no bf16 kernels)"),
+        (not model_config.fused_norm, "model.model_config.fused_norm", "False"),
+        (model_config.hidden_act == "swiglu", "model.model_config.hidden_act", "'swiglu'"),
+        (config.parallel.parallel_mode == 0, "parallel.parallel_mode", "0 (data parallel)"),
+        (parallel.model_parallel == 1, "parallel_config.model_parallel", "1"),
+        (parallel.pipeline_stage == 1, "parallel_config.pipeline_stage", "1"),
+        (parallel.expert_parallel == 1, "parallel_config.expert_parallel", "1"),
+    ]
+    for holds, key, right in rules:
+        if not holds:
+            raise RecipeError(f"{key}: device_target CPU needs {right}")
+    unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
+    if unknown:
+        raise RecipeError(
+            f"model.model_config.architectures: no CPU class for {unknown[0]!r}; there is one for "
+            + ", ".join(ARCHITECTURES)
+        )

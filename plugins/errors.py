@@ -1,0 +1,34 @@
+"""The one exception tree: every error a user can cause, with where it is and what would be right.
+
+The command line turns each of these into one message and exit code 2; a traceback means a bug of ours.
+"""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+
+class TC3Error(ValueError):
+    """Base of every error that is the user's to mend (report: none; DESIGN rule 5)."""
+
+
+class RecipeError(TC3Error):
+    """A recipe, an override or a plugin setting is wrong. The message names file and key path."""
+
+
+class DataError(TC3Error):
+    """A corpus, a tokenizer or a Megatron index is missing, broken or does not fit."""
+
+
+class CheckpointError(TC3Error):
+    """A checkpoint is missing, incomplete or does not belong to this run."""
+
+
+class ClusterError(TC3Error):
+    """Workers, ports, devices or hosts are not what the recipe needs."""
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string."""
+    close = get_close_matches(word, known, n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""

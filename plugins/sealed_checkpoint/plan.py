@@ -1,0 +1,97 @@
+"""Seals: how a reader knows that a checkpoint folder is whole. Pure Python.
+
+MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed
+in the middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on
+disk, writes `seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all
+ranks are there and every sealed file matches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+
+CHUNK = 1 << 22  # bytes read at a time
+
+
+def seal_file(folder: Path, rank: int) -> Path:
+    """The seal of one rank."""
+    return folder / f"seal_rank_{rank}.json"
+
+
+def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
+    """The files that rank `rank` answers for: its safetensors, and for rank 0 the shared json files.
+
+    MindFormers' names end in `-<rank>-<world size>.safetensors`, seven digits each.
+    """
+    own = sorted(folder.glob(f"*-{rank:07d}-{world_size:07d}.safetensors"))
+    shared = [folder / name for name in ("common.json", "metadata.json")] if rank == 0 else []
+    return own + [path for path in shared if path.exists()]
+
+
+def write_seal(folder: Path, rank: int, world_size: int, step: int) -> Path:
+    """Seal what rank `rank` wrote into `folder`; atomic. Returns the seal's path.
+
+    Raises:
+        FileNotFoundError: the rank has no safetensors there.
+    """
+    files = files_of_rank(folder, rank, world_size)
+    if not any(path.suffix == ".safetensors" for path in files):
+        raise FileNotFoundError(f"{folder}: no safetensors of rank {rank} of {world_size} to seal")
+    seal = {
+        "step": step,
+        "rank": rank,
+        "world_size": world_size,
+        "files": {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files},
+    }
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".seal_", delete=False, encoding="utf-8") as out:
+        json.dump(seal, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(out.name, seal_file(folder, rank))
+    return seal_file(folder, rank)
+
+
+def checksum(path: Path) -> str:
+    """sha256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as data:
+        while chunk := data.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def fault(folder: Path) -> str | None:
+    """What keeps `folder` from being a complete checkpoint, in a few words; None when it is complete."""
+    try:
+        world_size = json.loads(seal_file(folder, 0).read_text(encoding="utf-8"))["world_size"]
+        seals = [json.loads(seal_file(folder, rank).read_text(encoding="utf-8")) for rank in range(world_size)]
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing: the save did not finish"
+    except (json.JSONDecodeError, KeyError) as error:
+        return f"a seal is unreadable ({error})"
+    for seal in seals:
+        for name, expected in seal["files"].items():
+            wrong = _file_fault(folder / name, expected)
+            if wrong:
+                return wrong
+    return None
+
+
+def _file_fault(path: Path, expected: dict) -> str | None:
+    if not path.exists():
+        return f"{path.name} is missing"
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        return f"{path.name} has {size} bytes instead of {expected['bytes']}: truncated or overwritten"
+    if checksum(path) != expected["sha256"]:
+        return f"{path.name} does not match its checksum: corrupted"
+    return None
+
+
+def step_of(folder: Path) -> int:
+    """The training step that a complete checkpoint holds."""
+    return json.loads(seal_file(folder, 0).read_text(encoding="utf-8"))["step"]
