@@ -1,0 +1,1 @@
+"""Start training, here or on a cluster."""

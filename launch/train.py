@@ -33,6 +33,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     checkpoint["save_path"] = checkpoint.get("save_path") or str(Path(recipe["output_dir"]) / "checkpoint")
     if resume is not None:
         checkpoint["load_path"] = str(resume)
+        checkpoint["no_load_optim"] = False  # MindFormers' default goes on with fresh moments and step 0
     return recipe
 
 

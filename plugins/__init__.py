@@ -15,6 +15,8 @@ ADAPTERS = {
 def enable_plugins(config) -> None:
     """Switch on what `config.plugins` (of a MindFormerConfig) names, and sealed checkpoints.
 
+    `name: False` leaves a plugin off, for a recipe that inherits it from its base.
+
     Raises:
         RecipeError: for a plugin that does not exist.
     """
@@ -22,4 +24,5 @@ def enable_plugins(config) -> None:
     for name, settings in (config.get("plugins") or {}).items():
         if name not in ADAPTERS:
             raise RecipeError(f"plugins.{name}: no such plugin{did_you_mean(name, list(ADAPTERS))}")
-        importlib.import_module(ADAPTERS[name]).enable(config, settings)
+        if settings is not False:
+            importlib.import_module(ADAPTERS[name]).enable(config, settings)

@@ -1,0 +1,1 @@
+"""Pre-flight tools: they run without a device."""

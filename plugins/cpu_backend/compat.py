@@ -42,14 +42,14 @@ def before_mindformers(distributed: bool) -> None:
     if not distributed:
         return
     from mindspore import Tensor, ops
-    from mindspore.communication import comm_func
     from mindspore.common import dtype as mstype
+    from mindspore.communication import comm_func
 
     def barrier(group=None):
         """Wait for every rank (the group is always the world in MindFormers' calls)."""
         ops.AllReduce()(Tensor([0.0], mstype.float32)).asnumpy()
 
-    replace(comm_func, "barrier", "return op()", barrier)
+    replace(comm_func, "barrier", "_get_cache_prim(P.Barrier)(group)", barrier)
 
 
 def after_context() -> None:

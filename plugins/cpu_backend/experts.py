@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore.ops import operations as P
 from mindformers.parallel_core.training_graph.transformer.moe.ffn import FFNGroupedGEMM
 from mindformers.parallel_core.training_graph.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from mindspore import Tensor, ops
+from mindspore.ops import operations as P
 
 from plugins.cpu_backend.operators import PrimitiveLike
 from plugins.cpu_backend.plan import block_count, default_block

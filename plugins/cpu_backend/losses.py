@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from mindformers.utils.parameter_register import parameter_register
 from mindspore import Tensor, ops
 from mindspore.communication import get_group_size
-from mindformers.utils.parameter_register import parameter_register
 
 from plugins.cpu_backend import world
 

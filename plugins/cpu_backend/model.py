@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from mindspore import context, ops
-from mindspore.communication import get_group_size
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import (
@@ -15,6 +13,8 @@ from mindformers.parallel_core.training_graph.tensor_parallel.layers import Voca
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import context, ops
+from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import world
 from plugins.cpu_backend.attention import CoreAttention

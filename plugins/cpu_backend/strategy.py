@@ -15,12 +15,14 @@ from plugins.cpu_backend import world
 def of_all_ranks(network, rank_id=None) -> dict[int, dict[str, list]]:
     """rank -> parameter name -> [layout, dtype, full shape], as `mindspore.parallel.get_strategy_metadata`.
 
-    The parameters come from the train step, which holds the optimizer's too; `network` may be only a part.
-    Parameters marked `layerwise_parallel` (expert weights) are split along axis 0, all others are whole.
+    The parameters come from the train step, because `network` may lack the optimizer's. Parameters marked
+    `layerwise_parallel` (expert weights) are split along axis 0, all others are whole.
     """
     ranks = get_group_size()
-    replicated = {name: _entry(param, ranks) for name, param in world.train_step().parameters_dict().items()}
-    return {rank: replicated for rank in (range(ranks) if rank_id is None else [rank_id])}
+    step = world.train_step()
+    params = {**step.network.parameters_dict(), **step.optimizer.parameters_dict()}
+    entries = {name: _entry(param, ranks) for name, param in params.items()}
+    return dict.fromkeys(range(ranks) if rank_id is None else [rank_id], entries)
 
 
 def of_this_rank(network) -> dict[int, dict[str, list]]:

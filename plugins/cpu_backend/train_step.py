@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import mindspore as ms
-from mindspore import ops
-from mindspore.communication import get_group_size
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import MFTrainOneStepCell
+from mindspore import ops
+from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import world
 from plugins.cpu_backend.collectives import AllReduceMean

@@ -1,0 +1,1 @@
+"""The training loss on documents that are never trained on."""

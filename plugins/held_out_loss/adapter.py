@@ -1,4 +1,4 @@
-"""The loss on documents that are never trained on: the second part of the dataset's `split`.
+"""The loss on text that is never trained on: a corpus of its own, prepared with `tc3 data prepare --held-out`.
 
 MindFormers' own evaluation runs the network's prediction graph against metrics; this runs the training loss
 itself, on the same batches every time, so that its fall is a fair measure of what was learned.
@@ -6,6 +6,7 @@ itself, on the same batches every time, so that its fall is a fair measure of wh
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore import Tensor, ops
 from mindspore.train.callback import Callback
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import DataError, RecipeError, did_you_mean
 
-SETTINGS = ("every",)
+SETTINGS = ("data_path", "samples", "every")
 
 
 def held_out_file(run_dir: str | Path) -> Path:
@@ -32,7 +33,7 @@ class HeldOutLoss(Callback):
     """Evaluate before the first step, every `every` steps, and after the last.
 
     Args:
-        data_loader: `train_dataset.data_loader` of the recipe; its `sizes[1]` samples are read.
+        data_loader: a `train_dataset.data_loader` section for the held-back corpus; all its samples are read.
         columns: `train_dataset.input_columns`.
         batch_size: samples per worker and batch.
         every: steps between evaluations.
@@ -46,7 +47,7 @@ class HeldOutLoss(Callback):
         ranks = get_real_group_size()
         loader = build_dataset_loader(
             data_loader,
-            default_args={"phase": "valid", "column_names": columns, "num_shards": ranks, "shard_id": get_real_rank()},
+            default_args={"column_names": columns, "num_shards": ranks, "shard_id": get_real_rank()},
         )
         batches = loader.batch(batch_size, drop_remainder=True).create_tuple_iterator(num_epochs=1, output_numpy=True)
         self.batches = [tuple(np.array(column) for column in batch) for batch in batches]
@@ -93,26 +94,42 @@ class HeldOutLoss(Callback):
 def enable(config, settings) -> None:
     """Add the callback to `config` (a MindFormerConfig).
 
+    Args:
+        settings: `data_path`, the prefix of a Megatron .bin/.idx; `samples` to read of it, of `seq_length` tokens;
+            `every`, steps.
+
     Raises:
-        RecipeError: an unknown setting, or a dataset without a held-back part.
+        RecipeError: an unknown or impossible setting.
+        DataError: there is no such corpus.
     """
-    for key in settings:
-        if key not in SETTINGS:
-            raise RecipeError(f"plugins.held_out_loss.{key}: no such setting{did_you_mean(key, list(SETTINGS))}")
-    loader = config.train_dataset.data_loader
-    every = settings.get("every", 100)
-    if not isinstance(every, int) or every < 1:
-        raise RecipeError(f"plugins.held_out_loss.every: a number of steps, not {every!r}")
-    if loader.sizes[1] < config.runner_config.batch_size * get_real_group_size():
-        raise RecipeError(
-            "train_dataset.data_loader.sizes[1]: fewer held-back samples than one global batch; set it to a multiple "
-            "of the global batch, and give config.split a second part (such as '95, 5, 0')"
-        )
+    check(settings, config.runner_config.batch_size * get_real_group_size())
+    loader = copy.deepcopy(config.train_dataset.data_loader)
+    loader.sizes = [settings["samples"], 0, 0]
+    loader.config.data_path = ["1", settings["data_path"]]
     config.callbacks.append({
         "type": "HeldOutLoss",
         "data_loader": loader,
         "columns": config.train_dataset.input_columns,
         "batch_size": config.runner_config.batch_size,
-        "every": every,
+        "every": settings["every"],
         "run_dir": config.output_dir,
     })  # fmt: skip
+
+
+def check(settings, global_batch: int) -> None:
+    """Refuse settings that would evaluate nothing or something else."""
+    for key in settings:
+        if key not in SETTINGS:
+            raise RecipeError(f"plugins.held_out_loss.{key}: no such setting{did_you_mean(key, list(SETTINGS))}")
+    for key in SETTINGS:
+        if key not in settings:
+            raise RecipeError(f"plugins.held_out_loss.{key}: missing; the plugin needs {', '.join(SETTINGS)}")
+    for key, least in (("samples", global_batch), ("every", 1)):
+        if not isinstance(settings[key], int) or settings[key] < least:
+            raise RecipeError(f"plugins.held_out_loss.{key}: a number of at least {least}, not {settings[key]!r}")
+    for suffix in (".bin", ".idx"):
+        if not Path(settings["data_path"] + suffix).is_file():
+            raise DataError(
+                f"plugins.held_out_loss.data_path: there is no {settings['data_path']}{suffix}; "
+                "`tc3 data prepare --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off"
+            )

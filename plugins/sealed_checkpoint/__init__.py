@@ -1,0 +1,1 @@
+"""Checkpoints that a reader can tell are whole."""

@@ -28,21 +28,22 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         super()._save_megatron_ckpt_file_format(cb_params)
         self.unsealed = self.common_info.step_num
         if not self._config.async_save:
-            self._seal()
+            self._seal_finished_save()
 
     def on_train_step_begin(self, run_context):
         """Seal a background save that has finished since."""
         super().on_train_step_begin(run_context)
-        if self.unsealed is not None and self.async_save_manager.is_finalized:
-            self._seal()
+        if self._config.async_save and self.async_save_manager.is_finalized:
+            self._seal_finished_save()
 
     def on_train_end(self, run_context):
         """Seal the last checkpoint."""
         super().on_train_end(run_context)
-        if self.unsealed is not None:
-            self._seal()
+        self._seal_finished_save()
 
-    def _seal(self):
+    def _seal_finished_save(self):
+        if self.unsealed is None:
+            return
         folder = Path(get_checkpoint_iter_dir(self.directory, self.unsealed))
         write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed)
         self.unsealed = None

@@ -67,31 +67,32 @@ def checksum(path: Path) -> str:
 def fault(folder: Path) -> str | None:
     """What keeps `folder` from being a complete checkpoint, in a few words; None when it is complete."""
     try:
-        world_size = json.loads(seal_file(folder, 0).read_text(encoding="utf-8"))["world_size"]
-        seals = [json.loads(seal_file(folder, rank).read_text(encoding="utf-8")) for rank in range(world_size)]
+        world_size = _read_seal(folder, 0)["world_size"]
+        expected = {
+            name: what for rank in range(world_size) for name, what in _read_seal(folder, rank)["files"].items()
+        }
+        faults = (_file_fault(folder / name, what["bytes"], what["sha256"]) for name, what in expected.items())
+        return next(filter(None, faults), None)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing: the save did not finish"
-    except (json.JSONDecodeError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a seal is unreadable ({error})"
-    for seal in seals:
-        for name, expected in seal["files"].items():
-            wrong = _file_fault(folder / name, expected)
-            if wrong:
-                return wrong
-    return None
 
 
-def _file_fault(path: Path, expected: dict) -> str | None:
+def _read_seal(folder: Path, rank: int) -> dict:
+    return json.loads(seal_file(folder, rank).read_text(encoding="utf-8"))
+
+
+def _file_fault(path: Path, size: int, sha256: str) -> str | None:
     if not path.exists():
         return f"{path.name} is missing"
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        return f"{path.name} has {size} bytes instead of {expected['bytes']}: truncated or overwritten"
-    if checksum(path) != expected["sha256"]:
+    if path.stat().st_size != size:
+        return f"{path.name} has {path.stat().st_size} bytes instead of {size}: truncated or overwritten"
+    if checksum(path) != sha256:
         return f"{path.name} does not match its checksum: corrupted"
     return None
 
 
 def step_of(folder: Path) -> int:
     """The training step that a complete checkpoint holds."""
-    return json.loads(seal_file(folder, 0).read_text(encoding="utf-8"))["step"]
+    return _read_seal(folder, 0)["step"]

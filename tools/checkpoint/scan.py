@@ -25,10 +25,16 @@ def scan_checkpoints(root: Path) -> tuple[CheckpointInfo | None, list[tuple[Path
     Returns:
         The newest complete checkpoint or None, and what was skipped before it, each with the reason.
     """
-    skipped = []
-    for folder in sorted(root.glob("iteration_*"), reverse=True):
+    skipped: list[tuple[Path, str]] = []
+    for folder in sorted(root.glob("iteration_*"), key=_iteration, reverse=True):
         reason = plan.fault(folder)
         if reason is None:
             return CheckpointInfo(folder, plan.step_of(folder)), skipped
         skipped.append((folder, reason))
     return None, skipped
+
+
+def _iteration(folder: Path) -> int:
+    """The number in MindFormers' folder name, -1 for a name that has none."""
+    number = folder.name.removeprefix("iteration_")
+    return int(number) if number.isdecimal() else -1

@@ -1,0 +1,80 @@
+"""Why a worker failed: its log's last traceback or user error, in a few lines."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL = 15  # lines of a log shown
+USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
+
+_TRACEBACK = "Traceback (most recent call last):"
+_MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: (-?\d+)")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What ended a run: one message, the log to read, and that log's telling lines."""
+
+    message: str
+    log: Path
+    lines: tuple[str, ...] = ()
+    user_error: bool = False
+    has_traceback: bool = False
+
+
+def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
+    """The failure of worker `rank` that ended with exit code `code` (negative: a signal; None: unknown)."""
+    lines = read_lines(log)
+    told = next((line for line in reversed(lines) if line.startswith("tc3: ")), None)
+    if code in (USER_ERROR, None) and told:
+        return Failure(told.removeprefix("tc3: "), log, user_error=True)
+    traceback = any(_TRACEBACK in line for line in lines)
+    shown = telling_lines(lines)
+    if code is not None and code < 0 and not traceback:  # it could not say why: only where it was
+        shown = shown[-3:]
+    return Failure(f"worker {rank} {how_it_ended(code)}", log, tuple(shown), has_traceback=traceback)
+
+
+def how_it_ended(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "ended, its exit code is not known"
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL): often the kernel's answer to memory running out, `dmesg` knows"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}"
+
+
+def telling_lines(lines: list[str]) -> list[str]:
+    """The last traceback's tail and a little of what follows it; without one, the last lines that are not empty."""
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    if not starts:
+        return [line for line in lines if line.strip()][-TAIL:]
+    block = lines[starts[-1] :]
+    # the exception's own line is the first one after the frames that is not indented; MindSpore explains below it
+    own = next((number for number, line in enumerate(block[1:], 1) if line.strip() and not line[0].isspace()), None)
+    if own is None:
+        return block[-TAIL:]
+    shown = [line for line in block[: own + TAIL // 2] if line.strip()]
+    return shown[-TAIL:]
+
+
+def read_lines(log: Path, limit: int = 1 << 20) -> list[str]:
+    """Lines of the last `limit` bytes of a log; none when there is no such file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - limit))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+
+
+def ends_in_msrun_log(log: Path) -> dict[int, int]:
+    """pid -> exit code of the workers that msrun has logged as failed (it logs the first one it sees)."""
+    found = (_MSRUN_END.search(line) for line in read_lines(log))
+    return {int(match[1]): int(match[2]) for match in found if match}

@@ -1,0 +1,127 @@
+"""What can be seen to be wrong before anything starts: devices, data, disk, the run's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from launch.msrun import ROOT, worker_count
+from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
+
+MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
+PARTS = ("recipe.yaml", "logs", "metrics", "checkpoint", "strategy")  # what a run's folder holds that --force removes
+_DATA_PATH = ("train_dataset", "data_loader", "config", "data_path")
+
+
+def check_machine(recipe: Mapping[str, Any]) -> None:
+    """Raise ClusterError when the recipe is for Ascend and this host has not got its NPUs (/dev/davinci*)."""
+    context = recipe.get("context") or {}
+    if context.get("device_target", "Ascend") != "Ascend":  # MindFormers' own default
+        return
+    wanted = worker_count(recipe)
+    visible = len(list(Path("/dev").glob("davinci[0-9]*")))
+    if visible < wanted:
+        mini = os.path.relpath(ROOT / "recipes" / "mini" / "pretrain.yaml")
+        raise ClusterError(
+            f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, {visible or 'none'} "
+            f"can be seen here (/dev/davinci*); on this machine run a CPU recipe: tc3 train {mini}"
+        )
+
+
+def check_data(recipe: Mapping[str, Any]) -> None:
+    """Raise DataError when a Megatron dataset of the recipe has no .bin or .idx file, saying how to make it."""
+    loader = (recipe.get("train_dataset") or {}).get("data_loader") or {}
+    if loader.get("type") != "BlendedMegatronDatasetDataLoader":
+        return
+    for prefix in data_prefixes((loader.get("config") or {}).get("data_path")):
+        missing = [end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+        if missing:
+            known = [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
+            files = " and ".join(prefix + end for end in missing)
+            hint = did_you_mean(os.path.normpath(prefix), known)
+            make = _prepare(prefix, recipe)
+            raise DataError(f"{'.'.join(_DATA_PATH)}: {files} not found{hint}; make the dataset with: {make}")
+
+
+def data_prefixes(data_path: Any) -> list[str]:
+    """Prefixes in a `data_path`: a list of them, or weights and prefixes by turns (as MindFormers tells them apart)."""
+    if not isinstance(data_path, list) or not all(isinstance(entry, (str, int, float)) for entry in data_path):
+        raise RecipeError(f"{'.'.join(_DATA_PATH)}: wants a list such as ['1', PREFIX], got {data_path!r}")
+    entries = [str(entry).strip() for entry in data_path]
+    weighted = len(entries) % 2 == 0 and all(_is_number(entry) for entry in entries[::2])
+    return entries[1::2] if weighted else entries
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
+    """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
+    output = os.path.normpath(prefix)
+    if Path(prefix).name != "stdlib":
+        return f"tc3 data prepare --input YOUR_TEXT --output {output}"
+    vocabulary = ((recipe.get("model") or {}).get("model_config") or {}).get("vocab_size", 2048)
+    return f"tc3 data prepare --input stdlib --vocab-size {vocabulary} --output {output}"
+
+
+def check_disk(folder: Path) -> None:
+    """Raise ClusterError when less than `MIN_FREE` bytes are free where `folder` is or will be, or it is read-only."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ClusterError(f"{folder}: {existing} is not a folder one can write to; choose another --run-dir")
+    free = shutil.disk_usage(existing).free
+    if free < MIN_FREE:
+        raise ClusterError(f"{folder}: {free / 1e9:.1f} GB free, a run needs {MIN_FREE / 1e9:.1f}: make room first")
+
+
+def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
+    """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else."""
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return
+    if not (run_dir / "recipe.yaml").exists():
+        strange = [path.name for path in run_dir.iterdir() if path.name not in (*PARTS, ".lock")]
+        if strange:
+            raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
+    elif not (resume or force):
+        raise CheckpointError(
+            f"{run_dir}: holds a run already; go on with --resume auto, start over with --force (removes its logs, "
+            "metrics and checkpoints), or choose another --run-dir"
+        )
+
+
+def clear_run_dir(run_dir: Path) -> None:
+    """Remove what an earlier run left in its folder, and nothing else."""
+    for name in PARTS:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_run_in(run_dir: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the kernel frees even if we are killed; ClusterError when a run has it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise ClusterError(f"{run_dir}: a run is in progress there (pid {lock.read().strip()})") from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

@@ -1,0 +1,207 @@
+"""`tc3 train`: recipe -> checks -> msrun, supervised -> losses, speed, checkpoint, picture, what to do next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from launch import preflight
+from launch.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
+from launch.progress import TrainingProgress
+from launch.summary import print_failure, print_summary, summarize
+from launch.supervise import Outcome, supervise
+from plugins.errors import CheckpointError, RecipeError, TC3Error, did_you_mean
+from tools.checkpoint.scan import scan_checkpoints
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import also_changed, apply_overrides, dump_recipe
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that has been thought through and not started."""
+
+    recipe: Recipe
+    run_dir: Path
+    workers: int
+    resume: Path | None
+    command: list[str]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps to train in all: sets the dataset's size to match.")
+@click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path), help="The run's folder.  [default: output/<folder>-<recipe>]"
+)
+@click.option("--force", is_flag=True, help="Start over in a folder that holds a run; its checkpoints are removed.")
+@click.option("--port", type=int, help="Port of msrun's scheduler.  [default: a free one]")
+@click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, all else on stderr.")
+def train(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    resume: str | None,
+    run_dir: Path | None,
+    force: bool,
+    port: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Train RECIPE under msrun and stay in charge of it.
+
+    Exit code: 0 trained, 1 a worker failed, 2 something to mend first, 130/143 interrupted.
+    """
+    if resume and force:
+        raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
+    run_dir = (run_dir or default_run_dir(recipe)).absolute()
+    flat = effective_recipe(recipe, overrides, steps, run_dir)
+    if dry_run:
+        _dry_run(flat, run_dir, resume, port, force, as_json)
+        return
+    for check in _checks(flat, run_dir, resume, port, force):
+        check()
+    with preflight.only_run_in(run_dir):
+        if force:
+            preflight.clear_run_dir(run_dir)
+        plan = make_plan(flat, run_dir, resume, port)
+        dump_recipe(flat, run_dir / "recipe.yaml")
+        outcome = _run(plan, as_json)
+    _report(plan, outcome, _again(recipe, overrides, run_dir), steps, as_json)
+    sys.exit(outcome.code)
+
+
+def default_run_dir(recipe: Path) -> Path:
+    """``output/<recipe's folder>-<recipe>`` below the working folder."""
+    return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}"
+
+
+def effective_recipe(path: Path, overrides: tuple[str, ...], steps: int | None, run_dir: Path) -> Recipe:
+    """The flat recipe that will run: overrides, number of steps, and this run's folders filled in."""
+    flat = load_recipe(path)
+    for override in overrides:
+        if others := also_changed(flat, override):
+            click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
+    flat = apply_overrides(flat, [*overrides, *(steps_overrides(apply_overrides(flat, overrides), steps))])
+    flat["output_dir"] = str(run_dir)
+    checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
+    checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")
+    return flat
+
+
+def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
+    """The overrides that make a recipe train `steps` steps: samples of the dataset, length of the schedule."""
+    if steps is None:
+        return []
+    try:
+        sizes = recipe["train_dataset"]["data_loader"]["sizes"]
+        samples = steps * recipe["runner_config"]["batch_size"]
+    except (KeyError, TypeError):
+        sizes = []
+    if not sizes:
+        raise RecipeError(
+            f"{recipe.source}: --steps needs train_dataset.data_loader.sizes and runner_config.batch_size"
+        )
+    parallel = recipe.get("parallel_config") or {}
+    if recipe.get("use_parallel"):
+        samples *= parallel.get("data_parallel", 1)
+    if parallel.get("pipeline_stage", 1) > 1:
+        samples *= parallel.get("micro_batch_num", 1)
+    samples *= recipe.get("micro_batch_interleave_num", 1)
+    found = [f"train_dataset.data_loader.sizes.0={samples}"]
+    if (
+        isinstance((recipe.get("lr_schedule") or {}).get("total_steps"), int)
+        and recipe["lr_schedule"]["total_steps"] > 0
+    ):
+        found.append(f"lr_schedule.total_steps={steps}")
+    return found
+
+
+def make_plan(recipe: Recipe, run_dir: Path, resume: str | None, port: int | None) -> Plan:
+    """Everything that `recipe` needs to start: checkpoint to go on from, port, argv."""
+    checkpoint = find_checkpoint(resume, Path(recipe["checkpoint"]["save_path"])) if resume else None
+    command = msrun_command(recipe, run_dir, port or free_port(), checkpoint)
+    return Plan(recipe, run_dir, worker_count(recipe), checkpoint, command)
+
+
+def find_checkpoint(resume: str, root: Path) -> Path | None:
+    """The iteration's folder to go on from; None when `auto` finds no complete one. Says what it skips, and why.
+
+    Raises:
+        CheckpointError: `resume` names a folder that does not exist.
+    """
+    if resume != "auto":
+        if not Path(resume).is_dir():
+            known = [str(path) for path in [*root.glob("iteration_*"), *Path(resume).parent.glob("iteration_*")]]
+            raise CheckpointError(f"--resume {resume}: no such folder{did_you_mean(resume, ['auto', *known])}")
+        return Path(resume).absolute()
+    best, skipped = scan_checkpoints(root)
+    for path, reason in skipped:
+        click.echo(f"skipping checkpoint {path}: {reason}", err=True)
+    if best is None:
+        click.echo(f"no complete checkpoint in {root}: starting from the beginning", err=True)
+        return None
+    click.echo(f"going on from step {best.step}: {best.path}", err=True)
+    return best.path.absolute()
+
+
+def _checks(
+    recipe: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool
+) -> list[Callable[[], None]]:
+    """What must hold on this machine, in the order in which a user would want to hear of it."""
+    return [
+        lambda: preflight.check_machine(recipe),
+        lambda: preflight.check_data(recipe),
+        lambda: preflight.check_run_dir(run_dir, bool(resume), force),
+        lambda: preflight.check_disk(run_dir),
+        lambda: check_port(port) if port is not None else None,
+    ]
+
+
+def _dry_run(flat: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool, as_json: bool) -> None:
+    """Print the argv; what would stop the run here goes to stderr and does not stop the dry run."""
+    command = make_plan(flat, run_dir, resume, port).command
+    for check in _checks(flat, run_dir, resume, port, force):
+        try:
+            check()
+        except TC3Error as error:
+            click.echo(f"would be refused here: {error}", err=True)
+    click.echo(json.dumps(command) if as_json else shlex.join(command))
+
+
+def _run(plan: Plan, as_json: bool) -> Outcome:
+    """Say what starts, start it, show its progress."""
+    console = Console(stderr=as_json)
+    workers = f"{plan.workers} worker{'s' * (plan.workers > 1)}"
+    console.print(f"{plan.recipe.source}: {workers}, run folder {plan.run_dir}", highlight=False, soft_wrap=True)
+    environment = worker_environment(plan.workers, plan.run_dir)
+    with TrainingProgress(plan.run_dir, console) as progress:
+        return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
+
+
+def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path) -> list[str]:
+    """The command that goes on with this run, without its number of steps."""
+    again = ["tc3", "train", str(recipe), "--resume", "auto"]
+    if run_dir != default_run_dir(recipe).absolute():
+        again += ["--run-dir", str(run_dir)]
+    return again + [word for override in overrides for word in ("--set", override)]
+
+
+def _report(plan: Plan, outcome: Outcome, again: list[str], steps: int | None, as_json: bool) -> None:
+    """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
+    summary = summarize(plan.run_dir, Path(plan.recipe["checkpoint"]["save_path"]), outcome, again, steps)
+    if outcome.code:
+        print_failure(plan.run_dir, outcome, summary)
+    if as_json:
+        click.echo(json.dumps(summary))
+    elif not outcome.code:
+        print_summary(summary)

@@ -1,0 +1,78 @@
+"""The obvious NumPy computation, forward and backward, of each thing that `plugins.cpu_backend` replaces."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def attention(query, key, value, mask, scale):
+    """softmax(Q K^T * scale, masked) V, head by head.
+
+    Args:
+        query, key: [S, B, N, D]; value: [S, B, N, Dv]; mask: [B, 1, S, S], 1 where forbidden.
+
+    Returns:
+        [S, B, N * Dv] and the weights [B, N, S, S].
+    """
+    scores = np.einsum("ibnd,jbnd->bnij", query, key) * scale
+    scores = np.where(mask == 1, -np.inf, scores)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bnij,jbnd->ibnd", weights, value)
+    return out.reshape(out.shape[0], out.shape[1], -1), weights
+
+
+def attention_gradients(query, key, value, mask, scale, dout):
+    """Gradients of `attention` with respect to query, key and value; dout: [S, B, N * Dv]."""
+    _, weights = attention(query, key, value, mask, scale)
+    dout = dout.reshape(value.shape)
+    dvalue = np.einsum("bnij,ibnd->jbnd", weights, dout)
+    dweights = np.einsum("ibnd,jbnd->bnij", dout, value)
+    dscores = weights * (dweights - (dweights * weights).sum(-1, keepdims=True)) * scale
+    return np.einsum("bnij,jbnd->ibnd", dscores, key), np.einsum("bnij,ibnd->jbnd", dscores, query), dvalue
+
+
+def swiglu(gate_up):
+    """silu(gate) * up of [..., 2H] -> [..., H]."""
+    gate, up = np.split(gate_up, 2, -1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def swiglu_gradient(gate_up, dout):
+    """Gradient of `swiglu`, [..., 2H]."""
+    gate, up = np.split(gate_up, 2, -1)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    return np.concatenate([dout * up * sigmoid * (1 + gate * (1 - sigmoid)), dout * gate * sigmoid], -1)
+
+
+def experts(tokens, probs, chosen, w1, w2):
+    """Every token through each of its experts, one pair at a time, weighted and summed.
+
+    Args:
+        tokens: [N, h]; probs, chosen: [N, k]; w1: [E, h, 2H]; w2: [E, H, h].
+
+    Returns:
+        [N, h].
+    """
+    out = np.zeros_like(tokens)
+    for n, k in np.ndindex(chosen.shape):
+        expert = chosen[n, k]
+        out[n] += probs[n, k] * (swiglu(tokens[n] @ w1[expert]) @ w2[expert])
+    return out
+
+
+def experts_gradients(tokens, probs, chosen, w1, w2, dout):
+    """Gradients of `experts` with respect to tokens, probs, w1 and w2; dout: [N, h]."""
+    dtokens, dprobs = np.zeros_like(tokens), np.zeros_like(probs)
+    dw1, dw2 = np.zeros_like(w1), np.zeros_like(w2)
+    for n, k in np.ndindex(chosen.shape):
+        expert = chosen[n, k]
+        gate_up = tokens[n] @ w1[expert]
+        hidden = swiglu(gate_up)
+        dprobs[n, k] = dout[n] @ (hidden @ w2[expert])
+        dexpert = probs[n, k] * dout[n]
+        dw2[expert] += np.outer(hidden, dexpert)
+        dgate_up = swiglu_gradient(gate_up, dexpert @ w2[expert].T)
+        dw1[expert] += np.outer(tokens[n], dgate_up)
+        dtokens[n] += w1[expert] @ dgate_up
+    return dtokens, dprobs, dw1, dw2

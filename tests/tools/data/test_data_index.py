@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import DataError
+from tools.data import index
+from tools.data.index import BrokenIndexError, IndexReader, IndexWriter, choose_dtype
+
+Documents = list[list[int]]
+DOCUMENTS = [[1, 2, 0], [0], list(range(300)), [65499, 0]]
+
+
+def write(prefix: Path, documents: Documents, dtype: str = "uint16", at_once: int = 2) -> None:
+    writer = IndexWriter(Path(f"{prefix}.bin"), dtype)
+    for start in range(0, len(documents), at_once):
+        group = documents[start : start + at_once]
+        writer.add(np.array([len(d) for d in group], np.int32), np.array([i for d in group for i in d], dtype))
+    writer.finish(Path(f"{prefix}.idx"))
+
+
+@pytest.fixture(scope="session")
+def mindformers_index(tmp_path_factory: pytest.TempPathFactory):
+    """MindFormers' own module; importing it takes some 4 s and makes a log folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "mindformers" not in sys.modules:
+            patch.setenv("LOG_MF_PATH", str(tmp_path_factory.mktemp("mindformers-log")))
+        return importlib.import_module("mindformers.dataset.blended_datasets.indexed_dataset")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 65499), min_size=1, max_size=40), min_size=1, max_size=40),
+    st.sampled_from(["uint16", "int32"]),
+    st.integers(1, 9),
+)
+def test_what_is_written_is_read(
+    tmp_path_factory: pytest.TempPathFactory, documents: Documents, dtype: str, at_once: int
+) -> None:
+    prefix = tmp_path_factory.mktemp("pair") / "a"
+    write(prefix, documents, dtype, at_once)
+    reader = IndexReader(prefix)
+    assert reader.dtype == dtype
+    assert [reader[i].tolist() for i in range(len(reader))] == documents
+    assert reader.tokens == sum(map(len, documents))
+    assert np.concatenate(list(reader.blocks(7))).tolist() == [i for d in documents for i in d]
+
+
+def test_offsets_are_right_across_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documents = [[i] * (1 + i % 5) for i in range(50)]
+    write(tmp_path / "whole", documents)
+    monkeypatch.setattr(index, "_CHUNK", 7)
+    write(tmp_path / "chunked", documents)
+    assert (tmp_path / "chunked.idx").read_bytes() == (tmp_path / "whole.idx").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["uint16", "int32"])
+def test_mindformers_reads_the_pair_and_writes_the_same_bytes(tmp_path: Path, mindformers_index, dtype: str) -> None:
+    write(tmp_path / "ours", DOCUMENTS, dtype)
+    builder = mindformers_index.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), getattr(np, dtype))
+    for document in DOCUMENTS:
+        builder.add_document(np.array(document, dtype), [len(document)])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in (".bin", ".idx"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"theirs{suffix}").read_bytes()
+    read = mindformers_index.IndexedDataset(str(tmp_path / "ours"))
+    assert read.index.dtype == getattr(np, dtype)
+    assert [read[i].tolist() for i in range(len(read))] == DOCUMENTS
+    assert read.document_indices.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [1, 65499, 65500, 65536, 200_000])
+def test_the_dtype_is_megatrons(mindformers_index, vocab_size: int) -> None:
+    assert choose_dtype("auto", vocab_size) == mindformers_index.DType.optimal_dtype(vocab_size).__name__
+
+
+def test_a_forced_dtype_must_hold_the_largest_id() -> None:
+    assert choose_dtype("uint16", 65536) == "uint16"
+    assert choose_dtype("int32", 10) == "int32"
+    with pytest.raises(DataError, match=r"--dtype uint16 holds ids up to 65,535, .* 65,537 ids"):
+        choose_dtype("uint16", 65537)
+
+
+def spoil(path: Path, offset: int, value: bytes) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset : offset + len(value)] = value
+    path.write_bytes(content)
+
+
+# the header is 34 bytes: 9 magic, 8 version, 1 dtype, 8 sequences, 8 documents
+@pytest.mark.parametrize(
+    ("offset", "value", "why"),
+    [
+        (0, b"X", "not a Megatron index"),
+        (9, b"\x02", "version 2"),
+        (17, b"\x07", "dtype code 7"),
+        (18, b"\x09", "its counts say"),
+        (34, b"\x00", "holds a document of 0 tokens"),
+        (34, b"\x04", "offsets do not follow"),
+        (34 + 16 + 8, b"\x08", "offsets do not follow"),
+        (34 + 16 + 32 + 8, b"\x02", "one sequence a document"),
+    ],
+)
+def test_a_broken_index_is_refused(tmp_path: Path, offset: int, value: bytes, why: str) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    IndexReader(tmp_path / "a")
+    spoil(tmp_path / "a.idx", offset, value)
+    with pytest.raises(BrokenIndexError, match=why):
+        IndexReader(tmp_path / "a")
+
+
+@pytest.mark.parametrize(("suffix", "keep"), [(".bin", -1), (".bin", 0), (".idx", -1), (".idx", 20), (".idx", 0)])
+def test_a_truncated_pair_is_refused(tmp_path: Path, suffix: str, keep: int) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(BrokenIndexError):
+        IndexReader(tmp_path / "a")
+
+
+def test_half_a_pair_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a", DOCUMENTS)
+    (tmp_path / "a.idx").unlink()
+    with pytest.raises(DataError, match=r"a\.idx: no such file"):
+        IndexReader(tmp_path / "a")

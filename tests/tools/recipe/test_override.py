@@ -1,0 +1,151 @@
+"""`--set`: right values, shared values, and refusals that say what would be right."""
+
+import copy
+from textwrap import dedent
+
+import pytest
+
+from plugins.errors import RecipeError
+from tools.recipe.load import load_recipe
+from tools.recipe.override import also_changed, apply_overrides
+
+RECIPE = """
+    seed: 42
+    use_parallel: False
+    runner_config: {batch_size: &bs 4, epochs: 1}
+    lr_schedule: {learning_rate: 3.e-3, total_steps: 40}
+    train_dataset: &data
+      data_loader:
+        sizes: [160, 0, 0]
+        config: {seed: 1234, data_path: ['1', "./tiny"]}
+    train_dataset_task: {dataset_config: *data}
+    parallel: {dataset_strategy: [[1, 1], [1, 1]]}
+    model: {model_config: {batch_size: *bs, offset: 0, name: mini, nothing: }}
+    callbacks:
+      - {type: Loss}
+      - {type: Bias, number: 4}
+      - {type: Save, save_checkpoint_steps: 20}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dedent(RECIPE))
+    return load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("seed=7", ["seed"], 7),
+        ("lr_schedule.learning_rate=1e-3", ["lr_schedule", "learning_rate"], 1e-3),
+        ("lr_schedule.learning_rate=1", ["lr_schedule", "learning_rate"], 1.0),
+        ("use_parallel=true", ["use_parallel"], True),
+        ("callbacks.2.save_checkpoint_steps=5", ["callbacks", 2, "save_checkpoint_steps"], 5),
+        ("train_dataset.data_loader.sizes.0=8", ["train_dataset", "data_loader", "sizes"], [8, 0, 0]),
+        ("parallel.dataset_strategy=[[2, 1]]", ["parallel", "dataset_strategy"], [[2, 1]]),
+        ("parallel.dataset_strategy.1.0=3", ["parallel", "dataset_strategy"], [[1, 1], [3, 1]]),
+        ("model.model_config.offset=[1, 0]", ["model", "model_config", "offset"], [1, 0]),
+        ("model.model_config.name=007", ["model", "model_config", "name"], "007"),
+        ("model.model_config.name=a=b", ["model", "model_config", "name"], "a=b"),
+        ("model.model_config.nothing=[1e-2]", ["model", "model_config", "nothing"], [0.01]),
+        ("runner_config={epochs: 3}", ["runner_config"], {"batch_size": 4, "epochs": 3}),
+    ],
+)
+def test_an_override_changes_the_value_and_nothing_else(recipe, override, path, value):
+    before = copy.deepcopy(dict(recipe))
+    changed = apply_overrides(recipe, [override])
+    assert recipe == before, "the given recipe must stay as it is"
+    node, parent = changed, None
+    for key in path:
+        parent, node = node, node[key]
+    assert node == value and type(node) is type(value)
+    old = before
+    for key in path:
+        old = old[key]
+    parent[path[-1]] = old
+    assert changed == before
+
+
+def test_a_shared_mapping_changes_at_every_alias(recipe):
+    changed = apply_overrides(recipe, ["train_dataset.data_loader.config.data_path.1=PREFIX"])
+    assert changed["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", "PREFIX"]
+    assert changed["train_dataset_task"]["dataset_config"] == changed["train_dataset"]
+
+
+def test_a_shared_scalar_changes_at_every_alias_and_equal_numbers_elsewhere_stay(recipe):
+    for name in ("runner_config.batch_size", "model.model_config.batch_size"):
+        changed = apply_overrides(recipe, [f"{name}=2"])
+        assert changed["runner_config"]["batch_size"] == changed["model"]["model_config"]["batch_size"] == 2
+        assert changed["callbacks"][1]["number"] == 4
+    assert also_changed(recipe, "runner_config.batch_size=2") == ["model.model_config.batch_size"]
+    assert also_changed(recipe, "callbacks.1.number=2") == []
+
+
+def test_a_value_that_only_one_place_inherits_is_shared_no_more(tmp_path):
+    (tmp_path / "base.yaml").write_text("a: {n: &n 1}\nb: {n: *n}\nc: {n: *n}\n")
+    (tmp_path / "top.yaml").write_text("base_config: base.yaml\na: {n: 5}\n")
+    changed = apply_overrides(load_recipe(tmp_path / "top.yaml"), ["b.n=7"])
+    assert changed == {"a": {"n": 5}, "b": {"n": 7}, "c": {"n": 7}}
+
+
+def test_a_replaced_list_forgets_the_aliases_of_its_old_entries(tmp_path):
+    (tmp_path / "x.yaml").write_text("n: &n 1\nlist: [0, *n]\n")
+    assert apply_overrides(load_recipe(tmp_path / "x.yaml"), ["list=[5, 6]", "n=2"]) == {"n": 2, "list": [5, 6]}
+
+
+def test_a_later_override_of_the_same_value_wins_only_if_it_agrees(recipe):
+    assert apply_overrides(recipe, ["seed=1", "seed=1"])["seed"] == 1
+    with pytest.raises(RecipeError, match="batch_size=2 has set already"):
+        apply_overrides(recipe, ["runner_config.batch_size=2", "model.model_config.batch_size=3"])
+
+
+def test_a_plain_dict_keeps_its_shared_objects(recipe):
+    plain = copy.deepcopy(dict(recipe))
+    changed = apply_overrides(plain, ["train_dataset.data_loader.config.seed=1"], "x.yaml")
+    assert changed["train_dataset_task"]["dataset_config"]["data_loader"]["config"]["seed"] == 1
+    with pytest.raises(RecipeError, match=r"^x.yaml: --set nope:"):
+        apply_overrides(plain, ["nope=1"], "x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("runner_config.bach_size=2", "did you mean 'runner_config.batch_size'?"),
+        ("batch_size=2", "did you mean 'runner_config.batch_size'?"),
+        ("runner.epochs=2", "did you mean 'runner_config.epochs'?"),
+        ("zzzzzz=2", "the recipe has no key 'zzzzzz'"),
+        ("seed", "write KEY.PATH=VALUE"),
+        ("=3", "write KEY.PATH=VALUE"),
+        ("seed.x=1", "seed is a plain value (42)"),
+        ("callbacks.3.type=X", "its indices are 0 to 2"),
+        ("callbacks.last.type=X", "its indices are 0 to 2, not 'last'"),
+        ("callbacks.-1.type=X", "its indices are 0 to 2"),
+        ("runner_config=3", "set its keys, for instance runner_config.batch_size=..."),
+        ("seed={a: 1}", "seed is an integer (42), not a mapping"),
+        ("seed=true", "seed is an integer (now 42), got true or false"),
+        ("seed=7.0", "write 7"),
+        ("seed=7.5", "seed is an integer"),
+        ("seed=seven", "got text ('seven')"),
+        ("seed=", "got empty (None)"),
+        ("use_parallel=1", "write true"),
+        ("use_parallel=maybe", "is true or false"),
+        ("lr_schedule.learning_rate=fast", "is a number"),
+        ("lr_schedule.learning_rate=true", "is a number"),
+        ("train_dataset.data_loader.sizes=8", "write [8], or name one entry by its index"),
+        ("seed=[1]", "seed is an integer"),
+        ("seed=[1", "not valid YAML"),
+        ("runner_config={epoch: 3}", "did you mean 'runner_config.epochs'?"),
+    ],
+)
+def test_what_does_not_fit_is_refused(recipe, override, message):
+    with pytest.raises(RecipeError) as error:
+        apply_overrides(recipe, [override])
+    assert message in str(error.value)
+    assert "--set" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_refusal_names_the_line_that_the_value_stands_in(recipe):
+    with pytest.raises(RecipeError, match=rf"^{recipe.source}:2: --set seed=x"):
+        apply_overrides(recipe, ["seed=x"])

@@ -1,0 +1,154 @@
+"""`tc3 data`: prepare a corpus, verify one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from plugins.errors import DataError
+from tools.data.reporter import TerminalReporter
+from tools.data.signals import terminate_as_interrupt
+from tools.data.sources import FOLDER_SUFFIXES, Corpus
+
+DEFAULT_VOCAB = 2048
+SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
+
+INPUT_HELP = (
+    "What to read; repeat it for more. Text: one file is one document. JSON lines (.jsonl .ndjson .json): one line is"
+    " one document. Either may be .gz. DIR: its text-like files and those of its sub-folders, sorted; text-like is "
+    + " ".join(FOLDER_SUFFIXES)
+    + ". stdlib: the sources of Python's standard library."
+)
+OUTPUT_HELP = "Writes PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). Its folder is created."
+TOKENIZER_HELP = (
+    "bytes: train a byte-level BPE on the corpus and save it as PREFIX_tokenizer/. DIR: a Hugging Face tokenizer"
+    " folder, such as the PREFIX_tokenizer/ of an earlier run."
+)
+VOCAB_HELP = f"Ids of the tokenizer that `bytes` trains.  [default: {DEFAULT_VOCAB}]"
+HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
+DTYPE_HELP = "Type of the stored ids. auto: uint16 below 65,500 ids, else int32."
+WORKERS_HELP = "Processes that encode; the output is the same for any number.  [default: the cores]"
+
+
+@click.group(context_settings=SETTINGS)
+def data() -> None:
+    """Turn a corpus into the Megatron .bin/.idx that MindFormers trains on, and check it.
+
+    Start with Python's own standard library, which every machine has:
+
+        tc3 data prepare --input stdlib --output output/stdlib --held-out 0.05
+    """
+
+
+@data.command(context_settings=SETTINGS, short_help="Write a corpus as Megatron .bin/.idx.")
+@click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INPUT_HELP)
+@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=OUTPUT_HELP)
+@click.option("--tokenizer", default="bytes", metavar="bytes|DIR", help=TOKENIZER_HELP)
+@click.option("--vocab-size", type=int, metavar="N", help=VOCAB_HELP)
+@click.option("--eod-token", metavar="TOKEN", help="DIR's token that ends a document.  [default: its eos_token]")
+@click.option("--trust-remote-code", is_flag=True, help="Let DIR's tokenizer run the Python code in that folder.")
+@click.option("--jsonl-key", default="text", metavar="KEY", help="The field of each JSON line that holds the text.")
+@click.option("--glob", "globs", multiple=True, metavar="PATTERN", help="Names to take from a folder, e.g. '*.py'.")
+@click.option(
+    "--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP
+)
+@click.option("--seed", default=1234, help="Decides which documents --held-out takes.")
+@click.option("--dtype", type=click.Choice(["auto", "uint16", "int32"]), default="auto", help=DTYPE_HELP)
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help=WORKERS_HELP)
+@click.option("--strict", is_flag=True, help="Stop at a broken line or invalid UTF-8, instead of skipping it.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
+def prepare(
+    inputs: tuple[str, ...],
+    output: Path,
+    tokenizer: str,
+    vocab_size: int | None,
+    jsonl_key: str,
+    globs: tuple[str, ...],
+    workers: int | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
+    """Write a corpus as Megatron .bin/.idx, each document ended by an end-of-document token.
+
+    The result is read back and compared with its source before it appears under PREFIX; an interrupted or failed run
+    leaves nothing there. Lines and files that are no documents are named, skipped and counted.
+    """
+    from tools.data.prepare import PrepareOptions
+    from tools.data.prepare import prepare as run
+
+    if tokenizer == "bytes" and (flags["eod_token"] or flags["trust_remote_code"]):
+        raise DataError("--eod-token and --trust-remote-code go with --tokenizer DIR")
+    if tokenizer != "bytes" and vocab_size is not None:
+        raise DataError(f"--vocab-size goes with --tokenizer bytes; the vocabulary of {tokenizer} is what it is")
+    options = PrepareOptions(
+        corpus=Corpus(inputs, jsonl_key, globs),
+        output=output,
+        tokenizer=tokenizer,
+        vocab_size=DEFAULT_VOCAB if vocab_size is None else vocab_size,
+        workers=workers or _cores(),
+        **flags,
+    )
+    with terminate_as_interrupt(), TerminalReporter() as reporter:
+        summary = run(options, reporter)
+    click.echo(json.dumps(summary, indent=2) if as_json else _describe(output, summary))
+
+
+@data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx with its sidecar and its sources.")
+@click.argument("prefix", type=click.Path(path_type=Path))
+@click.option("--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Where the sources are now.")
+@click.option("--tokenizer", metavar="DIR", help="Where the tokenizer is now.")
+@click.option(
+    "--sample", type=click.FloatRange(0, 1), default=1.0, metavar="FRACTION", help="Share of the documents to compare."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
+@click.pass_context
+def verify(
+    context: click.Context, prefix: Path, inputs: tuple[str, ...], tokenizer: str | None, sample: float, as_json: bool
+) -> None:
+    """Check PREFIX.bin and PREFIX.idx: whole, unchanged since written, and equal to their sources.
+
+    Decodes the documents and compares the text with the source files, wherever those still are. With a tokenizer
+    that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit
+    code 1 when something is wrong.
+    """
+    from tools.data.outputs import read_sidecar
+    from tools.data.tokenizer import load
+    from tools.data.verify import verify as run
+
+    sidecar = read_sidecar(prefix)
+    corpus = Corpus(inputs, sidecar["jsonl_key"], tuple(sidecar["globs"])) if inputs else None
+    loaded = load(tokenizer, sidecar["eod_token"], sidecar["tokenizer"]["trust_remote_code"]) if tokenizer else None
+    with TerminalReporter() as reporter:
+        report = run(prefix, corpus, loaded, sample, reporter)
+    for line in report.findings + report.notes:
+        click.echo(line, err=True)
+    verdict = "WRONG" if report.findings else "ok"
+    click.echo(json.dumps(report.to_dict(), indent=2) if as_json else f"{verdict}: {report.summary()}")
+    context.exit(1 if report.findings else 0)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _describe(prefix: Path, summary: dict[str, Any]) -> str:
+    """Return what was written, and the lines that a recipe needs to use it."""
+    lines = [_line(prefix, summary)]
+    if "heldout" in summary:
+        lines.append(_line(Path(f"{prefix}_heldout"), summary["heldout"]))
+    lines += [
+        f"tokenizer: {summary['tokenizer']['path']}, vocabulary {summary['vocab_size']:,},"
+        f" a document ends with {summary['eod_token']} = {summary['eod_id']}",
+        f"in a recipe: data_path: ['1', '{prefix}'], eod: {summary['eod_id']}, pad: -1,"
+        f" vocab_size: {summary['vocab_size']} or more",
+    ]
+    return "\n".join(lines)
+
+
+def _line(prefix: Path, sidecar: dict[str, Any]) -> str:
+    return f"{prefix}.bin/.idx: {sidecar['documents']:,} documents, {sidecar['tokens']:,} tokens, {sidecar['dtype']}"

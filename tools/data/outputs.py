@@ -1,0 +1,153 @@
+"""The files that one prefix stands for, and how they appear: all at once, or not at all.
+
+PREFIX.bin  PREFIX.idx  PREFIX.json          the training split
+PREFIX_heldout.bin  .idx  .json              the held-out split, if asked for
+PREFIX_tokenizer/                            the tokenizer, if trained here
+
+MindFormers adds PREFIX/cache/GPTDataset_indices/: which tokens make up which sample. It finds a cache by path, seed,
+sample length and sample count, not by content, so one made for an earlier .bin of the same name would be used in
+silence: publishing deletes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.data.signals import uninterrupted
+
+SUFFIXES = (".bin", ".json", ".idx")  # the order of publishing: readers open a pair by its .idx, so it comes last
+HELD_OUT = "heldout"
+
+
+def split_name(name: str, split: str) -> str:
+    """Return the file name, without suffix, of a split ("train" or "heldout") of the prefix called `name`."""
+    return name if split == "train" else f"{name}_{split}"
+
+
+def tokenizer_name(name: str) -> str:
+    """Return the folder name of the tokenizer trained for the prefix called `name`."""
+    return f"{name}_tokenizer"
+
+
+def read_sidecar(prefix: str | Path) -> dict[str, Any]:
+    """Return the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype, ... (see `prepare`).
+
+    Raises `DataError` when it is missing or is not what `tc3 data prepare` writes.
+    """
+    path = Path(f"{prefix}.json")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; `tc3 data prepare` writes it beside .bin and .idx") from None
+    except ValueError as error:
+        raise DataError(f"{path}: is not JSON ({error})") from None
+    if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
+        raise DataError(f"{path}: is not a sidecar of `tc3 data prepare`")
+    return content
+
+
+def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, force: bool) -> None:
+    """Refuse, before any work, a prefix that cannot be one or whose files exist (unless `force`).
+
+    Raises `DataError`.
+    """
+    if prefix.suffix in SUFFIXES:
+        raise DataError(f"--output {prefix}: give the prefix without {prefix.suffix}")
+    names = [split_name(prefix.name, split) + suffix for split in splits for suffix in SUFFIXES]
+    names += [tokenizer_name(prefix.name)] if trains_tokenizer else []
+    found = [path for path in (prefix.parent / name for name in names) if path.exists()] + _stale_split(prefix)
+    if found and not force:
+        raise DataError(f"{found[0]}: exists; choose another --output, or replace it with --force")
+
+
+@contextmanager
+def staged(prefix: Path) -> Iterator[Path]:
+    """Yield a new hidden folder beside `prefix`, on the same file system; it is gone after the block.
+
+    Creates the output folder when it is missing. Raises `DataError` when it cannot be written.
+    """
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{prefix.name}.unfinished-", dir=prefix.parent))
+    except OSError as error:
+        raise DataError(f"--output {prefix}: cannot write to its folder ({error.strerror})") from error
+    try:
+        yield folder
+    finally:
+        with uninterrupted():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(stage: Path, prefix: Path, splits: tuple[str, ...]) -> None:
+    """Rename what `stage` holds to its place beside `prefix`, replacing what was there.
+
+    At no moment is there an .idx beside a .bin that it does not belong to: old .idx files go first, new ones come
+    last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.
+    """
+    with uninterrupted():
+        for split in ("train", HELD_OUT):
+            if split in splits or _stale_split(prefix):
+                _remove_split(prefix.parent / split_name(prefix.name, split))
+        _sync_folder(prefix.parent)
+        _publish_tokenizer(stage / tokenizer_name(prefix.name), prefix.parent / tokenizer_name(prefix.name))
+        for split in reversed(splits):
+            for suffix in SUFFIXES:
+                name = split_name(prefix.name, split) + suffix
+                _sync_folder(prefix.parent)
+                os.replace(stage / name, prefix.parent / name)
+        _sync_folder(prefix.parent)
+
+
+def leftovers(prefix: Path) -> list[Path]:
+    """Return staging folders of earlier runs for `prefix` that were killed before they could clean up."""
+    return sorted(prefix.parent.glob(f".{prefix.name}.unfinished-*"))
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write `content` and flush it to disk."""
+    with open(path, "w", encoding="utf-8") as stream:
+        stream.write(json.dumps(content, indent=2) + "\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _stale_split(prefix: Path) -> list[Path]:
+    """A held-out split written with this prefix before: kept beside a new training split, it would leak into it."""
+    held_out = prefix.parent / split_name(prefix.name, HELD_OUT)
+    try:
+        ours = read_sidecar(held_out).get("split") == HELD_OUT
+    except (DataError, OSError):
+        return []
+    return [Path(f"{held_out}.json")] if ours else []
+
+
+def _remove_split(path: Path) -> None:
+    """Delete the pair of `path`, its .idx first, and the samples that MindFormers has cached for it."""
+    for suffix in reversed(SUFFIXES):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+    for cache in path.glob("cache/*Dataset_indices"):
+        shutil.rmtree(cache)
+
+
+def _publish_tokenizer(staged_folder: Path, folder: Path) -> None:
+    if staged_folder.exists():
+        folder.mkdir(exist_ok=True)
+        for path in sorted(staged_folder.iterdir()):
+            os.replace(path, folder / path.name)
+        _sync_folder(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,250 @@
+"""The pipeline of `tc3 data prepare`: corpus -> tokenizer -> `.bin/.idx` per split -> check -> publish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plugins.errors import DataError
+from tools.data import outputs
+from tools.data import tokenizer as tokenizers
+from tools.data.index import IndexWriter, choose_dtype
+from tools.data.reporter import Reporter
+from tools.data.sampling import chosen, held_out
+from tools.data.skips import Skips
+from tools.data.sources import Corpus
+from tools.data.tokenizer import Coder, Tokenizer, TokenizerSpec
+from tools.data.verify import verify
+from tools.data.workers import ordered_map
+
+TRAIN_BYTES = 32 << 20  # a tokenizer is trained on about this much text, spread over the corpus
+VERIFY_BYTES = 64 << 20  # about this much text is decoded and compared after writing
+_JOB_CHARACTERS = 1 << 18  # text handed to a worker at a time
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """One run of `tc3 data prepare`.
+
+    output: the prefix. tokenizer: "bytes" (train one of `vocab_size` ids) or a Hugging Face folder.
+    held_out: fraction of documents, 0 for none, chosen by `seed`. dtype: "auto", "uint16" or "int32".
+    """
+
+    corpus: Corpus
+    output: Path
+    tokenizer: str = "bytes"
+    vocab_size: int = 2048
+    eod_token: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    held_out: float = 0.0
+    seed: int = 1234
+    workers: int = 1
+    strict: bool = False
+    force: bool = False
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """ "train", and "heldout" when one is asked for."""
+        return ("train", outputs.HELD_OUT) if self.held_out else ("train",)
+
+    def split_of(self, index: int) -> str:
+        """Return the split of document `index`."""
+        return outputs.HELD_OUT if held_out(self.seed, index, self.held_out) else "train"
+
+
+class _Job(NamedTuple):
+    split: str
+    texts: list[str]
+    consumed: int  # bytes read from disk for it
+
+
+class _Encoded(NamedTuple):
+    split: str
+    lengths: np.ndarray  # int32 [documents], tokens each
+    tokens: np.ndarray  # dtype [sum of lengths]
+    text_bytes: int
+    consumed: int
+
+
+def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[str, Any]:
+    """Write, check and publish the pairs of `options.output`; return the training split's sidecar.
+
+    With a held-out split its sidecar is under "heldout". Nothing appears under the prefix unless all of it is right.
+    Memory is flat in the size of the corpus: the largest document, a few MB a worker, and 4 bytes a document (28
+    while checking). Raises `DataError` for everything that is the user's to mend.
+    """
+    reporter = reporter or Reporter()
+    trains = options.tokenizer == "bytes"
+    outputs.check_prefix(options.output, options.splits, trains, options.force)
+    for folder in outputs.leftovers(options.output):
+        reporter.log(f"{folder}: left by a run that was killed; delete it unless that run is still going")
+    files, size = options.corpus.measure()
+    reporter.log(f"{files:,} files, {size:,} bytes")
+    try:
+        with outputs.staged(options.output) as stage:
+            tokenizer = _tokenizer(options, stage, size, reporter)
+            sidecars = _write(options, stage, tokenizer, size, reporter)
+            _check(options, stage, tokenizer, size, reporter)
+            outputs.publish(stage, options.output, options.splits)
+    except OSError as error:  # disk full, or the folder went away
+        raise DataError(f"--output {options.output}: {error.strerror or error}") from error
+    return sidecars["train"] | {split: sidecars[split] for split in options.splits[1:]}
+
+
+def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Reporter) -> Tokenizer:
+    """Train or load the tokenizer."""
+    if options.tokenizer != "bytes":
+        return tokenizers.load(options.tokenizer, options.eod_token, options.trust_remote_code)
+    reporter.start("training the tokenizer", min(size, TRAIN_BYTES))
+    folder = stage / outputs.tokenizer_name(options.output.name)
+    tokenizer = tokenizers.train(_training_texts(options, size, reporter), options.vocab_size, folder)
+    if tokenizer.vocab_size < options.vocab_size:
+        reporter.log(f"the corpus is small: it gives {tokenizer.vocab_size} ids, not {options.vocab_size}")
+    return tokenizer
+
+
+def _training_texts(options: PrepareOptions, size: int, reporter: Reporter) -> Iterator[str]:
+    """Yield about `TRAIN_BYTES` of the training split, chosen by hash over the whole corpus."""
+    taken = 0
+    for index, document in enumerate(options.corpus.documents(Skips(options.strict))):
+        if options.split_of(index) != "train" or not chosen("tokenizer", index, TRAIN_BYTES / max(size, 1)):
+            continue
+        yield document.text
+        taken += len(document.text)
+        reporter.advance(document.consumed)
+        if taken > TRAIN_BYTES:
+            return
+
+
+def _write(
+    options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int, reporter: Reporter
+) -> dict[str, dict[str, Any]]:
+    """Encode every document into the pairs below `stage`; return the sidecar of each split."""
+    dtype = choose_dtype(options.dtype, tokenizer.vocab_size)
+    skips = Skips(options.strict, reporter)
+    paths = {split: str(stage / outputs.split_name(options.output.name, split)) for split in options.splits}
+    text_bytes = dict.fromkeys(paths, 0)
+    reporter.start("encoding", size)
+    with ExitStack() as stack:
+        writers = {split: IndexWriter(Path(f"{path}.bin"), dtype) for split, path in paths.items()}
+        for writer in writers.values():
+            stack.callback(writer.close)
+        make = partial(_encoder, tokenizer.spec, tokenizer.eod_id, dtype)
+        for encoded in ordered_map(make, _jobs(options, skips), options.workers):
+            writers[encoded.split].add(encoded.lengths, encoded.tokens)
+            text_bytes[encoded.split] += encoded.text_bytes
+            reporter.advance(encoded.consumed)
+        _require_documents(options, writers, skips)
+        sidecars = {}
+        for split, writer in writers.items():
+            writer.finish(Path(f"{paths[split]}.idx"))
+            sidecars[split] = _sidecar(options, split, writer, tokenizer, text_bytes[split], skips)
+            outputs.write_json(Path(f"{paths[split]}.json"), sidecars[split])
+    if summary := skips.summary():
+        reporter.log(summary)
+    return sidecars
+
+
+def _jobs(options: PrepareOptions, skips: Skips) -> Iterator[_Job]:
+    """Group documents into jobs of one split each, in document order within a split."""
+    waiting: dict[str, list[str]] = {split: [] for split in options.splits}
+    characters = dict.fromkeys(waiting, 0)
+    consumed = 0
+    for index, document in enumerate(options.corpus.documents(skips)):
+        split = options.split_of(index)
+        waiting[split].append(document.text)
+        characters[split] += len(document.text)
+        consumed += document.consumed
+        if characters[split] >= _JOB_CHARACTERS:
+            yield _Job(split, waiting[split], consumed)
+            waiting[split], characters[split], consumed = [], 0, 0
+    for split, texts in waiting.items():
+        if texts:
+            yield _Job(split, texts, consumed)
+            consumed = 0
+
+
+def _encoder(spec: TokenizerSpec, eod_id: int, dtype: str) -> Callable[[_Job], _Encoded]:
+    """Return the function that a worker applies to each job: ids of each document, then `eod_id`."""
+    coder = Coder(spec)
+
+    def encode(job: _Job) -> _Encoded:
+        documents = coder.encode(job.texts)
+        for ids in documents:
+            ids.append(eod_id)
+        lengths = np.array([len(ids) for ids in documents], dtype=np.int32)
+        tokens = np.fromiter(chain.from_iterable(documents), dtype=dtype, count=int(lengths.sum(dtype=np.int64)))
+        return _Encoded(job.split, lengths, tokens, sum(len(text.encode()) for text in job.texts), job.consumed)
+
+    return encode
+
+
+def _require_documents(options: PrepareOptions, writers: dict[str, IndexWriter], skips: Skips) -> None:
+    total = sum(writer.documents for writer in writers.values())
+    if not total:
+        why = f": {skips.summary()}; the first: {skips.first}" if skips.first else ""
+        raise DataError(f"--input {' '.join(options.corpus.inputs)}: the corpus has no documents{why}")
+    for split, writer in writers.items():
+        if not writer.documents:
+            raise DataError(
+                f"--held-out {options.held_out:g} of {total} documents leaves the {split} split empty;"
+                " a text file is one document: give more files, JSON lines, another fraction or another --seed"
+            )
+
+
+def _sidecar(
+    options: PrepareOptions, split: str, writer: IndexWriter, tokenizer: Tokenizer, text_bytes: int, skips: Skips
+) -> dict[str, Any]:
+    """Everything that a recipe or a check must know about the pair. `skipped` counts the whole corpus."""
+    return {
+        "format": "tc3-data-1",
+        "split": split,
+        "documents": writer.documents,
+        "tokens": writer.tokens,  # one end-of-document id a document included
+        "text_bytes": text_bytes,
+        "dtype": writer.dtype.name,
+        "bin_sha256": writer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "eod_id": tokenizer.eod_id,
+        "eod_token": tokenizer.eod_token,
+        "tokenizer": {
+            "path": _tokenizer_path(options),
+            "lossless": tokenizer.lossless,
+            "fingerprint": tokenizer.fingerprint,
+            "trust_remote_code": options.trust_remote_code,
+        },
+        "sources": options.corpus.describe(),
+        "jsonl_key": options.corpus.jsonl_key,
+        "globs": list(options.corpus.globs),
+        "held_out": {"fraction": options.held_out, "seed": options.seed},
+        "skipped": dict(skips.counts),
+    }
+
+
+def _tokenizer_path(options: PrepareOptions) -> str:
+    """A name when the folder is (or will be) beside the pair, so that both can move together; else absolute."""
+    if options.tokenizer == "bytes":
+        return outputs.tokenizer_name(options.output.name)
+    folder = Path(options.tokenizer).resolve()
+    return folder.name if folder.parent == options.output.parent.resolve() else str(folder)
+
+
+def _check(options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int, reporter: Reporter) -> None:
+    """Read the staged pairs back; raises `DataError` when one does not hold what the sources say."""
+    fraction = min(1.0, VERIFY_BYTES / max(size, 1))
+    for split in options.splits:
+        prefix = stage / outputs.split_name(options.output.name, split)
+        report = verify(prefix, options.corpus, tokenizer, fraction, reporter)
+        if report.findings:
+            raise DataError(
+                f"the {split} split does not read back as written, nothing is published: {report.findings[0]}"
+            )
+        reporter.log(f"checked {split}: {report.summary()}")

@@ -1,0 +1,230 @@
+"""Documents from files: text, JSON lines, `.gz` of both, folders of them, and Python's standard library.
+
+Everything streams: memory holds one document (one line of JSON lines, one whole text file) at a time.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import io
+import json
+import os
+import platform
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from plugins.errors import DataError, did_you_mean
+from tools.data.skips import Skips
+
+STDLIB_NAMES = ("stdlib", "python-stdlib")
+JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+# what a folder contributes unless --glob says otherwise; `.json` is left out: there it is mostly settings
+FOLDER_SUFFIXES = (
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".jsonl", ".ndjson", ".py"),
+    *(".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".php"),
+    *(".lua", ".scala", ".kt", ".swift", ".r", ".jl", ".sql", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
+)
+# folders that are not the library, and files that some distributions write for one machine
+_STDLIB_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_STDLIB_SKIPPED_FILES = ("_sysconfigdata*", "sitecustomize.py", "usercustomize.py")
+
+
+class Document(NamedTuple):
+    """One training document and where it came from."""
+
+    text: str
+    where: str  # "file", or "file:line"
+    consumed: int  # bytes read from disk since the previous document, for the progress bar
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The inputs of one run, in order; iterating twice gives the same documents in the same order.
+
+    inputs: files, folders or "stdlib". jsonl_key: the field of a JSON line that holds the text.
+    globs: file name patterns that a folder contributes (empty: `FOLDER_SUFFIXES`).
+    """
+
+    inputs: tuple[str, ...]
+    jsonl_key: str = "text"
+    globs: tuple[str, ...] = ()
+
+    def files(self) -> Iterator[Path]:
+        """Yield every file, in input order; a folder's files come sorted, before those of its sub-folders.
+
+        Raises `DataError` for an input that does not exist or a folder without a matching file.
+        """
+        for name in self.inputs:
+            yield from _files_of(name, self.globs)
+
+    def documents(self, skips: Skips) -> Iterator[Document]:
+        """Yield the documents of every file; what cannot be one is added to `skips`.
+
+        Raises `DataError` for a file that cannot be read, a truncated gzip, or, when strict, the first skip.
+        """
+        for path in self.files():
+            read = _read_jsonl if _is_jsonl(path) else _read_text
+            yield from read(path, self.jsonl_key, skips)
+
+    def measure(self) -> tuple[int, int]:
+        """Return the number of files and their size in bytes on disk; finds missing inputs before any work."""
+        count = size = 0
+        for path in self.files():
+            count, size = count + 1, size + path.stat().st_size
+        return count, size
+
+    def describe(self) -> list[dict[str, str]]:
+        """Return the sidecar's `sources`: an absolute path each, or "stdlib" and the Python it belongs to."""
+        return [
+            {"input": STDLIB_NAMES[0], "python": platform.python_version()}
+            if name in STDLIB_NAMES
+            else {"input": str(Path(name).resolve())}
+            for name in self.inputs
+        ]
+
+
+def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
+    if name in STDLIB_NAMES:
+        yield from _walk(Path(sysconfig.get_paths()["stdlib"]), ("*.py",), stdlib=True)
+        return
+    path = Path(name)
+    if not path.exists():
+        raise DataError(f"--input {name}: no such file or folder{_nearest(path)}")
+    if path.is_file():
+        yield path
+        return
+    if not path.is_dir():
+        raise DataError(f"--input {name}: is a pipe or device; it is read more than once, so save it as a file")
+    found = False
+    for file in _walk(path, globs):
+        found = True
+        yield file
+    if not found:
+        wanted = " ".join(globs) if globs else "the text-like suffixes that `tc3 data prepare --help` lists"
+        raise DataError(f"--input {name}: no file in this folder matches {wanted}; choose with --glob '*.xyz'")
+
+
+def _walk(root: Path, globs: tuple[str, ...], stdlib: bool = False) -> Iterator[Path]:
+    """Yield matching files below `root`, sorted; hidden files and folders are left out."""
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = sorted(d for d in folders if d[0] != "." and not (stdlib and d in _STDLIB_SKIPPED_FOLDERS))
+        for name in sorted(names):
+            if name[0] == "." or not _matches(name, globs):
+                continue
+            if stdlib and any(fnmatch.fnmatch(name, pattern) for pattern in _STDLIB_SKIPPED_FILES):
+                continue
+            path = Path(folder, name)
+            if path.is_file():
+                yield path
+
+
+def _refuse(error: OSError) -> None:
+    raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
+
+
+def _matches(name: str, globs: tuple[str, ...]) -> bool:
+    if globs:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in globs)
+    return Path(name.removesuffix(".gz")).suffix.lower() in FOLDER_SUFFIXES
+
+
+def _nearest(path: Path) -> str:
+    known = os.listdir(path.parent) if path.parent.is_dir() else []
+    return did_you_mean(path.name, [*known, *STDLIB_NAMES])
+
+
+def _is_jsonl(path: Path) -> bool:
+    return Path(path.name.removesuffix(".gz")).suffix.lower() in JSONL_SUFFIXES
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Yield (stream of content, raw file whose `tell` is bytes on disk); both are the same without gzip."""
+    try:
+        with open(path, "rb") as raw:
+            if path.name.endswith(".gz"):
+                yield io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw
+            else:
+                yield raw, raw
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: truncated or broken gzip ({error}); copy the file again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+class _SkipError(Exception):
+    """This text is no document. kind: as `Skips` counts it."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+def _read_text(path: Path, jsonl_key: str, skips: Skips) -> Iterator[Document]:
+    """Yield the whole file as one document, newlines and a byte-order mark left as they are."""
+    with _opened(path) as (stream, raw):
+        content = stream.read()
+        consumed = raw.tell()
+    try:
+        yield Document(_some(_decode(content)), str(path), consumed)
+    except _SkipError as skip:
+        skips.add(skip.kind, str(path), str(skip))
+
+
+def _read_jsonl(path: Path, jsonl_key: str, skips: Skips) -> Iterator[Document]:
+    """Yield one document a line."""
+    done = 0
+    with _opened(path) as (stream, raw):
+        for number, line in enumerate(stream, 1):
+            where = f"{path}:{number}"
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
+            try:
+                text = _text_of_line(line, jsonl_key)
+            except _SkipError as skip:
+                skips.add(skip.kind, where, str(skip))
+                continue
+            position = raw.tell()
+            yield Document(text, where, position - done)
+            done = position
+
+
+def _text_of_line(line: bytes, jsonl_key: str) -> str:
+    """Return the text that one JSON line holds; raises `_SkipError` when there is none."""
+    try:
+        record = json.loads(_some(_decode(line)))
+    except (ValueError, RecursionError) as error:
+        raise _SkipError("broken_lines", f"is not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise _SkipError("broken_lines", f"is a JSON {type(record).__name__}, not an object")
+    if jsonl_key not in record:
+        hint = did_you_mean(jsonl_key, list(record)) or f" (it has: {', '.join(map(repr, record)) or 'nothing'})"
+        raise _SkipError("broken_lines", f"has no key {jsonl_key!r}{hint[:200]}; choose with --jsonl-key")
+    text = record[jsonl_key]
+    if not isinstance(text, str):
+        raise _SkipError("broken_lines", f"key {jsonl_key!r} is a {type(text).__name__}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON allows "\ud800", UTF-8 does not
+        raise _SkipError("invalid_utf8", "holds half a surrogate pair, which is not Unicode text") from None
+    return _some(text)
+
+
+def _decode(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        why = f"is not UTF-8 (byte {error.start}: {content[error.start]:#04x})"
+        raise _SkipError("invalid_utf8", why) from None
+
+
+def _some(text: str) -> str:
+    if not text or text.isspace():
+        raise _SkipError("empty", "holds no text")
+    return text

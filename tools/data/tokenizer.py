@@ -1,0 +1,170 @@
+"""Tokenizers: a byte-level BPE trained on the spot, or a Hugging Face folder.
+
+A tokenizer travels to worker processes as a `TokenizerSpec` and is rebuilt there as a `Coder`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+
+from plugins.errors import DataError, did_you_mean
+
+EOD_TOKEN = "<|endoftext|>"  # id 0 in a tokenizer trained here
+SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN
+
+
+class TokenizerSpec(NamedTuple):
+    """What a process needs to rebuild a tokenizer."""
+
+    backend: str | None  # tokenizer.json; None for a slow Hugging Face tokenizer, which is loaded from `folder`
+    folder: str
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A loaded tokenizer's facts.
+
+    vocab_size: largest id + 1, what a model's embedding must at least hold.
+    lossless: decoding gives back the exact text. fingerprint: equal for tokenizers that give equal ids.
+    """
+
+    spec: TokenizerSpec
+    vocab_size: int
+    eod_id: int
+    eod_token: str
+    lossless: bool
+    fingerprint: str
+
+
+class Coder:
+    """Text to ids and back. Nothing is added to a text, and text that looks like a special token stays text."""
+
+    def __init__(self, spec: TokenizerSpec) -> None:
+        if spec.backend is None:
+            self._slow = _load_hugging_face(spec.folder, spec.trust_remote_code)
+        else:
+            self._slow = None
+            self._fast = tokenizers.Tokenizer.from_str(spec.backend)
+            self._fast.no_truncation()
+            self._fast.no_padding()
+            self._fast.encode_special_tokens = True  # "<|endoftext|>" in a document must not end it
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without end-of-document ids."""
+        if self._slow is not None:
+            flags = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+            return [self._slow(text, **flags)["input_ids"] for text in texts]
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of one document's ids."""
+        assert self._slow is None, "slow tokenizers are compared by ids"
+        return self._fast.decode(list(ids), skip_special_tokens=False)
+
+
+def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
+    """Train a byte-level BPE of at most `vocab_size` ids and save it in `folder` for `AutoTokenizer`.
+
+    The same texts give the same files, whatever the number of threads. A small corpus gives fewer ids.
+    Raises `DataError` when `vocab_size` cannot hold all bytes and the end-of-document token.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise DataError(f"--vocab-size {vocab_size} is too small: 256 bytes and {EOD_TOKEN} need {SMALLEST_VOCAB}")
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOD_TOKEN,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000_000,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return _describe(backend.to_str(), folder, EOD_TOKEN)
+
+
+def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
+    """Load a Hugging Face tokenizer folder, never from the network.
+
+    eod_token: the token that ends a document; None takes the tokenizer's `eos_token`.
+    Raises `DataError` when the folder is missing, is no tokenizer, or names no end-of-document token.
+    """
+    if not Path(folder).is_dir():
+        raise DataError(f"--tokenizer {folder}: no such folder; give `bytes` or a Hugging Face tokenizer folder")
+    hugging_face = _load_hugging_face(str(folder), trust_remote_code)
+    token = eod_token or hugging_face.eos_token
+    if not token:
+        raise DataError(f"--tokenizer {folder}: it has no eos_token; name the token that ends a document: --eod-token")
+    vocabulary = hugging_face.get_vocab()
+    if token not in vocabulary:
+        near = did_you_mean(token, list(vocabulary))
+        raise DataError(f"--tokenizer {folder}: the end-of-document token {token!r} is not in its vocabulary{near}")
+    if hugging_face.is_fast:
+        return _describe(hugging_face.backend_tokenizer.to_str(), Path(folder), token)
+    ids = json.dumps(sorted(vocabulary.items()))
+    return Tokenizer(
+        spec=TokenizerSpec(None, str(folder), trust_remote_code),
+        vocab_size=max(vocabulary.values()) + 1,
+        eod_id=vocabulary[token],
+        eod_token=token,
+        lossless=False,
+        fingerprint=hashlib.sha256(ids.encode()).hexdigest(),
+    )
+
+
+def _load_hugging_face(folder: str, trust_remote_code: bool) -> Any:
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that PyTorch is not there
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:  # its loaders let anything through, KeyError included
+        reason = str(error).strip().split("\n")[0]
+        hint = "; its own code runs only with --trust-remote-code" if "trust_remote_code" in str(error) else ""
+        raise DataError(f"--tokenizer {folder}: not a tokenizer that transformers can load ({reason}){hint}") from error
+
+
+def _describe(backend: str, folder: Path, eod_token: str) -> Tokenizer:
+    """Return the facts of a fast tokenizer given as the text of its tokenizer.json."""
+    vocabulary = tokenizers.Tokenizer.from_str(backend).get_vocab(with_added_tokens=True)
+    parts = json.loads(backend)
+    deciding = [parts[key] for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")]
+    return Tokenizer(
+        spec=TokenizerSpec(backend, str(folder)),
+        vocab_size=max(vocabulary.values()) + 1,
+        eod_id=vocabulary[eod_token],
+        eod_token=eod_token,
+        lossless=_is_lossless(parts, vocabulary),
+        fingerprint=hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest(),
+    )
+
+
+def _is_lossless(parts: dict[str, Any], vocabulary: dict[str, int]) -> bool:
+    """Byte-level both ways, nothing normalised, no space put in front, and a token for every byte."""
+    before = json.dumps(parts["pre_tokenizer"])
+    return (
+        parts["model"]["type"] == "BPE"
+        and parts["normalizer"] is None
+        and (parts["decoder"] or {}).get("type") == "ByteLevel"
+        and '"ByteLevel"' in before
+        and '"add_prefix_space": true' not in before
+        and vocabulary.keys() >= set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    )

@@ -1,0 +1,227 @@
+"""Read a recipe exactly as MindFormers would, without importing it, and remember where each value was written.
+
+Semantics follow `MindFormerConfig._file2dict` (mindformers 1.9.0, tools/register/config.py): `base_config:` names
+files relative to the recipe; they are merged shallowly among themselves, then the recipe deeply on top.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from plugins.errors import RecipeError, did_you_mean
+
+BASE_CONFIG = "base_config"
+KeyPath = tuple[Any, ...]  # mapping keys and list indices from the top of the recipe
+
+_PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
+_MERGE_TAG = "tag:yaml.org,2002:merge"
+_REPO_RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+_idents = itertools.count()
+
+
+class Mark(NamedTuple):
+    """Where a value was written. Two key paths with one `ident` are one value, shared by an anchor."""
+
+    file: str
+    line: int
+    ident: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Recipe(dict[str, Any]):
+    """A flat recipe: an ordinary dict that also knows its `source` file and the `marks` of its key paths."""
+
+    source: str = ""
+    marks: dict[KeyPath, Mark]
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.marks = {}
+
+
+@dataclass(eq=False)
+class _Spot:
+    """One YAML node: its value (of spots, if a container) and its place. An alias is the same spot."""
+
+    value: Any
+    file: str
+    line: int
+    ident: int = field(default_factory=lambda: next(_idents))
+
+
+def load_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """Return the flat effective recipe of the YAML file `path`, its bases merged in.
+
+    Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
+
+    Raises:
+        RecipeError: the file or a base is missing, is not YAML, is no mapping, has a duplicate key or a base cycle.
+    """
+    file = os.fspath(path)
+    top = _read(file, parents=[])
+    recipe = Recipe(_plain(top, {}))
+    recipe.source = file
+    recipe.marks = dict(_marks(top, ()))
+    return recipe
+
+
+def _read(file: str, parents: list[str]) -> _Spot:
+    """The spot of one file with its bases merged in; `parents` are the real paths on the way here."""
+    real = os.path.realpath(file)
+    if real in parents:
+        chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
+        raise RecipeError(f"{file}: `{BASE_CONFIG}` goes in a circle: {chain}")
+    top = _Reader(file).read()
+    base_names = top.value.pop(BASE_CONFIG, None)
+    if base_names is None:
+        return top
+    merged: dict[Any, _Spot] = {}
+    for name in base_names.value if isinstance(base_names.value, list) else [base_names]:
+        merged.update(_read(_base_file(name, file), [*parents, real]).value)
+    return _merge(top, _Spot(merged, file, 1))
+
+
+def _base_file(name: _Spot, file: str) -> str:
+    """Path of a base named in `file`; raises when it is not there."""
+    if not isinstance(name.value, str):
+        raise RecipeError(f"{name.file}:{name.line}: `{BASE_CONFIG}` wants file names, got {name.value!r}")
+    base = os.path.join(os.path.dirname(file), name.value)
+    if not os.path.isfile(base):
+        raise RecipeError(f"{name.file}:{name.line}: base {name.value!r} not found{_nearby(base)}")
+    return base
+
+
+def _merge(child: _Spot, base: _Spot) -> _Spot:
+    """`child` deeply over `base`: mappings merge, everything else is replaced; neither is changed."""
+    if base.value is None:
+        return child
+    if not isinstance(base.value, dict):
+        raise RecipeError(
+            f"{child.file}:{child.line}: a mapping cannot be merged over the plain value "
+            f"of its base ({base.file}:{base.line})"
+        )
+    merged = dict(base.value)
+    for key, spot in child.value.items():
+        merged[key] = _merge(spot, merged[key]) if isinstance(spot.value, dict) and key in merged else spot
+    return _Spot(merged, child.file, child.line)
+
+
+def _plain(spot: _Spot, seen: dict[int, Any]) -> Any:
+    """The ordinary value of a spot; one container per spot, so that aliases stay shared."""
+    if not isinstance(spot.value, (dict, list)):
+        return spot.value
+    if spot.ident not in seen:
+        if isinstance(spot.value, dict):
+            seen[spot.ident] = {key: _plain(item, seen) for key, item in spot.value.items()}
+        else:
+            seen[spot.ident] = [_plain(item, seen) for item in spot.value]
+    return seen[spot.ident]
+
+
+def _marks(spot: _Spot, path: KeyPath) -> Any:
+    """Yield (key path, mark) of everything below `spot`."""
+    if path:
+        yield path, Mark(spot.file, spot.line, spot.ident)
+    if isinstance(spot.value, (dict, list)):
+        items = spot.value.items() if isinstance(spot.value, dict) else enumerate(spot.value)
+        for key, item in items:
+            yield from _marks(item, (*path, key))
+
+
+class _Reader:
+    """Turns one YAML file into spots."""
+
+    def __init__(self, file: str):
+        self.file = file
+        self.spots: dict[int, _Spot] = {}  # by id of the node, all of which `self.root` keeps alive
+        self.open: set[int] = set()  # nodes being read, to notice an anchor inside itself
+
+    def read(self) -> _Spot:
+        """The top-level mapping; raises RecipeError with file and line."""
+        self.loader = yaml.SafeLoader(self._text())
+        try:
+            self.root = self.loader.get_single_node()
+            if not isinstance(self.root, yaml.MappingNode):
+                found = "nothing" if self.root is None else "a list or a plain value"
+                raise RecipeError(f"{self.file}:1: the top level of a recipe must be a mapping, found {found}")
+            return self._spot(self.root)
+        except yaml.YAMLError as error:
+            raise RecipeError(_yaml_message(self.file, error)) from None
+
+    def _text(self) -> str:
+        if not self.file.endswith((".yaml", ".yml")):
+            raise RecipeError(f"{self.file}: a recipe is a .yaml file{_nearby(self.file)}")
+        try:
+            return Path(self.file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RecipeError(f"{self.file}: no such recipe{_nearby(self.file)}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{self.file}: cannot be read: {error}") from None
+
+    def _spot(self, node: yaml.Node) -> _Spot:
+        """The spot of a node, the same one each time the node is met (that is what an alias is)."""
+        line = node.start_mark.line + 1
+        if id(node) in self.open:
+            raise RecipeError(f"{self.file}:{line}: an anchor contains itself")
+        if id(node) not in self.spots:
+            self.open.add(id(node))
+            self.spots[id(node)] = _Spot(self._value(node), self.file, line)
+            self.open.discard(id(node))
+        return self.spots[id(node)]
+
+    def _value(self, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.ScalarNode):
+            return self.loader.construct_object(node)
+        if node.tag not in _PLAIN_TAGS:
+            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: tag {node.tag!r} is not plain YAML")
+        if isinstance(node, yaml.SequenceNode):
+            return [self._spot(item) for item in node.value]
+        assert isinstance(node, yaml.MappingNode)
+        self._refuse_duplicates(node)
+        self.loader.flatten_mapping(node)
+        return {self.loader.construct_object(key): self._spot(item) for key, item in node.value}
+
+    def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
+        """Raise when a mapping holds a key twice: YAML would silently keep the last."""
+        first: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise RecipeError(f"{self.file}:{line}: a key must be a plain word, not a list or mapping")
+            if key_node.tag == _MERGE_TAG:
+                continue
+            key = self.loader.construct_object(key_node)
+            if key in first:
+                raise RecipeError(
+                    f"{self.file}:{line}: key {key!r} is already set in line {first[key]}; "
+                    "YAML would silently keep the last one: remove one of them"
+                )
+            first[key] = line
+
+
+def _yaml_message(file: str, error: yaml.YAMLError) -> str:
+    """One line for a YAML syntax error: file, line and what the parser stumbled over."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    place = f"{file}:{mark.line + 1}" if mark else file
+    context = getattr(error, "context", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{place}: not valid YAML: {problem}" + (f" ({context})" if context else "")
+
+
+def _nearby(file: str) -> str:
+    """Did-you-mean over the YAML files around a path that does not exist, and those of this repository."""
+    around = Path(file).parent
+    while not around.is_dir():
+        around = around.parent
+    found = [str(path) for pattern in ("*.y*ml", "*/*.y*ml") for path in around.glob(pattern)]
+    if _REPO_RECIPES.is_dir():
+        found += [os.path.relpath(path) for path in _REPO_RECIPES.glob("**/*.yaml")]
+    return did_you_mean(os.path.normpath(file), found)

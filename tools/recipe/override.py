@@ -1,0 +1,210 @@
+"""Change single values of a recipe from the command line: `a.b.c=value`, checked against what stands there."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from plugins.errors import RecipeError, did_you_mean
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import KeyPath, Recipe
+
+__all__ = ["also_changed", "apply_overrides", "dotted", "dump_recipe", "get_path", "shared_paths"]
+
+# YAML 1.1 reads 1e-3 as a string; people mean a number
+_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+# keys for which MindFormers takes a number, a flag or a list per stage, whichever stands in the recipe
+_SCALAR_OR_LIST = {
+    *("offset", "recompute", "select_recompute", "select_comm_recompute"),
+    *("select_recompute_exclude", "select_comm_recompute_exclude", "moe_layer_freq"),
+}
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+
+
+def apply_overrides(
+    recipe: dict[str, Any], overrides: Sequence[str], source: str | os.PathLike[str] | None = None
+) -> Recipe:
+    """Return a copy of `recipe` with every ``"a.b=c"`` applied; indices reach into lists (``callbacks.2.prefix=x``).
+
+    The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places.
+    A mapping value sets the keys it names, one by one. `source` is the file that errors name, where `recipe`
+    is a plain dict that does not know its own.
+
+    Raises:
+        RecipeError: no '=', an unknown key, another kind of value, or two overrides of one value.
+    """
+    result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
+    result.source = result.source or os.fspath(source or "")
+    given: dict[KeyPath, str] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name.strip():
+            raise RecipeError(f"--set {override}: write KEY.PATH=VALUE, for instance runner_config.batch_size=4")
+        path = _find(result, name.strip())
+        _assign(result, path, _parse(text, override), text.strip(), override, given)
+    return result
+
+
+def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
+    """Key paths that hold the same value as `path` through a YAML anchor, `path` first."""
+    marks = getattr(recipe, "marks", {})
+    if path not in marks:
+        return [path]
+    ident = marks[path].ident
+    return [path] + [other for other, mark in marks.items() if mark.ident == ident and other != path]
+
+
+def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
+    """Dotted names that ``"a.b=c"`` changes besides the one it names, through YAML anchors."""
+    path = _find(recipe, override.partition("=")[0].strip())
+    return [dotted(other) for other in shared_paths(recipe, path)[1:]]
+
+
+def get_path(recipe: Any, path: KeyPath) -> Any:
+    """The value at a key path; KeyError or IndexError when there is none."""
+    for key in path:
+        recipe = recipe[key]
+    return recipe
+
+
+def dotted(path: KeyPath) -> str:
+    """``("callbacks", 2, "prefix")`` as ``callbacks.2.prefix``."""
+    return ".".join(map(str, path))
+
+
+def _find(recipe: dict[str, Any], name: str) -> KeyPath:
+    """The key path of a dotted name; raises with a suggestion when the recipe has no such key."""
+    node: Any = recipe
+    path: KeyPath = ()
+    for word in name.split("."):
+        if isinstance(node, list) and word.isdigit() and int(word) < len(node):
+            key: Any = int(word)
+        elif isinstance(node, dict) and any(str(key) == word for key in node):
+            key = next(key for key in node if str(key) == word)
+        else:
+            raise RecipeError(f"{_source(recipe)}--set {name}: {_unknown(recipe, node, path, word, name)}")
+        path, node = (*path, key), node[key]
+    return path
+
+
+def _unknown(recipe: dict[str, Any], node: Any, path: KeyPath, word: str, name: str) -> str:
+    """Why `word` does not exist below `path`, and which dotted name was probably meant."""
+    here = dotted(path) or "the recipe"
+    if isinstance(node, list):
+        return f"{here} is a list of {len(node)}: its indices are 0 to {len(node) - 1}, not {word!r}"
+    if not isinstance(node, dict):
+        return f"{here} is a plain value ({node!r}) and has no key {word!r}"
+    known = [dotted(other) for other in _paths(recipe, ())]
+    leaf = name.rsplit(".", 1)[-1]
+    same_leaf = [other for other in known if other.rsplit(".", 1)[-1] == leaf]
+    hint = did_you_mean(name, same_leaf) or did_you_mean(name, known)
+    if not hint and same_leaf:
+        hint = f" (did you mean {same_leaf[0]!r}?)"
+    return f"{here} has no key {word!r}{hint}"
+
+
+def _paths(node: Any, path: KeyPath) -> Any:
+    """Yield the key path of everything below `node`."""
+    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in items:
+        yield (*path, key)
+        yield from _paths(value, (*path, key))
+
+
+def _parse(text: str, override: str) -> Any:
+    """The YAML value of the text right of '='."""
+    if _FLOAT.fullmatch(text.strip()):
+        return float(text)
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = getattr(error, "problem", None) or "broken"
+        raise RecipeError(f"--set {override}: the value is not valid YAML ({reason}); quote it") from None
+    return _floats(value)
+
+
+def _floats(value: Any) -> Any:
+    """Mend 1e-3 also inside lists and mappings."""
+    if isinstance(value, str) and _FLOAT.fullmatch(value):
+        return float(value)
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _floats(item) for key, item in value.items()}
+    return value
+
+
+def _assign(
+    recipe: dict[str, Any], path: KeyPath, value: Any, text: str, override: str, given: dict[KeyPath, str]
+) -> None:
+    """Set `path`, and everything that shares its value, after checking the kind of `value`."""
+    old = get_path(recipe, path)
+    if isinstance(old, dict) and isinstance(value, dict):
+        for key, item in value.items():
+            inner = _find(recipe, f"{dotted(path)}.{key}")
+            _assign(recipe, inner, item, str(item), override, given)
+        return
+    value = _fit(old, value, text, path, f"{_source(recipe, path)}--set {override}")
+    for place in shared_paths(recipe, path):
+        earlier = given.setdefault(place, override)
+        if earlier != override and get_path(recipe, place) != value:
+            raise RecipeError(f"--set {override}: sets {dotted(place)}, which --set {earlier} has set already")
+        get_path(recipe, place[:-1])[place[-1]] = value
+        _forget_below(recipe, place)
+
+
+def _forget_below(recipe: dict[str, Any], path: KeyPath) -> None:
+    """Drop the marks inside a list that has been replaced: its new entries are nobody's alias."""
+    marks = getattr(recipe, "marks", {})
+    for inner in [other for other in marks if len(other) > len(path) and other[: len(path)] == path]:
+        del marks[inner]
+
+
+def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
+    """`value` as the kind that stands in the recipe; raises RecipeError when it is another."""
+    name = dotted(path)
+    if isinstance(old, dict):
+        example = next((f"{name}.{key}=..." for key in old), "nothing: it is empty")
+        raise RecipeError(f"{where}: {name} is a mapping; set its keys, for instance {example}")
+    if isinstance(value, dict):
+        raise RecipeError(f"{where}: {name} is {_kind(old)} ({old!r}), not a mapping")
+    if isinstance(old, str) and isinstance(value, (bool, int, float)):
+        return text
+    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(old, list) and isinstance(value, list):
+        return [str(item) for item in value] if old and all(isinstance(item, str) for item in old) else value
+    if type(old) is type(value) or old is None or (value is None and isinstance(old, str)):
+        return value
+    if isinstance(value, (list, int)) and isinstance(old, (list, int)) and path[-1] in _SCALAR_OR_LIST:
+        return value
+    raise RecipeError(
+        f"{where}: {name} is {_kind(old)} (now {old!r}), got {_kind(value)} ({value!r}){_right(old, value)}"
+    )
+
+
+def _right(old: Any, value: Any) -> str:
+    """What would be right instead, where that is plain."""
+    if isinstance(old, int) and isinstance(value, float) and value.is_integer() and not isinstance(old, bool):
+        return f": write {int(value)}"
+    if isinstance(old, bool) and value in (0, 1):
+        return f": write {'true' if value else 'false'}"
+    if isinstance(old, list) and not isinstance(value, list):
+        return f": write [{value}], or name one entry by its index"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "empty" if value is None else type(value).__name__)
+
+
+def _source(recipe: dict[str, Any], path: KeyPath = ()) -> str:
+    """``file:line: `` of a key path, as far as known."""
+    mark = getattr(recipe, "marks", {}).get(path)
+    source = str(mark) if mark else getattr(recipe, "source", "")
+    return f"{source}: " if source else ""
