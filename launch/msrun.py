@@ -82,11 +82,12 @@ def worker_environment(workers: int, run_dir: Path, environ: Mapping[str, str] =
         "PYTHONUNBUFFERED": "1",
         "LOG_MF_PATH": str(run_dir / "logs" / "mindformers"),
     }
-    paths = {
+    ours = {
+        "TC3_SUPERVISED": "1",  # a worker then ends with msrun, whatever ends msrun
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")])),
     }
-    return {**defaults, **environ, **paths}
+    return {**defaults, **environ, **ours}
 
 
 def free_port() -> int:

@@ -43,13 +43,18 @@ def draw_loss_curve(
             markersize=4,
             label="held out, language model",
         )
+    _dress(axes)
+    out_path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_path, dpi=120)
+    return out_path
+
+
+def _dress(axes: Any) -> None:
+    """Names, grid and legend."""
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_path, dpi=120)
-    return out_path
 
 
 def _draw(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, label: str, linewidth: float) -> None:

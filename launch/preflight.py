@@ -15,7 +15,8 @@ from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError
 
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
 PARTS = ("recipe.yaml", "logs", "metrics", "checkpoint", "strategy")  # what a run's folder holds that --force removes
-_DATA_PATH = ("train_dataset", "data_loader", "config", "data_path")
+_DATA_PATH = "train_dataset.data_loader.config.data_path"
+_HELD_OUT = "plugins.held_out_loss.data_path"
 
 
 def check_machine(recipe: Mapping[str, Any]) -> None:
@@ -38,20 +39,28 @@ def check_data(recipe: Mapping[str, Any]) -> None:
     loader = (recipe.get("train_dataset") or {}).get("data_loader") or {}
     if loader.get("type") != "BlendedMegatronDatasetDataLoader":
         return
-    for prefix in data_prefixes((loader.get("config") or {}).get("data_path")):
-        missing = [end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+    prefixes = data_prefixes((loader.get("config") or {}).get("data_path"))
+    held_out = _held_out(recipe)
+    for key, prefix in [*((_DATA_PATH, prefix) for prefix in prefixes), *((_HELD_OUT, prefix) for prefix in held_out)]:
+        missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
         if missing:
             known = [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
-            files = " and ".join(prefix + end for end in missing)
             hint = did_you_mean(os.path.normpath(prefix), known)
-            make = _prepare(prefix, recipe)
-            raise DataError(f"{'.'.join(_DATA_PATH)}: {files} not found{hint}; make the dataset with: {make}")
+            make = _prepare(prefix.removesuffix("_heldout") if key == _HELD_OUT else prefix, recipe)
+            raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
+
+
+def _held_out(recipe: Mapping[str, Any]) -> list[str]:
+    """The prefix that plugins.held_out_loss reads, if that plugin is on."""
+    settings = (recipe.get("plugins") or {}).get("held_out_loss")
+    path = settings.get("data_path") if isinstance(settings, dict) else None
+    return [path] if isinstance(path, str) else []
 
 
 def data_prefixes(data_path: Any) -> list[str]:
     """Prefixes in a `data_path`: a list of them, or weights and prefixes by turns (as MindFormers tells them apart)."""
     if not isinstance(data_path, list) or not all(isinstance(entry, (str, int, float)) for entry in data_path):
-        raise RecipeError(f"{'.'.join(_DATA_PATH)}: wants a list such as ['1', PREFIX], got {data_path!r}")
+        raise RecipeError(f"{_DATA_PATH}: wants a list such as ['1', PREFIX], got {data_path!r}")
     entries = [str(entry).strip() for entry in data_path]
     weighted = len(entries) % 2 == 0 and all(_is_number(entry) for entry in entries[::2])
     return entries[1::2] if weighted else entries
@@ -67,11 +76,9 @@ def _is_number(text: str) -> bool:
 
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
     """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
-    output = os.path.normpath(prefix)
-    if Path(prefix).name != "stdlib":
-        return f"tc3 data prepare --input YOUR_TEXT --output {output}"
-    vocabulary = ((recipe.get("model") or {}).get("model_config") or {}).get("vocab_size", 2048)
-    return f"tc3 data prepare --input stdlib --vocab-size {vocabulary} --output {output}"
+    corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
+    held_out = " --held-out 0.05" if f"{prefix}_heldout" in _held_out(recipe) else ""
+    return f"tc3 data prepare --input {corpus}{held_out} --output {os.path.normpath(prefix)}"
 
 
 def check_disk(folder: Path) -> None:

@@ -82,12 +82,8 @@ class Family:
         return [process for process in self.seen.values() if not has_ended(process)]
 
     def kill(self, grace: float = 2.0, limit: float = 10.0) -> list[int]:
-        """End every descendant: SIGTERM, after `grace` seconds SIGKILL; return pids left after `limit` seconds.
-
-        msrun goes first, with SIGKILL, so that it neither starts nor reports anything more.
-        """
+        """End every descendant: SIGTERM, after `grace` seconds SIGKILL; return pids left after `limit` seconds."""
         start = time.monotonic()
-        _send(self.seen.get(self.root), signal.SIGKILL)
         asked: set[int] = set()
         while (left := self.alive()) and time.monotonic() - start < limit:
             for process in left:
@@ -138,7 +134,6 @@ def _exit_code(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
-def _send(process: psutil.Process | None, number: int) -> None:
-    if process is not None:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(number)
+def _send(process: psutil.Process, number: int) -> None:
+    with contextlib.suppress(psutil.Error):
+        process.send_signal(number)

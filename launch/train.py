@@ -6,6 +6,7 @@ The equivalent of MindFormers' run_mindformer.py, which its wheel does not ship.
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
+from launch.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
@@ -39,6 +41,8 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
 
 def train(recipe: dict) -> None:
     """Train `recipe` on this worker; the imports wait until the target is known."""
+    if os.environ.get("MS_ROLE") == "MS_SCHED" and not recipe.get("use_parallel"):
+        return  # msrun's scheduler runs this file too, and would train as well: one worker has nothing to schedule
     on_cpu = recipe["context"]["device_target"] == "CPU"
     if on_cpu:
         from plugins.cpu_backend import compat
@@ -73,6 +77,8 @@ def train(recipe: dict) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:
     """Train a recipe on this worker."""
+    if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers
+        die_with_parent()
     try:
         train(build_config(config_path, overrides, run_dir, resume))
     except TC3Error as error:

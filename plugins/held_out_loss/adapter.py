@@ -10,6 +10,7 @@ import copy
 import json
 from pathlib import Path
 
+import mindspore as ms
 import numpy as np
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
@@ -87,7 +88,7 @@ class HeldOutLoss(Callback):
             router.expert_load.set_data(Tensor(load))
         mean = np.mean(losses)
         if get_real_group_size() > 1:
-            mean = ops.AllReduce()(Tensor([mean], dtype=None)).asnumpy()[0] / get_real_group_size()
+            mean = ops.AllReduce()(Tensor([mean], ms.float32)).asnumpy()[0] / get_real_group_size()
         return float(mean)
 
 

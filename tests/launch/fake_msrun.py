@@ -1,0 +1,85 @@
+"""A stand-in for msrun: workers in sessions of their own, logs by rank, and msrun's slowness to notice trouble.
+
+usage: fake_msrun.py RUN_DIR ACTION...   (one action for each worker)
+Every process writes its pid into RUN_DIR/pids. Actions: see `ACTIONS`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SLEEP = "time.sleep(120)"
+ACTIONS = {
+    "ok": "time.sleep(0.5)",
+    "quick": "pass",
+    "sleep": SLEEP,
+    "stubborn": f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}",
+    "fail": "time.sleep(0.5)\ndef deep():\n    raise RuntimeError('the first error')\ndeep()",
+    "fail_later": "time.sleep(1.5)\nraise RuntimeError('lost connection to the others')",
+    "fail_at_once": "raise RuntimeError('the first error')",
+    "user_error": "time.sleep(0.5); print('tc3: plugins.x: no such plugin'); sys.exit(2)",
+    "killed": "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)",
+    "detach": f"subprocess.Popen(['setsid', sys.executable, '-c', note('child') + {SLEEP!r}]); {SLEEP}",
+    "orphan": (  # its child's parent ends at once
+        f"subprocess.Popen([sys.executable, '-c', 'import subprocess, sys; subprocess.Popen([sys.executable, \"-c\", '"
+        f" + repr(note('orphan') + {SLEEP!r}) + '], start_new_session=True)']).wait(); {SLEEP}"
+    ),
+}
+
+
+def note(name):
+    """Source that writes the pid of the process running it, and imports what the actions need."""
+    return (
+        "import os, signal, subprocess, sys, time; from pathlib import Path\n"
+        f"Path({os.environ['PIDS']!r}, f'{name}_{{os.getpid()}}').touch()\n"
+    )
+
+
+def start(run_dir, role, rank, action):
+    """Start the scheduler or a worker as msrun does."""
+    name = "scheduler" if role == "MS_SCHED" else f"worker_{rank}"
+    source = f"{note(name)}sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom fake_msrun import note\n{action}"
+    environment = {**os.environ, "MS_ROLE": role, "RANK_ID": str(rank)}
+    with open(run_dir / "logs" / f"{name}.log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", source],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=role == "MS_WORKER",
+        )
+
+
+def main():
+    """Start, then wait as msrun does."""
+    run_dir = Path(sys.argv[1])
+    os.environ["PIDS"] = str(run_dir / "pids")
+    (run_dir / "pids").mkdir(parents=True, exist_ok=True)
+    (run_dir / "pids" / f"msrun_{os.getpid()}").touch()
+    scheduler = start(run_dir, "MS_SCHED", 0, SLEEP)
+    workers = [start(run_dir, "MS_WORKER", rank, ACTIONS[action]) for rank, action in enumerate(sys.argv[2:])]
+
+    def interrupted(number, frame):
+        for process in [*workers, scheduler]:
+            process.kill()
+        sys.exit(0)
+
+    signal.signal(signal.SIGINT, interrupted)
+    while True:
+        time.sleep(0.3)
+        codes = [worker.poll() for worker in workers]
+        bad = [worker for worker in workers if worker.returncode not in (0, None)]
+        if bad:
+            print(f"Worker process {bad[0].pid} exit with exception. Error code: {bad[0].returncode}.", flush=True)
+            time.sleep(30)  # as msrun waits for its scheduler
+            sys.exit(1)
+        if all(code == 0 for code in codes):
+            scheduler.kill()
+            sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""`tc3 train` from the command line, with msrun replaced by a function that writes what a run writes."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import cli, train_command
+from launch.failure import Failure
+from launch.supervise import Outcome
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.load import load_recipe
+
+RECIPE = """\
+output_dir: ./elsewhere
+use_parallel: True
+context: {device_target: CPU}
+runner_config: {batch_size: &bs 4}
+lr_schedule: {total_steps: 40}
+train_dataset:
+  data_loader:
+    type: BlendedMegatronDatasetDataLoader
+    sizes: [160, 8, 0]
+    config: {data_path: ['1', ./corpus]}
+parallel_config: {data_parallel: 2, micro_batch_num: 3}
+model: {model_config: {batch_size: *bs}}
+checkpoint: {save_path: '', load_path: ''}
+"""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path, monkeypatch):
+    """A working folder with a recipe and its (empty) dataset."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mini").mkdir()
+    (tmp_path / "mini" / "toy.yaml").write_text(RECIPE)
+    for end in (".bin", ".idx"):
+        (tmp_path / f"corpus{end}").touch()
+    return tmp_path
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Commands given to the supervisor, which writes `runs.steps` steps and answers `runs.outcome`."""
+
+    class Runs(list):
+        steps = 3
+        outcome = Outcome(0)
+
+    runs = Runs()
+
+    def supervise(command, environment, run_dir, workers, tick):
+        assert (run_dir / "recipe.yaml").exists(), "the effective recipe is saved before anything runs"
+        runs.append(command)
+        if runs.steps:
+            (run_dir / "metrics").mkdir(exist_ok=True)
+            with (run_dir / "metrics" / "rank_0.jsonl").open("a") as out:
+                out.write(json.dumps({"total_steps": runs.steps, "start_step": 0, "world_size": workers}) + "\n")
+                for step in range(1, runs.steps + 1):
+                    record = {"step": step, "loss": 6.0 - step, "tokens": 100, "seconds": 0.5}
+                    out.write(json.dumps(record) + "\n")
+        tick()
+        return runs.outcome
+
+    monkeypatch.setattr(train_command, "supervise", supervise)
+    return runs
+
+
+def tc3(capsys, monkeypatch, *arguments):
+    """(exit code, stdout, stderr) of `tc3 train ...`, through the real main()."""
+    monkeypatch.setattr(sys, "argv", ["tc3", "train", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+        sys.exit(0)
+    out = capsys.readouterr()
+    return end.value.code or 0, out.out, out.err
+
+
+@pytest.fixture
+def train(capsys, monkeypatch):
+    return lambda *arguments: tc3(capsys, monkeypatch, *arguments)
+
+
+def test_a_dry_run_prints_the_exact_argv_and_writes_nothing(train, runs, workplace):
+    before = sorted(workplace.rglob("*"))
+    code, out, _ = train("mini/toy.yaml", "--dry-run", "--port", "5001")
+    argv = shlex.split(out)
+    assert code == 0 and not runs and sorted(workplace.rglob("*")) == before
+    assert "--worker_num=2" in argv and "--master_port=5001" in argv
+    assert argv[-2:] == ["--run-dir", str(workplace / "output" / "mini-toy")]
+    assert json.loads(train("mini/toy.yaml", "--dry-run", "--port", "5001", "--json")[1]) == argv
+
+
+def test_what_a_dry_run_prints_is_what_a_run_starts(train, runs):
+    _, out, _ = train("mini/toy.yaml", "--dry-run", "--json", "--port", "45011")
+    assert train("mini/toy.yaml", "--port", "45011")[0] == 0
+    assert runs == [json.loads(out)]
+
+
+def test_a_dry_run_of_an_ascend_recipe_works_without_npus_and_says_what_is_missing(train, workplace):
+    code, out, err = train("mini/toy.yaml", "--dry-run", "--set", "context.device_target=Ascend")
+    assert code == 0 and "--worker_num=2" in out
+    assert os.path.exists("/dev/davinci1") or "would be refused here: context.device_target: Ascend" in err
+
+
+def test_a_run_ends_with_its_numbers_its_files_and_the_command_to_go_on(train, runs, workplace):
+    code, out, err = train("mini/toy.yaml", "--set", "runner_config.batch_size=2")
+    assert code == 0
+    assert "batch_size=2 also sets model.model_config.batch_size" in err
+    assert "training loss: 5.0000 -> 3.0000" in out and "200 tokens/s" in out
+    assert "tc3 train mini/toy.yaml --resume auto --set runner_config.batch_size=2 --steps 6" in out
+    run_dir = workplace / "output" / "mini-toy"
+    assert (run_dir / "loss.png").exists()
+    flat = load_recipe(run_dir / "recipe.yaml")
+    assert flat["output_dir"] == str(run_dir) and flat["checkpoint"]["save_path"] == str(run_dir / "checkpoint")
+    assert flat["model"]["model_config"]["batch_size"] == 2
+
+
+def test_json_is_all_there_is_on_stdout(train, runs, workplace):
+    code, out, err = train("mini/toy.yaml", "--json", "--run-dir", "here")
+    summary = json.loads(out)
+    assert code == 0 and "step 3/3" in err
+    wanted = {"exit_code": 0, "steps": 3, "first_loss": 5.0, "final_loss": 3.0, "tokens_per_second": 200.0}
+    assert wanted.items() <= summary.items()
+    assert summary["picture"] == str(workplace / "here" / "loss.png") and summary["checkpoint"] is None
+    assert summary["next_command"] == f"tc3 train mini/toy.yaml --resume auto --run-dir {workplace / 'here'} --steps 6"
+
+
+@pytest.mark.parametrize(
+    ("extra", "samples"),
+    [
+        ([], 7 * 4 * 2),
+        (["--set", "use_parallel=false"], 7 * 4),
+        (["--set", "runner_config.batch_size=1", "--set", "parallel_config.data_parallel=3"], 7 * 1 * 3),
+    ],
+)
+def test_steps_sets_the_samples_and_the_schedule(train, runs, workplace, extra, samples):
+    assert train("mini/toy.yaml", "--steps", "7", *extra)[0] == 0
+    flat = load_recipe(workplace / "output" / "mini-toy" / "recipe.yaml")
+    assert flat["train_dataset"]["data_loader"]["sizes"] == [samples, 8, 0]
+    assert flat["lr_schedule"]["total_steps"] == 7
+
+
+def test_a_failing_worker_gives_code_1_its_traceback_and_the_log(train, runs):
+    runs.outcome = Outcome(1, Failure("worker 1 failed with exit code 1", Path("/l/worker_1.log"), ("Boom: x",)))
+    code, out, err = train("mini/toy.yaml")
+    assert code == 1 and err.endswith("Boom: x\ntc3: worker 1 failed with exit code 1. Log: /l/worker_1.log\n")
+    assert "go on with" not in out
+    runs.outcome = Outcome(2, Failure("plugins.x: no such plugin", Path("/l"), user_error=True))
+    code, out, err = train("mini/toy.yaml", "--force", "--json")
+    assert code == 2 and err.endswith("tc3: plugins.x: no such plugin\n")
+    assert json.loads(out)["error"] == "plugins.x: no such plugin"
+
+
+def test_an_interrupted_run_says_where_its_logs_and_checkpoint_are(train, runs, workplace, monkeypatch):
+    saved = workplace / "output" / "mini-toy" / "checkpoint" / "iteration_00000002"
+    monkeypatch.setattr("launch.summary.scan_checkpoints", lambda root: (CheckpointInfo(saved, 2), []))
+    runs.outcome = Outcome(128 + signal.SIGINT)
+    code, _, err = train("mini/toy.yaml", "--steps", "9")
+    assert code == 130
+    assert "interrupted (SIGINT); all workers have ended. Logs: " in err
+    assert (
+        f"Checkpoint of step 2: {saved}" in err
+        and "Go on with: tc3 train mini/toy.yaml --resume auto --steps 9\n" in err
+    )
+
+
+def test_a_run_that_fails_before_its_first_step_has_no_picture(train, runs):
+    runs.steps, runs.outcome = 0, Outcome(1, Failure("worker 0 failed with exit code 1", Path("/l")))
+    code, out, _ = train("mini/toy.yaml", "--json")
+    summary = json.loads(out)
+    assert (code, summary["picture"], summary["final_loss"], summary["steps"]) == (1, None, None, 0)
+
+
+def test_resume_auto_takes_the_newest_complete_checkpoint_and_names_the_skipped(train, runs, workplace, monkeypatch):
+    root = workplace / "output" / "mini-toy" / "checkpoint"
+    found = (CheckpointInfo(root / "iteration_2", 2), [(root / "iteration_3", "truncated")])
+    monkeypatch.setattr(train_command, "scan_checkpoints", lambda given: found if given == root else (None, []))
+    train("mini/toy.yaml")
+    code, _, err = train("mini/toy.yaml", "--resume", "auto")
+    assert code == 0 and runs[-1][-2:] == ["--resume", str(root / "iteration_2")]
+    assert f"skipping checkpoint {root / 'iteration_3'}: truncated" in err and "going on from step 2" in err
+
+
+def test_resume_auto_without_a_checkpoint_starts_from_the_beginning_and_says_so(train, runs):
+    code, _, err = train("mini/toy.yaml", "--resume", "auto")
+    assert code == 0 and "--resume" not in runs[0] and "starting from the beginning" in err
+
+
+def test_force_starts_over_in_a_clean_folder(train, runs, workplace):
+    train("mini/toy.yaml")
+    runs.steps = 2
+    code, out, _ = train("mini/toy.yaml", "--force", "--json")
+    assert code == 0 and json.loads(out)["steps"] == 2
+    assert len((workplace / "output/mini-toy/metrics/rank_0.jsonl").read_text().splitlines()) == 3
+
+
+REFUSALS = {
+    "unknown recipe": (["mini/tyo.yaml"], "no such recipe (did you mean 'mini/toy.yaml'?)"),
+    "typo in --set": (
+        ["mini/toy.yaml", "--set", "runner_config.bach_size=1"],
+        "did you mean 'runner_config.batch_size'",
+    ),
+    "no dataset": (
+        ["mini/toy.yaml", "--set", "train_dataset.data_loader.config.data_path.1=./corpse"],
+        "./corpse.bin and ./corpse.idx not found (did you mean 'corpus'?); make the dataset with: tc3 data prepare",
+    ),
+    "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
+    "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
+    "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
+    "bad parallel size": (["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"], "wants a positive integer"),
+    "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_can_be_seen_to_be_wrong_is_one_line_and_code_2(train, runs, workplace, name):
+    (workplace / "mini" / "bare.yaml").write_text("context: {device_target: CPU}\n")
+    arguments, message = REFUSALS[name]
+    code, out, err = train(*arguments)
+    assert code == 2 and not runs and not out
+    assert err.startswith("tc3: ") and err.count("\n") == 1 and message in err
+
+
+def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        code, _, err = train("mini/toy.yaml", "--port", str(busy.getsockname()[1]))
+        assert code == 2 and "in use" in err and not runs
+    train("mini/toy.yaml")
+    code, _, err = train("mini/toy.yaml")
+    assert code == 2 and "holds a run already" in err and len(runs) == 1
+
+
+def test_resume_and_force_exclude_each_other(train, runs):
+    code, _, err = train("mini/toy.yaml", "--resume", "auto", "--force")
+    assert code == 2 and "choose one" in err and not runs
+
+
+def test_planning_a_run_imports_neither_mindspore_nor_matplotlib(workplace):
+    source = (
+        "import sys; from launch.cli import main\n"
+        "sys.argv = ['tc3', 'train', 'mini/toy.yaml', '--dry-run']\n"
+        "try: main()\n"
+        "finally: print([name for name in ('mindspore', 'mindformers', 'matplotlib', 'numpy') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
+    assert run.stdout.splitlines()[-1] == "[]", run.stderr

@@ -1,0 +1,34 @@
+"""Test only: on PYTHONPATH of a worker, kill it with SIGKILL half-way through writing a chosen checkpoint file.
+
+TC3_TEST_KILL is `rank:n`: the n-th safetensors file (1 is the first) that rank writes.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+
+def _arm():
+    rank, number = map(int, os.environ["TC3_TEST_KILL"].split(":"))
+    if int(os.environ.get("RANK_ID", 0)) != rank or os.environ.get("MS_ROLE") != "MS_WORKER":
+        return
+    while not hasattr(sys.modules.get("mindformers.checkpoint.checkpoint"), "save_metadata_json"):
+        time.sleep(0.05)
+    module = sys.modules["mindformers.checkpoint.checkpoint"]
+    save, written = module.ms_save_checkpoint, []
+
+    def save_or_die(obj, name, **kwargs):
+        save(obj, name, **kwargs)
+        written.append(name)
+        if len(written) == number:
+            path = name if name.endswith(".safetensors") else name + ".safetensors"
+            os.truncate(path, os.path.getsize(path) // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    module.ms_save_checkpoint = save_or_die
+
+
+if "TC3_TEST_KILL" in os.environ:
+    threading.Thread(target=_arm, daemon=True).start()

@@ -1,0 +1,78 @@
+"""Start training runs as a user does, and read what they wrote."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from launch.readings import read_metrics
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TINY, TINY_DP2 = HERE / "tiny.yaml", HERE / "tiny_dp2.yaml"
+TC3 = str(Path(sys.executable).with_name("tc3"))
+
+
+def arguments(recipe, run_dir, corpus, *more):
+    """argv of `tc3 train`."""
+    data = f"train_dataset.data_loader.config.data_path.1={corpus}"
+    return [TC3, "train", str(recipe), "--run-dir", str(run_dir), "--set", data, *more]
+
+
+def start(recipe, run_dir, corpus, *more, **environment):
+    """Popen of `tc3 train` with its output captured."""
+    env = {**os.environ, **environment}
+    return subprocess.Popen(
+        arguments(recipe, run_dir, corpus, *more),
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def train(recipe, run_dir, corpus, *more, expect=0, **environment):
+    """Train to the end; returns the printed text."""
+    run = start(recipe, run_dir, corpus, *more, **environment)
+    text, _ = run.communicate(timeout=600)
+    assert run.returncode == expect, f"exit code {run.returncode}\n{text}"
+    return text
+
+
+def steps(run_dir, rank=0):
+    """step -> record, as the run wrote it; a resumed part replaces what it repeats."""
+    return read_metrics(Path(run_dir) / "metrics" / f"rank_{rank}.jsonl").steps
+
+
+def wait_for_step(run, run_dir, step):
+    """Return when `step` is on record; fails when the run ends before."""
+    while step not in steps(run_dir):
+        assert run.poll() is None, run.communicate()[0]
+        time.sleep(0.02)
+
+
+def processes_of(run_dir):
+    """Every process that names the run's folder on its command line."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if process.pid != os.getpid() and any(str(run_dir) in word for word in process.info["cmdline"] or []):
+            found.append(process)
+    return found
+
+
+def kill_all(run_dir):
+    """SIGKILL to every process of a run at once, as a machine that goes down."""
+    for process in processes_of(run_dir):
+        process.kill()
+    psutil.wait_procs(processes_of(run_dir), timeout=10)
+
+
+def same(first, second, keys=("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")):
+    """Assert that two records agree to the last bit on what training computes."""
+    assert first["step"] == second["step"]
+    for key in keys:
+        assert first[key] == second[key], f"step {first['step']}: {key} {first[key]} is not {second[key]}"

@@ -1,0 +1,124 @@
+"""The mini recipe really trains, the same way each time, and survives being killed."""
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.training import runs
+
+pytestmark = pytest.mark.slow
+GOLDEN = Path(__file__).parent / "golden" / "tiny.txt"
+
+
+def test_losses_follow_the_golden_file(whole):
+    """Golden losses are plain text, one step a line; a change that moves them has to explain itself.
+
+    To renew: `TC3_RENEW_GOLDEN=1 tests/run tests/training/test_one_worker.py -k golden`, then read the diff.
+    """
+    steps = runs.steps(whole)
+    if os.environ.get("TC3_RENEW_GOLDEN"):
+        lines = [f"{n} {step['loss']:.6f} {step['global_norm']:.6f}" for n, step in sorted(steps.items())]
+        GOLDEN.write_text("# step loss global_norm\n" + "\n".join(lines) + "\n")
+    golden = np.loadtxt(GOLDEN)
+    got = np.array([[n, step["loss"], step["global_norm"]] for n, step in sorted(steps.items())])
+    assert got.shape == golden.shape
+    np.testing.assert_allclose(got, golden, rtol=2e-4)
+
+
+def test_it_learns_and_what_it_prints_is_there(whole):
+    steps = runs.steps(whole)
+    assert sorted(steps) == list(range(1, 13))
+    assert steps[12]["lm_loss"] < steps[1]["lm_loss"] - 0.5
+    assert all(step["global_norm"] > 0.5 for step in steps.values()), "clipping must happen in every step"
+    for name in ("recipe.yaml", "loss.png", "logs/worker_0.log", "checkpoint/iteration_00000012/seal_rank_0.json"):
+        assert (whole / name).stat().st_size > 0, name
+
+
+def test_mindformers_own_log_shows_the_parts_of_the_loss(whole):
+    """On CPU MindFormers 1.9.0 alone prints 0.000000 for each part."""
+    log = (whole / "logs" / "worker_0.log").read_text()
+    first = runs.steps(whole)[1]
+    assert f"lm_loss: {first['lm_loss']:.6f}" in log and f"mtp_loss: {first['mtp_loss']:.6f}" in log
+    assert first["lm_loss"] + first["mtp_loss"] == pytest.approx(first["loss"], abs=0.01)
+
+
+def test_killed_in_training_it_goes_on_to_the_same_losses(whole, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    run = runs.start(runs.TINY, run_dir, corpus)
+    runs.wait_for_step(run, run_dir, 6)
+    runs.kill_all(run_dir)
+    run.wait(timeout=30)
+    expected, killed = runs.steps(whole), runs.steps(run_dir)
+    assert 6 <= max(killed) < 12
+    for step, record in killed.items():
+        runs.same(record, expected[step])
+
+    text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto")
+    assert "going on from step" in text
+    resumed = runs.steps(run_dir)
+    assert sorted(resumed) == list(range(1, 13))
+    for step, record in resumed.items():
+        runs.same(record, expected[step])
+
+
+def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    # files 1 and 2 are the first checkpoint's weights and optimizer; 4 is the second one's optimizer
+    hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL": "0:4"}
+    text = runs.train(runs.TINY, run_dir, corpus, expect=1, **hook)
+    assert "SIGKILL" in text
+    assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
+
+    text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto")
+    assert "iteration_00000008: seal_rank_0.json is missing: the save did not finish" in text
+    assert "going on from step 4" in text
+    expected, resumed = runs.steps(whole), runs.steps(run_dir)
+    assert sorted(resumed) == list(range(1, 13))
+    for step, record in resumed.items():
+        runs.same(record, expected[step])
+
+
+def test_a_corrupted_checkpoint_is_named_and_skipped(whole, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    newest = run_dir / "checkpoint" / "iteration_00000012" / "mini-opt-0000000-0000001.safetensors"
+    data = bytearray(newest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    newest.write_bytes(data)
+    truncated = run_dir / "checkpoint" / "iteration_00000008" / "mini-model-0000000-0000001.safetensors"
+    os.truncate(truncated, truncated.stat().st_size - 1)
+    command = runs.arguments(runs.TINY, run_dir, corpus, "--resume", "auto", "--dry-run")
+    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=True)
+    assert f"{newest.name} does not match its checksum" in done.stderr
+    assert f"{truncated.name} has {truncated.stat().st_size} bytes instead of" in done.stderr
+    assert str(run_dir / "checkpoint" / "iteration_00000004") in done.stdout
+
+
+def test_ctrl_c_leaves_no_process(corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    run = runs.start(runs.TINY, run_dir, corpus)
+    runs.wait_for_step(run, run_dir, 2)
+    assert runs.processes_of(run_dir)
+    run.send_signal(signal.SIGINT)
+    run.communicate(timeout=10)
+    assert run.returncode == 130
+    assert runs.processes_of(run_dir) == []
+
+
+def test_msrun_by_hand_trains_the_same(whole, corpus, tmp_path):
+    data = f"train_dataset.data_loader.config.data_path.1={corpus}"
+    command = ["msrun", "--worker_num=1", "--local_worker_num=1", "--master_port=18119", "--join=True"]
+    command += [f"--log_dir={tmp_path}/logs", "launch/train.py", "--config", str(runs.TINY)]
+    command += ["--run-dir", str(tmp_path / "run"), "--set", data]
+    env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=runs.ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, (tmp_path / "logs" / "worker_0.log").read_text()[-2000:]
+    expected, got = runs.steps(whole), runs.steps(tmp_path / "run")
+    assert sorted(got) == sorted(expected)
+    for step, record in got.items():
+        runs.same(record, expected[step])
