@@ -61,7 +61,7 @@ install_into_venv() {
     say "1/3 virtual environment in .venv ($1)"
     [ -x "$VENV/bin/python" ] || "$1" -m venv "$VENV" || fail "could not create $VENV"
     say "2/3 installing the packages pinned in constraints.txt (about 4 GB on disk, once)"
-    "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" -c "$ROOT/constraints.txt" -e "$ROOT[dev]" ||
+    "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" -c "$ROOT/constraints.txt" -e "${ROOT}[dev]" ||
         fail "pip could not install the packages; its own message is above"
     say "3/3 compiling MindFormers' dataset helper"
     (cd "$ROOT" && "$VENV/bin/python" -m launch.dataset_helpers) || fail "MindFormers' dataset helper does not compile; see above"

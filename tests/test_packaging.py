@@ -29,7 +29,13 @@ def test_import_msprobe_is_provided_by_mindstudio_probe():
 def test_no_file_that_pip_or_a_reader_obeys_names_it():
     pinned = [line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     assert WRONG not in {canonicalize_name(name) for name in pinned}
-    obeyed = [ROOT / "setup.cfg", ROOT / "pyproject.toml", ROOT / "README.md", *ROOT.glob("launch/*"), ROOT / "tests/run"]
+    obeyed = [
+        ROOT / "setup.cfg",
+        ROOT / "pyproject.toml",
+        ROOT / "README.md",
+        *ROOT.glob("launch/*"),
+        ROOT / "tests/run",
+    ]
     for path in filter(Path.is_file, obeyed):
         for line in path.read_text(encoding="utf-8").splitlines():
             assert not re.search(r"(pip|uv)\s.*install.*[\s\"']msprobe\b", line), f"{path.name}: {line}"
