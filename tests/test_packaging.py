@@ -1,7 +1,7 @@
 """`import msprobe` must come from mindstudio-probe: the PyPI project named msprobe is an unrelated tool."""
 
 import re
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -23,7 +23,10 @@ def test_the_wrong_msprobe_is_not_installed_and_nothing_installed_asks_for_it():
 
 
 def test_import_msprobe_is_provided_by_mindstudio_probe():
-    assert metadata.packages_distributions()["msprobe"] == ["mindstudio-probe"]
+    found = util.find_spec("msprobe")
+    assert found is not None and found.origin is not None
+    owned = {str(file.locate()) for file in metadata.distribution("mindstudio-probe").files or []}
+    assert found.origin in owned, f"{found.origin} is not a file of mindstudio-probe"
 
 
 def test_no_file_that_pip_or_a_reader_obeys_names_it():
