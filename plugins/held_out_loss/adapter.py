@@ -8,25 +8,16 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
-from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore import Tensor, ops
 from mindspore.train.callback import Callback
 
-from plugins.errors import DataError, RecipeError, did_you_mean
-
-SETTINGS = ("data_path", "samples", "every")
-
-
-def held_out_file(run_dir: str | Path) -> Path:
-    """Where a run writes its held-out losses, one JSON line each."""
-    return Path(run_dir) / "metrics" / "held_out.jsonl"
+from plugins.held_out_loss.plan import check, held_out_file
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -80,12 +71,15 @@ class HeldOutLoss(Callback):
                 out.write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
 
     def _loss(self, network):
-        """Mean language-model loss over the held-back batches and the ranks; the router's counters stay untouched."""
-        routers = [cell for _, cell in network.cells_and_names() if isinstance(cell, TopKRouter)]
-        loads = [np.array(router.expert_load.asnumpy()) for router in routers]
+        """Mean language-model loss over the held-back batches and the ranks.
+
+        The forward pass of training counts the experts' load; those counters are put back.
+        """
+        counters = [param for param in network.get_parameters() if not param.requires_grad]
+        before = [np.array(param.asnumpy()) for param in counters]
         losses = [float(network(*map(Tensor, batch))[0].asnumpy().reshape(-1)[0]) for batch in self.batches]
-        for router, load in zip(routers, loads, strict=True):
-            router.expert_load.set_data(Tensor(load))
+        for param, value in zip(counters, before, strict=True):
+            param.set_data(Tensor(value))
         mean = np.mean(losses)
         if get_real_group_size() > 1:
             mean = ops.AllReduce()(Tensor([mean], ms.float32)).asnumpy()[0] / get_real_group_size()
@@ -115,22 +109,3 @@ def enable(config, settings) -> None:
         "every": settings["every"],
         "run_dir": config.output_dir,
     })  # fmt: skip
-
-
-def check(settings, global_batch: int) -> None:
-    """Refuse settings that would evaluate nothing or something else."""
-    for key in settings:
-        if key not in SETTINGS:
-            raise RecipeError(f"plugins.held_out_loss.{key}: no such setting{did_you_mean(key, list(SETTINGS))}")
-    for key in SETTINGS:
-        if key not in settings:
-            raise RecipeError(f"plugins.held_out_loss.{key}: missing; the plugin needs {', '.join(SETTINGS)}")
-    for key, least in (("samples", global_batch), ("every", 1)):
-        if not isinstance(settings[key], int) or settings[key] < least:
-            raise RecipeError(f"plugins.held_out_loss.{key}: a number of at least {least}, not {settings[key]!r}")
-    for suffix in (".bin", ".idx"):
-        if not Path(settings["data_path"] + suffix).is_file():
-            raise DataError(
-                f"plugins.held_out_loss.data_path: there is no {settings['data_path']}{suffix}; "
-                "`tc3 data prepare --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off"
-            )

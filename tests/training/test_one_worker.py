@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.readings import read_held_out
 from tests.training import runs
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parent / "golden" / "tiny.txt"
@@ -97,6 +100,22 @@ def test_a_corrupted_checkpoint_is_named_and_skipped(whole, corpus, tmp_path):
     assert f"{newest.name} does not match its checksum" in done.stderr
     assert f"{truncated.name} has {truncated.stat().st_size} bytes instead of" in done.stderr
     assert str(run_dir / "checkpoint" / "iteration_00000004") in done.stdout
+
+
+def test_evaluating_on_the_way_changes_nothing(whole, corpus, tmp_path):
+    """The held-out loss runs the training graph, which counts the load of experts: it must put the counts back."""
+    recipe = tmp_path / "evaluating.yaml"
+    flat = load_recipe(runs.TINY)
+    flat["plugins"] = {"held_out_loss": {"data_path": str(corpus), "samples": 8, "every": 5}}
+    dump_recipe(flat, recipe)
+    runs.train(recipe, tmp_path / "run", corpus)
+    expected, got = runs.steps(whole), runs.steps(tmp_path / "run")
+    assert sorted(got) == sorted(expected)
+    for step, record in got.items():
+        runs.same(record, expected[step])
+    evaluated = read_held_out(tmp_path / "run")
+    assert sorted(evaluated) == [0, 5, 10, 12]
+    assert evaluated[12] < evaluated[0] - 0.5
 
 
 def test_ctrl_c_leaves_no_process(corpus, tmp_path):

@@ -1,0 +1,42 @@
+import pytest
+
+from plugins.errors import DataError, RecipeError
+from plugins.held_out_loss.plan import check
+
+
+@pytest.fixture
+def settings(tmp_path):
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"corpus{suffix}").touch()
+    return {"data_path": str(tmp_path / "corpus"), "samples": 16, "every": 10}
+
+
+def test_good_settings_pass(settings):
+    check(settings, global_batch=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sample": 3}, r"held_out_loss\.sample: no such setting \(did you mean 'samples'\?\)"),
+        ({"samples": 8}, r"held_out_loss\.samples: a number of at least 16, not 8"),
+        ({"every": 0}, r"held_out_loss\.every: a number of at least 1, not 0"),
+        ({"every": "often"}, r"held_out_loss\.every: .* not 'often'"),
+        ({"every": True}, r"held_out_loss\.every: .* not True"),
+    ],
+)
+def test_wrong_settings_are_named(settings, change, message):
+    with pytest.raises(RecipeError, match=message):
+        check({**settings, **change}, global_batch=16)
+
+
+def test_a_missing_setting_is_named(settings):
+    del settings["every"]
+    with pytest.raises(RecipeError, match=r"held_out_loss\.every: missing"):
+        check(settings, global_batch=1)
+
+
+def test_a_missing_corpus_says_how_to_make_one(settings, tmp_path):
+    (tmp_path / "corpus.idx").unlink()
+    with pytest.raises(DataError, match=r"no .*corpus\.idx; `tc3 data prepare --held-out"):
+        check(settings, global_batch=1)
