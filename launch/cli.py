@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from plugins.errors import TC3Error
+from plugins.errors import TC3Error, did_you_mean
 
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
@@ -29,6 +29,14 @@ class LazyGroup(click.Group):
             return None
         module, attribute = COMMANDS[cmd_name][0].split(":")
         return getattr(importlib.import_module(module), attribute)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with the nearest command in the message for a misspelt one."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            ctx.fail(f"no such command {args[0]!r}{did_you_mean(args[0], list(COMMANDS))}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands with the help kept in the table."""
