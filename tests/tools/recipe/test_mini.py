@@ -1,0 +1,98 @@
+"""Minis of the family's recipes: small enough for CPU, and still that recipe."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from plugins.errors import RecipeError
+from tools.recipe.load import load_recipe
+from tools.recipe.mini import derive_mini
+
+ROOT = Path(__file__).resolve().parents[3]
+SHIPPED = Path(find_spec("mindformers").origin).parents[1] / "configs/telechat3_moe/pretrain_telechat3_105b_a4b_4k.yaml"
+# what defines the model and its training and must survive the shrinking as it is
+KEPT = (
+    "model_type",
+    "multi_latent_attention",
+    "qk_layernorm",
+    "num_nextn_predict_layers",
+    "mtp_loss_factor",
+    "position_embedding_type",
+    "rotary_scaling_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "rope_theta",
+    "routed_scaling_factor",
+    "n_shared_experts",
+    "norm_topk_prob",
+    "scoring_func",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate",
+    "fp32_residual_connection",
+    "initializer_range",
+)
+
+
+def minis():
+    return [
+        SHIPPED,
+        *sorted(ROOT.glob("recipes/telechat3_*b/*_4k.yaml")),
+        *sorted(ROOT.glob("recipes/*/context_*.yaml")),
+    ]
+
+
+def family():
+    """Recipes that derive_mini takes: TeleChat3-MoE on Megatron data."""
+    for path in minis():
+        recipe = load_recipe(path)
+        loader = recipe["train_dataset"]["data_loader"].get("type")
+        if recipe["model"]["model_config"].get("model_type") == "telechat3_moe" and "Megatron" in loader:
+            yield pytest.param(recipe, id=f"{path.parent.name}/{path.stem}")
+
+
+@pytest.mark.parametrize("recipe", list(family()))
+def test_keeps_what_makes_it_that_recipe(recipe):
+    model = recipe["model"]["model_config"]
+    mini = derive_mini(recipe, "corpus")
+    small = mini["model"]["model_config"]
+    assert {key: small.get(key) for key in KEPT} == {key: model.get(key) for key in KEPT}
+    assert mini["optimizer"] == recipe["optimizer"]
+    assert mini.get("plugins") == recipe.get("plugins")
+    assert mini["runner_wrapper"] == recipe["runner_wrapper"]
+    assert small["num_hidden_layers"] > small["first_k_dense_replace"] >= min(1, model["first_k_dense_replace"])
+    stretched = model["seq_length"] / model["max_position_embeddings"]
+    assert small["seq_length"] / small["max_position_embeddings"] == stretched, "YaRN must extend by the same factor"
+    documents = recipe["train_dataset"]["data_loader"]["config"]
+    ends = documents["reset_attention_mask"] or documents["create_compressed_eod_mask"]
+    assert mini["train_dataset"]["data_loader"]["config"]["reset_attention_mask"] == ends
+
+
+@pytest.mark.parametrize("recipe", list(family()))
+def test_is_small_and_for_one_cpu_worker(recipe):
+    mini = derive_mini(recipe, "some/corpus", steps=7)
+    small = mini["model"]["model_config"]
+    assert small["hidden_size"] <= 128 and small["n_routed_experts"] <= 16 and small["seq_length"] <= 128
+    assert small["num_experts_per_tok"] < small["n_routed_experts"]
+    assert mini["context"]["device_target"] == "CPU" and not mini["use_parallel"]
+    loader = mini["train_dataset"]["data_loader"]
+    assert loader["sizes"][0] == 7 * mini["runner_config"]["batch_size"]
+    assert loader["config"]["data_path"] == ["1", "some/corpus"]
+
+
+def test_leaves_the_recipe_alone():
+    recipe = load_recipe(SHIPPED)
+    before = repr(recipe)
+    derive_mini(recipe, "corpus")
+    assert repr(recipe) == before
+
+
+def test_a_model_without_cpu_classes_is_refused():
+    recipe = load_recipe(SHIPPED)
+    recipe["model"]["model_config"]["model_type"] = "telechat3"
+    with pytest.raises(RecipeError, match=r"model_config\.model_type: --mini shrinks 'telechat3_moe'"):
+        derive_mini(recipe, "corpus")

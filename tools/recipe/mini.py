@@ -1,0 +1,185 @@
+"""Shrink any TeleChat3-MoE recipe to one that CPU trains in a minute, keeping what makes it that recipe.
+
+Sizes are scaled down and what CPU lacks is replaced; attention kind, dense-first layers, shared expert, router, MTP,
+YaRN's factor, document masks, optimizer, schedules' shape and plugins stay as the recipe has them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from plugins.errors import RecipeError
+
+SEQ_LENGTH = 128
+VOCABULARY = 2048
+BATCH = 4
+HIDDEN = 128
+EXPERTS = 16
+TOPK = 4
+HEADS = 4
+HEAD_SCALE = 4  # head and rank dimensions are divided by this, ranks by four times as much
+COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids", "attention_mask"]
+
+# what CPU imposes; keys of a section that the recipe lacks are added, all others stay
+ON_CPU: dict[str, Any] = {
+    "runner_config": {"sink_mode": False, "sink_size": 1, "batch_size": BATCH, "epochs": 1},
+    "parallel_config": {
+        "data_parallel": 1,
+        "model_parallel": 1,
+        "pipeline_stage": 1,
+        "expert_parallel": 1,
+        "context_parallel": 1,
+        "micro_batch_num": 1,
+        "use_seq_parallel": False,
+        "vocab_emb_dp": False,
+    },
+    "parallel": {
+        "parallel_mode": 0,
+        "gradients_mean": True,
+        "full_batch": False,
+        "enable_alltoall": False,
+        "enable_parallel_optimizer": False,
+        "dataset_strategy": [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]],
+    },
+    "recompute_config": {"recompute": False, "select_recompute": False},
+}
+CONTEXT: dict[str, Any] = {
+    "mode": 0,
+    "device_target": "CPU",
+    "device_id": 0,
+    "max_call_depth": 10000,
+    "max_device_memory": "8GB",
+    "jit_config": {"jit_level": "O0"},
+}
+TOP_LEVEL: dict[str, Any] = {
+    "use_parallel": False,
+    "use_legacy": False,
+    "use_legacy_format": False,
+    "profile": False,
+    "micro_batch_interleave_num": 1,
+    "load_checkpoint": "",
+    "resume_training": False,
+    "auto_trans_ckpt": False,
+    "remove_redundancy": False,
+}
+ASCEND_ONLY = ("monitor_config", "swap_config")
+MODEL_ON_CPU: dict[str, Any] = {
+    "hidden_act": "swiglu",
+    "compute_dtype": "float32",
+    "params_dtype": "float32",
+    "fused_norm": False,
+    "use_flash_attention": True,
+    "use_attn_mask_compression": False,
+    "use_eod_attn_mask_compression": False,
+    "apply_rope_fusion": False,
+    "bias_swiglu_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "offset": 0,
+    "pp_interleave_num": 1,
+    "batch_size": BATCH,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+
+
+def derive_mini(recipe: dict[str, Any], data_path: str, steps: int = 10) -> dict[str, Any]:
+    """A flat recipe for one CPU worker that trains `steps` steps on `data_path` (a Megatron prefix).
+
+    Raises:
+        RecipeError: the recipe's model or dataset has no CPU counterpart.
+    """
+    mini = copy.deepcopy(dict(recipe))
+    model = mini.get("model", {}).get("model_config", {})
+    if model.get("model_type") != "telechat3_moe":
+        raise RecipeError(
+            f"model.model_config.model_type: --mini shrinks 'telechat3_moe' recipes, not {model.get('model_type')!r}"
+        )
+    for name, section in ON_CPU.items():
+        mini[name] = {**mini.get(name, {}), **copy.deepcopy(section)}
+    for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
+        mini["parallel"].pop(name, None)
+    for name in ASCEND_ONLY:
+        mini.pop(name, None)
+    mini.update(copy.deepcopy(TOP_LEVEL), context=copy.deepcopy(CONTEXT))
+    shrink_model(model)
+    shrink_data(mini, model, data_path, steps)
+    shrink_schedules(mini, steps)
+    shrink_callbacks(mini, model)
+    return mini
+
+
+def shrink_model(model: dict[str, Any]) -> None:
+    """Scale a `model_config` down in place. Ratios that define the architecture are kept where a size is an integer."""
+    hidden, seq_length = model["hidden_size"], model["seq_length"]
+    for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
+        if model.get(key):
+            model[key] = max(32, round(HIDDEN * model[key] / hidden / 32) * 32)
+    dense = model.get("first_k_dense_replace") or 0
+    model["first_k_dense_replace"] = min(dense, 1)
+    model["num_hidden_layers"] = model["first_k_dense_replace"] + 1
+    model["hidden_size"] = HIDDEN
+    model["num_attention_heads"] = min(HEADS, model["num_attention_heads"])
+    if model.get("n_routed_experts"):
+        model["n_routed_experts"] = min(EXPERTS, model["n_routed_experts"])
+        model["num_experts_per_tok"] = min(TOPK, model["num_experts_per_tok"])
+    for key in ("qk_nope_head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+        if model.get(key):
+            model[key] //= HEAD_SCALE
+    for key in ("q_lora_rank", "kv_lora_rank"):
+        if model.get(key):
+            model[key] //= 4 * HEAD_SCALE
+    # MindFormers' YaRN takes max_position_embeddings as the length that was trained before the extension
+    model["max_position_embeddings"] = max(1, model["max_position_embeddings"] * SEQ_LENGTH // seq_length)
+    model["seq_length"] = SEQ_LENGTH
+    model["vocab_size"] = min(VOCABULARY, model["vocab_size"])
+    model.update(MODEL_ON_CPU)
+
+
+def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
+    """Point the dataset at `data_path`, with full instead of compressed masks."""
+    dataset = mini["train_dataset"]
+    loader = dataset["data_loader"]
+    if loader.get("type") != "BlendedMegatronDatasetDataLoader":
+        raise RecipeError(
+            f"train_dataset.data_loader.type: --mini needs BlendedMegatronDatasetDataLoader, not {loader.get('type')!r}"
+        )
+    loader["sizes"] = [steps * BATCH, 0, 0]
+    config = loader["config"]
+    if config.get("create_compressed_eod_mask"):
+        # the same documents, as a full mask: attention ends at the end of a document
+        config.update(create_compressed_eod_mask=False, reset_attention_mask=True)
+    config.update(seq_length=model["seq_length"], create_attention_mask=True, data_path=["1", data_path], eod=0)
+    dataset.update(input_columns=COLUMNS, construct_args_key=list(COLUMNS), num_parallel_workers=1)
+    mini["train_dataset_task"]["dataset_config"] = dataset
+
+
+def shrink_schedules(mini: dict[str, Any], steps: int) -> None:
+    """Warm up within the first steps; every schedule of the recipe stays of its kind."""
+    grouped = mini.get("grouped_lr_schedule") or {}
+    schedules = [mini.get("lr_schedule"), grouped.get("default"), *(grouped.get("grouped") or [])]
+    for schedule in filter(None, schedules):
+        for key, value in (("warmup_steps", max(1, steps // 5)), ("total_steps", steps)):
+            if key in schedule:
+                schedule[key] = value
+        schedule.pop("warmup_ratio", None)
+
+
+def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
+    """Print every step, save at the end, count the experts that there are."""
+    kept = []
+    for callback in mini.get("callbacks", []):
+        if callback["type"] == "MFLossMonitor":
+            kept.append({"type": "MFLossMonitor", "per_print_times": 1})
+        elif callback["type"] == "TopkBiasBalanceCallback":
+            kept.append({**callback, "expert_num": model["n_routed_experts"], "micro_batch_num": 1})
+    mini["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
+    mini["checkpoint"] = {
+        "save_path": "",
+        "save_interleaved_steps": 1000,
+        "save_max": 1,
+        "prefix": "mini",
+        "load_path": "",
+    }
