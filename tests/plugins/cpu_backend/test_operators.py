@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from mindspore import Tensor
+from mindspore import Tensor, nn
 
 from plugins.cpu_backend.operators import EmbeddingLookup, Outer, TopK
 from tests.plugins.cpu_backend.gradients import run
@@ -14,6 +14,24 @@ def test_topk_values_and_indices():
     values, indices = (out.asnumpy() for out in TopK()(Tensor(x), 4))
     np.testing.assert_array_equal(indices, np.argsort(-x, axis=1)[:, :4])
     np.testing.assert_array_equal(values, np.take_along_axis(x, indices, 1))
+
+
+class Values(nn.Cell):
+    def __init__(self):
+        super().__init__()
+        self.topk = TopK()
+
+    def construct(self, x):
+        return self.topk(x, 4)[0]
+
+
+def test_topk_sends_the_gradient_to_the_chosen_only():
+    x = rng.permutation(60).reshape(3, 20).astype(np.float32)
+    dout = rng.standard_normal((3, 4)).astype(np.float32)
+    _, (dx,) = run(Values(), [x], dout)
+    expected = np.zeros_like(x)
+    np.put_along_axis(expected, np.argsort(-x, axis=1)[:, :4], dout, 1)
+    np.testing.assert_array_equal(dx, expected)
 
 
 def test_outer():
