@@ -71,6 +71,15 @@ def kill_all(run_dir):
     psutil.wait_procs(processes_of(run_dir), timeout=10)
 
 
+def train_and_kill(recipe, run_dir, corpus, step):
+    """A run that is killed once `step` is on record."""
+    run = start(recipe, run_dir, corpus)
+    wait_for_step(run, run_dir, step)
+    kill_all(run_dir)
+    run.wait(timeout=30)
+    run.stdout.close()
+
+
 def same(first, second, keys=("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")):
     """Assert that two records agree to the last bit on what training computes."""
     assert first["step"] == second["step"]

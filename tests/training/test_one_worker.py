@@ -52,10 +52,7 @@ def test_mindformers_own_log_shows_the_parts_of_the_loss(whole):
 
 def test_killed_in_training_it_goes_on_to_the_same_losses(whole, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    run = runs.start(runs.TINY, run_dir, corpus)
-    runs.wait_for_step(run, run_dir, 6)
-    runs.kill_all(run_dir)
-    run.wait(timeout=30)
+    runs.train_and_kill(runs.TINY, run_dir, corpus, step=6)
     expected, killed = runs.steps(whole), runs.steps(run_dir)
     assert 6 <= max(killed) < 12
     for step, record in killed.items():

@@ -36,10 +36,7 @@ def test_the_checkpoint_describes_every_parameter_of_both_ranks(whole_dp2):
 
 def test_killed_in_training_two_workers_go_on_to_the_same_losses(whole_dp2, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    run = runs.start(runs.TINY_DP2, run_dir, corpus)
-    runs.wait_for_step(run, run_dir, 6)
-    runs.kill_all(run_dir)
-    run.wait(timeout=30)
+    runs.train_and_kill(runs.TINY_DP2, run_dir, corpus, step=6)
     check_resume(whole_dp2, run_dir, corpus)
 
 
