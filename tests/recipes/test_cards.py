@@ -1,0 +1,145 @@
+"""Cards and catalogue: complete, true to the recipes, current."""
+
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from plugins.errors import RecipeError
+from tests.recipes.oracles import RECIPES, all_recipes, load
+from tests.recipes.test_numbers import CARDS, ENTRIES
+from tools.catalogue import __main__ as command
+from tools.catalogue.cards import assumptions, load_card, load_cards
+from tools.catalogue.table import catalogue
+
+ASSUMED = [(card, *row) for card in CARDS.values() for row in assumptions(card)]
+# what a context stage may change of the pre-training it goes on from; everything else is inherited
+CONTEXT_MAY_CHANGE = {
+    "output_dir",
+    "lr_schedule.type",
+    "lr_schedule.learning_rate",
+    "lr_schedule.lr_end",
+    "lr_schedule.warmup_steps",
+    "lr_schedule.warmup_ratio",
+    "lr_schedule.total_steps",
+    "train_dataset.input_columns",
+    "train_dataset.construct_args_key",
+    "train_dataset.data_loader.sizes",
+    "train_dataset.data_loader.config.seq_length",
+    "train_dataset.data_loader.config.data_path",
+    "train_dataset.data_loader.config.create_compressed_eod_mask",
+    "train_dataset.data_loader.config.reset_position_ids",
+    "train_dataset.data_loader.config.eod_pad_length",
+    "parallel_config.data_parallel",
+    "parallel_config.model_parallel",
+    "parallel_config.pipeline_stage",
+    "parallel_config.context_parallel",
+    "parallel_config.context_parallel_algo",
+    "parallel_config.micro_batch_num",
+    "parallel.dataset_strategy",
+    "model.model_config.seq_length",
+    "model.model_config.offset",
+    "model.model_config.position_embedding_type",
+    "model.model_config.max_position_embeddings",
+    "model.model_config.rope_theta",
+    "model.model_config.rotary_scaling_factor",
+    "model.model_config.rope_scaling.rope_type",
+    "model.model_config.rope_scaling.factor",
+    "model.model_config.rope_scaling.original_max_position_embeddings",
+    "model.model_config.rope_scaling.beta_fast",
+    "model.model_config.rope_scaling.beta_slow",
+    "model.model_config.rope_scaling.mscale",
+    "model.model_config.rope_scaling.mscale_all_dim",
+    "model.model_config.use_attn_mask_compression",
+    "model.model_config.use_eod_attn_mask_compression",
+    "checkpoint.save_interleaved_steps",
+    "checkpoint.load_path",
+    "checkpoint.no_load_optim",
+}
+
+
+def leaves(tree, path=()):
+    """(key path with dots, value) of every value that is no mapping."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield ".".join((*path, key)), value
+
+
+def test_every_recipe_is_on_a_card():
+    assert sorted(ENTRIES) == all_recipes()
+
+
+@pytest.mark.parametrize(("card", "entry", "key_path", "reason"), ASSUMED)
+def test_what_a_card_assumes_stands_in_the_recipe(card, entry, key_path, reason):
+    assert key_path in dict(leaves(load(str(entry.file.relative_to(RECIPES))))), f"{card.file}: {entry.file.name}"
+    assert len(reason) > 10
+
+
+@pytest.mark.parametrize("name", [name for name in all_recipes() if "context" in name])
+def test_a_context_recipe_changes_only_what_its_stage_is_about(name):
+    first = next(RECIPES.glob(f"{name.split('/')[0]}/pretrain_*.yaml"))
+    before, after = dict(leaves(load(str(first.relative_to(RECIPES))))), dict(leaves(load(name)))
+    assert set(before) <= set(after)
+    assert {key for key in after if key not in before or after[key] != before[key]} <= CONTEXT_MAY_CHANGE
+
+
+def test_a_context_stage_goes_on_from_the_one_before():
+    for name in all_recipes():
+        if "context" in name:
+            origin = load(name)["checkpoint"]["load_path"].removesuffix("/checkpoint")
+            stages = [
+                load(str(path.relative_to(RECIPES)))["output_dir"]
+                for path in (RECIPES / name).parent.glob("[pc][ro]*_*.yaml")
+            ]
+            assert origin in stages, name
+
+
+def test_only_mini_recipes_claim_to_have_trained():
+    for entry in ENTRIES.values():
+        claims = {item["claim"] for item in entry.status}
+        assert ("trained-on-cpu-mini" in claims) == (entry.kind == "mini")
+        assert ("modelled" in claims) == (entry.kind == "modelled") == bool(entry.why)
+
+
+def test_the_catalogue_is_current():
+    assert (RECIPES / "README.md").read_text() == catalogue(RECIPES), "stale: python -m tools.catalogue"
+    assert CliRunner().invoke(command.main, ["--check"]).exit_code == 0
+
+
+def test_only_yaml_beside_the_catalogue():
+    assert {path.suffix for path in RECIPES.glob("*/*")} == {".yaml"}
+    assert [path.name for path in RECIPES.iterdir() if path.is_file()] == ["README.md"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("claim: assumed", "claim: trained", "'trained' is no claim"),
+        ("claim: assumed", "claim: compiled-virtual-many", "is no claim"),
+        ("kind: full", "kind: ful", "did you mean 'full'"),
+        ("sources:", "source:", "source: unknown key (did you mean 'sources'?)"),
+        ("        what:", "        on:", "unknown key"),  # YAML reads a plain `on` as True
+        ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "no such recipe"),
+        ("    devices: 256\n", "", "devices: missing"),
+    ],
+)
+def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, message):
+    shutil.copytree(RECIPES / "telechat3_105b", tmp_path / "telechat3_105b")
+    card = tmp_path / "telechat3_105b/card.yaml"
+    text = card.read_text()
+    assert old in text
+    card.write_text(text.replace(old, new, 1))
+    with pytest.raises(RecipeError, match=r"card\.yaml") as error:
+        load_card(card)
+    assert message in str(error.value)
+    monkeypatch.setattr(command, "RECIPES", tmp_path)
+    assert CliRunner().invoke(command.main, ["--check"]).exit_code == 2
+
+
+def test_a_compiled_claim_names_its_devices(tmp_path):
+    shutil.copytree(RECIPES / "telechat3_105b", tmp_path / "telechat3_105b")
+    card = tmp_path / "telechat3_105b/card.yaml"
+    card.write_text(card.read_text().replace("claim: assumed", "claim: compiled-virtual-256", 1))
+    assert load_cards(tmp_path)[0].entries[0].status[0]["claim"] == "compiled-virtual-256"

@@ -1,0 +1,133 @@
+"""Cards: what is true today of the recipes in a folder, and what each of them assumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plugins.errors import RecipeError, did_you_mean
+
+CARD = "card.yaml"
+KINDS = ("full", "mini", "modelled")
+CLAIMS = ("trained-on-cpu-mini", "compiled-virtual-", "modelled", "assumed")  # a trailing dash wants a number
+_CARD_KEYS = {"model", "name_billion", "kind", "summary", "recipes", "assumed", "sources"}
+_ENTRY_KEYS = {"stage", "devices", "layout", "global_batch_size", "status"}
+_OPTIONAL = {"card": {"parameters", "why"}, "entry": {"kind", "why", "assumed"}}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recipe of a folder: its stage, its mesh in words, and what has been shown of it."""
+
+    file: Path
+    stage: str
+    devices: int
+    layout: str
+    global_batch_size: int
+    kind: str
+    status: list[dict[str, str]]
+    assumed: dict[str, str] = field(default_factory=dict)  # key path -> reasoning
+    why: str = ""  # a modelled recipe says why it cannot train
+
+
+@dataclass(frozen=True)
+class Card:
+    """The card of a folder; `parameters` is 0 where the name makes no promise."""
+
+    file: Path
+    model: str
+    name_billion: float
+    parameters: int
+    kind: str
+    summary: str
+    assumed: dict[str, str]  # of every recipe in the folder
+    sources: list[dict[str, str]]
+    entries: list[Entry]
+    why: str = ""
+
+
+def load_cards(recipes: Path) -> list[Card]:
+    """The cards below the folder `recipes`: TeleChat3-MoE first, in each family small models first.
+
+    Raises:
+        RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
+    """
+    cards = [load_card(path) for path in sorted(recipes.glob(f"*/{CARD}"))]
+    cards.sort(key=lambda card: card.name_billion)
+    return sorted(cards, key=lambda card: card.model.split()[0], reverse=True)
+
+
+def load_card(path: Path) -> Card:
+    """One card; raises RecipeError naming file and key."""
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    _check_keys(path, "", raw, _CARD_KEYS, _OPTIONAL["card"])
+    _check_choice(path, "kind", raw["kind"])
+    entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
+    return Card(
+        file=path,
+        model=raw["model"],
+        name_billion=raw["name_billion"],
+        parameters=raw.get("parameters", 0),
+        kind=raw["kind"],
+        summary=raw["summary"],
+        assumed=raw["assumed"],
+        sources=raw["sources"],
+        entries=entries,
+        why=raw.get("why", ""),
+    )
+
+
+def assumptions(card: Card) -> Iterator[tuple[Entry, str, str]]:
+    """(recipe, key path, reasoning) of every assumed value, those of the folder once for each recipe."""
+    for entry in card.entries:
+        for key_path, reason in {**card.assumed, **entry.assumed}.items():
+            yield entry, key_path, reason
+
+
+def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) -> Entry:
+    where = f"recipes.{name}"
+    _check_keys(path, where, body, _ENTRY_KEYS, _OPTIONAL["entry"])
+    kind = body.get("kind", card["kind"])
+    _check_choice(path, f"{where}.kind", kind)
+    for number, status in enumerate(body["status"]):
+        _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
+        _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
+    if not (path.parent / name).is_file():
+        raise RecipeError(f"{path}: {where}: no such recipe beside the card")
+    return Entry(
+        file=path.parent / name,
+        stage=body["stage"],
+        devices=body["devices"],
+        layout=body["layout"],
+        global_batch_size=body["global_batch_size"],
+        kind=kind,
+        status=body["status"],
+        assumed=body.get("assumed") or {},
+        why=body.get("why", card.get("why", "")),
+    )
+
+
+def _check_keys(path: Path, where: str, raw: dict[str, Any], wanted: set[str], optional: set[str]) -> None:
+    prefix = f"{where}." if where else ""
+    for key in raw:
+        if key not in wanted | optional:
+            raise RecipeError(f"{path}: {prefix}{key}: unknown key{did_you_mean(str(key), sorted(wanted | optional))}")
+    for key in sorted(wanted - set(raw)):
+        raise RecipeError(f"{path}: {prefix}{key}: missing")
+
+
+def _check_choice(path: Path, where: str, kind: str) -> None:
+    if kind not in KINDS:
+        raise RecipeError(f"{path}: {where}: {kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
+
+
+def _check_claim(path: Path, where: str, claim: str) -> None:
+    for known in CLAIMS:
+        if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
+            return
+    raise RecipeError(f"{path}: {where}: {claim!r} is no claim; write trained-on-cpu-mini, compiled-virtual-<devices>, "
+                      "modelled or assumed")  # fmt: skip
