@@ -11,7 +11,9 @@ from plugins.errors import TC3Error, did_you_mean
 
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
+    "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens a step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
+    "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or what sets two apart."),
     "train": ("launch.train_command:train", "Train a recipe under msrun."),
 }
 

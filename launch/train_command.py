@@ -15,12 +15,15 @@ from rich.console import Console
 from launch import preflight
 from launch.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
 from launch.progress import TrainingProgress
+from launch.script import Launch, in_checkout, launch_script
 from launch.summary import print_failure, print_summary, summarize
 from launch.supervise import Outcome, supervise
 from plugins.errors import CheckpointError, RecipeError, TC3Error, did_you_mean
 from tools.checkpoint.scan import scan_checkpoints
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.override import also_changed, apply_overrides, dump_recipe
+from tools.recipe.mini import load_mini
+from tools.recipe.override import also_changed, apply_overrides
 
 
 @dataclass(frozen=True)
@@ -38,22 +41,28 @@ class Plan:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=click.IntRange(min=1), help="Steps to train in all: sets the dataset's size to match.")
+@click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, 10 steps.")
 @click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="The run's folder.  [default: output/<folder>-<recipe>]"
 )
 @click.option("--force", is_flag=True, help="Start over in a folder that holds a run; its checkpoints are removed.")
 @click.option("--port", type=int, help="Port of msrun's scheduler.  [default: a free one]")
+@click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
+@click.option("--nodes", type=click.Path(path_type=Path), help="Hosts of --script, a line each: NAME [WORKERS].")
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, all else on stderr.")
 def train(
     recipe: Path,
     overrides: tuple[str, ...],
     steps: int | None,
+    mini: bool,
     resume: str | None,
     run_dir: Path | None,
     force: bool,
     port: int | None,
+    script: bool,
+    nodes: Path | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -63,8 +72,15 @@ def train(
     """
     if resume and force:
         raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
-    run_dir = (run_dir or default_run_dir(recipe)).absolute()
-    flat = effective_recipe(recipe, overrides, steps, run_dir)
+    if script and mini:
+        raise click.UsageError("--script is for a cluster, --mini for this host: choose one")
+    if script:
+        _script(recipe, overrides, steps, run_dir, nodes, port, resume)
+        return
+    if nodes:
+        raise click.UsageError("--nodes is for --script: without it, a run has this host alone")
+    run_dir = (run_dir or default_run_dir(recipe, mini)).absolute()
+    flat = effective_recipe(recipe, overrides, steps, run_dir, mini)
     if dry_run:
         _dry_run(flat, run_dir, resume, port, force, as_json)
         return
@@ -76,18 +92,20 @@ def train(
         plan = make_plan(flat, run_dir, resume, port)
         dump_recipe(flat, run_dir / "recipe.yaml")
         outcome = _run(plan, as_json)
-    _report(plan, outcome, _again(recipe, overrides, run_dir), steps, as_json)
+    _report(plan, outcome, _again(recipe, overrides, run_dir, mini), steps, as_json)
     sys.exit(outcome.code)
 
 
-def default_run_dir(recipe: Path) -> Path:
-    """``output/<recipe's folder>-<recipe>`` below the working folder."""
-    return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}"
+def default_run_dir(recipe: Path, mini: bool = False) -> Path:
+    """``output/<recipe's folder>-<recipe>`` below the working folder, with ``-mini`` behind for a mini."""
+    return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{'-mini' * mini}"
 
 
-def effective_recipe(path: Path, overrides: tuple[str, ...], steps: int | None, run_dir: Path) -> Recipe:
+def effective_recipe(
+    path: Path, overrides: tuple[str, ...], steps: int | None, run_dir: Path, mini: bool = False
+) -> Recipe:
     """The flat recipe that will run: overrides, number of steps, and this run's folders filled in."""
-    flat = load_recipe(path)
+    flat = load_mini(path) if mini else load_recipe(path)
     for override in overrides:
         if others := also_changed(flat, override):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
@@ -178,6 +196,27 @@ def _dry_run(flat: Recipe, run_dir: Path, resume: str | None, port: int | None, 
     click.echo(json.dumps(command) if as_json else shlex.join(command))
 
 
+def _script(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    run_dir: Path | None,
+    nodes: Path | None,
+    port: int | None,
+    resume: str | None,
+) -> None:
+    """Print the bash script that does on every node what `tc3 train` does on this host."""
+    if resume == "auto":
+        raise click.UsageError("--script wants --resume DIR: which checkpoint is the newest is not known yet")
+    folder = run_dir or default_run_dir(recipe)
+    flat = effective_recipe(recipe, overrides, steps, folder)
+    settings = (*overrides, *steps_overrides(flat, steps))
+    checkpoint = in_checkout(Path(resume)) if resume else ""
+    place = in_checkout(folder) if run_dir else str(folder)
+    launch = Launch(in_checkout(recipe), place, settings, port, checkpoint)
+    click.echo(launch_script(launch, flat, nodes), nl=False)
+
+
 def _run(plan: Plan, as_json: bool) -> Outcome:
     """Say what starts, start it, show its progress."""
     console = Console(stderr=as_json)
@@ -188,10 +227,10 @@ def _run(plan: Plan, as_json: bool) -> Outcome:
         return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
 
 
-def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path) -> list[str]:
+def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool) -> list[str]:
     """The command that goes on with this run, without its number of steps."""
-    again = ["tc3", "train", str(recipe), "--resume", "auto"]
-    if run_dir != default_run_dir(recipe).absolute():
+    again = ["tc3", "train", str(recipe), *["--mini"] * mini, "--resume", "auto"]
+    if run_dir != default_run_dir(recipe, mini).absolute():
         again += ["--run-dir", str(run_dir)]
     return again + [word for override in overrides for word in ("--set", override)]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["launch/environment.sh", "launch/quickstart", "tests/run", ".ci/run"]
+SCRIPTS = ["launch/environment.sh", "launch/quickstart", "launch/script_body.sh", "tests/run", ".ci/run"]
+SCRIPTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("launch/scripts/*.sh"))
 CHECKS = {
     "ruff check": ["ruff", "check", "."],
     "ruff format": ["ruff", "format", "--check", "."],

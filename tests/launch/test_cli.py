@@ -9,12 +9,19 @@ from launch import cli
 from plugins.errors import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
+HELP = """
+import sys
+from launch.cli import main
+sys.argv = ["tc3", "--help"]
+try:
+    main()
+except SystemExit:
+    print([name for name in ("mindspore", "numpy", "tools.data.cli", "yaml") if name in sys.modules])
+"""
 
 
 def test_help_lists_every_command_and_imports_none():
-    code = "import sys; from launch.cli import main; sys.argv = ['tc3', '--help']\ntry:\n main()\nexcept SystemExit: pass\n"
-    code += "print([name for name in ('mindspore', 'numpy', 'tools.data.cli', 'yaml') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
     for name, (_, help_line) in cli.COMMANDS.items():
         assert name in done.stdout and help_line.split(".")[0][:30] in done.stdout

@@ -7,9 +7,16 @@ YaRN's factor, document masks, optimizer, schedules' shape and plugins stay as t
 from __future__ import annotations
 
 import copy
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from plugins.errors import RecipeError
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+
+CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
 SEQ_LENGTH = 128
 VOCABULARY = 2048
@@ -108,6 +115,20 @@ def derive_mini(recipe: dict[str, Any], data_path: str, steps: int = 10) -> dict
     shrink_data(mini, model, data_path, steps)
     shrink_schedules(mini, steps)
     shrink_callbacks(mini, model)
+    return mini
+
+
+def load_mini(path: str | os.PathLike[str], data_path: str = CORPUS, steps: int = 10) -> Recipe:
+    """`derive_mini` of a recipe's file, as a Recipe that overrides apply to.
+
+    Raises:
+        RecipeError: the file is wrong, or cannot be shrunk.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"mini of {Path(path).name}"
+        dump_recipe(Recipe(derive_mini(load_recipe(path), data_path, steps)), file)
+        mini = load_recipe(file)
+    mini.source = f"{path} (mini)"
     return mini
 
 

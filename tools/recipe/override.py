@@ -11,10 +11,9 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
-from tools.recipe.dump import dump_recipe
 from tools.recipe.load import KeyPath, Recipe
 
-__all__ = ["also_changed", "apply_overrides", "dotted", "dump_recipe", "get_path", "shared_paths"]
+__all__ = ["also_changed", "apply_overrides", "dotted", "get_path", "shared_paths"]
 
 # YAML 1.1 reads 1e-3 as a string; people mean a number
 _FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")

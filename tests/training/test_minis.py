@@ -1,0 +1,49 @@
+"""Every recipe of the family shrinks to a mini that CPU trains."""
+
+import math
+import subprocess
+
+import pytest
+
+from tests.training import runs
+from tools.recipe.load import load_recipe
+
+STAGES = ("pretrain_4k", "context_32k", "context_128k")
+SIZES = ("105b", "438b", "1119b")
+RECIPES = [runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in SIZES for stage in STAGES]
+    runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in ("105b", "438b", "1119b") for stage in STAGES
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_trains_ten_steps(recipe, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    text = runs.train(recipe, run_dir, corpus, "--mini")
+    steps = runs.steps(run_dir)
+    assert sorted(steps) == list(range(1, 11)), text
+    assert all(math.isfinite(step["loss"]) and not step["overflow"] for step in steps.values())
+    assert all(0 < step["global_norm"] < 100 for step in steps.values())
+    # the vocabulary of a mini is 2,048, and one MTP layer adds its share of the same loss
+    model = load_recipe(run_dir / "recipe.yaml")["model"]["model_config"]
+    expected = math.log(2048) * (1 + model["mtp_loss_factor"] * model["num_nextn_predict_layers"])
+    assert steps[1]["loss"] == pytest.approx(expected, abs=0.3)
+
+
+def test_the_derived_recipe_can_be_read_and_saved(tmp_path):
+    """`tc3 recipe show --mini` prints what `tc3 train --mini` trains."""
+    recipe = RECIPES[4]
+    shown = subprocess.run(
+        [runs.TC3, "recipe", "show", str(recipe), "--mini"], cwd=runs.ROOT, capture_output=True, text=True, check=True
+    )
+    (tmp_path / "mini.yaml").write_text(shown.stdout)
+    mini = load_recipe(tmp_path / "mini.yaml")
+    assert mini["context"]["device_target"] == "CPU"
+    assert mini["model"]["model_config"]["position_embedding_type"] == "yarn"
+    assert mini["train_dataset"]["data_loader"]["config"]["reset_attention_mask"] is True
+
+
+def test_script_and_mini_exclude_each_other():
+    command = [runs.TC3, "train", str(RECIPES[0]), "--mini", "--script"]
+    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "choose one" in done.stderr
