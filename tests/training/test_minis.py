@@ -11,8 +11,6 @@ from tools.recipe.load import load_recipe
 STAGES = ("pretrain_4k", "context_32k", "context_128k")
 SIZES = ("105b", "438b", "1119b")
 RECIPES = [runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in SIZES for stage in STAGES]
-    runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in ("105b", "438b", "1119b") for stage in STAGES
-]
 
 
 @pytest.mark.slow

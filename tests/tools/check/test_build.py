@@ -1,0 +1,54 @@
+"""MindFormers' own build against our emulation of it."""
+
+import pytest
+
+from tests.tools.check.mutations import MODEL, put
+from tests.tools.check.test_mutations import RECIPES, name, plain
+from tests.tools.check.test_rules import INTERLEAVED, SEMI, change
+from tools.check.arrival import same
+from tools.check.build import Builder
+from tools.check.built import check_built
+from tools.check.check import check_recipe
+from tools.check.converter import convert
+from tools.check.schema import load_schema
+from tools.check.stages import layers_of
+from tools.check.view import View
+from tools.recipe.load import Recipe
+
+pytestmark = pytest.mark.slow
+# what MindFormers turns into objects of its own
+OBJECTS = {"init_method", "output_layer_init_method", "parallel_config", "activation_func", "moe_layer_freq"}
+OBJECTS |= {"input_layout", "sparse_mode", "rope_scaling", "num_decoder_layers", "num_encoder_layers", "pad_token_id"}
+ZBV = (("parallel", "pipeline_config"), {"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})
+CASES = {name(path): plain(path) for path in RECIPES}
+CASES |= {"semi": SEMI, "interleaved": change(SEMI, *INTERLEAVED), "zero_bubble_v": change(SEMI, *INTERLEAVED, ZBV)}
+
+
+@pytest.fixture(scope="module")
+def built():
+    return dict(zip(CASES, Builder(list(CASES.values())).results(), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_emulated_converter_equals_mindformers(case, built):
+    assert "error" not in built[case], built[case]
+    view = View(Recipe(CASES[case]))
+    ours, theirs = convert(view, load_schema()), built[case]["fields"]
+    compared = {key: value for key, value in ours.fields.items() if key in theirs and key not in OBJECTS}
+    assert len(compared) > 150
+    different = {key: (value, theirs[key]) for key, value in compared.items() if not same(value, theirs[key])}
+    assert different == {}
+    assert ours.conflicts == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_emulated_layer_split_equals_mindformers(case, built):
+    view = View(Recipe(CASES[case]))
+    assert layers_of(view, convert(view, load_schema())) == built[case]["layers"]
+
+
+def test_what_mindformers_refuses_is_a_finding():
+    report = check_recipe(put(SEMI, (*MODEL, "experimental_attention_variant"), "dsa"))
+    assert report.clean
+    assert check_built([report]) == ""
+    assert "dsa" in report.errors[0].wrong

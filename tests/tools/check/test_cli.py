@@ -1,0 +1,108 @@
+"""The command: what it prints and how it exits."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from plugins.errors import RecipeError
+from tests.tools.check.test_mutations import ROOT
+from tests.tools.check.test_shipped import SHIPPED
+from tools.check.cli import check
+
+MINI = str(ROOT / "recipes" / "mini" / "pretrain.yaml")
+
+
+def run(*arguments):
+    return CliRunner().invoke(check, list(arguments))
+
+
+def test_a_clean_recipe_prints_its_sizes():
+    result = run("--no-build", MINI)
+    assert result.exit_code == 0, result.output
+    for word in ("2,170,752", "tokens a step", "1,024", "FLOPs a token", "clean"):
+        assert word in result.output
+
+
+def test_findings_exit_with_one():
+    result = run("--no-build", str(SHIPPED))
+    assert result.exit_code == 1
+    assert "parallel_speed_up_4M.json" in result.output and "2 errors" in result.output
+
+
+def test_json_is_one_object():
+    result = run("--no-build", "--json", "--token-budget", "1000000", MINI, str(SHIPPED))
+    content = json.loads(result.stdout)
+    assert (result.exit_code, content["clean"]) == (1, False)
+    assert [report["clean"] for report in content["recipes"]] == [True, False]
+    assert content["recipes"][0]["table"]["steps"] == 977
+    assert {"severity", "file", "line", "key", "wrong", "right", "source"} == set(content["recipes"][1]["findings"][0])
+
+
+def test_no_recipe_is_a_usage_error():
+    assert run().exit_code == 2
+
+
+@pytest.mark.parametrize(("text", "word"), [(None, "no such file"), ("- a\n", "mapping"), ("a: [\n", "not valid YAML")])
+def test_a_file_that_is_no_recipe(text, word, tmp_path):
+    """`launch.cli.main` turns the error into one line and exit code 2."""
+    recipe = tmp_path / "recipe.yaml"
+    if text is not None:
+        recipe.write_text(text, "utf-8")
+    result = run(str(recipe))
+    assert isinstance(result.exception, RecipeError) and word in str(result.exception)
+
+
+def test_warnings_refuse_when_strict(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    text = (ROOT / "recipes" / "mini" / "pretrain.yaml").read_text("utf-8")
+    recipe.write_text(text.replace('./output/data/stdlib"', './nowhere/data"'), "utf-8")
+    assert run("--no-build", str(recipe)).exit_code == 0
+    assert run("--no-build", "--strict", str(recipe)).exit_code == 1
+
+
+def test_every_file_under_recipes_is_clean():
+    files = sorted(str(path) for path in (ROOT / "recipes").glob("**/*.yaml"))
+    result = run("--no-build", *files)
+    assert result.exit_code == 0, [line for line in result.output.splitlines() if " error: " in line]
+
+
+def test_a_fragment_is_checked_for_its_keys(tmp_path):
+    (tmp_path / "base").mkdir()
+    fragment = tmp_path / "base" / "part.yaml"
+    fragment.write_text("runner_config:\n  batch_sise: 4\n", "utf-8")
+    result = run(str(fragment))
+    assert result.exit_code == 1 and "'batch_size'" in result.output and "1 error" in result.output
+
+
+def test_the_schema_is_printed():
+    assert json.loads(run("--schema").stdout)["$schema"].endswith("2020-12/schema")
+
+
+def test_pure_checks_take_less_than_a_second():
+    from tools.check import check_recipe
+
+    check_recipe(MINI)  # reads the schema
+    start = time.perf_counter()
+    check_recipe(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
+    assert time.perf_counter() - start < 1
+
+
+def test_checking_imports_no_mindformers():
+    code = (
+        f"import sys; from tools.check import check_recipe; check_recipe({MINI!r}); print('mindformers' in sys.modules)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "False"
+
+
+@pytest.mark.slow
+def test_the_whole_command_takes_less_than_ten_seconds():
+    recipe = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
+    start = time.perf_counter()
+    code = "from tools.check.cli import check; check()"
+    subprocess.run([sys.executable, "-c", code, recipe], cwd=ROOT, capture_output=True, check=True)
+    assert time.perf_counter() - start < 10

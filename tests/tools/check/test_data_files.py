@@ -1,0 +1,94 @@
+"""Files that a recipe names, and the dataset's index against the model."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.tools.check.mutations import LOADER, MODEL, put
+from tests.tools.check.test_mutations import ROOT, plain
+from tools.check import check_recipe
+from tools.data.index import IndexWriter
+
+MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")
+MINI["plugins"] = {}
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    return write(tmp_path / "data", [400] * 40)
+
+
+def write(prefix, lengths, vocabulary=2048, eod=0):
+    writer = IndexWriter(prefix.with_suffix(".bin"), "uint16")
+    writer.add(np.array(lengths, np.int32), np.ones(sum(lengths), np.uint16))
+    writer.finish(prefix.with_suffix(".idx"))
+    notes = {"format": "tc3-data-1", "vocab_size": vocabulary, "eod_id": eod}
+    prefix.with_suffix(".json").write_text(json.dumps(notes), "utf-8")
+    return str(prefix)
+
+
+def on(prefix, recipe=MINI):
+    recipe = put(recipe, (*LOADER, "config", "data_path"), ["1", prefix])
+    return put(recipe, (*LOADER, "sizes"), [80, 0, 0])
+
+
+def wrong(recipe, **options):
+    return {finding.key: finding for finding in check_recipe(recipe, **options).findings}
+
+
+def test_a_dataset_that_fits(prefix):
+    assert wrong(on(prefix)) == {}
+
+
+def test_missing_data_is_an_error_only_where_the_run_starts(tmp_path):
+    recipe, key = on(str(tmp_path / "nothing")), "train_dataset.data_loader.config.data_path"
+    assert wrong(recipe)[key].severity == "warning"
+    assert wrong(recipe, here=True)[key].severity == "error"
+    assert "tc3 data prepare" in wrong(recipe)[key].right
+
+
+def test_a_vocabulary_larger_than_the_models(tmp_path):
+    found = wrong(on(write(tmp_path / "data", [400] * 40, vocabulary=5000)))
+    assert found["model.model_config.vocab_size"].severity == "error"
+    assert "5,000" in found["model.model_config.vocab_size"].wrong
+
+
+def test_another_end_of_document(tmp_path):
+    found = wrong(on(write(tmp_path / "data", [400] * 40, eod=3)))
+    assert found["train_dataset.data_loader.config.eod"].right == "write 3"
+
+
+def test_too_few_tokens_for_one_sample(tmp_path):
+    assert "128" in str(MINI["model"]["model_config"]["seq_length"])
+    found = wrong(on(write(tmp_path / "data", [20])))
+    assert found["train_dataset.data_loader.config.data_path"].severity == "error"
+
+
+def test_a_truncated_pair(prefix):
+    with open(prefix + ".bin", "ab") as stream:
+        stream.write(b"xx")
+    assert "bytes" in wrong(on(prefix))["train_dataset.data_loader.config.data_path"].wrong
+
+
+@pytest.mark.parametrize(("room", "severity"), [(64, "error"), (110, "warning"), (2048, None)])
+def test_documents_of_a_compressed_mask(tmp_path, room, severity):
+    lengths = [10] * 100 + [30] * 100  # 2048 tokens hold 102 documents on average, at most 134
+    recipe = on(write(tmp_path / "data", lengths))
+    for key in ("create_compressed_eod_mask", "reset_position_ids"):
+        recipe = put(recipe, (*LOADER, "config", key), True)
+    recipe = put(recipe, (*LOADER, "config", "create_attention_mask"), False)
+    recipe = put(recipe, (*LOADER, "config", "eod_pad_length"), room)
+    for path in ((*MODEL, "seq_length"), (*MODEL, "max_position_embeddings"), (*LOADER, "config", "seq_length")):
+        recipe = put(recipe, path, 2048)
+    finding = wrong(recipe).get("train_dataset.data_loader.config.eod_pad_length")
+    assert (finding.severity if finding else None) == severity
+
+
+@pytest.mark.parametrize(
+    ("value", "word"),
+    [(["1"], "no prefix"), ([], "list of paths"), (["1", "a", "b", "c"], "mixes"), ([["a"]], "list of paths")],
+)
+def test_blends(value, word):
+    found = wrong(put(MINI, (*LOADER, "config", "data_path"), value))
+    assert word in found["train_dataset.data_loader.config.data_path"].wrong

@@ -1,0 +1,113 @@
+"""Spoilt recipes are refused, sound ones are not, and nothing ends in a traceback."""
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+
+from plugins.errors import RecipeError
+from tests.tools.check.mutations import LOADER, MODEL, has, mutations, plain, put, text_of
+from tools.check import check_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+SKIPPED = ("base", "card.yaml")
+RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if not {*SKIPPED} & {*path.parts[-2:]})
+FAST = int(os.environ.get("TC3_MUTATIONS", "30"))
+SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "200"))
+WANTED = 0.98  # of the mutations
+FEW = [path for path in RECIPES if path.match("mini/pretrain.yaml") or path.match("telechat3_105b/pretrain_4k.yaml")]
+
+LEGAL = [  # changes of a hyper-parameter that any recipe allows
+    (("seed",), 7),
+    (("optimizer", "weight_decay"), 0.05),
+    (("optimizer", "betas"), [0.9, 0.98]),
+    (("optimizer", "eps"), 1e-7),
+    (("lr_schedule", "learning_rate"), 1.0e-4),
+    (("runner_wrapper", "max_grad_norm"), 0.5),
+    ((*MODEL, "initializer_range"), 0.006),
+    ((*MODEL, "rms_norm_eps"), 1e-6),
+    ((*MODEL, "attention_dropout"), 0.1),
+    ((*MODEL, "mtp_loss_factor"), 0.3),
+    ((*MODEL, "moe_aux_loss_coeff"), 0.0001),
+    ((*MODEL, "routed_scaling_factor"), 2.5),
+    ((*LOADER, "config", "seed"), 99),
+    (("recompute_config", "recompute"), True),
+    (("recompute_config", "select_recompute"), True),
+    (("checkpoint", "save_interleaved_steps"), 50),
+    (("checkpoint", "prefix"), "other"),
+    (("train_dataset", "num_parallel_workers"), 4),
+]
+
+
+def name(path):
+    return f"{path.parent.name}/{path.stem}"
+
+
+def refusal(text, folder):
+    """Why a recipe text is refused, or None."""
+    file = folder / "recipe.yaml"
+    file.write_text(text, encoding="utf-8")
+    try:
+        errors = check_recipe(file).errors
+    except RecipeError as error:
+        return str(error)
+    return str(errors[0]) if errors else None
+
+
+def score(recipe, count, folder):
+    """(mutations tried, descriptions of those that were accepted)."""
+    tried, accepted = [], []
+
+    @settings(
+        max_examples=count, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(mutations(recipe))
+    def one(mutation):
+        description, text = mutation
+        tried.append(description)
+        if refusal(text, folder) is None:
+            accepted.append(description)
+
+    one()
+    return len(tried), accepted
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_an_unspoilt_recipe_is_not_refused(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert check_recipe(path).errors == []
+    assert refusal(text_of(plain(path)), tmp_path) is None
+
+
+@pytest.mark.parametrize("path", FEW, ids=name)
+def test_some_spoilt_recipes_are_refused(path, tmp_path):
+    tried, accepted = score(plain(path), FAST, tmp_path)
+    assert len(accepted) <= max(1, (1 - WANTED) * tried), accepted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_spoilt_recipes_are_refused(path, tmp_path):
+    tried, accepted = score(plain(path), SLOW, tmp_path)
+    assert tried >= SLOW // 2
+    assert len(accepted) <= (1 - WANTED) * tried, accepted
+
+
+@pytest.mark.parametrize("path", FEW, ids=name)
+def test_legal_changes_pass(path, tmp_path):
+    legal_changes_pass(path, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in RECIPES if path not in FEW], ids=name)
+def test_legal_changes_pass_everywhere(path, tmp_path):
+    legal_changes_pass(path, tmp_path)
+
+
+def legal_changes_pass(path, tmp_path):
+    recipe = plain(path)
+    for key, value in LEGAL:
+        if has(recipe, key):
+            assert refusal(text_of(put(recipe, key, value)), tmp_path) is None, key

@@ -1,0 +1,151 @@
+"""Rules, one spoilt recipe each: where the finding stands, what it says would be right."""
+
+import pytest
+
+from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
+from tests.tools.check.test_mutations import ROOT, plain
+from tools.check import check_recipe
+from tools.recipe.override import dotted
+
+MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")
+SEMI = put(
+    put(put(MINI, ("use_parallel",), True), ("parallel", "parallel_mode"), 1), ("context", "device_target"), "Ascend"
+)
+SEMI["context"]["dataset_broadcast_opt_level"] = 3
+SEMI["runner_config"]["sink_mode"] = True
+SEMI["parallel_config"].update(
+    data_parallel=4, model_parallel=2, pipeline_stage=4, expert_parallel=8, micro_batch_num=8
+)
+SEMI["parallel_config"]["use_seq_parallel"] = True
+SEMI["parallel"]["dataset_strategy"] = [[4, 1], [4, 1], [4, 1], [4, 1], [4, 1, 1, 1]]
+SEMI["parallel"]["pipeline_config"] = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
+SEMI["model"]["model_config"].update(num_hidden_layers=10, offset=[1, 1, 0, 0])
+SEMI["callbacks"][1]["micro_batch_num"] = 8
+
+
+def change(recipe, *changes):
+    for path, value in changes:
+        recipe = put(recipe, path, value)
+    return recipe
+
+
+def findings(recipe, severity="error"):
+    return {finding.key: finding for finding in check_recipe(recipe).findings if finding.severity == severity}
+
+
+def test_the_starting_points_are_clean():
+    assert findings(MINI) == {}
+    assert findings(SEMI) == {}
+
+
+INTERLEAVED = [
+    (("parallel", "pipeline_config"), {"pipeline_interleave": True, "pipeline_scheduler": "seqvpp"}),
+    ((*MODEL, "pp_interleave_num"), 2),
+    ((*MODEL, "offset"), [[1, 1, 0, 0], [0, 0, 0, 0]]),
+]
+ZBV = [(("parallel", "pipeline_config"), {"pipeline_interleave": True, "pipeline_scheduler": "zero_bubble_v"})]
+
+
+@pytest.mark.parametrize("changes", [INTERLEAVED, [*INTERLEAVED, *ZBV]])
+def test_interleaved_layouts_pass(changes):
+    assert findings(change(SEMI, *changes)) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ([((*MODEL, "offset"), 0)], (*MODEL, "offset"), "leave 2 over"),
+        ([((*MODEL, "offset"), [1, 1, 0])], (*MODEL, "offset"), "not of shape [4]"),
+        ([((*MODEL, "offset"), [4, 0, -2, 0])], (*MODEL, "offset"), "no layer"),
+        ([*INTERLEAVED, ((*MODEL, "offset"), [1, 1, 0, 0])], (*MODEL, "offset"), "add up to 4"),
+        ([*INTERLEAVED[1:2]], (*MODEL, "pp_interleave_num"), "not interleaved"),
+        ([(("recompute_config", "recompute"), [1, 2])], ("recompute_config", "recompute"), "does not fit 4 stages"),
+        ([*INTERLEAVED, *ZBV, ((*PARALLEL, "micro_batch_num"), 7)],
+         (*PARALLEL, "micro_batch_num"), "two micro-batches"),
+        ([(("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],
+         ("parallel", "pipeline_config", "pipeline_scheduler"), "interleaving"),
+        ([((*PARALLEL, "expert_parallel"), 3)], (*PARALLEL, "expert_parallel"), "3"),
+        ([((*PARALLEL, "model_parallel"), 8)], (*PARALLEL, "model_parallel"), "4 heads"),
+        ([((*PARALLEL, "use_seq_parallel"), False)], (*PARALLEL, "use_seq_parallel"), "sequence parallelism"),
+        ([((*PARALLEL, "data_parallel"), 8)], ("parallel", "dataset_strategy"), "data_parallel is 8"),
+        ([((*MODEL, "moe_token_dispatcher_type"), "alltoall_deredundency"), ((*PARALLEL, "expert_parallel"), 4)],
+         (*MODEL, "moe_token_dispatcher_type"), "whole nodes"),
+        ([(("parallel", "parallel_optimizer_config"), {"optimizer_weight_shard_size": 3})],
+         ("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), "does not divide"),
+        ([(("context", "dataset_broadcast_opt_level"), 1)], ("context", "dataset_broadcast_opt_level"), "wants 3"),
+        ([(("runner_config", "gradient_accumulation_steps"), 2)],
+         ("runner_config", "gradient_accumulation_steps"), "in silence"),
+    ],
+)  # fmt: skip
+def test_layouts(changes, key, words):
+    found = findings(change(SEMI, *changes))
+    assert words in found[dotted(key)].wrong
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ([((*MODEL, "qk_rope_head_dim"), 32)], (*MODEL, "qk_rope_head_dim"), "qk_pos_emb_head_dim = 16"),
+        ([((*MODEL, "scoring_func"), "softmax")], (*MODEL, "scoring_func"), "moe_router_score_function = 'sigmoid'"),
+        ([((*MODEL, "moe_router_topk"), 4)], (*MODEL, "moe_router_topk"), "sets too"),
+        ([((*MODEL, "batch_size"), 2)], (*MODEL, "batch_size"), "replaced by runner_config.batch_size"),
+        ([((*MODEL, "use_attn_mask_compression"), True)], (*MODEL, "use_attn_mask_compression"), "2048"),
+        ([((*MODEL, "enable_expert_relocation"), True),
+          ((*MODEL, "moe_token_dispatcher_type"), "alltoall_zero_redundancy")],
+         (*MODEL, "enable_expert_relocation"), "alltoall dispatcher only"),
+        ([((*MODEL, "apply_rope_fusion"), True)], (*MODEL, "apply_rope_fusion"), "no fused RoPE"),
+        ([(("runner_config", "sink_mode"), True)], ("runner_config", "sink_mode"), "multiplies the epochs"),
+        ([((*MODEL, "compute_dtype"), "bfloat16")], (*MODEL, "compute_dtype"), "CPU"),
+        ([((*LOADER, "config", "reset_attention_mask"), True), ((*LOADER, "config", "create_attention_mask"), False)],
+         (*LOADER, "config", "reset_attention_mask"), "visible"),
+        ([(("callbacks",), MINI["callbacks"][:1])], ("callbacks",), "TopkBiasBalanceCallback"),
+        ([(("optimizer", "eps"), "1e-8")], ("optimizer", "eps"), "wants a number"),
+        ([((*PARALLEL, "context_parallel_algo"), "hybrid_cp")], (*PARALLEL, "context_parallel_algo"), "not a choice"),
+        ([(("train_dataset", "batch_size"), 4)], ("train_dataset", "batch_size"), "overwritten"),
+        ([(("plugins", "held_out_lost"), {})], ("plugins", "held_out_lost"), "no such key"),
+        ([(("plugins", "held_out_loss", "evry"), 3)], ("plugins", "held_out_loss", "evry"), "no such key"),
+    ],
+)  # fmt: skip
+def test_one_process(changes, key, words):
+    found = findings(change(MINI, *changes))
+    assert words in found[dotted(key)].wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "right"),
+    [
+        (("runner_confg",), "'runner_config'"),
+        (("optimizer", "weigth_decay"), "'weight_decay'"),
+        (("parallel", "gradient_mean"), "'gradients_mean'"),
+        ((*LOADER, "config", "flavour"), "remove it"),
+        (("runner_config", "hidden_size"), "model.model_config"),
+        ((*MODEL, "model_parallel"), "parallel_config"),
+    ],
+)
+def test_an_unknown_key_comes_with_a_suggestion(path, right):
+    found = findings(put(MINI, path, 1))
+    assert right in found[dotted(path)].right
+
+
+def test_an_anchor_is_reported_once():
+    recipe = ROOT / "recipes" / "mini" / "pretrain.yaml"
+    from tools.recipe.load import load_recipe
+    from tools.recipe.override import apply_overrides
+
+    spoilt = apply_overrides(load_recipe(recipe), ["train_dataset.num_parallel_workers=0"])
+    found = [finding for finding in check_recipe(spoilt).findings if "num_parallel_workers" in finding.key]
+    assert len(found) == 1 and found[0].line > 1
+
+
+def test_a_finding_in_a_base_names_the_base(tmp_path):
+    base = (ROOT / "recipes" / "mini" / "pretrain.yaml").read_text("utf-8").replace("weight_decay", "weight_dekay")
+    (tmp_path / "base.yaml").write_text(base, "utf-8")
+    (tmp_path / "child.yaml").write_text("base_config: ./base.yaml\nseed: 3\n", "utf-8")
+    finding = check_recipe(tmp_path / "child.yaml").errors[0]
+    assert finding.file == str(tmp_path / "base.yaml")
+    assert "weight_dekay" in base.splitlines()[finding.line - 1]
+
+
+def test_a_class_of_ones_own_is_left_alone():
+    recipe = put(MINI, ("optimizer",), {"type": "Mine", "auto_register": "my.module.Mine", "anything": 1})
+    assert findings(recipe) == {}

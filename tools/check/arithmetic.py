@@ -1,0 +1,256 @@
+"""Numbers that must fit each other: devices, divisions, shapes, batches. Each rule names the line it stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.check.converter import Built
+from tools.check.report import Findings
+from tools.check.view import LOADER, MODEL, PARALLEL, View
+
+_COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
+_STRATEGY = ("parallel", "dataset_strategy")
+
+
+def check_arithmetic(view: View, built: Built, found: Findings) -> None:
+    """Every rule that follows from sizes alone."""
+    _experts(view, built, found)
+    _router(view, built, found)
+    _heads(view, built, found)
+    _batches(view, found)
+    _dataset(view, built, found)
+    _schedule(view, found)
+    if view.parallel:
+        _divisions(view, built, found)
+        _nodes(view, built, found)
+        _strategy(view, found)
+        _optimizer_shard(view, found)
+
+
+def _experts(view: View, built: Built, found: Findings) -> None:
+    experts, topk = built.number("num_moe_experts"), built.number("moe_router_topk")
+    layers, dense = built.number("num_layers"), built.number("first_k_dense_replace")
+    if experts and topk > experts:
+        found.error((*MODEL, "num_experts_per_tok"), f"{topk} experts a token of {experts}", f"at most {experts}")
+    if dense > layers:
+        wrong = f"{dense} dense layers of {layers}"
+        found.error((*MODEL, "first_k_dense_replace"), wrong, f"at most {layers}", rule="dense_replace")
+    frequency = built.fields.get("moe_layer_freq")
+    if dense and type(frequency) is int and frequency > 1:
+        found.error((*MODEL, "moe_layer_freq"), "cannot stand beside first_k_dense_replace", "1", rule="layer_freq")
+    template = [0] * dense + [1] * (layers - dense)
+    if isinstance(frequency, list) and (frequency != template if dense else len(frequency) != layers):
+        wrong = f"does not describe {layers} layers with {dense} dense ones first"
+        found.error((*MODEL, "moe_layer_freq"), wrong, "leave it out", rule="layer_freq_list")
+    if experts and view.parallel:
+        if experts % view.ep:
+            wrong = f"{experts} experts cannot be divided over {view.ep}"
+            found.error((*PARALLEL, "expert_parallel"), wrong, "a divisor of the experts", rule="ep_experts")
+        if view.dp * view.tp % view.ep:
+            wrong = f"{view.ep} does not divide data_parallel x model_parallel = {view.dp} x {view.tp}"
+            found.error((*PARALLEL, "expert_parallel"), wrong, rule="ep_devices")
+    elif view.parallel and view.ep > 1 and not experts:
+        found.error((*PARALLEL, "expert_parallel"), "the model has no experts", "1")
+
+
+def _router(view: View, built: Built, found: Findings) -> None:
+    """Group-limited routing."""
+    groups, chosen = built.number("moe_router_num_groups"), built.number("moe_router_group_topk")
+    experts, topk = built.number("num_moe_experts"), built.number("moe_router_topk")
+    if not experts or not chosen:
+        return
+    path = (*MODEL, "topk_group")
+    if not groups:
+        found.error(path, "needs n_group", "set n_group, or topk_group: 0", rule="group_topk")
+    elif experts % groups:
+        found.error((*MODEL, "n_group"), f"{groups} groups do not divide {experts} experts", rule="group_experts")
+    elif chosen > groups:
+        found.error(path, f"{chosen} groups of {groups}", f"at most {groups}", rule="group_topk_fits")
+    elif topk % chosen:
+        found.error(path, f"{chosen} does not divide num_experts_per_tok {topk}", rule="topk_group_divides")
+
+
+def _heads(view: View, built: Built, found: Findings) -> None:
+    heads, hidden = built.number("num_attention_heads"), built.number("hidden_size")
+    tp = view.tp if view.parallel else 1
+    ulysses = view.cp if view.get((*PARALLEL, "context_parallel_algo")) == "ulysses_cp" and view.parallel else 1
+    if heads % tp:
+        wrong = f"{heads} heads cannot be divided over {tp} tensor-parallel ranks"
+        found.error((*PARALLEL, "model_parallel"), wrong, rule="heads_tp")
+    elif heads % (tp * ulysses):
+        wrong = f"{heads} heads cannot be divided over model_parallel x context_parallel = {tp} x {ulysses}"
+        found.error((*PARALLEL, "context_parallel"), wrong, "colossalai_cp, or fewer", rule="heads_cp")
+    if "qk_pos_emb_head_dim" in built.fields:
+        query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
+        if built.number("v_head_dim") > query:
+            wrong = f"larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
+            found.error((*MODEL, "v_head_dim"), wrong, rule="v_head_dim")
+        if built.number("qk_pos_emb_head_dim") % 2:
+            found.error((*MODEL, "qk_pos_emb_head_dim"), "RoPE turns pairs: an even number is needed")
+    else:
+        groups = built.number("num_query_groups")
+        if groups and heads % groups:
+            found.error((*MODEL, "num_key_value_heads"), f"{groups} do not divide {heads} heads")
+        if groups and groups % tp:
+            found.error((*PARALLEL, "model_parallel"), f"{groups} key-value heads cannot be divided over {tp} ranks")
+        if heads and hidden % heads and not view.has((*MODEL, "head_dim")):
+            found.error((*MODEL, "num_attention_heads"), f"{heads} do not divide hidden_size {hidden}")
+
+
+def _divisions(view: View, built: Built, found: Findings) -> None:
+    """What tensor and context parallelism cut into equal parts."""
+    tp, cp, seq = view.tp, view.cp, built.number("seq_length")
+    for key, name in (
+        *(("vocab_size", "vocab_size"), ("hidden_size", "hidden_size"), ("intermediate_size", "ffn_hidden_size")),
+        ("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    ):
+        size = built.number(name)
+        if size and size % tp:
+            found.error(
+                (*MODEL, key), f"{size} cannot be divided over {tp} tensor-parallel ranks", f"a multiple of {tp}"
+            )
+    if seq % cp:
+        found.error((*PARALLEL, "context_parallel"), f"{cp} does not divide seq_length {seq}")
+    elif view.flag((*PARALLEL, "use_seq_parallel")) and seq % (tp * cp):
+        wrong = f"sequence parallelism cuts seq_length {seq} into {tp} x {cp} parts, which do not come out even"
+        found.error((*PARALLEL, "use_seq_parallel"), wrong)
+
+
+def _nodes(view: View, built: Built, found: Findings) -> None:
+    """Tensor-parallel and expert groups against the node: npu_nums_per_device devices."""
+    node = built.number("npu_nums_per_device", 8)
+    if view.tp > node or (view.devices >= node and node % view.tp):
+        wrong = f"{view.tp} tensor-parallel ranks do not fit into a node of {node} devices"
+        found.warning((*PARALLEL, "model_parallel"), wrong, f"a divisor of {node}: it talks in every layer")
+    if built.number("num_moe_experts") and view.ep > node and view.ep % node:
+        wrong = f"an expert group of {view.ep} fills no whole number of nodes of {node}"
+        found.warning((*PARALLEL, "expert_parallel"), wrong, f"a divisor or a multiple of {node}")
+
+
+def _batches(view: View, found: Findings) -> None:
+    steps = view.number(("runner_config", "gradient_accumulation_steps"), 1)
+    path = ("runner_config", "gradient_accumulation_steps")
+    if steps > 1 and not view.parallel:
+        found.error(
+            path, f"{steps} becomes 1 in silence outside semi-auto parallel mode", "1", rule="accumulation_alone"
+        )
+    elif steps > 1 and view.pp > 1:
+        wrong = f"{steps} becomes 1 in silence in a pipeline"
+        found.error(path, wrong, "1, and raise micro_batch_num", rule="accumulation_pipeline")
+    micro = view.number((*PARALLEL, "micro_batch_num"), 1)
+    if view.parallel and view.pp == 1 and micro > 1:
+        wrong = f"{micro} becomes 1 without a pipeline"
+        found.error((*PARALLEL, "micro_batch_num"), wrong, "1", rule="micro_without_pipeline")
+    if view.parallel and micro < view.pp:
+        wrong = f"{micro} micro-batches do not fill {view.pp} stages"
+        found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {view.pp}", rule="micro_batch_stages")
+    for key, value in {"data_parallel": view.dp, "expert_parallel": view.ep}.items():
+        if value > 1 and not view.flag(("use_parallel",)):
+            found.error((*PARALLEL, key), f"{value} without use_parallel", "use_parallel: True, or 1")
+    for key, value in {"model_parallel": view.tp, "pipeline_stage": view.pp, "context_parallel": view.cp}.items():
+        if value > 1 and not view.parallel:
+            wrong = f"{value} becomes 1 in silence outside semi-auto parallel mode"
+            found.error(
+                (*PARALLEL, key), wrong, "1, or parallel_mode: 1 and use_parallel: True", rule="accumulation_alone"
+            )
+
+
+def columns_of(view: View) -> list[str]:
+    """The columns that a GPTDataset returns for the recipe's mask settings."""
+    if view.flag((*LOADER, "config", "create_compressed_eod_mask")):
+        return [*_COLUMNS, "actual_seq_len"]
+    return [*_COLUMNS, "attention_mask"] if view.flag((*LOADER, "config", "create_attention_mask"), True) else _COLUMNS
+
+
+def _dataset(view: View, built: Built, found: Findings) -> None:
+    """The dataset's samples against the model's input."""
+    if not view.megatron:
+        _handlers(view, built, found)
+        return
+    wanted, seq = columns_of(view), built.number("seq_length")
+    path = (*LOADER, "config", "seq_length")
+    length = view.get(path)
+    if type(length) is int and length != seq:
+        found.error(path, f"samples of {length} tokens for a model of seq_length {seq}", f"write {seq}")
+    elif length is None:
+        found.error((*LOADER, "config"), "has no seq_length", f"write seq_length: {seq}")
+    for key in ("input_columns", "construct_args_key"):
+        columns = view.get(("train_dataset", key))
+        if isinstance(columns, list) and columns != wanted and set(map(str, columns)) != set(wanted):
+            wrong = f"{columns} are not the columns that the dataset returns"
+            found.error(("train_dataset", key), wrong, f"write {wanted}", rule="columns")
+    sizes = view.get((*LOADER, "sizes"))
+    if isinstance(sizes, list) and sizes and type(sizes[0]) is int and 0 <= sizes[0] < view.global_batch:
+        wrong = f"{sizes[0]} samples are no whole step of {view.global_batch}"
+        found.error((*LOADER, "sizes"), wrong, "more samples", rule="dataset_size")
+
+
+def _handlers(view: View, built: Built, found: Findings) -> None:
+    """Handlers of HFDataLoader cut samples to a length of their own."""
+    handlers, seq = view.get((*LOADER, "handler")), built.number("seq_length")
+    for index, handler in enumerate(handlers if isinstance(handlers, list) else []):
+        length = handler.get("seq_length") if isinstance(handler, dict) else None
+        if type(length) is int and length != seq:
+            wrong = f"samples of {length} tokens for a model of seq_length {seq}"
+            found.error((*LOADER, "handler", index, "seq_length"), wrong, f"write {seq}")
+
+
+def _strategy(view: View, found: Findings) -> None:
+    """dataset_strategy against data_parallel, the columns and full_batch."""
+    strategy = view.get(_STRATEGY)
+    if view.flag(("parallel", "full_batch")) or strategy is None:
+        if strategy is None and not view.flag(("parallel", "full_batch")):
+            found.error(("parallel",), "has no dataset_strategy", f"[[{view.dp}, 1], ...]", rule="strategy_list")
+        return
+    if not isinstance(strategy, list) or not all(_whole(row) for row in strategy):
+        wrong = f"{strategy!r} is no list of lists of numbers"
+        found.error(_STRATEGY, wrong, f"[[{view.dp}, 1], ...], or full_batch: True", rule="strategy_list")
+        return
+    wrong_rows = [row for row in strategy if row[0] != view.dp]
+    if wrong_rows:
+        wrong = f"cuts the batch into {wrong_rows[0][0]} parts, data_parallel is {view.dp}"
+        found.error(_STRATEGY, wrong, f"{view.dp} in every entry", rule="strategy_dp")
+    else:
+        columns = columns_of(view) if view.megatron else view.get(("train_dataset", "input_columns"))
+        if isinstance(columns, list):
+            _strategy_shape(view, strategy, columns, found)
+
+
+def _strategy_shape(view: View, strategy: list[list[int]], columns: list[str], found: Findings) -> None:
+    right = [[view.dp, 1, 1, 1] if name == "attention_mask" else [view.dp, 1] for name in columns]
+    if len(strategy) != len(right):
+        wrong = f"{len(strategy)} entries for {len(right)} columns ({', '.join(map(str, columns))})"
+        found.error(_STRATEGY, wrong, f"write {right}", rule="strategy_list")
+        return
+    for row, wanted, column in zip(strategy, right, columns, strict=True):
+        product_fits = all(part == 1 for part in row[1:])
+        if len(row) != len(wanted) or not product_fits:
+            found.error(_STRATEGY, f"{row} for {column}", f"write {wanted}", rule="strategy_list")
+
+
+def _whole(row: Any) -> bool:
+    return isinstance(row, list) and bool(row) and all(type(item) is int and item > 0 for item in row)
+
+
+def _optimizer_shard(view: View, found: Findings) -> None:
+    """optimizer_weight_shard_size divides the ranks that hold a weight's copies."""
+    path = ("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size")
+    size = view.get(path)
+    copies = view.dp * view.cp
+    if type(size) is int and size != -1:
+        if size < 1:
+            found.error(
+                path, f"{size} is neither -1 nor a size", "-1 shards as widely as possible", rule="optimizer_shard"
+            )
+        elif copies % size:
+            found.error(path, f"{size} does not divide the {copies} data-parallel copies", rule="optimizer_shard")
+
+
+def _schedule(view: View, found: Findings) -> None:
+    """The learning-rate schedule against its own length."""
+    warmup, total = view.get(("lr_schedule", "warmup_steps")), view.get(("lr_schedule", "total_steps"))
+    if type(warmup) is int and type(total) is int and 0 < total < warmup:
+        found.error(("lr_schedule", "warmup_steps"), f"{warmup} of {total} steps", "fewer than total_steps")
+    rates = (("lr_schedule",), ("grouped_lr_schedule",), ("optimizer", "learning_rate"))
+    if all(view.get(path) is None for path in rates):
+        found.error(("optimizer",), "there is no lr_schedule and no learning_rate", "write a schedule")

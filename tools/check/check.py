@@ -1,0 +1,74 @@
+"""All checks of one recipe, in the order in which an engineer would want to mend what they find."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tools.check.arithmetic import check_arithmetic
+from tools.check.arrival import check_arrival
+from tools.check.conflicts import check_conflicts
+from tools.check.converter import convert
+from tools.check.data_files import check_files
+from tools.check.keys import check_keys
+from tools.check.report import Findings, Report
+from tools.check.schema import load_schema
+from tools.check.stages import check_stages
+from tools.check.table import table_of
+from tools.check.view import View
+from tools.recipe.load import Recipe, load_recipe
+
+_SECTIONS = ("runner_config", "context", "parallel", "parallel_config", "trainer", "optimizer", "runner_wrapper")
+
+
+def check_recipe(
+    recipe: str | os.PathLike[str] | dict[str, Any], token_budget: int | None = None, here: bool = False
+) -> Report:
+    """Check a recipe (a file, or a recipe that is loaded already) without MindFormers and without a device.
+
+    Args:
+        recipe: path, `Recipe`, or a plain dict (whose findings then have no line).
+        token_budget: tokens to train, for the table's number of steps; the recipe's own by default.
+        here: the run starts on this machine: missing data is an error, not a warning.
+
+    Raises:
+        RecipeError: the file cannot be read, or is no YAML mapping.
+    """
+    if not isinstance(recipe, dict):
+        recipe = load_recipe(recipe)
+    elif not isinstance(recipe, Recipe):
+        recipe = Recipe(recipe)
+    schema = load_schema()
+    found = Findings(recipe, schema.line)
+    view = View(recipe)
+    if is_fragment(recipe.source):
+        check_keys(recipe, schema, found)
+        return Report(recipe, found.found)
+    _sections(view, found)
+    check_keys(recipe, schema, found)
+    built = convert(view, schema)
+    if view.get(("model", "model_config")) is not None:
+        check_arrival(view, schema, built, found)
+        check_stages(view, built, found)
+        check_arithmetic(view, built, found)
+        check_conflicts(view, built, found)
+        check_files(view, built, found, here)
+    found.found.sort(key=lambda finding: (finding.severity, finding.file, finding.line))
+    return Report(recipe, found.found, table_of(view, built, token_budget))
+
+
+def is_fragment(source: str) -> bool:
+    """Whether a file is a part of recipes (recipes/base/): only its keys can be checked."""
+    return Path(source).parent.name == "base"
+
+
+def _sections(view: View, found: Findings) -> None:
+    """Sections without which no training starts."""
+    for name in _SECTIONS:
+        if not isinstance(view.get((name,)), dict):
+            found.error((name,), "this section is missing", "every training recipe has it")
+    if not isinstance(view.get(("model", "model_config")), dict):
+        found.error(("model", "model_config"), "this section is missing", "every training recipe has it")
+    if view.get(("train_dataset",)) is None:
+        found.error(("train_dataset",), "this section is missing", "every training recipe has it")

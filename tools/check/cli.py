@@ -1,0 +1,94 @@
+"""`tc3 check`: findings on stderr or stdout as lines, one table, exit code 0 clean, 1 findings, 2 usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.check.built import check_built
+from tools.check.check import check_recipe, is_fragment
+from tools.check.report import ERROR, Report
+from tools.check.schema import load_schema
+
+CARD = "card.yaml"  # says what is true of the recipes beside it
+
+
+@click.command()
+@click.argument("recipes", nargs=-1, type=click.Path(path_type=Path), metavar="RECIPE...")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema for editors, and stop.")
+@click.option(
+    "--token-budget", type=click.IntRange(min=1), metavar="N", help="Tokens to train, for the number of steps."
+)
+@click.option(
+    "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config (seconds)."
+)
+@click.option("--here", is_flag=True, help="The run starts on this machine: missing data is an error.")
+@click.option("--strict", is_flag=True, help="Warnings refuse a recipe too.")
+def check(
+    recipes: tuple[Path, ...],
+    as_json: bool,
+    schema: bool,
+    token_budget: int | None,
+    build: bool,
+    here: bool,
+    strict: bool,
+) -> None:
+    """Prove without a device that RECIPEs are what MindFormers will run, and print their sizes.
+
+    Of a fragment (a file in a folder `base`) only the keys are checked; a `card.yaml` is no recipe and is left out.
+
+    Exit codes: 0 clean, 1 findings, 2 a file cannot be read.
+    """
+    if schema:
+        from tools.check.json_schema import json_schema
+
+        click.echo(json_schema(load_schema()), nl=False)
+        return
+    if not recipes:
+        raise click.UsageError("name at least one recipe, or --schema")
+    reports = [_checked(recipe, token_budget, here) for recipe in recipes if recipe.name != CARD]
+    if build:
+        whole = [report for report in reports if report.clean and not is_fragment(report.recipe.source)]
+        with Console(stderr=True).status("MindFormers builds the model's configuration"):  # silent off a terminal
+            note = check_built(whole)
+        if note:
+            click.echo(note, err=True)
+    refused = [report for report in reports if not report.clean or (strict and report.findings)]
+    if as_json:
+        click.echo(json.dumps({"clean": not refused, "recipes": [report.as_json() for report in reports]}))
+    else:
+        _print(reports)
+    sys.exit(1 if refused else 0)
+
+
+def _checked(recipe: Path, token_budget: int | None, here: bool) -> Report:
+    """One report; a file that is no recipe at all is a usage error, a recipe that YAML cannot read is a finding."""
+    if not recipe.is_file():
+        raise RecipeError(f"{recipe}: no such file")
+    return check_recipe(recipe, token_budget, here)
+
+
+def _print(reports: list[Report]) -> None:
+    """Findings first, then the table, then one line of summary."""
+    from tools.check.table import FORMULA, render
+
+    console = Console(soft_wrap=True, highlight=False)
+    for report in reports:
+        for finding in report.findings:
+            console.print(str(finding), style="red" if finding.severity == ERROR else "yellow", markup=False)
+    tables = [(report.recipe.source, report.table) for report in reports if report.table]
+    for start in range(0, len(tables), 3):
+        Console(highlight=False).print(render(tables[start : start + 3]))
+    if tables:
+        console.print(f"FLOPs a token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
+    errors = sum(len(report.errors) for report in reports)
+    warnings = sum(len(report.findings) for report in reports) - errors
+    files = f"{len(reports)} recipe{'s' * (len(reports) > 1)}"
+    verdict = "clean" if not errors else f"{errors} error{'s' * (errors > 1)}"
+    console.print(f"{files}: {verdict}" + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""))

@@ -1,0 +1,278 @@
+"""Features that do not go together, each with the MindFormers line that would fail, or that would not notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.check.converter import Built
+from tools.check.report import Findings
+from tools.check.view import LOADER, MODEL, PARALLEL, RUNNER, View
+from tools.recipe.load import KeyPath
+
+_PIPELINE = ("parallel", "pipeline_config")
+_CONFIG = (*LOADER, "config")
+_REPLACED = {  # train_dataset keys that MindFormers overwrites (mindformers/dataset/utils.py, check_dataset_config)
+    "batch_size": "runner_config.batch_size",
+    "micro_batch_num": "parallel_config.micro_batch_num",
+    "seed": "seed",
+    "profile": "profile",
+    "auto_tune": "auto_tune",
+    "filepath_prefix": "filepath_prefix",
+    "autotune_per_step": "autotune_per_step",
+}
+_SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
+
+
+def check_conflicts(view: View, built: Built, found: Findings) -> None:
+    """Every rule about two settings."""
+    _attention(view, built, found)
+    _router(view, built, found)
+    _masks(view, built, found)
+    _positions(view, built, found)
+    if view.parallel:
+        _pipeline(view, built, found)
+        _sequence(view, built, found)
+    _callbacks(view, built, found)
+    _trainer(view, found)
+    if view.on_cpu:
+        _cpu(view, built, found)
+
+
+def _m(key: str) -> KeyPath:
+    return (*MODEL, key)
+
+
+def _attention(view: View, built: Built, found: Findings) -> None:
+    fields, seq = built.fields, built.number("seq_length")
+    flash = fields.get("use_flash_attention") is True
+    for key in ("use_attn_mask_compression", "use_eod_attn_mask_compression"):
+        if fields.get(key) and not flash:
+            found.error(_m(key), "needs flash attention", "use_flash_attention: True", rule="mask_flash")
+        elif fields.get(key) and seq < 2048:
+            wrong = f"the compressed mask is 2048 x 2048, seq_length is {seq}"
+            found.error(_m(key), wrong, f"{key}: False", rule="mask_2048")
+    if fields.get("use_attn_mask_compression") and fields.get("use_eod_attn_mask_compression"):
+        wrong = "the end-of-document mask replaces it"
+        found.warning(_m("use_attn_mask_compression"), wrong, "use_attn_mask_compression: False")
+    if fields.get("use_ring_attention") and not flash:
+        found.error(_m("use_ring_attention"), "needs flash attention", "use_flash_attention: True", rule="ring_flash")
+    if view.parallel and view.cp > 1 and not flash:
+        wrong = "context parallelism needs flash attention"
+        found.error(_m("use_flash_attention"), wrong, "True", rule="cp_flash")
+    if fields.get("multi_latent_attention") is True:
+        if fields.get("apply_rope_fusion"):
+            wrong = "multi-latent attention has no fused RoPE"
+            found.error(_m("apply_rope_fusion"), wrong, "False", rule="rope_fusion_mla")
+        if fields.get("rotary_interleaved"):
+            wrong = "multi-latent attention has no interleaved RoPE"
+            found.error(_m("rotary_interleaved"), wrong, "False", rule="rotary_interleaved_mla")
+
+
+def _router(view: View, built: Built, found: Findings) -> None:
+    fields = built.fields
+    if not built.number("num_moe_experts"):
+        return
+    dispatcher = fields.get("moe_token_dispatcher_type")
+    if fields.get("add_bias_linear"):
+        found.error(_m("add_bias_linear"), "experts have no bias", "False", rule="moe_bias_linear")
+    if fields.get("moe_router_enable_expert_bias") and fields.get("moe_router_score_function") != "sigmoid":
+        wrong = "the aux-free bias needs the sigmoid score"
+        right = "moe_router_score_function: sigmoid"
+        found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
+    for key in ("print_expert_load", "enable_expert_relocation"):
+        if fields.get(key) and dispatcher != "alltoall":
+            found.error(_m(key), f"works with the alltoall dispatcher only, not {dispatcher}", rule="relocation")
+    if dispatcher == "alltoall_deredundency":
+        ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
+        if ep < node:
+            wrong = f"alltoall_deredundency works on whole nodes: expert_parallel {ep} < npu_nums_per_device {node}"
+            found.error(_m("moe_token_dispatcher_type"), wrong, "alltoall, or a larger group", rule="deredundency_ep")
+    if view.parallel and view.tp > 1 and not view.flag((*PARALLEL, "use_seq_parallel")):
+        wrong = "experts with tensor parallelism need sequence parallelism"
+        found.error((*PARALLEL, "use_seq_parallel"), wrong, "True", rule="moe_tp_sequence")
+
+
+def _masks(view: View, built: Built, found: Findings) -> None:
+    """The dataset's mask against the attention's."""
+    if not view.megatron:
+        return
+    compressed = view.flag((*_CONFIG, "create_compressed_eod_mask"))
+    documents = built.fields.get("use_eod_attn_mask_compression") is True
+    if documents and not compressed:
+        wrong = "the dataset returns no end-of-document positions"
+        found.error(
+            _m("use_eod_attn_mask_compression"), wrong, "create_compressed_eod_mask: True", rule="eod_compression"
+        )
+    if compressed and built.number("seq_length") < 2048:
+        wrong = f"needs sequences of 2048 tokens, seq_length is {built.number('seq_length')}"
+        found.error((*_CONFIG, "create_compressed_eod_mask"), wrong, "False", rule="mask_2048")
+    if compressed and not any(view.flag((*_CONFIG, key)) for key in ("reset_position_ids", "reset_attention_mask")):
+        wrong = "without reset_position_ids or reset_attention_mask the mask of the first sample serves them all"
+        found.warning((*_CONFIG, "create_compressed_eod_mask"), wrong, "reset_position_ids: True")
+    if compressed and view.flag((*_CONFIG, "create_attention_mask")):
+        wrong = "the compressed mask replaces it"
+        found.warning((*_CONFIG, "create_attention_mask"), wrong, "create_attention_mask: False")
+    if view.flag((*_CONFIG, "reset_attention_mask")) and not compressed:
+        needs = view.flag((*_CONFIG, "create_attention_mask"), True)
+        if not needs or built.fields.get("use_attn_mask_compression"):
+            wrong = "documents stay visible to each other: the attention does not read this mask"
+            found.error((*_CONFIG, "reset_attention_mask"), wrong, "create_compressed_eod_mask: True")
+
+
+def _positions(view: View, built: Built, found: Findings) -> None:
+    """RoPE and YaRN."""
+    fields = built.fields
+    scaling = view.get(_m("rope_scaling"))
+    if isinstance(scaling, dict):
+        _rope_scaling(scaling, fields, found)
+    kind, factor = fields.get("position_embedding_type"), fields.get("rotary_scaling_factor")
+    if "qk_pos_emb_head_dim" not in fields or not isinstance(factor, (int, float)):
+        return
+    seq, trained = built.number("seq_length"), built.number("max_position_embeddings")
+    if kind == "rope" and factor != 1:
+        wrong = f"RoPE does not use it, but the attention is still scaled by mscale({factor:g})"
+        found.warning(_m("rotary_scaling_factor"), wrong, "rotary_scaling_factor: 1")
+    if kind == "yarn" and trained and seq > factor * trained:
+        wrong = f"{factor:g} x max_position_embeddings {trained} do not reach seq_length {seq}"
+        found.warning(_m("rotary_scaling_factor"), wrong, f"at least {-(-seq // trained)}")
+    if kind == "rope" and trained and seq > trained:
+        wrong = f"seq_length {seq} is beyond the {trained} positions that RoPE is built for"
+        found.warning(_m("max_position_embeddings"), wrong, 'position_embedding_type: "yarn", or a larger value')
+
+
+def _rope_scaling(scaling: dict[str, Any], fields: dict[str, Any], found: Findings) -> None:
+    """MindFormers takes the mapping apart and needs every key that no field of the model has a default for."""
+    kind = scaling.get("type") or scaling.get("rope_type")
+    yarn = [key for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim") if kind == "yarn"]
+    missing = [key for key in ("factor", *yarn) if key not in scaling and fields.get(key) is None]
+    if kind is None:
+        found.error(_m("rope_scaling"), "has no rope_type", 'rope_type: "yarn"', rule="position_embedding")
+    if missing:
+        found.error(_m("rope_scaling"), f"has no {', '.join(missing)}", "YaRN needs them", rule="rope_scaling")
+
+
+def _pipeline(view: View, built: Built, found: Findings) -> None:
+    interleaved = view.flag((*_PIPELINE, "pipeline_interleave"))
+    written = view.number(_m("pp_interleave_num"), 1)
+    if view.pp > 1 and written > 1 and not interleaved:
+        wrong = f"{written} chunks a stage become 1: the pipeline is not interleaved"
+        found.error(_m("pp_interleave_num"), wrong, "pipeline_interleave: True", rule="offset_chunks")
+    if view.has(_PIPELINE) and not interleaved and view.scheduler != "1f1b":
+        right = "pipeline_interleave: True, or 1f1b"
+        found.error((*_PIPELINE, "pipeline_scheduler"), f"{view.scheduler} needs interleaving", right, rule="scheduler")
+    if view.scheduler == "zero_bubble_v":
+        if written != 2:
+            found.error(_m("pp_interleave_num"), "zero_bubble_v needs two chunks a stage", "2", rule="zbv_interleave")
+        if view.number((*PARALLEL, "micro_batch_num"), 1) < 2 * view.pp:
+            wrong = "zero_bubble_v needs two micro-batches a stage"
+            found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {2 * view.pp}", rule="zbv_micro")
+    if view.pp > 1 and view.get(("runner_wrapper", "type")) not in (
+        None,
+        "MFTrainOneStepCell",
+        "MFPipelineWithLossScaleCell",
+    ):
+        found.warning(("runner_wrapper", "type"), "is replaced by MFPipelineWithLossScaleCell in a pipeline")
+
+
+def _sequence(view: View, built: Built, found: Findings) -> None:
+    if view.flag((*PARALLEL, "use_seq_parallel")) and view.tp <= 1:
+        wrong = "sequence parallelism needs tensor parallelism"
+        found.error((*PARALLEL, "use_seq_parallel"), wrong, "False", rule="sequence_parallel_tp")
+    if view.number((*PARALLEL, "seq_split_num"), 1) > 1:
+        found.error((*PARALLEL, "seq_split_num"), "is not supported in graph mode", "1", rule="seq_split")
+    algorithm, degree = (
+        view.get((*PARALLEL, "context_parallel_algo")),
+        view.number((*PARALLEL, "ulysses_degree_in_cp"), 1),
+    )
+    if view.cp == 1 and (algorithm not in (None, "colossalai_cp") or degree > 1):
+        found.warning(
+            (*PARALLEL, "context_parallel"), "is 1: context_parallel_algo and ulysses_degree_in_cp do nothing"
+        )
+
+
+def _callbacks(view: View, built: Built, found: Findings) -> None:
+    """TopkBiasBalanceCallback repeats numbers of the model; a difference trains another router."""
+    callbacks = view.get(("callbacks",), [])
+    if not isinstance(callbacks, list):
+        return
+    twins = {
+        "expert_num": (built.fields.get("num_moe_experts"), "n_routed_experts"),
+        "balance_via_topk_bias": (built.fields.get("moe_router_enable_expert_bias"), "moe_router_enable_expert_bias"),
+        "topk_bias_update_rate": (built.fields.get("moe_router_bias_update_rate"), "moe_router_bias_update_rate"),
+        "micro_batch_num": (view.number((*PARALLEL, "micro_batch_num"), 1), "parallel_config.micro_batch_num"),
+    }
+    kinds = [item.get("type") for item in callbacks if isinstance(item, dict)]
+    for index, item in enumerate(callbacks):
+        if isinstance(item, dict) and item.get("type") == "TopkBiasBalanceCallback":
+            for key, (value, name) in twins.items():
+                if key in item and item[key] != value:
+                    wrong = f"{item[key]!r}, but {name} is {value!r}"
+                    found.error(("callbacks", index, key), wrong, f"write {value!r}, or an anchor")
+    bias = built.number("num_moe_experts") and built.fields.get("moe_router_enable_expert_bias")
+    if bias and callbacks and "TopkBiasBalanceCallback" not in kinds:
+        wrong = "no TopkBiasBalanceCallback: the router's bias stays zero"
+        found.error(("callbacks",), wrong, "add it, or moe_router_enable_expert_bias: False")
+
+
+def _trainer(view: View, found: Findings) -> None:
+    """Settings of the trainer's own."""
+    for key, owner in _REPLACED.items():
+        value = view.get(("train_dataset", key))
+        if value is not None and value != view.get(tuple(owner.split("."))):
+            found.error(
+                ("train_dataset", key), f"is overwritten by {owner}", f"write {owner}", rule="dataset_overwritten"
+            )
+    sink = view.flag((*RUNNER, "sink_mode"), True)
+    level = view.get(("context", "dataset_broadcast_opt_level"))
+    if not view.flag(("use_legacy",), True) and view.number(("micro_batch_interleave_num",), 1) > 1:
+        found.error(("micro_batch_interleave_num",), "is not supported in graph mode", "1", rule="micro_interleave")
+    if view.flag(("use_legacy",), True):
+        wrong = "MindFormers' default, the legacy models, has no TeleChat3"
+        found.error(("use_legacy",), wrong, "use_legacy: False")
+    if view.flag(("recompute_config", "recompute_slice_activation")):
+        path = ("recompute_config", "recompute_slice_activation")
+        found.error(path, "is not supported in graph mode", "False", rule="slice_activation")
+    if type(level) is int and level > 0 and not sink:
+        found.error(
+            (*RUNNER, "sink_mode"), f"dataset_broadcast_opt_level {level} needs it", "True", rule="broadcast_sink"
+        )
+    if view.parallel and view.megatron and not view.on_cpu:
+        if type(level) is int and level < 3:
+            path = ("context", "dataset_broadcast_opt_level")
+            found.error(path, f"{level}: the Megatron loader wants 3", "3", rule="broadcast_level")
+        elif level is None and not view.get(_SPEED_UP):
+            wrong = "has no dataset_broadcast_opt_level, which the Megatron loader wants to be 3"
+            found.error(("context",), wrong, "dataset_broadcast_opt_level: 3", rule="broadcast_level")
+
+
+def _cpu(view: View, built: Built, found: Findings) -> None:
+    """What `plugins.cpu_backend.adapter.check` refuses, and what only CPU gets wrong in silence."""
+    mode = view.get(("parallel", "parallel_mode"), 1)
+    rules: list[tuple[bool, KeyPath, str, str]] = [
+        (
+            view.get(("context", "mode"), 0) in (0, "GRAPH_MODE"),
+            ("context", "mode"),
+            "0",
+            "PyNative is 20 times slower",
+        ),
+        (not view.flag((*RUNNER, "sink_mode"), True), (*RUNNER, "sink_mode"), "False", "it multiplies the epochs"),
+        (built.fields.get("compute_dtype") in ("float32", "fp32"), _m("compute_dtype"), "float32", "no bf16 kernels"),
+        (built.fields.get("fused_norm") is False, _m("fused_norm"), "False", "no RmsNorm kernel"),
+        (built.fields.get("hidden_act") == "swiglu", _m("hidden_act"), "'swiglu'", "no fused kernel"),
+        (mode in (0, "DATA_PARALLEL"), ("parallel", "parallel_mode"), "0", "semi-auto does not execute there"),
+        (
+            view.get(("runner_wrapper", "type")) == "MFTrainOneStepCell",
+            ("runner_wrapper", "type"),
+            "MFTrainOneStepCell",
+            "",
+        ),
+        *(
+            (view.get((*PARALLEL, key), 1) == 1, (*PARALLEL, key), "1", "CPU runs data parallel only")
+            for key in ("model_parallel", "pipeline_stage", "expert_parallel", "context_parallel")
+        ),
+    ]
+    for holds, path, right, why in rules:
+        if not holds:
+            found.error(path, "cannot run on CPU" + (f" ({why})" if why else ""), f"device_target CPU needs {right}")
+    if view.get(("monitor_config", "monitor_on")) is True:
+        found.error(("monitor_config", "monitor_on"), "cannot run on CPU", "False")

@@ -1,0 +1,142 @@
+"""The files that a recipe names: are they there, and does the dataset's index fit the model?
+
+A full-size recipe is checked on machines that do not hold its data: missing data and checkpoints are warnings, and
+errors only with `here` (the run starts on this machine). A file that shapes the compilation must exist.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import DataError
+from tools.check.converter import Built
+from tools.check.report import Findings
+from tools.check.view import LOADER, View
+from tools.data.index import IndexReader
+from tools.data.outputs import read_sidecar
+
+_CONFIG = (*LOADER, "config")
+_PATH = (*_CONFIG, "data_path")
+_SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
+_CHECKPOINTS = (("checkpoint", "load_path"), ("load_checkpoint",), ("model", "model_config", "checkpoint_name_or_path"))
+
+
+def check_files(view: View, built: Built, found: Findings, here: bool = False) -> None:
+    """Every path; relative ones count from the working folder, as in MindFormers."""
+    _speed_up(view, found)
+    missing = found.error if here else found.warning
+    for path in _CHECKPOINTS:
+        value = view.get(path)
+        if isinstance(value, str) and value and not Path(value).exists():
+            missing(path, f"{value}: no such file or folder here")
+    folder = view.get(("pretrained_model_dir",))
+    if isinstance(folder, str) and folder and not Path(folder).is_dir():
+        missing(("pretrained_model_dir",), f"{folder}: no such folder here")
+    if view.megatron:
+        for prefix in _prefixes(view.get(_PATH), found):
+            _dataset(prefix, view, built, found, missing)
+
+
+def _speed_up(view: View, found: Findings) -> None:
+    """parallel_speed_up_json_path: MindFormers reads nothing from a missing file, MindSpore then refuses it."""
+    name = view.get(_SPEED_UP)
+    if not isinstance(name, str) or not name:
+        return
+    if not Path(name).is_file():
+        wrong = f"{name}: no such file (MindFormers ships none)"
+        right = "write it, or set context.dataset_broadcast_opt_level: 3 instead"
+        found.error(_SPEED_UP, wrong, right, rule="speed_up_json")
+        return
+    try:
+        level = json.loads(Path(name).read_text(encoding="utf-8")).get("dataset_broadcast_opt_level", 0)
+    except (OSError, ValueError, AttributeError) as error:
+        found.error(_SPEED_UP, f"{name}: is not a JSON object ({error})", rule="speed_up_json")
+        return
+    if view.megatron and view.parallel and level != 3:
+        wrong = f"{name} says dataset_broadcast_opt_level {level}; the Megatron loader wants 3"
+        found.error(_SPEED_UP, wrong, rule="broadcast_level")
+
+
+def _prefixes(value: Any, found: Findings) -> list[str]:
+    """Prefixes of a `data_path`: a list of them, or weights and prefixes by turns."""
+    if not isinstance(value, list):
+        return []
+    if not value or not all(isinstance(item, (str, int, float)) for item in value):
+        found.error(_PATH, f"{value!r} is no list of paths", "['1', PREFIX]", rule="blend")
+        return []
+    words = [str(item).strip() for item in value]
+    weights = [_is_number(word) for word in words[::2]]
+    if len(words) % 2 == 0 and any(weights) and not all(weights):
+        found.error(_PATH, "mixes weighted and unweighted prefixes", "a weight before each prefix", rule="blend")
+        return []
+    if len(words) % 2 and any(map(_is_number, words)):
+        found.error(_PATH, f"{len(words)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
+        return []
+    return words[1::2] if len(words) % 2 == 0 and all(weights) else words
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _dataset(prefix: str, view: View, built: Built, found: Findings, missing: Any) -> None:
+    """One .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
+    absent = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+    if absent:
+        missing(_PATH, f"{' and '.join(absent)}: not here", f"tc3 data prepare --input TEXT --output {prefix}")
+        return
+    try:
+        index = IndexReader(prefix)
+    except DataError as error:
+        found.error(_PATH, str(error), f"tc3 data verify {prefix}")
+        return
+    seq, vocabulary = built.number("seq_length", 1), built.number("vocab_size")
+    if index.tokens <= seq:
+        found.error(_PATH, f"{prefix} holds {index.tokens:,} tokens, one sample wants {seq + 1:,}", "more data")
+    _sidecar(prefix, vocabulary, view, found)
+    _documents(index, seq, view, found)
+    sizes = view.get((*LOADER, "sizes"))
+    wanted = sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
+    if wanted > 8 * index.tokens > 0:
+        wrong = (
+            f"{sizes[0]:,} samples are {wanted / index.tokens:.0f} passes over the {index.tokens:,} tokens of {prefix}"
+        )
+        found.warning((*LOADER, "sizes"), wrong)
+
+
+def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
+    """What `tc3 data prepare` wrote beside the pair: vocabulary and end-of-document id."""
+    try:
+        notes = read_sidecar(prefix)
+    except DataError:
+        return  # not made by our tool: nothing is known of its tokenizer
+    size, eod, written = notes.get("vocab_size"), notes.get("eod_id"), view.get((*_CONFIG, "eod"))
+    if isinstance(size, int) and size > vocabulary:
+        wrong = f"{prefix} holds ids of a vocabulary of {size:,}, the model has {vocabulary:,}"
+        found.error(("model", "model_config", "vocab_size"), wrong, f"at least {size:,}")
+    if isinstance(eod, int) and isinstance(written, int) and eod != written:
+        wrong = f"{written}, but {prefix} ends its documents with id {eod}"
+        found.error((*_CONFIG, "eod"), wrong, f"write {eod}", rule="eod_count")
+
+
+def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
+    """The compressed mask has room for eod_pad_length documents a sample; one more stops the run."""
+    if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
+        return
+    path, room = (*_CONFIG, "eod_pad_length"), view.number((*_CONFIG, "eod_pad_length"), 128)
+    mean = seq * len(index) / max(index.tokens, 1)
+    most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq))
+    if mean > room:
+        wrong = f"room for {room} documents a sample, this data has {mean:.0f} on average"
+        found.error(path, wrong, f"more than {mean:.0f}, at most {most}", rule="eod_count")
+    elif most > room:
+        wrong = f"room for {room} documents a sample, {most} of the shortest would fit into one"
+        found.warning(path, wrong, f"{most} is always enough", rule="eod_count")

@@ -1,0 +1,176 @@
+"""Every key and value of a recipe against the schema: unknown keys, wrong types, impossible choices."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from typing import Any
+
+from tools.check.arrival import unmapped_hint
+from tools.check.kinds import fits, kind, say
+from tools.check.report import Findings
+from tools.check.schema import Schema, Shape
+from tools.check.view import MODEL
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
+
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+_SHOWN = 8  # choices listed in a message
+
+
+def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
+    """Walk the whole recipe."""
+    walk = _Walk(recipe, schema, found)
+    walk.visit(recipe, walk.root, ())
+
+
+class _Walk:
+    """One walk over one recipe."""
+
+    def __init__(self, recipe: Recipe, schema: Schema, found: Findings):
+        self.recipe, self.schema, self.found = recipe, schema, found
+        self.root = schema.recipe(schema.model_type(recipe))
+        self.mla = schema.models[schema.model_type(recipe)]["mla"]
+
+    def visit(self, value: Any, shape: Shape, path: KeyPath) -> None:
+        """Check one value and what is below it."""
+        if not self._value(value, shape.spec, path):
+            return
+        if isinstance(value, dict) and shape.types is not None:
+            self._typed(value, shape, path)
+        elif isinstance(value, dict) and shape.keys is not None:
+            self._mapping(value, shape, path)
+        elif isinstance(value, list) and shape.item is not None:
+            for index, item in enumerate(value):
+                self.visit(item, shape.item, (*path, index))
+
+    def _mapping(self, value: dict[Any, Any], shape: Shape, path: KeyPath) -> None:
+        assert shape.keys is not None
+        for key, item in value.items():
+            if key in shape.keys:
+                self.visit(item, shape.keys[key], (*path, key))
+            elif not shape.opened:
+                self._unknown(key, shape, path)
+
+    def _typed(self, value: dict[Any, Any], shape: Shape, path: KeyPath) -> None:
+        """A mapping with `type`; a class of the user's own (`auto_register`) is not looked into."""
+        assert shape.types is not None
+        if "auto_register" in value:
+            return
+        name = value.get("type")
+        if "type" not in value:
+            self.found.error(path, "has no `type`", f"name one of {_listed(sorted(shape.types))}", source=shape.line)
+        elif not isinstance(name, str) or name not in shape.types:
+            self.found.error(
+                (*path, "type"), f"MindFormers has no {name!r} here", _instead(name, shape.types), source=shape.line
+            )
+        else:
+            chosen = shape.types[name]
+            self._mapping({key: item for key, item in value.items() if key != "type"}, chosen, path)
+
+    def _unknown(self, key: Any, shape: Shape, path: KeyPath) -> None:
+        """An unknown key: misspelt, misplaced, or invented."""
+        here = f"in {dotted(path)}" if path else "at the top level"
+        right = ""
+        close = get_close_matches(str(key), list(shape.keys or {}), n=1, cutoff=0.75)
+        places = _places(self.root, str(key))
+        if path == MODEL and (hint := unmapped_hint(str(key), self.mla)):
+            right = hint
+        elif places:
+            right = f"it belongs in {' or '.join(places[:2])}"
+        elif close:
+            right = f"did you mean {close[0]!r}?"
+        else:
+            right = _instead(key, shape.keys or {}) or "remove it: nothing reads it"
+        self.found.error((*path, key), f"no such key {here}", right, source=shape.line)
+
+    def _value(self, value: Any, spec: dict[str, Any], path: KeyPath) -> bool:
+        """Whether a value may stand here; notes why not."""
+        problem = _problem(value, spec)
+        if problem is None:
+            return True
+        note = self.found.warning if spec.get("severity") == "warning" else self.found.error
+        note(path, problem[0], problem[1], rule=spec.get("rule", ""))
+        return False
+
+
+def _problem(value: Any, spec: dict[str, Any]) -> tuple[str, str] | None:
+    """What is wrong with a value and what would be right; None when it is fine."""
+    if "enum" in spec:
+        if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in spec["enum"]):
+            return None
+        return f"{value!r} is not a choice", _instead(value, spec["enum"])
+    if "types" in spec and not fits(value, spec["types"]):
+        return f"wants {say(spec['types'])}, got {say([kind(value)])} ({_short(value)})", _mended(value, spec["types"])
+    if isinstance(value, list):
+        return _list_problem(value, spec)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _range_problem(value, spec)
+    if isinstance(value, str) and "pattern" in spec and not re.fullmatch(spec["pattern"], value):
+        return f"{value!r} is not of the form that MindFormers reads", f"the pattern is {spec['pattern']}"
+    return None
+
+
+def _list_problem(value: list[Any], spec: dict[str, Any]) -> tuple[str, str] | None:
+    if "length" in spec and len(value) != spec["length"]:
+        return f"wants {spec['length']} entries, got {len(value)}", ""
+    for item in value:
+        if "items" in spec and not fits(item, spec["items"]):
+            return f"holds {_short(item)}, each entry must be {say(spec['items'])}", ""
+        if "enum_items" in spec and item not in spec["enum_items"]:
+            return f"MindFormers has no {item!r}", _instead(item, spec["enum_items"])
+        if isinstance(item, (int, float)) and (problem := _range_problem(item, spec)):
+            return problem
+    return None
+
+
+def _range_problem(value: float, spec: dict[str, Any]) -> tuple[str, str] | None:
+    if "min" in spec and value < spec["min"]:
+        return f"{value} is too small", f"at least {spec['min']}"
+    if "most" in spec and value > spec["most"]:
+        return f"{value} is too large", f"at most {spec['most']}"
+    if "below" in spec and value >= spec["below"]:
+        return f"{value} is too large", f"below {spec['below']}"
+    return None
+
+
+def _mended(value: Any, kinds: list[str]) -> str:
+    """What the author probably meant."""
+    if isinstance(value, str) and "float" in kinds and _EXPONENT.fullmatch(value):
+        return f"YAML reads this as text; write {float(value)!r} with a dot, for instance 1.e-5"
+    if isinstance(value, str) and kinds[0] in ("int", "float") and value.strip().lstrip("-").isdigit():
+        return f"write {value.strip()} without quotes"
+    if isinstance(value, str) and "bool" in kinds and value.lower() in ("true", "false"):
+        return f"write {value.capitalize()} without quotes"
+    return ""
+
+
+def _instead(word: Any, known: Any) -> str:
+    """A close choice, or the list of choices when it is short."""
+    names = [str(name) for name in known]
+    close = get_close_matches(str(word), names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"the choices are {_listed(list(known))}" if len(names) <= _SHOWN else ""
+
+
+def _listed(names: list[Any]) -> str:
+    shown = ", ".join(str(name) for name in names[:_SHOWN])
+    return shown + (", ..." if len(names) > _SHOWN else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _places(shape: Shape, key: str, path: KeyPath = (), depth: int = 0) -> list[str]:
+    """Sections where `key` would be known, shallowest first."""
+    if depth > 3:
+        return []
+    here = [dotted(path) or "the top level"] if key in (shape.keys or {}) else []
+    for name, inner in (shape.keys or {}).items():
+        if name in ("eval_dataset", "eval_dataset_task", "train_dataset_task", "plugins"):
+            continue
+        here += _places(inner, key, (*path, name), depth + 1)
+    return here

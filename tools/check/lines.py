@@ -1,0 +1,123 @@
+"""The lines of MindFormers and MindSpore that refuse, or silently drop, what a rule of ours is about.
+
+The table holds a snippet of each line; `extract` looks its number up in the installed version and fails when it is
+gone, so that a rule never outlives the line that it stands for.
+"""
+
+from __future__ import annotations
+
+_CONFIG = "mindformers/parallel_core/transformer_config.py"
+_LAYERS = "mindformers/parallel_core/training_graph/transformer/utils.py"
+_MOE = "mindformers/parallel_core/training_graph/transformer/moe/"
+_MLA = "mindformers/parallel_core/training_graph/transformer/multi_latent_attention.py"
+_TRAINER = "mindformers/trainer/base_trainer.py"
+_AUTO = "mindspore/parallel/_auto_parallel_context.py"
+
+# rule -> (file inside site-packages, text of the line)
+SNIPPETS: dict[str, tuple[str, str]] = {
+    "template_key": ("mindformers/tools/register/template.py", "gets an unexpected key: {key}"),
+    "converter_unmapped": ("mindformers/parallel_core/config_converter.py", "missing_keys.add(src_key)"),
+    "converter_conflict": ("mindformers/parallel_core/config_converter.py", '"Mapping Conflicts",'),
+    "config_ignored": ("mindformers/models/model_config_utils.py", "merge_kwargs.pop(param_name, None)"),
+    "context_excluded": (
+        "mindformers/core/context/build_context.py",
+        'groups["set_context_excluded"][param_key] = value',
+    ),
+    "speed_up_json": (
+        "mindformers/core/context/build_context.py",
+        "if not json_path or not os.path.isfile(json_path):",
+    ),
+    "affinity_list": ("mindformers/core/context/build_context.py", "if not isinstance(affinity_cpu_list, dict):"),
+    "run_mode": ("mindformers/core/context/validators.py", "if run_mode is not None and run_mode not in members:"),
+    "context_mode": ("mindformers/core/context/validators.py", "if mode not in MODE:"),
+    "parallel_mode": ("mindformers/core/context/validators.py", "if parallel_mode not in PARALLEL_MODE:"),
+    "registry": ("mindformers/tools/register/register.py", "return obj_cls(**args)"),
+    "dtype": (_CONFIG, "raise ValueError(f\"The value of 'type_str' must be in"),
+    "sequence_parallel_tp": (_CONFIG, "Can not use sequence parallelism without tensor parallelism"),
+    "dropout": (_CONFIG, "hidden_dropout should be a float within [0, 1)"),
+    "mtp_layers": (_CONFIG, "if self.mtp_num_layers > 1:"),
+    "heads_tp": (_CONFIG, "if self.num_attention_heads % self.tensor_model_parallel_size != 0:"),
+    "cp_flash": (_CONFIG, "if self.context_parallel_size > 1 and not self.use_flash_attention:"),
+    "mask_flash": (_CONFIG, "When use mask compression, use_flash_attention must be True."),
+    "ring_flash": (_CONFIG, "When use ring attention, use_flash_attention must be True."),
+    "deredundency_ep": (_CONFIG, 'if self.moe_token_dispatcher_type == "alltoall_deredundency" and \\'),
+    "rope_fusion_mla": (_CONFIG, "multi_latent_attention does not support apply_rope_fusion."),
+    "rotary_interleaved_mla": (_CONFIG, "rotary_interleaved does not work with multi_latent_attention."),
+    "moe_bias_linear": (_CONFIG, "Bias is not supported for MoE"),
+    "expert_bias_sigmoid": (_CONFIG, "Expert bias for aux-loss-free routing only supports sigmoid score function."),
+    "group_topk": (_CONFIG, "When using group limited routing, moe_router_num_groups must be specified."),
+    "group_experts": (_CONFIG, "assert self.num_moe_experts % self.moe_router_num_groups == 0, ("),
+    "group_topk_fits": (_CONFIG, "assert self.moe_router_group_topk <= self.moe_router_num_groups, ("),
+    "topk_group_divides": (_CONFIG, "assert self.moe_router_topk % self.moe_router_group_topk == 0, ("),
+    "dense_replace": (_CONFIG, "if self.first_k_dense_replace > self.num_layers:"),
+    "layer_freq": (_CONFIG, "used together with 'moe_layer_freq > 1'."),
+    "layer_freq_list": (_CONFIG, "\"'moe_layer_freq' should be {moe_layer_freq_template}, \""),
+    "position_embedding": (_CONFIG, "if self.position_embedding_type not in ["),
+    "rope_scaling": (_CONFIG, 'self.rotary_scaling_factor = self.rope_scaling.pop("factor")'),
+    "swiglu_fusion": (_CONFIG, '"When using bias_swiglu_fusion, hidden_act must be swiglu."'),
+    "zbv_interleave": (_CONFIG, "When zero_bubble_v is enabled, pp_interleave_num must be set to 2."),
+    "zbv_micro": (_CONFIG, "if self.micro_batch_num < 2 * self.pipeline_model_parallel_size:"),
+    "zbv_recompute": (_CONFIG, "'recompute' must provide explicit 2D configuration for each interleave,"),
+    "slice_activation": (_CONFIG, "`recompute_slice_activation` is not supported in Mcore."),
+    "offset_stages": (_LAYERS, "if self.offset.ndim >= 1 and self.offset.shape[-1] != self.pp:"),
+    "offset_chunks": (_LAYERS, "if self.offset.ndim >= 2 and self.offset.shape[-2] != self.pp_interleave_num:"),
+    "offset_sum": (_LAYERS, "if self.offset.sum() != remainder_layers:"),
+    "offset_head": (_LAYERS, "if actual_layers[0] < 0:"),
+    "offset_middle": (_LAYERS, "if np.any(middle_layers < 1):"),
+    "recompute_shape": (_LAYERS, "def _format_recompute_list(self, select_recompute):"),
+    "recompute_lookup": (_LAYERS, "< self.layer_recompute[v_id][pp_id]:"),
+    "ep_experts": (_MOE + "moe_layer.py", "if config.num_moe_experts % self.expert_parallel_size != 0:"),
+    "ep_devices": (
+        _MOE + "ffn.py",
+        "if config.data_parallel_size * config.tensor_model_parallel_size % config.expert_model_parallel_size != 0:",
+    ),
+    "moe_tp_sequence": (_MOE + "moe_layer.py", "if self.tp > 1 and not self.use_seq_parallel:"),
+    "dispatcher": (_MOE + "ffn.py", 'f"Unsupported moe_token_dispatcher_type: "'),
+    "relocation": (_MOE + "ffn.py", "if self.config.print_expert_load or self.config.enable_expert_relocation:"),
+    "balancing": (
+        _MOE + "router.py",
+        "if self.moe_router_load_balancing_type not in self.SUPPORTED_LOAD_BALANCING_TYPES:",
+    ),
+    "heads_cp": (_MLA, "if self.num_attention_heads % (self.tp * self.cp_ds) != 0:"),
+    "v_head_dim": (_MLA, "if zero_pad_length < 0:"),
+    "rotary_fp16": (
+        "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
+        "rotary_dtype `float16` is not supported now.",
+    ),
+    "cp_algo": (
+        "mindformers/parallel_core/transformer_config_utils.py",
+        "if context_parallel_algo not in context_parallelism_mapping:",
+    ),
+    "micro_interleave": (_TRAINER, "micro_batch_interleave_num > 1, is not supported when use_legacy=False."),
+    "seq_split": (_TRAINER, "seq_split_num > 1, is not supported when use_legacy=False."),
+    "broadcast_level": (_TRAINER, 'if mf_get_context("dataset_broadcast_opt_level") < 3:'),
+    "broadcast_sink": (_TRAINER, "if ds_broadcast_level > 0 and not config.runner_config.sink_mode:"),
+    "dataset_size": (_TRAINER, "# reset dataset size to remove redundant data"),
+    "strategy_dp": (_TRAINER, "if dp != ds_stra_dp:"),
+    "strategy_list": (_TRAINER, "If set full_batch=False, dataset_strategy must be set as 'tuple', "),
+    "accumulation_pipeline": (
+        _TRAINER,
+        "gradient_accumulation_steps will not take effect when using pipeline parallel, ",
+    ),
+    "accumulation_alone": (
+        _TRAINER,
+        "gradient_accumulation_steps currently need to be used in semi_auto_parallel mode, ",
+    ),
+    "micro_without_pipeline": (_TRAINER, "config.parallel_config.micro_batch_num does not take effect. Reset it to 1."),
+    "eod_compression": (_TRAINER, "if self.config.train_dataset.data_loader.config.create_compressed_eod_mask:"),
+    "columns": (_TRAINER, "column_names = config.train_dataset.get('input_columns', column_names)"),
+    "micro_batch_stages": ("mindformers/wrapper/wrapper.py", "micro_size must be greater or equal to pipeline stages."),
+    "scheduler": (_AUTO, "When pipeline_interleave is False, {scheduler_val!r} is not supported, "),
+    "optimizer_shard": (_AUTO, 'Validator.check_positive_int(value, prim_name="optimizer_weight_shard_size")'),
+    "optimizer_level": (_AUTO, 'if optimizer_level not in ["level1", "level2", "level3"]:'),
+    "eod_count": (
+        "mindformers/dataset/blended_datasets/gpt_dataset.py",
+        "if len(eod_positions) > compressed_eod_mask_length:",
+    ),
+    "mask_2048": (
+        "mindformers/parallel_core/training_graph/transformer/mask_generate.py",
+        "if seq_length < 2048:",
+    ),
+    "dataset_overwritten": ("mindformers/dataset/utils.py", "config.train_dataset.seed = config.seed"),
+    "blend": ("mindformers/dataset/blended_datasets/utils.py", "def get_blend_from_list("),
+}

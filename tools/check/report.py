@@ -1,0 +1,108 @@
+"""What a check found: findings with a place and a remedy, and the recipe's sizes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
+
+ERROR, WARNING = "error", "warning"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+        severity: "error" (the run would fail, or be another one than was written) or "warning".
+        file, line: where the value stands; line 0 when it stands nowhere.
+        key: dotted key path.
+        wrong: what is wrong, in plain words.
+        right: what would be right, or empty.
+        source: the MindFormers line that would fail or drop it, or empty.
+    """
+
+    severity: str
+    file: str
+    line: int
+    key: str
+    wrong: str
+    right: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
+        remedy = f"; {self.right}" if self.right else ""
+        return f"{place}{self.severity}: {self.key}: {self.wrong}{remedy}" + (
+            f" [{self.source}]" if self.source else ""
+        )
+
+
+@dataclass
+class Report:
+    """Findings on one recipe, and its table of sizes (None when the recipe is too broken to compute it)."""
+
+    recipe: Recipe
+    findings: list[Finding] = field(default_factory=list)
+    table: dict[str, Any] | None = None
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Findings that refuse the recipe."""
+        return [finding for finding in self.findings if finding.severity == ERROR]
+
+    @property
+    def clean(self) -> bool:
+        """Whether the recipe may run."""
+        return not self.errors
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "recipe": self.recipe.source,
+            "clean": self.clean,
+            "findings": [asdict(finding) for finding in self.findings],
+            "table": self.table,
+        }
+
+
+class Findings:
+    """Collects findings on one recipe; one finding for a value that an anchor puts at several places."""
+
+    def __init__(self, recipe: Recipe, line_of: Any):
+        self.recipe = recipe
+        self.line_of = line_of  # rule -> MindFormers line
+        self.found: list[Finding] = []
+        self._seen: set[tuple[str, int, str]] = set()
+
+    def error(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
+        """Note an error at a key path."""
+        self._add(ERROR, path, wrong, right, source or self.line_of(rule))
+
+    def warning(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
+        """Note a warning at a key path."""
+        self._add(WARNING, path, wrong, right, source or self.line_of(rule))
+
+    def _add(self, severity: str, path: KeyPath, wrong: str, right: str, source: str) -> None:
+        file, line = self._place(path)
+        identity = (file, line, wrong)
+        if identity not in self._seen:
+            self._seen.add(identity)
+            self.found.append(Finding(severity, file, line, dotted(path), wrong, right, source))
+
+    def _place(self, path: KeyPath) -> tuple[str, int]:
+        """File and line of a key path, or of the nearest mapping around it."""
+        for inner in _upwards(path):
+            mark = self.recipe.marks.get(inner)
+            if mark:
+                return os.path.normpath(mark.file), mark.line
+        return self.recipe.source, 0
+
+
+def _upwards(path: KeyPath) -> Iterator[KeyPath]:
+    for length in range(len(path), 0, -1):
+        yield path[:length]

@@ -1,0 +1,113 @@
+"""The one table of a recipe: parameters, tokens a step, layers and parameters by stage, FLOPs, steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from tools.check.converter import Built
+from tools.check.parameters import Parts, parts_of
+from tools.check.stages import layers_of
+from tools.check.view import LOADER, View
+
+FORMULA = "6 x (active + MTP + its head - embedding) + 3 x seq x heads x (d_qk + d_v) x (layers + MTP layers)"
+
+
+def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
+    """Sizes of the recipe; None when its model makes no sense, no stages when its offset makes none.
+
+    Keys in units: parameters, layers, tokens, FLOPs; lists are per pipeline stage.
+    """
+    layers = layers_of(view, built)
+    try:
+        parts = parts_of(built.fields)
+        if parts.total <= 0:
+            return None
+        if layers is not None and sum(map(sum, layers)) != len(parts.pattern):
+            layers = None
+        tokens = view.global_batch * built.fields["seq_length"]
+        flops = flops_per_token(built, parts)
+    except (TypeError, KeyError, ValueError):
+        return None
+    budget = token_budget or _own_budget(view, tokens)
+    return {
+        "parameters_total": parts.total,
+        "parameters_active": parts.active,
+        "devices": view.devices,
+        "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
+        "global_batch_samples": view.global_batch,
+        "tokens_per_step": tokens,
+        "stage_layers": [sum(rows) for rows in zip(*layers, strict=True)] if layers else None,
+        "stage_chunk_layers": layers,
+        "stage_parameters": parts.per_stage(layers) if layers else None,
+        "flops_per_token": flops,
+        "flops_formula": FORMULA,
+        "flops_per_step": flops * tokens,
+        "token_budget": budget,
+        "steps": -(-budget // tokens) if budget else None,
+    }
+
+
+def flops_per_token(built: Built, parts: Parts) -> int:
+    """Model FLOPs of one token, forward and backward, without recomputation.
+
+    Each weight outside the embedding table multiplies once forward and twice backward, two FLOPs each. The head runs
+    once more for the MTP layer. Attention adds, per layer and head, seq/2 (causal) products of d_qk and of d_v.
+    """
+    fields = built.fields
+    heads, seq, depth = fields["num_attention_heads"], fields["seq_length"], fields.get("mtp_num_layers") or 0
+    if fields.get("multi_latent_attention"):
+        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
+    else:
+        width = 2 * fields["kv_channels"]
+    tied = fields.get("tie_word_embeddings") is True
+    again = depth * fields["vocab_size"] * fields["hidden_size"]  # the head, for the MTP layer's prediction
+    matrices = parts.active + parts.active_mtp + again - (0 if tied else parts.embedding)
+    return int(6 * matrices + 3 * seq * heads * width * (len(parts.pattern) + depth))
+
+
+def _own_budget(view: View, tokens: int) -> int | None:
+    """Tokens that the recipe itself asks for: its samples, or its schedule."""
+    sizes, epochs = view.get((*LOADER, "sizes")), view.number(("runner_config", "epochs"), 1)
+    if view.megatron and isinstance(sizes, list) and sizes and type(sizes[0]) is int and view.global_batch:
+        return epochs * (sizes[0] // view.global_batch) * tokens or None
+    steps = view.get(("lr_schedule", "total_steps"))
+    return steps * tokens if type(steps) is int and steps > 0 else None
+
+
+def render(tables: list[tuple[str, dict[str, Any]]]) -> Table:
+    """One rich table, a column for each recipe."""
+    shown = Table(show_edge=False, pad_edge=False)
+    shown.add_column("")
+    for name, _ in tables:
+        shown.add_column(name, justify="right", overflow="fold")
+    rows = [_rows(table) for _, table in tables]
+    for index, (label, _) in enumerate(rows[0]):
+        shown.add_row(label, *(row[index][1] for row in rows))
+    return shown
+
+
+def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
+    layout = " ".join(f"{name}{size}" for name, size in table["layout"].items() if size > 1) or "one device"
+    steps = f"{table['steps']:,} for {_short(table['token_budget'])} tokens" if table["steps"] else "unknown"
+    return [
+        ("parameters", f"{table['parameters_total']:,}"),
+        ("active a token", f"{table['parameters_active']:,}"),
+        ("devices", f"{table['devices']:,} ({layout})"),
+        ("samples a step", f"{table['global_batch_samples']:,}"),
+        ("tokens a step", f"{table['tokens_per_step']:,}"),
+        ("layers by stage", " ".join(map(str, table["stage_layers"] or ["unknown"]))),
+        ("parameters by stage", " ".join(map(_short, table["stage_parameters"] or [])) or "unknown"),
+        ("FLOPs a token", f"{table['flops_per_token']:.4g}"),
+        ("FLOPs a step", f"{table['flops_per_step']:.4g}"),
+        ("steps", steps),
+    ]
+
+
+def _short(number: int) -> str:
+    """1234567 as 1.23M."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= unit:
+            return f"{number / unit:.3g}{name}"
+    return str(number)

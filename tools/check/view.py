@@ -1,0 +1,130 @@
+"""A recipe read for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules speak about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tools.recipe.load import KeyPath, Recipe
+
+PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
+LOADER = ("train_dataset", "data_loader")
+_SEMI = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")  # modes that split the model; others only the data
+_MISSING = object()
+
+
+def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
+    """The value at a key path, or `default`."""
+    for key in path:
+        if isinstance(recipe, dict) and key in recipe:
+            recipe = recipe[key]
+        else:
+            return default
+    return recipe
+
+
+@dataclass(frozen=True)
+class View:
+    """Sizes of a recipe. A value of the wrong type reads as its default: `keys` has reported it."""
+
+    recipe: Recipe
+
+    def get(self, path: KeyPath, default: Any = None) -> Any:
+        """Whatever stands at `path`."""
+        return look(self.recipe, path, default)
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether the recipe writes `path`."""
+        return look(self.recipe, path, _MISSING) is not _MISSING
+
+    def number(self, path: KeyPath, default: int) -> int:
+        """A positive integer at `path`."""
+        value = self.get(path, default)
+        return value if type(value) is int and value > 0 else default
+
+    def flag(self, path: KeyPath, default: bool = False) -> bool:
+        """A truth value at `path`."""
+        value = self.get(path, default)
+        return value if isinstance(value, bool) else default
+
+    @cached_property
+    def parallel(self) -> bool:
+        """Whether the model is split over devices (semi-auto parallel); data parallel alone does not count."""
+        return self.flag(("use_parallel",)) and self.get(("parallel", "parallel_mode"), 1) in _SEMI
+
+    def _size(self, key: str) -> int:
+        return self.number((*PARALLEL, key), 1)
+
+    @cached_property
+    def dp(self) -> int:
+        """Data-parallel degree."""
+        return self._size("data_parallel")
+
+    @cached_property
+    def tp(self) -> int:
+        """Tensor-parallel degree."""
+        return self._size("model_parallel")
+
+    @cached_property
+    def pp(self) -> int:
+        """Pipeline stages."""
+        return self._size("pipeline_stage")
+
+    @cached_property
+    def cp(self) -> int:
+        """Context-parallel degree."""
+        return self._size("context_parallel")
+
+    @cached_property
+    def ep(self) -> int:
+        """Expert-parallel degree."""
+        return self._size("expert_parallel")
+
+    @cached_property
+    def chunks(self) -> int:
+        """Model chunks a stage: pp_interleave_num, where the pipeline is interleaved."""
+        interleaved = self.flag(("parallel", "pipeline_config", "pipeline_interleave"))
+        return self.number((*MODEL, "pp_interleave_num"), 1) if interleaved else 1
+
+    @cached_property
+    def devices(self) -> int:
+        """Devices of the run."""
+        return self.dp * self.tp * self.pp * self.cp if self.flag(("use_parallel",)) else 1
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches a step and pipeline; MindFormers resets it to 1 without a pipeline."""
+        return self._size("micro_batch_num") if self.parallel and self.pp > 1 else 1
+
+    @cached_property
+    def accumulation(self) -> int:
+        """Gradient accumulation steps; without effect in a pipeline and outside semi-auto parallel mode."""
+        steps = self.number((*RUNNER, "gradient_accumulation_steps"), 1)
+        return steps if self.parallel and self.pp == 1 else 1
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples a data-parallel rank and micro-batch."""
+        return self.number((*RUNNER, "batch_size"), 1)
+
+    @cached_property
+    def global_batch(self) -> int:
+        """Samples a step, as the trainer computes it."""
+        ranks = self.dp if self.parallel else self.devices
+        return self.batch * ranks * self.micro_batches * self.accumulation
+
+    @cached_property
+    def scheduler(self) -> str:
+        """Pipeline schedule."""
+        return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))
+
+    @cached_property
+    def on_cpu(self) -> bool:
+        """Whether the recipe runs on CPU."""
+        return self.get(("context", "device_target"), "Ascend") == "CPU"
+
+    @cached_property
+    def megatron(self) -> bool:
+        """Whether the recipe trains on a Megatron .bin/.idx."""
+        return self.get((*LOADER, "type")) == "BlendedMegatronDatasetDataLoader"
