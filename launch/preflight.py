@@ -12,7 +12,9 @@ from typing import Any
 
 from launch.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
+from tools.check import check_recipe
 
+MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
 PARTS = ("recipe.yaml", "logs", "metrics", "checkpoint", "strategy")  # what a run's folder holds that --force removes
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
@@ -32,6 +34,15 @@ def check_machine(recipe: Mapping[str, Any]) -> None:
             f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, {visible or 'none'} "
             f"can be seen here (/dev/davinci*); on this machine run a CPU recipe: tc3 train {mini}"
         )
+
+
+def check_sound(recipe: dict[str, Any]) -> None:
+    """Raise RecipeError with what `tc3 check` finds wrong: the run would fail, or be another one than was written."""
+    errors = check_recipe(recipe).errors
+    if errors:
+        shown = [str(error) for error in errors[:MOST_FINDINGS]]
+        more = len(errors) - len(shown)
+        raise RecipeError("\n     ".join([*shown, *[f"and {more} more: tc3 check lists them"] * bool(more)]))
 
 
 def check_data(recipe: Mapping[str, Any]) -> None:

@@ -178,6 +178,7 @@ def _checks(
     """What must hold on this machine, in the order in which a user would want to hear of it."""
     return [
         lambda: preflight.check_machine(recipe),
+        lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
         lambda: preflight.check_run_dir(run_dir, bool(resume), force),
         lambda: preflight.check_disk(run_dir),

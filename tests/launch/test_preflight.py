@@ -4,11 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from launch import preflight
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError
+from tools.recipe.load import load_recipe
 
 
 def recipe_for(data_path):
@@ -154,3 +156,20 @@ def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     other.wait()
     with preflight.only_run_in(tmp_path):
         assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+MINI = Path(__file__).resolve().parents[2] / "recipes/mini/pretrain.yaml"
+
+
+def test_a_sound_recipe_passes():
+    preflight.check_sound(load_recipe(MINI))
+
+
+def test_an_unsound_recipe_is_refused_with_place_and_remedy():
+    recipe = load_recipe(MINI)
+    recipe["model"]["model_config"]["num_experts_per_tok"] = 100
+    recipe["runner_config"]["sink_size"] = "one"
+    with pytest.raises(RecipeError) as error:
+        preflight.check_sound(recipe)
+    assert "pretrain.yaml:" in str(error.value)
+    assert "model.model_config.num_experts_per_tok" in str(error.value) and "runner_config.sink_size" in str(error.value)

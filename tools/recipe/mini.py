@@ -128,7 +128,8 @@ def load_mini(path: str | os.PathLike[str], data_path: str = CORPUS, steps: int 
         file = Path(folder) / f"mini of {Path(path).name}"
         dump_recipe(Recipe(derive_mini(load_recipe(path), data_path, steps)), file)
         mini = load_recipe(file)
-    mini.source = f"{path} (mini)"
+    mini.source = f"{path} (mini)"  # its line numbers are those of `tc3 recipe show --mini`
+    mini.marks = {key: mark._replace(file=mini.source) for key, mark in mini.marks.items()}
     return mini
 
 
