@@ -172,4 +172,6 @@ def test_an_unsound_recipe_is_refused_with_place_and_remedy():
     with pytest.raises(RecipeError) as error:
         preflight.check_sound(recipe)
     assert "pretrain.yaml:" in str(error.value)
-    assert "model.model_config.num_experts_per_tok" in str(error.value) and "runner_config.sink_size" in str(error.value)
+    assert "model.model_config.num_experts_per_tok" in str(error.value) and "runner_config.sink_size" in str(
+        error.value
+    )

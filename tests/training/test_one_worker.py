@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.msrun import free_port
 from launch.readings import read_held_out
 from tests.training import runs
 from tools.recipe.dump import dump_recipe
@@ -128,7 +129,7 @@ def test_ctrl_c_leaves_no_process(corpus, tmp_path):
 
 def test_msrun_by_hand_trains_the_same(whole, corpus, tmp_path):
     data = f"train_dataset.data_loader.config.data_path.1={corpus}"
-    command = ["msrun", "--worker_num=1", "--local_worker_num=1", "--master_port=18119", "--join=True"]
+    command = ["msrun", "--worker_num=1", "--local_worker_num=1", f"--master_port={free_port()}", "--join=True"]
     command += [f"--log_dir={tmp_path}/logs", "launch/train.py", "--config", str(runs.TINY)]
     command += ["--run-dir", str(tmp_path / "run"), "--set", data]
     env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}"}

@@ -1,21 +1,19 @@
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from launch.msrun import free_port
+
 WORKER = Path(__file__).with_name("collectives_worker.py")
 
 
 @pytest.mark.slow
 def test_every_collective_on_three_workers(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     msrun = Path(sys.executable).with_name("msrun")
-    command = [msrun, "--worker_num=3", "--local_worker_num=3", f"--master_port={port}", "--join=True"]
+    command = [msrun, "--worker_num=3", "--local_worker_num=3", f"--master_port={free_port()}", "--join=True"]
     command += [f"--log_dir={tmp_path}", WORKER]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{msrun.parent}:{os.environ['PATH']}"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
