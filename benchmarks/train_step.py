@@ -128,6 +128,8 @@ def main(steps: int, pairs: int, worker: str | None, profile: bool, run_dir: Pat
     if worker:
         train_variant(worker, steps, run_dir, profile)
         return
+    if not (ROOT / "output/data/stdlib.idx").exists():
+        raise click.ClickException("the corpus is missing: tc3 data prepare --input stdlib --output output/data/stdlib")
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in VARIANTS}
     for pair in range(pairs):
         for name in VARIANTS:
