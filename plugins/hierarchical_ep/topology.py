@@ -1,0 +1,138 @@
+"""Who owns which expert, and which ranks share a machine, inside one expert-parallel (EP) group. NumPy only.
+
+Ranks of an EP group are 0 .. ep - 1, node-major, as MindFormers lays them out: rank = node * devices_per_node + local.
+MindFormers calls the number of nodes `oep` (outer expert parallel) and the ranks of a node `iep` (inner).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from plugins.errors import RecipeError
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One EP group.
+
+    Attributes:
+        nodes: machines that the group spans (oep).
+        devices_per_node: ranks of the group on each machine (iep).
+        experts: routed experts of the model.
+
+    Raises RecipeError where one of them is below 1.
+    """
+
+    nodes: int
+    devices_per_node: int
+    experts: int
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "devices_per_node", "experts"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"hierarchical_ep: {name} is {getattr(self, name)}; it must be 1 or more")
+
+    @property
+    def ep(self) -> int:
+        """Ranks of the EP group (`expert_parallel`)."""
+        return self.nodes * self.devices_per_node
+
+    @property
+    def expert_bounds(self) -> np.ndarray:
+        """[ep + 1] rank r owns experts bounds[r] .. bounds[r + 1] - 1.
+
+        Blocks are contiguous. The first `experts % ep` ranks own one expert more; with fewer experts than ranks the
+        last ranks own none.
+        """
+        counts = np.full(self.ep, self.experts // self.ep)
+        counts[: self.experts % self.ep] += 1
+        return np.concatenate([[0], np.cumsum(counts)])
+
+    @property
+    def experts_per_rank(self) -> np.ndarray:
+        """[ep] number of experts that each rank owns."""
+        return np.diff(self.expert_bounds)
+
+    @property
+    def experts_per_node(self) -> np.ndarray:
+        """[nodes] number of experts that each node owns."""
+        return self.experts_per_rank.reshape(self.nodes, -1).sum(1)
+
+    def owner(self, experts: np.ndarray) -> np.ndarray:
+        """The rank that owns each expert id; same shape as `experts`."""
+        return np.searchsorted(self.expert_bounds, experts, side="right") - 1
+
+    def node_of(self, ranks: np.ndarray | int) -> np.ndarray:
+        """The node of each rank."""
+        return np.asarray(ranks) // self.devices_per_node
+
+    def local_of(self, ranks: np.ndarray | int) -> np.ndarray:
+        """The index of each rank on its node."""
+        return np.asarray(ranks) % self.devices_per_node
+
+    def inter_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks with the same local index on every node, in node order (MindFormers' oep group)."""
+        return tuple(range(rank % self.devices_per_node, self.ep, self.devices_per_node))
+
+    def intra_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's node (MindFormers' iep group)."""
+        first = rank // self.devices_per_node * self.devices_per_node
+        return tuple(range(first, first + self.devices_per_node))
+
+    @property
+    def ep_group(self) -> tuple[int, ...]:
+        """All ranks of the EP group."""
+        return tuple(range(self.ep))
+
+    @property
+    def inter_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every inter-node group, by local index."""
+        return tuple(self.inter_group(local) for local in range(self.devices_per_node))
+
+    @property
+    def intra_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Every intra-node group, by node."""
+        return tuple(self.intra_group(node * self.devices_per_node) for node in range(self.nodes))
+
+    def experts_of_node(self, node: int) -> tuple[int, int]:
+        """(first, last): the node owns experts first .. last - 1."""
+        bounds = self.expert_bounds
+        return int(bounds[node * self.devices_per_node]), int(bounds[(node + 1) * self.devices_per_node])
+
+    @property
+    def same_node(self) -> np.ndarray:
+        """[ep, ep] True where two ranks share a machine."""
+        node = self.node_of(np.arange(self.ep))
+        return node[:, None] == node[None, :]
+
+
+def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
+    """The topology of `ep` consecutive ranks on machines of `devices_per_node` devices.
+
+    Args:
+        ep: ranks of the EP group (`expert_parallel`).
+        devices_per_node: devices of one machine, those of other EP groups included.
+        experts: routed experts of the model.
+
+    Raises RecipeError where EP groups would not cover whole machines, or would straddle two of them.
+    """
+    for name, value in (("expert_parallel", ep), ("devices_per_node", devices_per_node)):
+        if value < 1:
+            raise RecipeError(f"hierarchical_ep: {name} is {value}; it must be 1 or more")
+    if ep > devices_per_node and ep % devices_per_node:
+        below = ep // devices_per_node * devices_per_node
+        raise RecipeError(
+            f"hierarchical_ep: expert_parallel {ep} is no multiple of the {devices_per_node} devices of a node; "
+            f"use {below} or {below + devices_per_node}"
+        )
+    if ep < devices_per_node and devices_per_node % ep:
+        divisors = [d for d in range(1, devices_per_node + 1) if devices_per_node % d == 0]
+        raise RecipeError(
+            f"hierarchical_ep: expert_parallel {ep} does not divide the {devices_per_node} devices of a node, so some "
+            f"EP groups would straddle two nodes; use one of {divisors}"
+        )
+    if ep > devices_per_node:
+        return Topology(ep // devices_per_node, devices_per_node, experts)
+    return Topology(1, ep, experts)

@@ -1,0 +1,276 @@
+"""Bytes of one MoE layer's dispatch and combine on each class of link: exact from a plan, or expected in closed form.
+
+`inter` links join machines (RoCE), `intra` links join the devices of one machine (HCCS). `transfer` says what is
+counted for a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import comb
+
+import numpy as np
+
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep.plan import Plan, check_mode
+from plugins.hierarchical_ep.topology import Topology
+from plugins.hierarchical_ep.transfer import (
+    ID_BYTES,
+    PROB_BYTES,
+    StepBytes,
+    Transfer,
+    copy_transfer,
+    row_transfer,
+    step_bytes,
+)
+
+LINKS = ("inter", "intra")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as the busiest rank sees it.
+
+    Attributes:
+        name: "dispatch.inter", "dispatch.intra", "combine.intra", "combine.inter"; global mode "dispatch", "combine".
+            `backward` appends ".backward".
+        stream: "inter", "intra" or "both": the link classes it occupies.
+        inter_bytes, intra_bytes: what the busiest rank sends or receives over that class, whichever is larger.
+        inter_peers, intra_peers: ranks it exchanges a message with (a collective costs one latency for each).
+        inter_forward_only, intra_forward_only: the part of the bytes that has no gradient (ids and counts).
+    """
+
+    name: str
+    stream: str
+    inter_bytes: float
+    intra_bytes: float
+    inter_peers: int
+    intra_peers: int
+    inter_forward_only: float = 0.0
+    intra_forward_only: float = 0.0
+
+
+def hit_probability(experts: int, experts_on_node: int, top_k: int) -> float:
+    """Probability that a token has an expert on a node: 1 - C(E - n, k) / C(E, k) (hypergeometric)."""
+    return 1 - comb(experts - experts_on_node, top_k) / comb(experts, top_k)
+
+
+def expected_steps(
+    mode: str,
+    topology: Topology,
+    tokens: float,
+    top_k: int,
+    hidden: int,
+    itemsize: int,
+    skew: float = 1.0,
+) -> tuple[Step, ...]:
+    """Forward of one MoE layer on one micro-batch, expected under uniform routing without replacement.
+
+    With N `tokens` a rank, E experts, k `top_k`, E_d experts on rank d and n_d on its node, rank s hands to rank d
+
+        global        N k E_d / E copies;
+        hierarchical  N rows (d in s's inter-node group), then nodes N k E_d / E copies (d on s's node);
+        deduplicated  N (1 - C(E - n_d, k) / C(E, k)) rows, then the same copies as hierarchical.
+
+    `skew` is the load of the busiest rank (of the busiest node, for rows) over the mean: it multiplies what that rank
+    receives, up to what k distinct experts allow (min(k, E_d) copies and one row per token). What ranks send forward
+    is not multiplied: every rank has N k copies to send, wherever they go. AllGather does not depend on routing.
+
+    Args:
+        mode: one of `plan.MODES`.
+        topology: the EP group.
+        tokens: tokens of each rank in the micro-batch (per tensor- and context-parallel shard).
+        top_k: experts per token.
+        hidden: width of a row; itemsize: bytes of an element (fp32 4, bf16 2).
+        skew: at least 1.
+
+    Raises RecipeError for an unknown mode, top_k above the number of experts or skew below 1.
+    """
+    check_mode(mode)
+    check_routing(topology, top_k, skew)
+    copies = _expected_copies(mode, topology, tokens, top_k)
+    most_copies = np.minimum(top_k, topology.experts_per_rank) * tokens * (copies > 0)
+    if mode != "global":
+        most_copies = most_copies * topology.nodes
+    transfers = [(copy_transfer(mode, topology, copies), _skewed(copies, most_copies, skew))]
+    if mode != "global":
+        rows = _expected_rows(mode, topology, tokens, top_k)
+        busy = rows if mode == "hierarchical" else _skewed(rows, tokens * (rows > 0), skew)
+        transfers.insert(0, (row_transfer(mode, topology, rows), busy))
+    dispatch = [_expected_step(topology, step, busy, top_k, hidden, itemsize) for step, busy in transfers]
+    combine = [
+        _expected_step(topology, step.returning(), busy.T, top_k, hidden, itemsize)
+        for step, busy in reversed(transfers)
+    ]
+    return tuple(dispatch + combine)
+
+
+def check_routing(topology: Topology, top_k: int, skew: float) -> None:
+    """Raise RecipeError where k distinct experts do not exist or the busiest rank has less than the mean."""
+    if not 1 <= top_k <= topology.experts:
+        raise RecipeError(
+            f"hierarchical_ep: {top_k} experts per token (num_experts_per_tok) of {topology.experts} routed experts; "
+            f"it must be 1 to {topology.experts}"
+        )
+    if skew < 1:
+        raise RecipeError(
+            f"hierarchical_ep: skew {skew} is the busiest rank's load over the mean; it must be 1 or more"
+        )
+
+
+def _expected_copies(mode: str, topology: Topology, tokens: float, top_k: int) -> np.ndarray:
+    """[ep, ep] expected copies of the All-to-All(V)."""
+    share = topology.experts_per_rank / topology.experts
+    copies = np.broadcast_to(tokens * top_k * share, (topology.ep, topology.ep))
+    return copies if mode == "global" else copies * topology.nodes * topology.same_node
+
+
+def _expected_rows(mode: str, topology: Topology, tokens: float, top_k: int) -> np.ndarray:
+    """[ep, ep] expected token rows between the ranks of inter-node groups."""
+    on_node = [hit_probability(topology.experts, int(experts), top_k) for experts in topology.experts_per_node]
+    share = np.repeat(on_node, topology.devices_per_node) if mode == "deduplicated" else np.ones(topology.ep)
+    local = topology.local_of(np.arange(topology.ep))
+    return tokens * share * (local[:, None] == local)
+
+
+def _skewed(rows: np.ndarray, most: np.ndarray, skew: float) -> np.ndarray:
+    """What each rank would receive if it were the busiest."""
+    return np.minimum(rows * skew, most)
+
+
+def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
+    """The Step of expected rows; `busy` holds, rank by rank, what its loaded end would see as the busiest rank."""
+    loaded = "sent" if transfer.step.startswith("combine") else "received"
+    other = "received" if loaded == "sent" else "sent"
+
+    busiest = []
+    for gradient in (False, True):
+        mean = step_bytes(topology, transfer, top_k, hidden, itemsize, gradient)
+        skewed = step_bytes(topology, replace(transfer, rows=busy), top_k, hidden, itemsize, gradient)
+        ends = {link: (getattr(mean, other)(link), getattr(skewed, loaded)(link)) for link in LINKS}
+        busiest.append({link: float(max(end.max() for end in pair)) for link, pair in ends.items()})
+    return _step(topology, transfer, *busiest)
+
+
+def planned_steps(plan: Plan, hidden: int, itemsize: int) -> tuple[Step, ...]:
+    """The forward steps of an exact plan; arguments as `expected_steps`."""
+    steps = []
+    for transfer in plan.forward:
+        parts = [step_bytes(plan.topology, transfer, plan.top_k, hidden, itemsize, g) for g in (False, True)]
+        steps.append(_step(plan.topology, transfer, *({link: part.busiest(link) for link in LINKS} for part in parts)))
+    return tuple(steps)
+
+
+def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "forward") -> tuple[StepBytes, ...]:
+    """Exact bytes between all pairs of ranks, step by step as executed; direction: "forward" or "backward"."""
+    forward = [
+        step_bytes(plan.topology, step, plan.top_k, hidden, itemsize, gradient=direction == "backward")
+        for step in plan.forward
+    ]
+    if direction == "forward":
+        return tuple(forward)
+    return tuple(StepBytes(f"{step.name}.backward", step.inter.T, step.intra.T) for step in reversed(forward))
+
+
+def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    """The adjoint of each forward step, in reverse order: the same bytes the other way, less ids and counts."""
+    return tuple(
+        replace(
+            step,
+            name=f"{step.name}.backward",
+            inter_bytes=step.inter_bytes - step.inter_forward_only,
+            intra_bytes=step.intra_bytes - step.intra_forward_only,
+            inter_forward_only=0.0,
+            intra_forward_only=0.0,
+        )
+        for step in reversed(steps)
+    )
+
+
+def _step(topology: Topology, transfer: Transfer, whole: dict[str, float], gradient: dict[str, float]) -> Step:
+    """A Step from the busiest rank's bytes, with and without what has no gradient."""
+    group = transfer.groups[0]
+    peers = {"intra": sum(topology.node_of(rank) == topology.node_of(group[0]) for rank in group) - 1}
+    peers["inter"] = len(group) - 1 - peers["intra"]
+    stream = "both" if peers["inter"] and peers["intra"] else "inter" if peers["inter"] else "intra"
+    if transfer.step.endswith(LINKS):
+        stream = transfer.step.split(".")[1]
+    return Step(
+        transfer.step,
+        stream,
+        float(whole["inter"]),
+        float(whole["intra"]),
+        int(peers["inter"]),
+        int(peers["intra"]),
+        float(whole["inter"] - gradient["inter"]),
+        float(whole["intra"] - gradient["intra"]),
+    )
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Inter-node bytes of the three modes against each other, forward (dispatch and combine) of one layer.
+
+    Attributes:
+        metadata_ratio: m, how much larger an AllGathered row is than a copy, both ways: row with k ids and k
+            probabilities and row back, over copy with an id and copy back, minus 1.
+        load: copies per token as the busiest rank receives them: skew * k where experts divide evenly.
+        nodes_limit: AllGather moves fewer bytes than the global All-to-All below this number of nodes.
+        ep_limit: the same in ranks of the EP group.
+        hierarchical_over_global: bytes of the first over bytes of the second, nodes (1 + m) / load.
+        deduplicated_over_hierarchical: at most 1.
+    """
+
+    metadata_ratio: float
+    load: float
+    nodes_limit: float
+    ep_limit: float
+    hierarchical_over_global: float
+    deduplicated_over_hierarchical: float
+
+    @property
+    def hierarchical_wins(self) -> bool:
+        """Whether the AllGather moves fewer inter-node bytes than the global All-to-All."""
+        return self.hierarchical_over_global < 1
+
+    @property
+    def deduplicated_over_global(self) -> float:
+        """Bytes of deduplicated dispatch and combine over those of the global All-to-All."""
+        return self.hierarchical_over_global * self.deduplicated_over_hierarchical
+
+
+def break_even(topology: Topology, top_k: int, hidden: int, itemsize: int, skew: float = 1.0) -> BreakEven:
+    """When the AllGather of rows moves fewer inter-node bytes than the global All-to-All of copies.
+
+    With N tokens a rank, P nodes, D ranks a node, h b bytes a row, the busiest rank moves over inter-node links
+
+        AllGather and ReduceScatter   N (P - 1) (2 h b + 8 k): the rows of its peers on the P - 1 other nodes;
+        All-to-All and back           skew N k (P - 1) / P (2 h b + 4): of the skew N k copies that reach it, the
+                                      share 1 / P comes from its own node and stays inside;
+
+    the factor P - 1 is the own node's share in both and cancels, and with 1 + m = (2 h b + 8 k) / (2 h b + 4)
+
+        AllGather wins  <=>  P (1 + m) < skew k.
+
+    Where E / (P D) is not whole, the busiest rank owns E_max experts and skew k becomes P D min(skew k E_max / E,
+    min(k, E_max)), the copies that k distinct experts can bring it. Deduplicated rows are the AllGather's times
+    min(1, skew (1 - C(E - n, k) / C(E, k))), n the experts of the largest node: never more. The count lists, which do
+    not grow with N, are left out.
+
+    Raises RecipeError as `expected_steps`.
+    """
+    check_routing(topology, top_k, skew)
+    largest = int(topology.experts_per_rank.max())
+    load = topology.ep * min(skew * top_k * largest / topology.experts, min(top_k, largest))
+    gathered = 2 * hidden * itemsize + top_k * (ID_BYTES + PROB_BYTES)
+    copied = 2 * hidden * itemsize + ID_BYTES
+    limit = load * copied / gathered
+    hit = hit_probability(topology.experts, int(topology.experts_per_node.max()), top_k)
+    return BreakEven(
+        metadata_ratio=gathered / copied - 1,
+        load=load,
+        nodes_limit=limit,
+        ep_limit=limit * topology.devices_per_node,
+        hierarchical_over_global=topology.nodes / limit,
+        deduplicated_over_hierarchical=min(1.0, skew * hit),
+    )
