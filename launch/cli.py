@@ -13,6 +13,10 @@ from plugins.errors import TC3Error, did_you_mean
 COMMANDS = {
     "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens a step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
+    "ep-report": (
+        "tools.ep_report.cli:ep_report",
+        "What expert parallelism costs a recipe, by dispatch mode and overlap.",
+    ),
     "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or what sets two apart."),
     "train": ("launch.train_command:train", "Train a recipe under msrun."),
 }

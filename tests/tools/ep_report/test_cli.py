@@ -1,0 +1,118 @@
+"""The command, the table of the report's case, and the picture."""
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from plugins.errors import RecipeError
+from tests.tools.check.test_mutations import ROOT
+from tools.ep_report.cli import ep_report
+from tools.ep_report.report_case import DEGREES, MODELS, cases, main, markdown
+from tools.search.hardware import load_hardware
+
+LARGE = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
+
+
+def run(*arguments):
+    return CliRunner().invoke(ep_report, list(arguments))
+
+
+def test_text():
+    result = run(LARGE, "--ep", "16,64")
+    assert result.exit_code == 0, result.output
+    for word in (
+        "EP 16 on 2 x 8",
+        "EP 64 on 8 x 8",
+        "modelled, not measured",
+        "hierarchical_ep",
+        "chunks",
+        "break-even",
+    ):
+        assert word in result.stdout
+    assert "matmul_efficiency" in result.stdout and "peak_flops.fp32" not in result.stdout
+
+
+def test_json_is_one_object_on_stdout(tmp_path):
+    picture = tmp_path / "deep" / "streams.svg"
+    result = run(LARGE, "--json", "--skew", "1", "--picture", str(picture))
+    content = json.loads(result.stdout)
+    assert content["modelled"] is True and content["skew"] == 1 and content["hardware"]["name"] == "atlas_800t_a2"
+    (report,) = content["reports"]
+    assert (report["expert_parallel"], report["nodes"], report["rank_tokens"]) == (16, 2, 2048)
+    assert list(report["modes"]) == ["global", "hierarchical", "deduplicated"]
+    for mode in report["modes"].values():
+        assert mode["step_seconds"][1] <= mode["step_seconds"][0]
+        assert mode["exposed_fraction"][0] == pytest.approx(1)
+    assert report["plugins"]["hierarchical_ep"]["mode"] in report["modes"]
+    assert str(picture) in result.stderr
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+    assert "between nodes" in picture.read_text("utf-8")
+
+
+def test_the_picture_of_the_same_numbers_is_the_same_file(tmp_path):
+    files = [tmp_path / name for name in ("a.svg", "b.svg")]
+    for file in files:
+        assert run(LARGE, "--picture", str(file)).exit_code == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--ep", "64", "--set", "parallel_config.data_parallel=4"], "--ep 64: .*expert_parallel"),
+        (["--hardware", "h10"], "did you mean 'h100'"),
+        (["--hardware", "atlas_900_a3"], "npu_nums_per_device"),
+        (["--picture", "streams.pdf"], ".svg or .png"),
+        (["--set", "parallel_config.expert_paralel=8"], "did you mean"),
+    ],
+)
+def test_user_errors(arguments, word):
+    """`launch.cli.main` turns them into one line and exit code 2."""
+    result = run(LARGE, *arguments)
+    assert isinstance(result.exception, RecipeError)
+    with pytest.raises(RecipeError, match=word):
+        raise result.exception
+
+
+@pytest.mark.parametrize("arguments", [["--ep", "16,x"], ["--skew", "0.5"], ["--ep", "16,32", "--picture", "a.svg"]])
+def test_usage_errors(arguments):
+    assert run(LARGE, *arguments).exit_code == 2
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys, tools.ep_report.cli; print([m for m in ('mindspore', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_case_of_the_report():
+    rows = cases(load_hardware("atlas_800t_a2"), skew=1.0)
+    assert [(row.model, row.ep) for row in rows] == [(model, ep) for model in MODELS for ep in DEGREES]
+    assert [(row.model, row.ep) for row in rows if row.refused] == [("105b", 128)]
+    for row in rows:
+        if not row.advice:
+            continue
+        modes, shape = row.advice.modes, row.advice.shape
+        # the closed form of section 4.3: nodes / top-k, within the metadata
+        ratio = modes["hierarchical"].inter_bytes / modes["global"].inter_bytes
+        assert ratio == pytest.approx(row.advice.topology.nodes / shape.top_k, rel=0.02)
+        assert modes["deduplicated"].inter_bytes <= modes["hierarchical"].inter_bytes
+        assert row.hierarchical.share_of_communication[1] < row.hierarchical.share_of_communication[0]
+        if row.ep == 16:
+            assert row.gain("hierarchical") > 0
+    grown = {row.ep: row.mesh for row in rows if row.model == "105b"}
+    assert grown[16] == "dp4 tp8 pp8" and grown[64] == "dp8* tp8 pp8"
+
+
+def test_the_table_is_markdown_and_says_what_it_is():
+    result = CliRunner().invoke(main, [])
+    table = [line for line in result.stdout.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(MODELS) * len(DEGREES)
+    assert len({line.count("|") for line in table}) == 1
+    for word in ("modelled", "the report says about 15%", "30% -> 5%", "assumed in", "does not divide 192 experts"):
+        assert word in result.stdout
+    assert markdown(cases(load_hardware("atlas_800t_a2"))) == result.stdout

@@ -1,0 +1,80 @@
+"""`tc3 ep-report`: expert-parallel communication of a recipe on a cluster; exit code 0, or 2 for a wrong input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+from tools.search.hardware import load_hardware
+
+
+class Degrees(click.ParamType):
+    """``16,32`` as a tuple of integers."""
+
+    name = "N,N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Split and check."""
+        words = [word.strip() for word in value.split(",")]
+        if not all(word.isdecimal() and int(word) > 0 for word in words):
+            self.fail(f"{value!r}: want EP degrees such as 16,32,64", param, ctx)
+        return tuple(int(word) for word in words)
+
+
+@click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--hardware", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster.")
+@click.option(
+    "--skew",
+    default=DEFAULT_SKEW,
+    show_default=True,
+    type=click.FloatRange(min=1),
+    help="Load of the busiest rank over the mean.",
+)
+@click.option("--ep", type=Degrees(), help="EP degrees to compare; the recipe's own by default.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the streams of a layer (.svg or .png).")
+def ep_report(
+    recipe: Path,
+    hardware: str,
+    skew: float,
+    ep: tuple[int, ...] | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    picture: Path | None,
+) -> None:
+    """Say what expert parallelism of RECIPE costs, and which dispatch mode and overlap to set.
+
+    For each mode: bytes on each class of links, predicted time, and the share of EP communication that is waited for,
+    without and with overlap. All numbers are modelled.
+    """
+    if picture and ep and len(ep) > 1:
+        raise click.UsageError("--picture draws one EP degree: give --ep one number")
+    loaded, cluster = load_recipe(recipe), load_hardware(hardware)
+    degrees = [f"parallel_config.expert_parallel={degree}" for degree in ep] if ep else [""]
+    advices = []
+    for degree in degrees:
+        changed = apply_overrides(loaded, [*overrides, *filter(None, [degree])])
+        try:
+            advices.append(advise(changed, cluster, skew))
+        except RecipeError as error:
+            raise RecipeError(f"--ep {degree.rpartition('=')[2]}: {error}" if degree else str(error)) from None
+    if picture:
+        from tools.ep_report.picture import draw
+
+        click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
+    from tools.ep_report.render import as_json as content
+    from tools.ep_report.render import print_text
+
+    if as_json:
+        click.echo(json.dumps(content(advices, str(recipe))))
+    else:
+        print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False))

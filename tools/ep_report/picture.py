@@ -1,0 +1,66 @@
+"""Draw a layer's streams before and after it is cut into chunks (report figure 5)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from plugins.ep_overlap.plan import WHOLE
+from plugins.ep_overlap.timeline import STREAMS, Timeline
+from plugins.errors import RecipeError
+from tools.ep_report.advise import Advice
+
+ENDINGS = (".svg", ".png")
+_ROWS = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
+_GREY = "0.75"
+
+
+def draw(advice: Advice, path: Path) -> Path:
+    """Draw the recommended mode's layer, uncut above and cut below, forward then backward; returns `path`.
+
+    Matplotlib is imported only here; no display is needed.
+
+    Raises:
+        RecipeError: the file's ending is neither .svg nor .png.
+    """
+    if path.suffix not in ENDINGS:
+        raise RecipeError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    choice = advice.best.choice
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True)
+    b, s = choice.chunks
+    _panel(above, choice.before, "uncut")
+    _panel(below, choice.after, f"{b * s} chunks (batch {b} x sequence {s})")
+    label = "ms of one MoE layer and micro-batch, forward then backward (modelled)"
+    below.set_xlabel(f"{label}; a colour for each chunk, grey: shared expert")
+    shared = ", recomputed" if advice.shape.recompute else ""
+    figure.suptitle(f"{advice.mode} dispatch, EP {advice.topology.ep} on {advice.hardware.name}{shared}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # the same numbers give the same file
+    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
+    return path
+
+
+def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
+    """One row for each stream; backward starts where forward ends."""
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"]
+    chunks = 1 + max(span.op.chunk for timeline in timelines for span in timeline.spans)
+    offset = 0.0
+    for timeline in timelines:
+        for row, stream in enumerate(reversed(STREAMS)):
+            for span in timeline.on(stream):
+                colour = _GREY if span.op.chunk == WHOLE else colours(span.op.chunk / chunks)
+                place = (1e3 * (offset + span.start), 1e3 * span.op.seconds)
+                axes.broken_barh([place], (row - 0.4, 0.8), facecolor=colour)
+        offset += timeline.makespan
+        axes.axvline(1e3 * offset, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(STREAMS)), [_ROWS[stream] for stream in reversed(STREAMS)])
+    axes.set_title(f"{name}: {1e3 * offset:.2f} ms", loc="left", fontsize="medium")

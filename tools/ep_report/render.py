@@ -1,0 +1,124 @@
+"""An advice as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from tools.ep_report.advise import Advice, ModeReport
+
+NOTE = "modelled, not measured: tools/ep_report/step_time.py states the model"
+
+
+def as_json(advices: Sequence[Advice], source: str) -> dict[str, Any]:
+    """One object; bytes, seconds and shares; pairs are [without overlap, with overlap]."""
+    first = advices[0]
+    return {
+        "recipe": source,
+        "modelled": True,
+        "hardware": {
+            "name": first.hardware.name,
+            "device": first.hardware.device,
+            "assumed": first.hardware.assumed,
+        },
+        "skew": first.skew,
+        "reports": [_report(advice) for advice in advices],
+    }
+
+
+def _report(advice: Advice) -> dict[str, Any]:
+    base = advice.best.base
+    return {
+        "expert_parallel": advice.topology.ep,
+        "nodes": advice.topology.nodes,
+        "devices_per_node": advice.topology.devices_per_node,
+        "devices": advice.shape.devices,
+        "rank_tokens": advice.shape.rank_tokens,
+        "plugins": advice.settings,
+        "issue_stride": advice.stride,
+        "why": advice.why,
+        "break_even": asdict(advice.break_even),
+        "other_seconds": {"compute": base.compute, **base.communication, "bubble_factor": base.bubble},
+        "modes": {mode: _mode(report) for mode, report in advice.modes.items()},
+    }
+
+
+def _mode(report: ModeReport) -> dict[str, Any]:
+    choice = report.choice
+    return {
+        "inter_bytes": report.inter_bytes,
+        "intra_bytes": report.intra_bytes,
+        "ep_seconds": report.ep_seconds,
+        "exposed_seconds": report.exposed,
+        "exposed_fraction": [choice.exposed_fraction(choice.exposed_before), _exposed_after(report)],
+        "step_seconds": report.step,
+        "share_of_step": report.share_of_step,
+        "share_of_communication": report.share_of_communication,
+        "chunks": choice.chunks,
+        "issue_stride": choice.stride,
+    }
+
+
+def _exposed_after(report: ModeReport) -> float:
+    return report.choice.exposed_fraction(report.choice.exposed_after)
+
+
+def print_text(advices: Sequence[Advice], source: str, console: Console) -> None:
+    """A table for each EP degree, the setting to write, and why."""
+    first = advices[0]
+    console.print(
+        f"{source} on {first.hardware.name} ({first.hardware.device}), busiest rank {first.skew:g} x the mean"
+    )
+    for advice in advices:
+        console.print()
+        console.print(_table(advice))
+        console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
+        console.print(f"why: {advice.why}")
+    console.print()
+    console.print(f"{NOTE}; {assumptions(first)}")
+    console.print(
+        "arrows: without -> with overlap; bytes of the busiest rank, one layer and micro-batch, both directions"
+    )
+
+
+def _table(advice: Advice) -> Table:
+    place = f"{advice.topology.nodes} x {advice.topology.devices_per_node}"
+    title = f"EP {advice.topology.ep} on {place} of {advice.shape.devices:,} devices (modelled)"
+    table = Table(title=title, title_justify="left", title_style="", show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for mode in advice.modes:
+        table.add_column(mode, justify="right", no_wrap=True)
+    rows = [_rows(report) for report in advice.modes.values()]
+    for index, (label, _) in enumerate(rows[0]):
+        table.add_row(label, *(row[index][1] for row in rows))
+    return table
+
+
+def _rows(report: ModeReport) -> list[tuple[str, str]]:
+    before, after = report.step
+    return [
+        ("between nodes", f"{report.inter_bytes / 1e6:,.1f} MB"),
+        ("inside a node", f"{report.intra_bytes / 1e6:,.1f} MB"),
+        ("EP, a step", f"{report.ep_seconds:.2f} s"),
+        ("step", f"{before:.2f} -> {after:.2f} s"),
+        ("EP exposed, of step", arrow(report.share_of_step)),
+        ("EP exposed, of comm.", arrow(report.share_of_communication)),
+        ("chunks [b, s]", str(list(report.choice.chunks))),
+    ]
+
+
+def arrow(shares: tuple[float, float]) -> str:
+    """(0.3, 0.05) as ``30 % -> 5 %``."""
+    return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
+
+
+def assumptions(advice: Advice) -> str:
+    """Which of the numbers used nobody has published."""
+    hardware, peak = advice.hardware, f"peak_flops.{advice.shape.dtype}"
+    used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
+    return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}"

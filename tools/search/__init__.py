@@ -1,0 +1,1 @@
+"""Strategy search: what devices and links can do (`hardware`)."""
