@@ -1,0 +1,154 @@
+"""One sample's tokens over context-parallel ranks, with documents inside: equal tokens, equal attention. NumPy only.
+
+A rank computes the queries of its tokens; a query at offset i of its document attends to i + 1 keys. A contiguous
+split gives the last rank of a long document most of the work. Head-tail (as in ring attention: cut the sample into
+2 * cp pieces, rank r takes pieces r and 2 cp - 1 - r) is exact for one document, and for none else. Here each long
+document is cut head-tail by itself, which is exact; what is left over is dealt so that tokens come out equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_ROUNDS = 16  # strips that a rank gets of what is not cut head-tail
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """ranges: for each rank int64 [n, 2], first token and end of its ranges, rising, none adjacent to the next;
+    pairs: int64 [cp], attending pairs that each rank computes."""
+
+    ranges: list[np.ndarray]
+    pairs: np.ndarray
+
+    @property
+    def imbalance(self) -> float:
+        """Pairs of the slowest rank over the mean."""
+        return float(self.pairs.max() / self.pairs.mean())
+
+
+def contiguous(segments: np.ndarray, ranks: int) -> ContextPlan:
+    """Rank r takes the r-th part. segments: int64 [documents], tokens of each; their sum is a multiple of `ranks`."""
+    return _strided(segments, ranks, np.arange(ranks))
+
+
+def head_tail(segments: np.ndarray, ranks: int) -> ContextPlan:
+    """2 * ranks parts of the sample, the r-th and the r-th from the end to rank r; the sum a multiple of 2 * ranks."""
+    return _strided(segments, ranks, np.concatenate((np.arange(ranks), np.arange(ranks)[::-1])))
+
+
+def balanced(segments: np.ndarray, ranks: int, smallest_piece: int = 128) -> ContextPlan:
+    """Head-tail inside each long document, the rest dealt out by the work of its tokens.
+
+    1. A document of at least 2 * ranks * smallest_piece tokens is cut into its first `ranks` and its last `ranks`
+       pieces of floor(n / (2 * ranks)) tokens; rank r takes the r-th of the first and the r-th from the end of the
+       last. Offsets mirror each other, so every rank gets exactly the same pairs. Fewer than 2 * ranks tokens remain
+       in its middle.
+    2. Those middles and the short documents, sorted by the mean work of a token, form a line that is cut into strips,
+       `ranks` a round, all of a round equally long, so tokens come out equal; in each round the heaviest strip goes
+       to the rank with the fewest pairs so far.
+
+    Args:
+        segments: int64 [documents], tokens of each, in the sample's order; their sum is a multiple of `ranks`.
+        ranks: context-parallel ranks.
+        smallest_piece: tokens. Attention kernels work in blocks; pieces below one block cost like a whole one.
+            1 balances pairs best, larger numbers cut less.
+    """
+    segments = np.asarray(segments, np.int64)
+    starts = np.cumsum(segments) - segments
+    piece = segments // (2 * ranks)
+    long = piece >= smallest_piece
+    piece = np.where(long, piece, 0)
+
+    number = np.arange(2 * ranks)
+    owner = np.concatenate((number[:ranks], number[:ranks][::-1]))
+    shift = np.where(number < ranks, 0, (segments - 2 * ranks * piece)[:, None])
+    begin = (starts[:, None] + shift + number * piece[:, None])[long].ravel()
+    pieces = np.stack((begin, begin + np.repeat(piece[long], 2 * ranks)), 1)
+
+    rest = np.stack((starts + ranks * piece, starts + segments - ranks * piece), 1)
+    rest = rest[rest[:, 1] > rest[:, 0]]
+    rest_ranges, rest_owner = _dealt(rest, segments, ranks)
+    owners = np.concatenate((np.tile(owner, int(long.sum())), rest_owner))
+    return _plan(segments, ranks, np.concatenate((pieces, rest_ranges)), owners)
+
+
+def _dealt(runs: np.ndarray, segments: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Step 2 of `balanced`: runs int64 [n, 2] of tokens -> ranges int64 [m, 2] and the rank of each."""
+    if not len(runs):
+        return runs, np.zeros(0, np.int64)
+    size = runs[:, 1] - runs[:, 0]
+    work = _pairs(runs, segments)
+    runs = runs[np.argsort(-work / size, kind="stable")]
+    ends = np.cumsum(runs[:, 1] - runs[:, 0])
+    own = int(ends[-1]) // ranks
+    rounds = max(min(_ROUNDS, own), 1)
+    # strip borders on the line: `ranks` strips a round, sizes of rounds differ by at most one token
+    sizes = np.repeat(np.diff(np.arange(rounds + 1) * own // rounds), ranks)
+    strip_ends = np.cumsum(sizes)
+
+    cuts = np.union1d(ends, strip_ends)
+    first = np.concatenate(([0], cuts[:-1]))
+    run = np.searchsorted(ends, first, side="right")
+    shift = runs[run, 1] - ends[run]
+    ranges = np.stack((first + shift, cuts + shift), 1)
+    strip = np.searchsorted(strip_ends, first, side="right")
+    strip_work = np.zeros(rounds * ranks, np.int64)
+    np.add.at(strip_work, strip, _pairs(ranges, segments))
+    return ranges, _rank_of_strip(strip_work.reshape(rounds, ranks)).ravel()[strip]
+
+
+def _rank_of_strip(work: np.ndarray) -> np.ndarray:
+    """In each round of work [rounds, ranks] the heaviest strip goes to the rank with least so far, and so on."""
+    loads = np.zeros(work.shape[1], np.int64)
+    owner = np.empty_like(work)
+    for row, own in zip(work, owner, strict=True):
+        own[np.argsort(-row, kind="stable")] = np.argsort(loads, kind="stable")
+        loads[own] += row
+    return owner
+
+
+def _strided(segments: np.ndarray, ranks: int, owner: np.ndarray) -> ContextPlan:
+    """The sample in as many equal parts as `owner` [parts] has entries."""
+    segments = np.asarray(segments, np.int64)
+    tokens = int(segments.sum())
+    assert tokens % len(owner) == 0
+    borders = np.arange(len(owner) + 1) * (tokens // len(owner))
+    return _plan(segments, ranks, np.stack((borders[:-1], borders[1:]), 1), owner)
+
+
+def _plan(segments: np.ndarray, ranks: int, ranges: np.ndarray, owner: np.ndarray) -> ContextPlan:
+    """Sort and join the ranges [n, 2] of each rank and count its pairs."""
+    order = np.argsort(ranges[:, 0], kind="stable")
+    ranges, owner = ranges[order], owner[order]
+    joined = []
+    for rank in range(ranks):
+        own = ranges[owner == rank]
+        begins = np.concatenate(([True], own[1:, 0] != own[:-1, 1]))
+        ends = np.concatenate((begins[1:], [True]))
+        joined.append(np.stack((own[begins, 0], own[ends, 1]), 1))
+    pairs = np.array([int(_pairs_across(own, segments)) for own in joined])
+    return ContextPlan(joined, pairs)
+
+
+def _pairs(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """int64 [n], pairs of ranges [n, 2] that lie inside one document each."""
+    ends = np.cumsum(segments)
+    document = np.searchsorted(ends, ranges[:, 0], side="right")
+    start, stop = (ranges - (ends - segments)[document, None]).T
+    return (stop * (stop + 1) - start * (start + 1)) // 2
+
+
+def _pairs_across(ranges: np.ndarray, segments: np.ndarray) -> np.ndarray:
+    """Pairs of all ranges together; a range may hold several documents."""
+    ends = np.cumsum(segments)
+    total = np.concatenate(([0], np.cumsum(segments * (segments + 1) // 2)))
+
+    def up_to(token: np.ndarray) -> np.ndarray:
+        document = np.searchsorted(ends, token, side="right")
+        offset = token - np.concatenate(([0], ends))[document]
+        return total[document] + offset * (offset + 1) // 2
+
+    return (up_to(ranges[:, 1]) - up_to(ranges[:, 0])).sum()
