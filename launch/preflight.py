@@ -13,6 +13,8 @@ from typing import Any
 from launch.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from tools.check import check_recipe
+from tools.check.dispatch import check_dispatch
+from tools.recipe.load import Recipe
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
@@ -36,13 +38,17 @@ def check_machine(recipe: Mapping[str, Any]) -> None:
         )
 
 
-def check_sound(recipe: dict[str, Any]) -> None:
-    """Raise RecipeError with what `tc3 check` finds wrong: the run would fail, or be another one than was written."""
+def check_sound(recipe: Recipe) -> None:
+    """Raise RecipeError with what `tc3 check` finds wrong: the run would fail, or be another one than was written.
+
+    Raise ClusterError where the ranks of an expert-parallel group would wait for each other for ever.
+    """
     errors = check_recipe(recipe).errors
     if errors:
         shown = [str(error) for error in errors[:MOST_FINDINGS]]
         more = len(errors) - len(shown)
         raise RecipeError("\n     ".join([*shown, *[f"and {more} more: tc3 check lists them"] * bool(more)]))
+    check_dispatch(recipe)
 
 
 def check_data(recipe: Mapping[str, Any]) -> None:

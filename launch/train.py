@@ -19,6 +19,7 @@ if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository 
 
 from launch.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
+from tools.ep_report.settle import settle  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
@@ -29,6 +30,8 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     recipe = load_recipe(config_path)
     if overrides:
         recipe = apply_overrides(recipe, overrides)
+    for line in settle(recipe):
+        click.echo(line)
     if run_dir is not None:
         recipe["output_dir"] = str(run_dir)
     checkpoint = recipe.setdefault("checkpoint", {})

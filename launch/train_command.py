@@ -20,6 +20,7 @@ from launch.summary import print_failure, print_summary, summarize
 from launch.supervise import Outcome, supervise
 from plugins.errors import CheckpointError, RecipeError, TC3Error, did_you_mean
 from tools.checkpoint.scan import scan_checkpoints
+from tools.ep_report.settle import settle
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -110,6 +111,8 @@ def effective_recipe(
         if others := also_changed(flat, override):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
     flat = apply_overrides(flat, [*overrides, *(steps_overrides(apply_overrides(flat, overrides), steps))])
+    for line in settle(flat):
+        click.echo(line, err=True)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
     checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")

@@ -6,9 +6,12 @@ import importlib
 
 from plugins.errors import RecipeError, did_you_mean
 
-# recipe key -> module with `enable(config, settings)`; sealed checkpoints are always on
+# recipe key -> module with `enable(config, settings)`, in the order of enabling; sealed checkpoints are always on
 ADAPTERS = {
     "held_out_loss": "plugins.held_out_loss.adapter",
+    "hierarchical_ep": "plugins.hierarchical_ep.adapter",
+    "ep_overlap": "plugins.ep_overlap.adapter",
+    "attention_balance": "plugins.attention_balance.adapter",
 }
 
 
@@ -21,8 +24,10 @@ def enable_plugins(config) -> None:
         RecipeError: for a plugin that does not exist.
     """
     importlib.import_module("plugins.sealed_checkpoint.adapter")
-    for name, settings in (config.get("plugins") or {}).items():
+    chosen = config.get("plugins") or {}
+    for name in chosen:
         if name not in ADAPTERS:
             raise RecipeError(f"plugins.{name}: no such plugin{did_you_mean(name, list(ADAPTERS))}")
-        if settings is not False:
-            importlib.import_module(ADAPTERS[name]).enable(config, settings)
+    for name, module in ADAPTERS.items():
+        if chosen.get(name, False) is not False:
+            importlib.import_module(module).enable(config, chosen[name])

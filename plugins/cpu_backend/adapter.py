@@ -25,6 +25,9 @@ def enable(config) -> None:
     compat.after_context()
     for module in ("model", "train_step"):
         importlib.import_module(f"plugins.cpu_backend.{module}")
+    data = config.train_dataset.data_loader.get("config") or {}
+    apart = data.get("reset_attention_mask") and data.get("create_attention_mask", True)
+    importlib.import_module("plugins.cpu_backend.attention").follow_documents(bool(apart))
     model_config = config.model.model_config
     model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
     config.runner_wrapper.type = WRAPPERS[config.runner_wrapper.type]
@@ -34,6 +37,7 @@ def check(config) -> None:
     """Refuse what would fail deep inside MindSpore, or be slower or wrong in silence, on CPU."""
     model_config = config.model.model_config
     parallel = config.parallel_config
+    workers = parallel.data_parallel if config.use_parallel else 1
     rules = [
         (config.context.mode == 0, "context.mode", "0 (graph mode; PyNative is 20 to 40 times slower)"),
         (not config.runner_config.sink_mode, "runner_config.sink_mode", "False"),
@@ -44,7 +48,12 @@ def check(config) -> None:
         (config.parallel.parallel_mode == 0, "parallel.parallel_mode", "0 (data parallel)"),
         (parallel.model_parallel == 1, "parallel_config.model_parallel", "1"),
         (parallel.pipeline_stage == 1, "parallel_config.pipeline_stage", "1"),
-        (parallel.expert_parallel == 1, "parallel_config.expert_parallel", "1"),
+        (parallel.expert_parallel in (1, workers), "parallel_config.expert_parallel", f"1 or all workers ({workers})"),
+        (
+            parallel.expert_parallel == 1 or (config.get("plugins") or {}).get("hierarchical_ep"),
+            "parallel_config.expert_parallel",
+            "plugins.hierarchical_ep to bring tokens to the experts of other workers",
+        ),
     ]
     for holds, key, right in rules:
         if not holds:

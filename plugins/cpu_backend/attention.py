@@ -8,7 +8,21 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import operations as P
 
+from plugins.cpu_backend import attention_documents
 from plugins.errors import RecipeError
+
+_follows_documents = False
+
+
+def follow_documents(follows: bool) -> None:
+    """Whether models built later compute attention document by document; for data with `reset_attention_mask` only."""
+    global _follows_documents
+    _follows_documents = follows
+
+
+def core_attention():
+    """The class for a layer spec's `core_attention`."""
+    return DocumentCoreAttention if _follows_documents else CoreAttention
 
 
 class CoreAttention(nn.Cell):
@@ -79,6 +93,89 @@ class CoreAttention(nn.Cell):
         """[S, B, N * D] or [S, B, N, D] -> [B, N, S, D]."""
         x = ops.reshape(x, (x.shape[0], x.shape[1], self.heads, -1))
         return ops.transpose(x, (1, 2, 0, 3))
+
+
+class DocumentCoreAttention(CoreAttention):
+    """`CoreAttention` for masks of `reset_attention_mask`: causal within documents, and as expensive as those.
+
+    The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
+    so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
+    """
+
+    def __init__(self, config, layer_number, **kwargs):
+        super().__init__(config, layer_number, **kwargs)
+        self.within_documents = WithinDocuments(self.scale)
+
+    def construct(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        alibi_mask=None,
+        prefix=None,
+        padding_mask=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
+        """As `CoreAttention`; attention_mask: [B, 1, S, S]."""
+        length, batch = query.shape[0], query.shape[1]
+        shape = (length, batch, self.heads, -1)
+        # the entries (i + 1, i), behind each other at a stride of S + 1
+        flat = ops.reshape(attention_mask, (batch, length * length))
+        breaks = ops.cast(flat[:, length :: length + 1], ms.int32)
+        out, _ = self.within_documents(
+            ops.reshape(query, shape), ops.reshape(key, shape), ops.reshape(value, shape), breaks
+        )
+        return ops.reshape(out, (length, batch, -1))
+
+
+class WithinDocuments(nn.Cell):
+    """`attention_documents` as host functions in the graph.
+
+    Inputs: query, key [S, B, N, D]; value [S, B, N, Dv]; breaks int32 [B, S - 1].
+    Outputs: [S, B, N, Dv], and the log-sum-exp of the rows [B, N, S], for backward only: no gradient passes it.
+    """
+
+    def __init__(self, scale):
+        super().__init__(auto_prefix=False)
+        self.attend, self.gradients = _operators(scale)
+
+    def construct(self, query, key, value, breaks):
+        """See the class."""
+        return self.attend(query, key, value, breaks)
+
+    def bprop(self, query, key, value, breaks, out, dout):
+        """`attention_documents.backward`."""
+        gradients = self.gradients(query, key, value, breaks, out[0], out[1], dout[0])
+        return gradients[0], gradients[1], gradients[2], ops.zeros_like(breaks)
+
+
+def _operators(scale):
+    """Forward and backward of `WithinDocuments`."""
+
+    def forward(query, key, value, breaks):
+        return attention_documents.forward(query, key, value, breaks, scale)
+
+    def forward_shapes(query, key, value, breaks):
+        return value, [query[1], query[2], query[0]]
+
+    def forward_types(query, key, value, breaks):
+        return value, query
+
+    def backward(query, key, value, breaks, out, log_sum, dout):
+        return attention_documents.backward(query, key, value, breaks, out, log_sum, dout, scale)
+
+    def first_three(query, key, value, breaks, out, log_sum, dout):
+        return query, key, value
+
+    return (
+        ops.Custom(forward, forward_shapes, forward_types, func_type="pyfunc"),
+        ops.Custom(backward, first_three, first_three, func_type="pyfunc"),
+    )
 
 
 def _refuse_unsupported(config, attention_dropout):

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
-from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
-from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import VocabParallelEmbedding
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
@@ -17,18 +12,17 @@ from mindspore import context, ops
 from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import world
-from plugins.cpu_backend.attention import CoreAttention
+from plugins.cpu_backend.attention import core_attention
 from plugins.cpu_backend.experts import GroupedExperts
 from plugins.cpu_backend.operators import EmbeddingLookup, Outer, TopK
+from plugins.telechat3_moe import gpt_model
 
 
-def on_cpu(block_spec):
-    """Point a decoder block's spec at the CPU attention and experts (in place); returns it."""
-    for layer in {id(spec): spec for spec in block_spec.layer_specs}.values():
-        layer.submodules.self_attention.submodules.core_attention = CoreAttention
-        if layer.submodules.mlp.module is MoELayer:
-            layer.submodules.mlp.submodules.experts = GroupedExperts
-    return block_spec
+def on_cpu(layer) -> None:
+    """Point a layer's spec at the CPU attention and experts (in place)."""
+    layer.submodules.self_attention.submodules.core_attention = core_attention()
+    if layer.submodules.mlp.module is MoELayer:
+        layer.submodules.mlp.submodules.experts = GroupedExperts
 
 
 def build_gpt(config):
@@ -38,22 +32,10 @@ def build_gpt(config):
     `data_parallel_size`, which MindFormers' trainer has reset to 1 by then. Data parallelism on CPU lives in
     the gradient reducer and needs no groups.
     """
-    block = on_cpu(get_gpt_decoder_block_spec(config))
-    mtp = get_gpt_mtp_block_spec(config, block) if config.mtp_num_layers else None
     mode = context.get_auto_parallel_context("parallel_mode")
     context.set_auto_parallel_context(parallel_mode="stand_alone")
     try:
-        model = GPTModel(
-            config=config,
-            transformer_layer_spec=block,
-            vocab_size=config.vocab_size,
-            max_sequence_length=config.max_position_embeddings,
-            position_embedding_type=config.position_embedding_type,
-            rotary_percent=1.0,
-            rotary_base=config.rotary_base,
-            rope_scaling=False,
-            mtp_block_spec=mtp,
-        )
+        model = gpt_model(config, on_cpu)
     finally:
         context.set_auto_parallel_context(parallel_mode=mode)
     replace_hard_coded(model, config)

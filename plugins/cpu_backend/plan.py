@@ -60,3 +60,31 @@ def block_layout(ends: np.ndarray, rows: int, block: int) -> tuple[np.ndarray, n
     slots = np.arange(count * block)
     source = np.clip(slots - shift[expert_of_block[slots // block]], 0, rows - 1)
     return expert_of_block, source, slot_of_row
+
+
+def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Rows [C, h] sorted by expert x weight [E, h, H] -> [C, H]; rows from ends[-1] on are not in use and give zeros.
+
+    ends: [E] cumulative counts of rows per expert.
+    """
+    out = np.zeros((len(rows), weight.shape[2]), rows.dtype)
+    for expert, (first, end) in enumerate(_spans(ends)):
+        np.matmul(rows[first:end], weight[expert], out=out[first:end])
+    return out
+
+
+def grouped_matmul_dx(dout: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Gradient of `grouped_matmul` with respect to its rows: [C, H], [E, h, H] -> [C, h]."""
+    return grouped_matmul(dout, weight.transpose(0, 2, 1), ends)
+
+
+def grouped_matmul_dw(dout: np.ndarray, rows: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Gradient of `grouped_matmul` with respect to the weight: [C, H], [C, h] -> [E, h, H]."""
+    out = np.zeros((len(ends), rows.shape[1], dout.shape[1]), rows.dtype)
+    for expert, (first, end) in enumerate(_spans(ends)):
+        np.matmul(rows[first:end].T, dout[first:end], out=out[expert])
+    return out
+
+
+def _spans(ends: np.ndarray):
+    return zip(np.concatenate([[0], ends[:-1]]).tolist(), ends.tolist(), strict=True)

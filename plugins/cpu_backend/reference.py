@@ -5,6 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 
+def document_mask(breaks):
+    """The dense mask that GPTDataset delivers with `reset_attention_mask`, token pair by token pair.
+
+    Args:
+        breaks: [B, S - 1], not 0 at i where token i + 1 begins a document.
+
+    Returns:
+        int32 [B, 1, S, S], 1 where the row's token must not see the column's.
+    """
+    batch, length = len(breaks), breaks.shape[1] + 1
+    mask = np.ones((batch, 1, length, length), np.int32)
+    for sample, row, column in np.ndindex(batch, length, length):
+        if column <= row and not breaks[sample, column:row].any():
+            mask[sample, 0, row, column] = 0
+    return mask
+
+
 def attention(query, key, value, mask, scale):
     """softmax(Q K^T * scale, masked) V, head by head.
 

@@ -45,7 +45,7 @@ def programs_of(*plans: Plan, order: Sequence[tuple[int, int]] | None = None) ->
     """The calls of each rank for one layer, forward and backward, in the order in which they are issued.
 
     Before its rows a dispatch step exchanges counts (All-to-All(V) only) and ids and probabilities; groups of one rank
-    call nothing. Backward is the mirror image: the adjoint of each call, from last to first, without counts and ids.
+    call nothing. Backward is the mirror image: the adjoint of each call, from last to first, without counts.
 
     Args:
         plans: one plan a chunk (one plan: no overlap).
@@ -81,7 +81,7 @@ def _backward_calls(step: Transfer, rank: int, chunk: int) -> list[Call]:
     if len(step.group_of(rank)) == 1:
         return []
     calls = [_call(adjoint, rank, f"chunk {chunk} {step.step}.rows.backward")]
-    if step.weight == "token" and step.step.startswith("dispatch"):  # probabilities have a gradient, ids have none
+    if step.step.startswith("dispatch"):  # the probabilities have a gradient
         calls.append(_call(adjoint, rank, f"chunk {chunk} {step.step}.meta.backward"))
     return calls
 

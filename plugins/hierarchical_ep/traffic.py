@@ -37,7 +37,7 @@ class Step:
         stream: "inter", "intra" or "both": the link classes it occupies.
         inter_bytes, intra_bytes: what the busiest rank sends or receives over that class, whichever is larger.
         inter_peers, intra_peers: ranks it exchanges a message with (a collective costs one latency for each).
-        inter_forward_only, intra_forward_only: the part of the bytes that has no gradient (ids and counts).
+        inter_forward_only, intra_forward_only: the part of the bytes that has no gradient (counts).
     """
 
     name: str
@@ -173,7 +173,7 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The adjoint of each forward step, in reverse order: the same bytes the other way, less ids and counts."""
+    """The adjoint of each forward step, in reverse order: the same bytes the other way, less counts."""
     return tuple(
         replace(
             step,
@@ -213,7 +213,7 @@ class BreakEven:
 
     Attributes:
         metadata_ratio: m, how much larger an AllGathered row is than a copy, both ways: row with k ids and k
-            probabilities and row back, over copy with an id and copy back, minus 1.
+            probabilities and row back, over copy with its id and probability and copy back, minus 1.
         load: copies per token as the busiest rank receives them: skew * k where experts divide evenly.
         nodes_limit: AllGather moves fewer bytes than the global All-to-All below this number of nodes.
         ep_limit: the same in ranks of the EP group.
@@ -245,10 +245,10 @@ def break_even(topology: Topology, top_k: int, hidden: int, itemsize: int, skew:
     With N tokens a rank, P nodes, D ranks a node, h b bytes a row, the busiest rank moves over inter-node links
 
         AllGather and ReduceScatter   N (P - 1) (2 h b + 8 k): the rows of its peers on the P - 1 other nodes;
-        All-to-All and back           skew N k (P - 1) / P (2 h b + 4): of the skew N k copies that reach it, the
+        All-to-All and back           skew N k (P - 1) / P (2 h b + 8): of the skew N k copies that reach it, the
                                       share 1 / P comes from its own node and stays inside;
 
-    the factor P - 1 is the own node's share in both and cancels, and with 1 + m = (2 h b + 8 k) / (2 h b + 4)
+    the factor P - 1 is the own node's share in both and cancels, and with 1 + m = (2 h b + 8 k) / (2 h b + 8)
 
         AllGather wins  <=>  P (1 + m) < skew k.
 
@@ -263,7 +263,7 @@ def break_even(topology: Topology, top_k: int, hidden: int, itemsize: int, skew:
     largest = int(topology.experts_per_rank.max())
     load = topology.ep * min(skew * top_k * largest / topology.experts, min(top_k, largest))
     gathered = 2 * hidden * itemsize + top_k * (ID_BYTES + PROB_BYTES)
-    copied = 2 * hidden * itemsize + ID_BYTES
+    copied = 2 * hidden * itemsize + ID_BYTES + PROB_BYTES
     limit = load * copied / gathered
     hit = hit_probability(topology.experts, int(topology.experts_per_node.max()), top_k)
     return BreakEven(

@@ -2,14 +2,13 @@
 
 What is counted, per row:
 
-* dispatch of copies: hidden * itemsize and one int32 expert id (MindFormers sends the id along);
-* dispatch of token rows: hidden * itemsize, k int32 expert ids and k fp32 router probabilities;
+* dispatch of copies: hidden * itemsize, one expert id and its router probability;
+* dispatch of token rows: hidden * itemsize, k expert ids and k router probabilities;
 * combine: hidden * itemsize;
 * before each All-to-All(V) of dispatch an exchange of int32 counts: one per expert of the destination for copies, one
   per destination for token rows (AllGather needs none).
 
-Gradients take the way back: those of rows the rows' way, those of probabilities the probabilities'. Ids and counts
-have none.
+Ids and probabilities share one fp32 buffer. Gradients take the way back, with zeros for the ids; counts have none.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Transfer:
         kind: "all_gather", "all_to_all_v" or "reduce_scatter".
         groups: the groups that run it side by side; together they hold each rank once.
         rows: [ep, ep] rows that rank s hands to rank d; the diagonal stays where it is. Expectations are floats.
-        weight: "token" (a row with its k expert ids and k probabilities) or "copy" (a row with one expert id). Ids
+        weight: "token" (a row with its k expert ids and k probabilities) or "copy" (a row with one of each). Ids
             and probabilities travel in dispatch only.
     """
 
@@ -111,25 +110,22 @@ class StepBytes:
         return float(max(self.sent(link).max(), self.received(link).max()))
 
 
-def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False) -> int:
-    """Bytes of one row of a step with its metadata (`gradient`: of its gradient).
+def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int:
+    """Bytes of one row of a step with its metadata: a token's k ids and probabilities, a copy's id and probability.
 
-    A token's ids and probabilities travel in one buffer, and so do their gradients, zeros for the ids. A copy's id has
-    a buffer of its own and no gradient.
+    They travel in one buffer, and so do their gradients, with zeros for the ids.
     """
     row = hidden * itemsize
     if transfer.step.startswith("combine"):
         return row
-    if transfer.weight == "token":
-        return row + top_k * (PROB_BYTES + ID_BYTES)
-    return row + (0 if gradient else ID_BYTES)
+    return row + (top_k if transfer.weight == "token" else 1) * (ID_BYTES + PROB_BYTES)
 
 
 def step_bytes(
     topology: Topology, transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False
 ) -> StepBytes:
     """Bytes of a forward step from rank s to rank d (`gradient`: only those that also travel back)."""
-    moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize, gradient)
+    moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize)
     if not gradient:
         moved = moved + _count_bytes(topology, transfer)
     moved = moved * (1 - np.eye(topology.ep, dtype=int))

@@ -11,6 +11,7 @@ from tools.recipe.load import load_recipe
 STAGES = ("pretrain_4k", "context_32k", "context_128k")
 SIZES = ("105b", "438b", "1119b")
 RECIPES = [runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in SIZES for stage in STAGES]
+RECIPES.append(runs.ROOT / "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml")  # on four workers
 
 
 @pytest.mark.slow

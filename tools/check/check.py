@@ -12,6 +12,7 @@ from tools.check.conflicts import check_conflicts
 from tools.check.converter import convert
 from tools.check.data_files import check_files
 from tools.check.keys import check_keys
+from tools.check.plugins import check_plugins
 from tools.check.report import Findings, Report
 from tools.check.schema import load_schema
 from tools.check.stages import check_stages
@@ -53,6 +54,7 @@ def check_recipe(
         check_stages(view, built, found)
         check_arithmetic(view, built, found)
         check_conflicts(view, built, found)
+        check_plugins(view, built, found)
         check_files(view, built, found, here)
     found.found.sort(key=lambda finding: (finding.severity, finding.file, finding.line))
     return Report(recipe, found.found, table_of(view, built, token_budget))

@@ -268,7 +268,13 @@ def _cpu(view: View, built: Built, found: Findings) -> None:
         ),
         *(
             (view.get((*PARALLEL, key), 1) == 1, (*PARALLEL, key), "1", "CPU runs data parallel only")
-            for key in ("model_parallel", "pipeline_stage", "expert_parallel", "context_parallel")
+            for key in ("model_parallel", "pipeline_stage", "context_parallel")
+        ),
+        (
+            view.ep == 1 or bool(view.get(("plugins", "hierarchical_ep"))),
+            (*PARALLEL, "expert_parallel"),
+            "1, or plugins.hierarchical_ep",
+            "MindFormers' dispatchers have no kernels there",
         ),
     ]
     for holds, path, right, why in rules:

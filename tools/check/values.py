@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.hierarchical_ep.plan import MODES
+
 Spec = dict[str, Any]
 
 
@@ -284,4 +286,7 @@ MODEL: dict[str, Spec] = {
 
 PLUGINS: dict[str, dict[str, Spec]] = {
     "held_out_loss": {"data_path": {"types": ["str"]}, **_least(1, "samples", "every")},
+    "hierarchical_ep": {"mode": {"types": ["str"], "enum": ["auto", *MODES]}, "hardware": {"types": ["str"]}},
+    "attention_balance": {**_least(1, "window"), **_least(0, "per_pair", "per_token", types=("float", "int"))},
+    "ep_overlap": {"chunks": {"types": ["list", "str"]}, **_least(0, "stride")},
 }

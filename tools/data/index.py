@@ -5,7 +5,8 @@ then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bi
 sequence of each document and the end. One document is one sequence here, as Megatron's own preprocessing writes it.
 
 Written here and not by MindFormers' `IndexedDatasetBuilder`, because importing that takes seconds and it keeps a
-Python list entry a document. Memory of the writer: 4 bytes a document; of the reader: 12, and 28 while it opens.
+Python list entry a document. Memory of the writer: 4 bytes a document; of the reader: 12, and 28 while it opens;
+`map_lengths` reads lengths alone, for corpora where that is too much.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import struct
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -25,6 +27,7 @@ HEADER = b"MMIDIDX\x00\x00"
 DTYPE_CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 _COUNTS = struct.Struct("<QBQQ")  # version, dtype code, sequences, documents + 1
 _CHUNK = 1 << 16  # documents, or tokens, handled at a time
+_NOT_ONE_SEQUENCE = "does not hold one sequence a document"
 
 
 def choose_dtype(requested: str, vocab_size: int) -> str:
@@ -106,6 +109,42 @@ def _pointers(lengths: np.ndarray, itemsize: int) -> Iterator[np.ndarray]:
         offset = int(ends[-1])
 
 
+def map_lengths(prefix: str | Path) -> np.ndarray:
+    """Map the document lengths of PREFIX.idx, int32 [documents], read-only; PREFIX.bin need not be there.
+
+    For corpora whose offsets nobody asks for: costs no memory of this process but pages of the file, 4 bytes a
+    document. The lengths themselves are not checked. Raises as `IndexReader`.
+    """
+    path = Path(f"{prefix}.idx")
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; PREFIX is the path without .bin or .idx")
+    with open(path, "rb") as stream:
+        _, documents = _read_header(stream, path)
+        start = stream.tell()
+    if not documents:
+        raise BrokenIndexError(f"{path}: holds no documents")
+    return np.memmap(path, dtype=np.int32, mode="r", offset=start, shape=(documents,))
+
+
+def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
+    """Dtype of the ids and number of documents; leaves `stream` at the lengths. Raises `BrokenIndexError`."""
+    if stream.read(len(HEADER)) != HEADER:
+        raise BrokenIndexError(f"{path}: is not a Megatron index (wrong first bytes)")
+    try:
+        version, code, sequences, documents = _COUNTS.unpack(stream.read(_COUNTS.size))
+    except struct.error:
+        raise BrokenIndexError(f"{path}: ends inside its header") from None
+    names = {number: name for name, number in DTYPE_CODES.items()}
+    if version != 1 or code not in names:
+        raise BrokenIndexError(f"{path}: version {version}, dtype code {code} is not a text index this reads")
+    expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
+    if path.stat().st_size != expected:
+        raise BrokenIndexError(f"{path}: is {path.stat().st_size:,} bytes, its counts say {expected:,}")
+    if documents != sequences + 1:
+        raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
+    return np.dtype(names[code]), sequences
+
+
 class IndexReader:
     """Reads a pair back without mapping it into memory; checks that both files are whole.
 
@@ -141,28 +180,12 @@ class IndexReader:
 
     def _read_idx(self) -> None:
         with open(self.idx_path, "rb") as stream:
-            if stream.read(len(HEADER)) != HEADER:
-                raise BrokenIndexError(f"{self.idx_path}: is not a Megatron index (wrong first bytes)")
-            try:
-                version, code, sequences, documents = _COUNTS.unpack(stream.read(_COUNTS.size))
-            except struct.error:
-                raise BrokenIndexError(f"{self.idx_path}: ends inside its header") from None
-            names = {number: name for name, number in DTYPE_CODES.items()}
-            if version != 1 or code not in names:
-                raise BrokenIndexError(
-                    f"{self.idx_path}: version {version}, dtype code {code} is not a text index this reads"
-                )
-            expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
-            if self.idx_path.stat().st_size != expected:
-                raise BrokenIndexError(
-                    f"{self.idx_path}: is {self.idx_path.stat().st_size:,} bytes, its counts say {expected:,}"
-                )
-            self.dtype = np.dtype(names[code])
-            self.lengths = np.fromfile(stream, dtype=np.int32, count=sequences)
-            self.offsets = np.fromfile(stream, dtype=np.int64, count=sequences)
-            first_sequences = np.fromfile(stream, dtype=np.int64, count=documents)
-        if documents != sequences + 1 or not np.array_equal(first_sequences, np.arange(documents)):
-            raise BrokenIndexError(f"{self.idx_path}: does not hold one sequence a document")
+            self.dtype, documents = _read_header(stream, self.idx_path)
+            self.lengths = np.fromfile(stream, dtype=np.int32, count=documents)
+            self.offsets = np.fromfile(stream, dtype=np.int64, count=documents)
+            first_sequences = np.fromfile(stream, dtype=np.int64, count=documents + 1)
+        if not np.array_equal(first_sequences, np.arange(documents + 1)):
+            raise BrokenIndexError(f"{self.idx_path}: {_NOT_ONE_SEQUENCE}")
 
     def _check_sizes(self) -> None:
         if len(self.lengths) and int(self.lengths.min()) < 1:

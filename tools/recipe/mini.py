@@ -20,7 +20,8 @@ CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
 SEQ_LENGTH = 128
 VOCABULARY = 2048
-BATCH = 4
+BATCH = 4  # samples a step
+WORKERS = 4  # of a recipe with expert-parallel dispatch; one otherwise
 HIDDEN = 128
 EXPERTS = 16
 TOPK = 4
@@ -93,7 +94,7 @@ MODEL_ON_CPU: dict[str, Any] = {
 
 
 def derive_mini(recipe: dict[str, Any], data_path: str, steps: int = 10) -> dict[str, Any]:
-    """A flat recipe for one CPU worker that trains `steps` steps on `data_path` (a Megatron prefix).
+    """A flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix).
 
     Raises:
         RecipeError: the recipe's model or dataset has no CPU counterpart.
@@ -112,6 +113,8 @@ def derive_mini(recipe: dict[str, Any], data_path: str, steps: int = 10) -> dict
         mini.pop(name, None)
     mini.update(copy.deepcopy(TOP_LEVEL), context=copy.deepcopy(CONTEXT))
     shrink_model(model)
+    if (mini.get("plugins") or {}).get("hierarchical_ep"):
+        spread_experts(mini, model)
     shrink_data(mini, model, data_path, steps)
     shrink_schedules(mini, steps)
     shrink_callbacks(mini, model)
@@ -158,6 +161,15 @@ def shrink_model(model: dict[str, Any]) -> None:
     model["seq_length"] = SEQ_LENGTH
     model["vocab_size"] = min(VOCABULARY, model["vocab_size"])
     model.update(MODEL_ON_CPU)
+
+
+def spread_experts(mini: dict[str, Any], model: dict[str, Any]) -> None:
+    """One sample on each of `WORKERS` CPU workers, which act as two nodes and share the experts."""
+    mini["use_parallel"] = True
+    mini["parallel_config"].update(data_parallel=WORKERS, expert_parallel=WORKERS)
+    mini["parallel"]["dataset_strategy"] = [[WORKERS, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
+    mini["runner_config"]["batch_size"] = model["batch_size"] = BATCH // WORKERS
+    model["npu_nums_per_device"] = WORKERS // 2
 
 
 def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:

@@ -12,11 +12,12 @@ pytestmark = pytest.mark.usefixtures("graph_mode")
 
 
 class Overflow(nn.Cell):
-    """`get_overflow_status` with the two attributes that it takes from MindSpore's base class."""
+    """`get_overflow_status` with the attributes that it takes from MindSpore's base class."""
 
     def __init__(self):
         super().__init__()
         self.base = Tensor(np.float32(1))
+        self.split = False
         self.hyper_map = ops.HyperMap()
 
     def construct(self, first, second):

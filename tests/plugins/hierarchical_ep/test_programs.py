@@ -52,6 +52,7 @@ def test_calls_are_those_of_the_dispatcher_and_backward_mirrors_them():
         "combine.inter.rows.backward",
         "combine.intra.rows.backward",
         "dispatch.intra.rows.backward",
+        "dispatch.intra.meta.backward",
         "dispatch.inter.rows.backward",
         "dispatch.inter.meta.backward",
     ]

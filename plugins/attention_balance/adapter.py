@@ -1,0 +1,151 @@
+"""`plugins.attention_balance` of a recipe: MindFormers' Megatron loader, with its samples in the order of the plan.
+
+The loader keeps its name, by which MindFormers' trainer knows it, and everything around it: sharding, batches, `take`,
+skipping to a step on resume, empty data on ranks that do not read. Only the index at which a rank reads changes. Every
+rank that reads works out the same order from the same index files; nothing is communicated. The order of a run that
+resumes is that of an uninterrupted one, and another number of ranks divides the same steps: it follows from the data.
+
+Losses stay the same up to rounding, but not with `eod_mask_loss`: a rank's loss is the mean over its own unmasked
+tokens, so a sample weighs a little more or less beside others.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from mindformers.dataset.dataloader.blended_megatron_dataloader import BlendedMegatronDatasetDataLoader
+from mindformers.dataset.dataloader.mock_dataloader import BaseMockDataLoader
+from mindformers.tools.logger import logger
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore.dataset import GeneratorDataset
+
+from plugins.attention_balance import eod
+from plugins.attention_balance.gpt_index import GPTIndex, blended
+from plugins.attention_balance.plan import balance, delivery_order, epoch_plan
+from plugins.attention_balance.settings import LOADER, Schedule, schedule_of
+from plugins.errors import RecipeError
+
+_DOCUMENTS_LOOKED_AT = 16
+
+
+class Reordered:
+    """A view of a random-access dataset: item i is `source[order[i]]`.
+
+    Columns are tuples; a class of its own so that MindSpore's reader processes can be handed it.
+    """
+
+    def __init__(self, source: Any, order: np.ndarray):
+        self.source = source
+        self.order = order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, item: int) -> Any:
+        return self.source[self.order[item]]
+
+
+class BalancedMegatronDataLoader(BlendedMegatronDatasetDataLoader):
+    """The registered loader while the plugin is on; without `schedule` it is MindFormers' own.
+
+    Args:
+        schedule: only in the section of the recipe that is trained on, so that other data sets keep their order.
+        The others are MindFormers'.
+    """
+
+    def __new__(cls, *, sizes, schedule=None, num_shards=None, shard_id=None, **arguments):
+        """A GeneratorDataset."""
+        stock = super().__new__(cls, sizes=sizes, num_shards=num_shards, shard_id=shard_id, **arguments)
+        if schedule is None:
+            return stock
+        if (num_shards or 1) != schedule.layout.ranks:
+            raise RecipeError(
+                f"parallel.dataset_strategy: data is dealt to {num_shards or 1} ranks, but "
+                f"parallel_config.data_parallel is {schedule.layout.ranks}: plugins.attention_balance needs the same"
+            )
+        if isinstance(stock.source, BaseMockDataLoader):
+            return stock
+        ordered = Reordered(stock.source, order_of(stock.source, int(sizes[0]), schedule))
+        return GeneratorDataset(
+            ordered, column_names=stock.column_names, shuffle=False, num_shards=num_shards, shard_id=shard_id
+        )
+
+
+def enable(config, settings) -> None:
+    """Make the training data of `config` (a MindFormerConfig) come in balanced order.
+
+    Raises:
+        RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
+        DataError, RecipeError: later, when the data is opened: documents that the recipe's masks do not fit.
+    """
+    schedule = schedule_of({**config, "plugins": {"attention_balance": settings}}, os.environ)
+    config.train_dataset.data_loader.schedule = schedule
+    MindFormerRegister.register_cls(BalancedMegatronDataLoader, MindFormerModuleType.DATASET_LOADER, alias=LOADER)
+
+
+def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
+    """int64 [len(source)]: the item of `source` to deliver at each position.
+
+    Args:
+        source: MindFormers' BlendedDataset or GPTDataset.
+        samples: `sizes[0]`; whole steps of them are trained, what lies behind keeps its place.
+        schedule: what to balance.
+
+    Memory: tens of bytes a sample and some 200 MiB while it is worked out, 8 bytes a sample afterwards.
+
+    Raises:
+        RecipeError: a sample has more documents than its compressed mask holds.
+        DataError: documents that do not end with the EOD token of the recipe.
+    """
+    parts = getattr(source, "datasets", [source])
+    indices = [index_of(part) for part in parts]
+    for part in parts:
+        _check_ends(part)
+    layout = schedule.layout
+    trained = layout.steps(samples) * layout.batch
+    if schedule.eod_pad_length is not None:
+        documents = _of_items(source, [eod.documents_of_items(index) for index in indices])
+        eod.check_fits(documents[:trained], schedule.eod_pad_length, layout.batch)
+    costs = _of_items(source, [schedule.cost.of_dataset(index) for index in indices])[:trained]
+    plan = epoch_plan(costs, layout)
+    _report(costs, plan, schedule)
+    return np.concatenate([delivery_order(plan, schedule.gathered), np.arange(trained, len(source))])
+
+
+def index_of(dataset: Any) -> GPTIndex:
+    """The arrays of MindFormers' GPTDataset, not copied."""
+    return GPTIndex(
+        dataset.dataset.sequence_lengths,
+        dataset.document_index,
+        dataset.sample_index,
+        dataset.shuffle_index,
+        dataset.config.sequence_length,
+    )
+
+
+def _of_items(source: Any, values: list[np.ndarray]) -> np.ndarray:
+    """[items of `source`] from [items] of each of its data sets."""
+    if not hasattr(source, "datasets"):
+        return values[0]
+    return blended(values, source.dataset_index, source.dataset_sample_index)
+
+
+def _check_ends(part: Any) -> None:
+    documents = part.dataset
+    looked_at = np.linspace(0, len(documents) - 1, min(_DOCUMENTS_LOOKED_AT, len(documents)), dtype=np.int64)
+    last = [documents.get(i, offset=int(documents.sequence_lengths[i]) - 1, length=1)[0] for i in looked_at]
+    eod.check_last_tokens(np.array(last), part._eod_token_id, documents.path_prefix)
+
+
+def _report(costs: np.ndarray, plan: np.ndarray, schedule: Schedule) -> None:
+    """One line in MindFormers' log."""
+    found = balance(costs, plan, schedule.layout)
+    logger.info(
+        "plugins.attention_balance: time of a step over that of an evenly loaded one, mean of %d steps: "
+        "%.3f without the plugin, %.3f with it",
+        len(plan),
+        found.before.mean(),
+        found.after.mean(),
+    )

@@ -1,0 +1,157 @@
+"""`plugins.attention_balance` of a recipe, and what the plugin takes from the rest of the recipe. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.attention_balance.cost import Cost
+from plugins.attention_balance.eod import check_apart
+from plugins.attention_balance.objective import objective_of
+from plugins.attention_balance.plan import Layout
+from plugins.attention_balance.shape import model_cost, recomputed_share
+from plugins.errors import RecipeError, did_you_mean
+
+KEY = "plugins.attention_balance"
+SETTINGS = ("window", "per_pair", "per_token")
+LOADER = "BlendedMegatronDatasetDataLoader"
+# MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
+OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
+_SEMI_AUTO = (1, 2, "semi_auto_parallel", "auto_parallel")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """window: steps whose samples may change places; cost: measured coefficients, None to compute them."""
+
+    window: int = 1
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a loader needs to put its samples in order.
+
+    layout: how a step is divided; cost: of a sample; gathered: as in `plan.delivery_order`;
+    eod_pad_length: documents that the compressed mask holds, None with a full mask.
+    """
+
+    layout: Layout
+    cost: Cost
+    gathered: bool
+    eod_pad_length: int | None
+
+
+def read(settings: Any) -> Settings:
+    """`{window: n, per_pair: seconds, per_token: seconds}`, all optional, the coefficients together.
+
+    Raises:
+        RecipeError: an unknown key, or a value that is no such thing.
+    """
+    if not isinstance(settings, Mapping):
+        raise RecipeError(f"{KEY}: write `window: 1` under it, or {KEY}: False to leave it off")
+    for name in settings:
+        if name not in SETTINGS:
+            raise RecipeError(f"{KEY}.{name}: no such setting{did_you_mean(name, list(SETTINGS))}")
+    window = settings.get("window", 1)
+    if type(window) is not int or window < 1:
+        raise RecipeError(f"{KEY}.window: {window!r}; write a number of steps, 1 to keep each step's own samples")
+    measured = [name for name in SETTINGS[1:] if name in settings]
+    if not measured:
+        return Settings(window)
+    if len(measured) == 1:
+        raise RecipeError(f"{KEY}.{measured[0]}: measured costs come as two, per_pair and per_token, in seconds")
+    for name in measured:
+        value = settings[name]
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise RecipeError(f"{KEY}.{name}: {value!r}; write measured seconds, 0 or more")
+    if not settings["per_pair"]:
+        raise RecipeError(f"{KEY}.per_pair: 0 says that attention costs nothing: then there is nothing to balance")
+    return Settings(window, Cost(float(settings["per_pair"]), float(settings["per_token"]), "s"))
+
+
+def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Schedule:
+    """The schedule of a recipe whose `plugins.attention_balance` is on.
+
+    Args:
+        recipe: a flat recipe or a MindFormerConfig.
+        environment: variables of the training process.
+
+    Raises:
+        RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
+    """
+    settings = read(_at(recipe, KEY))
+    loader = _section(recipe, "train_dataset.data_loader")
+    if loader.get("type") != LOADER:
+        raise RecipeError(f"train_dataset.data_loader.type: {KEY} orders {LOADER}, not {loader.get('type')!r}")
+    if loader.get("shuffle"):
+        raise RecipeError(f"train_dataset.data_loader.shuffle: it would undo the order of {KEY}; write False")
+    if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
+        raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
+    data, model = _section(loader, "config"), _section(recipe, "model.model_config")
+    check_apart(data, model)
+    layout = layout_of(recipe, settings.window)
+    own = layout.objective.stages > 1 and environment.get(OWN_BATCHES) == "1"
+    return Schedule(
+        layout,
+        settings.cost or model_cost(model, _at(recipe, "recompute_config.recompute")),
+        gathered=layout.micro_batches > 1 and not own,
+        eod_pad_length=_eod_pad_length(data) if data.get("create_compressed_eod_mask") else None,
+    )
+
+
+def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
+    """How a recipe's step is divided: as MindFormers' `_check_global_batch_size_for_auto_parallel` does it.
+
+    Micro-batches are `micro_batch_num` with a pipeline, `gradient_accumulation_steps` without one, and one outside
+    semi-auto parallel, where MindFormers switches accumulation off.
+
+    Raises:
+        RecipeError: EP groups that do not consist of whole data-parallel ranks.
+    """
+    parallel = recipe.get("use_parallel") is True
+    split = parallel and _lower(_at(recipe, "parallel.parallel_mode", 1)) in _SEMI_AUTO
+    stages = _number(recipe, "parallel_config.pipeline_stage") if split else 1
+    micro_batches = "parallel_config.micro_batch_num" if stages > 1 else "runner_config.gradient_accumulation_steps"
+    ranks = _number(recipe, "parallel_config.data_parallel") if parallel else 1
+    objective = objective_of(
+        data_parallel=ranks,
+        expert_parallel=_number(recipe, "parallel_config.expert_parallel") if parallel else 1,
+        context_parallel=_number(recipe, "parallel_config.context_parallel") if split else 1,
+        tensor_parallel=_number(recipe, "parallel_config.model_parallel") if split else 1,
+        pipeline_stages=stages,
+        recomputed=recomputed_share(_section(recipe, "model.model_config"), _at(recipe, "recompute_config.recompute")),
+    )
+    slots = _number(recipe, "runner_config.batch_size")
+    return Layout(ranks, _number(recipe, micro_batches) if split else 1, slots, objective, window)
+
+
+def _eod_pad_length(data: Mapping[str, Any]) -> int:
+    """As MindFormers reads it: two spellings, 128 where none is written."""
+    return data.get("eod_pad_length", data.get("compressed_eod_mask_length", 128))
+
+
+def _number(recipe: Mapping[str, Any], path: str) -> int:
+    """A positive integer; 1, as in MindFormers, for what is not written (and for what `tc3 check` refuses)."""
+    value = _at(recipe, path)
+    return value if type(value) is int and value > 0 else 1
+
+
+def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    value = _at(recipe, path)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _lower(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+def _at(recipe: Any, path: str, default: Any = None) -> Any:
+    """The value at a dotted path."""
+    for key in path.split("."):
+        if not isinstance(recipe, Mapping) or key not in recipe:
+            return default
+        recipe = recipe[key]
+    return recipe

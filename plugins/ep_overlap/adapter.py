@@ -1,0 +1,25 @@
+"""`plugins.ep_overlap` of a recipe: the tokens of a micro-batch go through the experts in chunks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from plugins.ep_overlap import settings as reader
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep import adapter
+
+
+def enable(config, settings) -> None:
+    """Cut the work of `plugins.hierarchical_ep` into chunks; that plugin is enabled before.
+
+    Raises:
+        RecipeError: settings that cannot be, or no plugin to cut the work of.
+    """
+    if not (config.plugins or {}).get("hierarchical_ep"):
+        raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
+    chunks, stride = reader.read(settings)
+    if chunks == "auto":
+        raise RecipeError("plugins.ep_overlap.chunks: launch/train.py settles 'auto'; without it, write [b, s]")
+    ours = adapter.current()
+    ours.slices = partial(reader.slices, config.runner_config.batch_size, chunks)
+    ours.order = partial(reader.order, stride)

@@ -1,0 +1,78 @@
+"""`plugins.hierarchical_ep` of a recipe: MindFormers' routed experts with this plugin's dispatch."""
+
+from __future__ import annotations
+
+import importlib
+
+from mindformers.parallel_core.utils.spec_utils import ModuleSpec
+from mindspore.communication import get_rank
+
+from plugins import telechat3_moe
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep import settings as reader
+
+# MindFormers' class -> ours, which differs in nothing but where its experts come from
+ARCHITECTURES = {"TeleChat3MoeForCausalLM": "RoutedTeleChat3MoeForCausalLM"}
+_current: list[reader.Settings] = []
+
+
+def enable(config, settings) -> None:
+    """Make the model's routed experts dispatch as `settings` say; call before the model is built.
+
+    The groups of this rank are created here, early and in one order on every rank.
+
+    Raises:
+        RecipeError: settings that cannot be, or a model that this plugin does not know.
+    """
+    model_config = config.model.model_config
+    if model_config.get("moe_token_dispatcher_type", "alltoall") != "alltoall":
+        raise RecipeError(
+            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep takes this place; write 'alltoall' "
+            "here, and under the plugin the mode"
+        )
+    ours = reader.read(
+        settings,
+        config.parallel_config.expert_parallel,
+        model_config.npu_nums_per_device,
+        model_config.n_routed_experts,
+        get_rank() if config.use_parallel else 0,
+    )
+    if ours.mode == "auto":
+        raise RecipeError("plugins.hierarchical_ep.mode: launch/train.py settles 'auto'; without it, write a mode")
+    _current[:] = [ours]
+    if config.context.device_target == "CPU":
+        _on_cpu(ours)
+    else:
+        _on_ascend(ours, model_config)
+
+
+def current() -> reader.Settings:
+    """The settings that models built from now on take; `enable` comes first."""
+    return _current[0]
+
+
+def _on_cpu(settings) -> None:
+    from plugins.cpu_backend import network
+    from plugins.cpu_backend.expert_parallel import CpuRoutedExperts
+
+    if len(settings.ranks) > 1:
+        network.connect()
+    telechat3_moe.use_experts(ModuleSpec(module=CpuRoutedExperts, params={"settings": settings}))
+
+
+def _on_ascend(settings, model_config) -> None:
+    from plugins.hierarchical_ep.ascend import Net, Rows
+    from plugins.hierarchical_ep.experts import RoutedExperts
+
+    unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
+    if unknown:
+        raise RecipeError(
+            f"model.model_config.architectures: plugins.hierarchical_ep knows {', '.join(ARCHITECTURES)}, "
+            f"not {unknown[0]!r}"
+        )
+    importlib.import_module("plugins.hierarchical_ep.model")
+    model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
+    net = Net(settings.ranks)
+    net.create_groups(settings.topology, settings.rank)
+    params = {"settings": settings, "net": net, "rows": Rows(), "streams": 2}
+    telechat3_moe.use_experts(ModuleSpec(module=RoutedExperts, params=params))

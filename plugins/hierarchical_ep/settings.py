@@ -1,0 +1,73 @@
+"""What the experts of this rank are built with: topology, mode, chunks. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError, did_you_mean
+from plugins.hierarchical_ep.plan import MODES
+from plugins.hierarchical_ep.topology import Topology, of_mesh
+
+SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/search/hardware, for `mode: auto` alone
+
+
+def _one_chunk(config) -> list[np.ndarray]:
+    return [np.arange(0)]
+
+
+def _no_order(chunks: int):
+    raise AssertionError("one chunk needs no order")
+
+
+@dataclass
+class Settings:
+    """One rank's part in expert parallelism.
+
+    Attributes:
+        mode: one of `plan.MODES`; topology: of its EP group; rank: its index there; ranks: the group's global ranks;
+        slices: TransformerConfig -> token indices of each chunk; order: number of chunks -> (chunk, step) pairs.
+            `ep_overlap` replaces both.
+    """
+
+    mode: str
+    topology: Topology
+    rank: int
+    ranks: tuple[int, ...]
+    slices: Any = field(default=_one_chunk)
+    order: Any = field(default=_no_order)
+
+
+def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: int, rank: int) -> Settings:
+    """`plugins.hierarchical_ep` of a recipe for the global rank `rank`.
+
+    Raises:
+        RecipeError: an unknown key or mode, or EP groups that do not fit the nodes.
+    """
+    check(settings)
+    topology = of_mesh(expert_parallel, devices_per_node, experts)
+    if experts % expert_parallel:
+        raise RecipeError(
+            f"parallel_config.expert_parallel: {expert_parallel} does not divide the {experts} routed experts "
+            "(model.model_config.n_routed_experts)"
+        )
+    first = rank // expert_parallel * expert_parallel
+    return Settings(settings["mode"], topology, rank - first, tuple(range(first, first + expert_parallel)))
+
+
+def check(settings: Any) -> None:
+    """Refuse settings that are no `{mode: ..., hardware: ...}`."""
+    key = "plugins.hierarchical_ep"
+    if not isinstance(settings, Mapping) or "mode" not in settings:
+        raise RecipeError(f"{key}: write `mode:` under it, one of auto, {', '.join(MODES)}")
+    for name in settings:
+        if name not in SETTINGS:
+            raise RecipeError(f"{key}.{name}: no such setting{did_you_mean(name, list(SETTINGS))}")
+    mode = settings["mode"]
+    if mode not in (*MODES, "auto"):
+        raise RecipeError(
+            f"{key}.mode: {mode!r} is none of auto, {', '.join(MODES)}{did_you_mean(str(mode), [*MODES])}"
+        )

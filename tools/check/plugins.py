@@ -1,0 +1,80 @@
+"""Rules about the `plugins:` section: what each plugin's own reader refuses, and what does not go together."""
+
+from __future__ import annotations
+
+from plugins.attention_balance import settings as attention_balance
+from plugins.ep_overlap import settings as ep_overlap
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep import settings as hierarchical_ep
+from tools.check.converter import Built
+from tools.check.report import Findings
+from tools.check.view import MODEL, PARALLEL, View
+from tools.recipe.load import KeyPath
+
+_HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
+_BALANCE = ("plugins", "attention_balance")
+
+
+def check_plugins(view: View, built: Built, found: Findings) -> None:
+    """Every rule about plugins."""
+    dispatch, overlap = view.get(_HIERARCHICAL), view.get(_OVERLAP)
+    if dispatch not in (None, False):
+        _hierarchical_ep(view, built, found)
+    if overlap not in (None, False):
+        if dispatch in (None, False):
+            wrong = "it cuts what plugins.hierarchical_ep does, which is off"
+            found.error(_OVERLAP, wrong, "switch plugins.hierarchical_ep on, or this off")
+        _ep_overlap(view, built, found)
+    if view.get(_BALANCE) not in (None, False):
+        _attention_balance(view, found)
+
+
+def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
+    experts = built.number("num_moe_experts")
+    node = built.number("npu_nums_per_device", 8)
+    if not experts:
+        found.error(_HIERARCHICAL, "the model has no experts", "leave the plugin out")
+        return
+    try:
+        hierarchical_ep.read(view.get(_HIERARCHICAL), view.ep, node, experts, rank=0)
+    except RecipeError as error:
+        _refused(_HIERARCHICAL, error, found)
+    if view.ep == 1:
+        wrong = "every device holds all experts: nothing to dispatch between devices"
+        found.error(_HIERARCHICAL, wrong, "parallel_config.expert_parallel above 1, or leave the plugin out")
+    dispatcher = (*MODEL, "moe_token_dispatcher_type")
+    if view.get(dispatcher, "alltoall") != "alltoall":
+        found.error(dispatcher, "plugins.hierarchical_ep takes this place", "'alltoall'")
+    for key in ("print_expert_load", "enable_expert_relocation"):
+        if built.fields.get(key):
+            found.error((*MODEL, key), "plugins.hierarchical_ep has no expert relocation", "False")
+    if view.on_cpu and view.ep != view.devices:
+        wrong = f"{view.ep} of {view.devices} workers share the experts"
+        found.error((*PARALLEL, "expert_parallel"), wrong, f"device_target CPU needs {view.devices}: all workers")
+
+
+def _ep_overlap(view: View, built: Built, found: Findings) -> None:
+    try:
+        chunks, _ = ep_overlap.read(view.get(_OVERLAP))
+        if chunks != "auto":
+            tokens = built.number("seq_length") // (view.tp * view.cp if view.parallel else 1)
+            ep_overlap.chunk_slices(view.batch, max(tokens, 1), chunks)
+    except RecipeError as error:
+        _refused(_OVERLAP, error, found)
+
+
+def _attention_balance(view: View, found: Findings) -> None:
+    try:
+        attention_balance.schedule_of(view.recipe, {})
+    except RecipeError as error:
+        _refused(_BALANCE, error, found)
+
+
+def _refused(section: KeyPath, error: RecipeError, found: Findings) -> None:
+    """What a plugin's reader says, at the key that it names."""
+    key, _, wrong = str(error).partition(": ")
+    path = tuple(key.partition("[")[0].split("."))
+    if path[:2] == section:
+        found.error(path, wrong)
+    else:
+        found.error(section, str(error))
