@@ -9,11 +9,23 @@ from mindspore import Tensor, nn, ops
 from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import world
-from plugins.cpu_backend.collectives import AllReduceMean
 
 
 def _count_not_finite(gradient):
     return ops.reduce_sum(ops.cast(ops.logical_not(ops.isfinite(gradient)), ms.float32))
+
+
+class AllReduceMean(nn.Cell):
+    """Mean over all ranks of the run; not meant to be differentiated."""
+
+    def __init__(self, size: int):
+        super().__init__(auto_prefix=False)
+        self.sum = ops.AllReduce()
+        self.size = size
+
+    def construct(self, x):
+        """[...] -> [...]."""
+        return self.sum(x) / self.size
 
 
 class ClipSplitGradNorm(nn.Cell):

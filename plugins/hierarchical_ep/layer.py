@@ -38,6 +38,8 @@ class RoutedLayer(nn.Cell):
         self.program = tuple((chunk, STEPS.index(step)) for chunk, step in order)
         self.experts, self.rows = experts, rows
         self.inner = streams - 1
+        # as MindFormers marks where its shared expert's branch joins: MindSpore may interleave what is joined here
+        self.join = ops.Concat(0).add_prim_attr("parallel_branch", 1)
 
     def construct(self, tokens, probs, ids, w1, w2):
         """tokens: [N, h], probs and ids: [N, k], weights of this rank's experts -> [N, h]."""
@@ -65,7 +67,7 @@ class RoutedLayer(nn.Cell):
             chunks = chunks[:index] + ((rows, extra, first, second),) + chunks[index + 1 :]
         if self.count == 1:
             return chunks[0][0]
-        return self.rows.take(ops.concat([chunk[0] for chunk in chunks], 0), self.whole)
+        return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
 
     def start(self, tokens, meta):
         """For each chunk: rows, metadata (later counts), what the first leg and what the second leg remember."""
@@ -78,6 +80,5 @@ class RoutedLayer(nn.Cell):
 
 def cut(slices):
     """Token indices of the chunks -> (pieces, whole) as `RoutedLayer` takes them."""
-
     whole = np.argsort(np.concatenate(slices))
     return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

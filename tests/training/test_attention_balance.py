@@ -2,7 +2,9 @@
 
 import re
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from tests.training import runs
 
@@ -18,14 +20,38 @@ def balanced(corpus, tmp_path_factory):
     return run_dir
 
 
-def test_losses_and_norms_equal_those_without_the_plugin(balanced, corpus, tmp_path):
-    runs.train(TINY_EOD, tmp_path / "run", corpus)
-    without, plugin = runs.steps(tmp_path / "run"), runs.steps(balanced)
+@pytest.fixture(scope="module")
+def stock(corpus, tmp_path_factory):
+    """The same without the plugin."""
+    run_dir = tmp_path_factory.mktemp("stock") / "run"
+    runs.train(TINY_EOD, run_dir, corpus)
+    return run_dir
+
+
+def test_losses_and_norms_equal_those_without_the_plugin(balanced, stock):
+    without, plugin = runs.steps(stock), runs.steps(balanced)
     assert sorted(without) == sorted(plugin) == list(range(1, 9))
     for step in without:
         assert without[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
         for key in ("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm"):
             assert plugin[step][key] == pytest.approx(without[step][key], abs=1e-5), f"step {step}: {key}"
+
+
+def test_gradients_equal_those_without_the_plugin(balanced, stock):
+    """Adam's first moments are sums of gradients, weight by weight."""
+    without, plugin = moments(stock), moments(balanced)
+    assert without.keys() == plugin.keys() and len(without) > 20
+    for name, expected in without.items():
+        np.testing.assert_allclose(
+            plugin[name], expected, rtol=0, atol=1e-5 * np.abs(expected).max() + 1e-9, err_msg=name
+        )
+
+
+def moments(run_dir):
+    found = {}
+    for file in sorted((run_dir / "checkpoint" / "iteration_00000004").glob("*.safetensors")):
+        found |= {name: value for name, value in load_file(file).items() if re.search(r"adam_m|exp_avg(?!_sq)", name)}
+    return found
 
 
 def test_samples_have_changed_places(balanced):

@@ -25,6 +25,10 @@ RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODELS, DEGREES = ("105b", "438b", "1119b"), (16, 32, 64, 128)
 REPORT_GAIN, REPORT_BEFORE, REPORT_AFTER = 0.15, 0.30, 0.05  # report sections 4.3 and 4.4
 REPORT_STEP = 39.969  # seconds of a step of 438B on 4,096 devices (report table 5, tool-generated)
+_TITLE = """# The report's case, modelled
+
+Made by `python -m tools.ep_report.report_case > tools/ep_report/report_case.md`; nothing here was measured.
+"""
 _HEADER = (
     *("model", "EP", "nodes", "mesh", "between nodes, MB: global", "hierarchical", "deduplicated"),
     *("hierarchical faster than global by", "deduplicated by", "EP exposed, of communication", "of the step"),
@@ -75,7 +79,7 @@ def _case(model: str, ep: int, hardware: Hardware, skew: float) -> Case:
 
 def markdown(rows: Sequence[Case]) -> str:
     """The table, then where it disagrees with the report."""
-    lines = ["| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
+    lines = [_TITLE, "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     return "\n".join([*lines, "", *_remarks([row for row in rows if row.advice])]) + "\n"
 

@@ -116,3 +116,9 @@ def test_the_table_is_markdown_and_says_what_it_is():
     for word in ("modelled", "the report says about 15%", "30% -> 5%", "assumed in", "does not divide 192 experts"):
         assert word in result.stdout
     assert markdown(cases(load_hardware("atlas_800t_a2"))) == result.stdout
+
+
+def test_the_committed_table_is_current():
+    file = ROOT / "tools" / "ep_report" / "report_case.md"
+    made = CliRunner().invoke(main, []).stdout
+    assert file.read_text() == made, "python -m tools.ep_report.report_case > tools/ep_report/report_case.md"

@@ -7,7 +7,7 @@ import pytest
 
 from launch.msrun import free_port
 
-WORKER = Path(__file__).with_name("collectives_worker.py")
+WORKER = Path(__file__).with_name("exchange_worker.py")
 
 
 @pytest.mark.slow
