@@ -8,8 +8,8 @@ A dispatch has two legs. The first crosses nodes, between the ranks of one inter
 
 The second leg stays inside a node (it spans the whole EP group in global mode): keep the (row, choice) pairs whose
 expert is here, sort them by expert, All-to-All to the owners, who weight what their experts return by the router's
-probability. (So no output travels again for the probabilities' gradients when a layer is recomputed.) The combine
-walks back: All-to-All, sum of a row's pairs, then ReduceScatter or All-to-All and sum. Nothing is dropped.
+probability. The combine walks back: All-to-All, sum of a row's pairs, then ReduceScatter or All-to-All and sum. Nothing
+is dropped.
 
 What differs between devices is behind two objects of a backend (`ascend.py`, `plugins/cpu_backend/exchange.py`):
 `net` makes the collectives of a group of ranks, `rows` sorts and gathers. On CPU shapes are static: buffers hold as
@@ -103,6 +103,25 @@ class Select(nn.Cell):
         return self.rows.add(returned, source, tokens), turn
 
 
+class Beside(nn.Cell):
+    """Two columns from two vectors; the first has no gradient.
+
+    Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
+    collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
+    """
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def construct(self, first, second):
+        """[n], [n] -> [n, 2]."""
+        return ops.concat((ops.reshape(first, (-1, 1)), ops.reshape(second, (-1, 1))), 1)
+
+    def bprop(self, first, second, out, dout):
+        """Of the second alone."""
+        return ops.zeros_like(first), dout[:, 1]
+
+
 class Exchange(nn.Cell):
     """Second leg: pairs to the ranks of `group` that own their experts, and back.
 
@@ -122,6 +141,8 @@ class Exchange(nn.Cell):
         pads = np.zeros((self.local, 2))
         pads[:, 0] = np.arange(1, self.local + 1)
         self.pad_meta = Tensor(pads, ms.float32)
+        self.probability = Tensor([[0.0, 1.0]], ms.float32)
+        self.beside = Beside()
         self.count = InTurnOnce(net.exchange_counts(group))
         self.send_meta = InTurn(net.all_to_all_v(group, 2, small=True))
         self.send_rows = InTurn(net.all_to_all_v(group, hidden))
@@ -141,8 +162,7 @@ class Exchange(nn.Cell):
 
         (send, receive, arriving), turn = self.count(counts, turn)
         room = self.size * count * min(top_k, self.local)
-        ids = ops.cast(ops.reshape(wanted, (-1, 1)) % self.local + 1, ms.float32)
-        meta = ops.concat((ids, ops.reshape(weights, (-1, 1))), 1)
+        meta = self.beside(ops.cast(wanted % self.local + 1, ms.float32), weights)
         meta, turn = self.send_meta(meta, turn, send, receive, room)
         copies, turn = self.send_rows(self.rows.take(rows, order // top_k), turn, send, receive, room)
         if self.pads:
@@ -152,14 +172,15 @@ class Exchange(nn.Cell):
         _, by_expert = self.rows.sort(ops.select(ids > 0, ids, ops.full_like(ids, self.local + 1)))
         _, inverse = self.rows.sort(by_expert)
         ends = self.rows.cumulate(arriving, self.pads > 0)
-        weights = self.rows.take(meta, by_expert)[:, 1:]
+        # a sum, not a slice: see Beside
+        weights = ops.reshape(ops.reduce_sum(self.rows.take(meta, by_expert) * self.probability, 1), (-1, 1))
         return self.rows.take(copies, by_expert), ends, (order, inverse, weights, send, receive, count), turn
 
     def back(self, copies, route, turn):
         """[R, h] sorted by expert -> weighted sums of each row's pairs [M, h]."""
         order, inverse, weights, send, receive, count = route
         copies = ops.cast(ops.cast(copies, ms.float32) * weights, copies.dtype)
-        # the index is cut, not the rows: a slice with a gradient here makes MindSpore's recompute pass build a cycle
+        # the index is cut, not the rows, for the same reason
         copies = self.rows.take(copies, inverse[self.pads :] if self.pads else inverse)
         pairs, turn = self.return_rows(copies, turn, receive, send, count * self.top_k)
         return self.rows.add(pairs, order // self.top_k, count), turn

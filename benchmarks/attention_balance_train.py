@@ -1,0 +1,244 @@
+"""Step time of two CPU workers with attention balance off and on: the same recipe, corpus and steps, in one run.
+
+    python benchmarks/attention_balance_train.py [--steps 25] [--pairs 2]
+
+Trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many heads, through `tc3 train`, in turn (off
+on off on), one thread a worker. The corpus is synthetic: documents of `tools/data/synthetic.py`'s 128K mixture, their
+medians divided so that a sample has as many of them as one of 128K. By FLOPs, attention is about as large a part of
+this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); on CPU its share of the time is
+another. A sample's attention costs what its documents cost (plugins/cpu_backend/attention_documents.py).
+
+Ratios are the result; absolute times belong to the machine. A step is timed from the moment its data is there; the
+first steps compile and are dropped. Three predictions for the same steps stand beside the measured ratio: by attending
+pairs of tokens alone, by the FLOPs of the model, and by a line through the measured steps, seconds = a + b * (pairs of
+the slowest rank). The last says what part of a step follows the pairs: it describes these runs, it foretells nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+import click
+import numpy as np
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from launch.readings import read_metrics  # noqa: E402
+from plugins.attention_balance.plan import Cost, Layout, balance, build_gpt_index, epoch_plan  # noqa: E402
+from tools.data.imbalance_recipe import setting_of  # noqa: E402
+from tools.data.index import map_lengths  # noqa: E402
+from tools.data.synthetic import CORPORA, document_lengths, write_corpus  # noqa: E402
+from tools.recipe.load import load_recipe  # noqa: E402
+
+RECIPE = ROOT / "recipes" / "mini" / "pretrain_eod.yaml"
+LONG = 131_072  # the mixture of documents that is scaled down
+VOCABULARY, END = 256, 0
+SEED = 1234
+DROPPED = 3  # steps at the beginning: compiling, first touch of memory
+VARIANTS = ("off", "on")
+LOSSES = ("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, its first steps dropped: seconds [steps]; losses [steps, len(LOSSES)]; log: of worker 0."""
+
+    seconds: np.ndarray
+    losses: np.ndarray
+    log: str
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Means over steps, relative to an evenly loaded step (before, after), and time without over with the plugin."""
+
+    before: float
+    after: float
+    ratio: float
+
+
+def recipe_of(variant: str, prefix: Path, length: int, slots: int, steps: int) -> dict:
+    """`RECIPE` with one dense and one MoE layer, narrow, with many heads and long samples."""
+    recipe: dict = {
+        "base_config": str(RECIPE),
+        "runner_config": {"batch_size": slots},
+        "lr_schedule": {"warmup_steps": 4, "total_steps": steps},
+        "train_dataset": {
+            "data_loader": {
+                "sizes": [steps * slots * 2, 0, 0],
+                "config": {"seq_length": length, "eod": END, "data_path": ["1", str(prefix)]},
+            }
+        },
+        "model": {
+            "model_config": {
+                "batch_size": slots,
+                "vocab_size": VOCABULARY,
+                "seq_length": length,
+                "max_position_embeddings": length,
+                "hidden_size": 64,
+                "intermediate_size": 192,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 8,
+                "q_lora_rank": 32,
+                "kv_lora_rank": 32,
+                "moe_intermediate_size": 32,
+                "moe_shared_expert_intermediate_size": 32,
+            }
+        },
+        "checkpoint": {"save_interleaved_steps": 100_000},
+        "plugins": {"held_out_loss": False},
+    }
+    if variant == "on":
+        recipe["plugins"]["attention_balance"] = {"window": 1}
+    return recipe
+
+
+def corpus(folder: Path, length: int, samples: int) -> Path:
+    """A corpus with room for `samples` samples of `length` tokens; returns its prefix."""
+    scaled = tuple(replace(source, median=source.median * length / LONG) for source in CORPORA[LONG])
+    lengths = document_lengths(int(1.1 * samples * length), scaled, SEED)
+    write_corpus(folder / "corpus", lengths, VOCABULARY, END, SEED)
+    return folder / "corpus"
+
+
+def train(recipe: Path, run_dir: Path) -> Run:
+    """One run of `tc3 train` from beginning to end, one thread a worker."""
+    command = [str(Path(sys.executable).with_name("tc3")), "train", str(recipe), "--run-dir", str(run_dir)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise click.ClickException(f"{recipe.name}: {(done.stdout + done.stderr)[-1500:]}")
+    records = read_metrics(run_dir / "metrics" / "rank_0.jsonl").steps
+    kept = [records[step] for step in sorted(records)][DROPPED:]
+    losses = np.array([[record[key] for key in LOSSES] for record in kept])
+    return Run(
+        np.array([record["seconds"] for record in kept]), losses, (run_dir / "logs" / "worker_0.log").read_text()
+    )
+
+
+def measure(folder: Path, recipes: Mapping[str, Path], pairs: int) -> dict[str, list[Run]]:
+    """All runs, the variants in turn."""
+    runs: dict[str, list[Run]] = {name: [] for name in VARIANTS}
+    for pair in range(pairs):
+        for name in VARIANTS:
+            run = train(recipes[name], folder / f"{name}{pair}")
+            click.echo(f"run {pair + 1} of {pairs}, {name}: {run.seconds.mean():.3f} s/step", err=True)
+            runs[name].append(run)
+    return runs
+
+
+def samples_of(recipe: Path, prefix: Path) -> tuple[Layout, np.ndarray, np.ndarray, np.ndarray]:
+    """Layout, plan [steps, ...], and by item: attending pairs, FLOPs of the model."""
+    setting = setting_of(load_recipe(recipe), prefix, None)
+    index = build_gpt_index(map_lengths(prefix), setting.sequence_length, setting.wanted, setting.seed)
+    trained = setting.steps * setting.layout.batch
+    pairs = Cost(1.0, 0.0, "pair").of_dataset(index)[:trained]
+    flops = setting.cost.of_dataset(index)[:trained]
+    return setting.layout, epoch_plan(flops, setting.layout), pairs, flops
+
+
+def check_plan(run: Run, flops: np.ndarray, plan: np.ndarray, layout: Layout) -> None:
+    """What we predict is for the samples and the plan of this run: its log says the same of all its steps."""
+    found = balance(flops, plan, layout)
+    own = f"mean of {len(plan)} steps: {found.before.mean():.3f} without the plugin, {found.after.mean():.3f} with it"
+    said = re.search(r"mean of \d+ steps: [\d.]+ without the plugin, [\d.]+ with it", run.log)
+    assert said and said.group() == own, f"the run's plan is another one: {said and said.group()!r}, not {own!r}"
+
+
+def slowest(costs: np.ndarray, plan: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Cost of the slowest rank in each kept step, without and with the plan: [steps] each."""
+    found, batch = balance(costs, plan, layout), costs.reshape(len(plan), -1)
+    even = batch.sum(1) / layout.ranks
+    return (found.before * even)[DROPPED:], (found.after * even)[DROPPED:]
+
+
+def predict(costs: np.ndarray, plan: np.ndarray, layout: Layout, constant: float = 0.0) -> Predicted:
+    """From the costs of items; `constant` is added to every rank's cost of a step."""
+    even = costs.reshape(len(plan), -1).sum(1)[DROPPED:] / layout.ranks + constant
+    before, after = (side + constant for side in slowest(costs, plan, layout))
+    return Predicted((before / even).mean(), (after / even).mean(), before.sum() / after.sum())
+
+
+def line(runs: Mapping[str, list[Run]], sides: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
+    """Least squares of seconds = a + b * pairs of the slowest rank over all steps of all runs: (a, b, R squared)."""
+    x = np.concatenate([side for name, side in zip(VARIANTS, sides, strict=True) for _ in runs[name]])
+    y = np.concatenate([run.seconds for name in VARIANTS for run in runs[name]])
+    slope, constant = np.polyfit(x, y, 1)
+    return constant, slope, 1 - np.var(y - constant - slope * x) / np.var(y)
+
+
+def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
+    """Markdown for benchmarks/RESULTS.md."""
+    layout, plan, pairs, flops = samples_of(recipe, prefix)
+    for run in runs["on"]:
+        check_plan(run, flops, plan, layout)
+    sides = slowest(pairs, plan, layout)
+    constant, slope, fit = line(runs, sides)
+    click.echo("\n| pair | s/step, off | s/step, on | off / on | losses and norms differ by at most |")
+    click.echo("|---|---|---|---|---|")
+    for number, (off, on) in enumerate(zip(runs["off"], runs["on"], strict=True), 1):
+        times = off.seconds.mean(), on.seconds.mean()
+        apart = np.abs(off.losses - on.losses).max()
+        click.echo(f"| {number} | {times[0]:.3f} | {times[1]:.3f} | {times[0] / times[1]:.3f} | {apart:.1e} |")
+    click.echo(
+        "\n| predicted for these steps by | slowest/mean, off | slowest/mean, on | off / on |\n|---|---|---|---|"
+    )
+    predictions = {
+        "attending pairs": predict(pairs, plan, layout),
+        "FLOPs of the model": predict(flops, plan, layout),
+        "line through the measured steps": predict(slope * pairs, plan, layout, constant),
+    }
+    for name, found in predictions.items():
+        click.echo(f"| {name} | {found.before:.3f} | {found.after:.3f} | {found.ratio:.3f} |")
+    share = slope * sides[0].mean() / mean(run.seconds.mean() for run in runs["off"])
+    counted = sum(len(run.seconds) for side in runs.values() for run in side)
+    click.echo(
+        f"\n{layout.slots} samples of a worker's step, means of {len(sides[0])} steps a run. Of the FLOPs, "
+        f"{attention_share(flops, pairs):.0%} are attention. By the line through {counted} steps (R squared {fit:.2f}),"
+        f" {share:.0%} of a step without the plugin follows the attending pairs of the slowest rank. {noise(runs)}"
+    )
+
+
+def noise(runs: Mapping[str, list[Run]]) -> str:
+    """How far the machine alone moves the times."""
+    if len(runs["off"]) == 1:
+        return "One pair: no measure of noise."
+    times = [[run.seconds.mean() for run in side] for side in runs.values()]
+    return f"Runs of one variant differ by at most {max(max(side) / min(side) - 1 for side in times):.1%}."
+
+
+def attention_share(flops: np.ndarray, pairs: np.ndarray) -> float:
+    """Attention's share of the model's FLOPs, which are a line in pairs: all samples have the same tokens."""
+    slope, _ = np.polyfit(pairs, flops, 1)
+    return slope * pairs.sum() / flops.sum()
+
+
+@click.command()
+@click.option("--steps", default=25, show_default=True, help=f"Steps of each run; the first {DROPPED} do not count.")
+@click.option("--pairs", default=2, show_default=True, help="How often both variants run.")
+@click.option("--length", default=2048, show_default=True, help="Tokens of a sample.")
+@click.option("--slots", default=6, show_default=True, help="Samples of a worker's step.")
+@click.option("--keep", type=click.Path(path_type=Path, exists=True), help="Empty folder for corpus and runs.")
+def main(steps: int, pairs: int, length: int, slots: int, keep: Path | None) -> None:
+    """Measure the time of a step without and with plugins/attention_balance."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = keep.absolute() if keep else Path(temporary)
+        prefix = corpus(folder, length, steps * slots * 2)
+        recipes = {name: folder / f"{name}.yaml" for name in VARIANTS}
+        for name, path in recipes.items():
+            path.write_text(yaml.safe_dump(recipe_of(name, prefix, length, slots, steps)))
+        report(measure(folder, recipes, pairs), recipes["on"], prefix)
+
+
+if __name__ == "__main__":
+    main()
