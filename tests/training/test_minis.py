@@ -6,12 +6,13 @@ import subprocess
 import pytest
 
 from tests.training import runs
+from tools.check import check_recipe
 from tools.recipe.load import load_recipe
+from tools.recipe.mini import load_mini
 
 STAGES = ("pretrain_4k", "context_32k", "context_128k")
 SIZES = ("105b", "438b", "1119b")
 RECIPES = [runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in SIZES for stage in STAGES]
-RECIPES.append(runs.ROOT / "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml")  # on four workers
 
 
 @pytest.mark.slow
@@ -46,3 +47,11 @@ def test_script_and_mini_exclude_each_other():
     command = [runs.TC3, "train", str(RECIPES[0]), "--mini", "--script"]
     done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "choose one" in done.stderr
+
+
+def test_a_recipe_with_dispatch_becomes_four_workers_on_two_nodes():
+    """Training of that kind is in test_expert_parallel.py."""
+    mini = load_mini(runs.ROOT / "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml")
+    assert mini["parallel_config"]["expert_parallel"] == mini["parallel_config"]["data_parallel"] == 4
+    assert mini["model"]["model_config"]["npu_nums_per_device"] == 2
+    assert check_recipe(mini).clean

@@ -125,8 +125,8 @@ def _remarks(rows: Sequence[Case]) -> list[str]:
         f"all other communication stays, {left} by the model.",
         "* The model is optimistic about overlap: links and matmuls run at full speed beside each other, and a chunk's "
         "matmuls are slower than the uncut ones only where reading the weights takes longer.",
-        "* The replay of a recomputed layer counts dispatch only. In the compiled graph MindSpore repeats the All-to-All "
-        "inside a node that brings outputs back as well (found by compiling; the same for every mode).",
+        "* The replay of a recomputed layer counts dispatch only. In the compiled graph MindSpore repeats, too, the "
+        "All-to-All inside a node that brings outputs back (found by compiling).",
         f"* Hierarchical is slower than global for {loses or 'no row'}: the AllGather grows with the number of nodes, "
         "the All-to-All with top-k. The report speaks of EP 16 only.",
     ]
