@@ -13,6 +13,7 @@ from plugins.errors import TC3Error, did_you_mean
 COMMANDS = {
     "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens a step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
+    "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
     "ep-report": (
         "tools.ep_report.cli:ep_report",
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",

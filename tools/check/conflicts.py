@@ -160,6 +160,10 @@ def _pipeline(view: View, built: Built, found: Findings) -> None:
     if view.has(_PIPELINE) and not interleaved and view.scheduler != "1f1b":
         right = "pipeline_interleave: True, or 1f1b"
         found.error((*_PIPELINE, "pipeline_scheduler"), f"{view.scheduler} needs interleaving", right, rule="scheduler")
+    elif view.scheduler == "seqvpp":
+        wrong = "the trainer refuses seqvpp without seq_split_num, and seq_split_num in graph mode"
+        right = "1f1b (interleaved as well), or seqpipe"
+        found.error((*_PIPELINE, "pipeline_scheduler"), wrong, right, rule="seqvpp_split")
     if view.scheduler == "zero_bubble_v":
         if written != 2:
             found.error(_m("pp_interleave_num"), "zero_bubble_v needs two chunks a stage", "2", rule="zbv_interleave")

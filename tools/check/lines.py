@@ -56,6 +56,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "rope_scaling": (_CONFIG, 'self.rotary_scaling_factor = self.rope_scaling.pop("factor")'),
     "swiglu_fusion": (_CONFIG, '"When using bias_swiglu_fusion, hidden_act must be swiglu."'),
     "zbv_interleave": (_CONFIG, "When zero_bubble_v is enabled, pp_interleave_num must be set to 2."),
+    "seqvpp_split": ("mindformers/tools/check_rules.py", "pipeline_scheduler is seqvpp when seq_split_num is 1"),
     "zbv_micro": (_CONFIG, "if self.micro_batch_num < 2 * self.pipeline_model_parallel_size:"),
     "zbv_recompute": (_CONFIG, "'recompute' must provide explicit 2D configuration for each interleave,"),
     "slice_activation": (_CONFIG, "`recompute_slice_activation` is not supported in Mcore."),

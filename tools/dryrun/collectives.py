@@ -1,45 +1,28 @@
 """The collectives of one rank, in program order, from the text of MindSpore's final graph.
 
-The text lists each subgraph's operators topologically and names what a subgraph calls; the root is walked and its
-calls are expanded. MindSpore's backend may swap collectives that no edge orders, so each carries which earlier ones
-it waits for, and whether that takes a `Depend`.
+The root of the graph is walked and its calls are expanded. MindSpore's backend may swap collectives that no edge
+orders, so each carries which earlier ones it waits for, and whether that takes a `Depend`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from plugins.errors import ClusterError
+from tools.dryrun.graph_text import GraphText, Node, TensorType
 
 Attribute = int | bool | str | tuple[int, ...]
 
-_COLLECTIVE = re.compile(
-    r"(?:PrimFunc_)?(AllReduce|AllGatherV?|ReduceScatterV?|All[tT]oAll(?:V|VC)?|Send|Receive|Broadcast|Barrier"
-    r"|NeighborExchange(?:V2)?|CollectiveScatter|CollectiveGather)\("
+COLLECTIVES = frozenset(
+    ("AllReduce", "AllGather", "AllGatherV", "ReduceScatter", "ReduceScatterV", "Send", "Receive", "Broadcast")
+    + ("AlltoAll", "AllToAll", "AlltoAllV", "AllToAllV", "AlltoAllVC", "AllToAllVC", "Barrier")
+    + ("NeighborExchange", "NeighborExchangeV2", "CollectiveScatter", "CollectiveGather")
 )
-_ROOT = re.compile(r"# IR entry: @(\S+)")
-_GRAPH = re.compile(r"subgraph @([^\s(]+)\(")
-_NODE = re.compile(r"  %(\d+)\([^)]*\) = (.*)")
-_TYPES = re.compile(r"      : \((<.*)\) -> \((<.*)\)")
-_TENSOR = re.compile(r"Tensor\[(\w+)\]\]?, \(([-\d, ]*)\)")
-_SCOPE = re.compile(r"      # Fullname with scope: \((.*)\)")
-_FILE = re.compile(r"      # In file (\S+?):(\d+)")
-_CALL = re.compile(r"call @|%\d+\[")  # a call by name, or of a value whose graphs stand in brackets
-_SECTION = re.compile(r" \{instance name:| (?:primitive_attrs|cnode_attrs|cnode_primal_attrs): \{")
-_ATTRIBUTE = re.compile(r'(\w+): (?:I64\((-?\d+)\)|Bool\((\d)\)|"([^"]*)"|\(([-\d, ]*)\))')
+_ATTRIBUTE = re.compile(r'(\w+): (?:I64\((-?\d+)\)|Bool\((\d)\)|"([^"]*)"|[(\[]([-\d, ]*)[)\]])')
 # rank_list and group_rank_ids are wrong for groups created in Python (they say the world)
 _NOT_KEPT = ("group", "group_ranks", "rank_list", "group_rank_ids", "rank_size")
-
-
-class TensorType(NamedTuple):
-    """What travels: MindSpore's name of the type, and the shape on one rank (-1: known at run time only)."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,106 +50,25 @@ class Collective:
     after_depend: tuple[int, ...] = ()
 
 
-@dataclass
-class _Node:
-    """One operator: its text, and what follows below it."""
-
-    text: str
-    operands: list[int]
-    collective: Collective | None = None
-    calls: list[str] = field(default_factory=list)
-
-
-def read_collectives(graph: Path, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Collective]:
-    """The collectives of the text `graph`, in program order; a subgraph called twice counts twice.
+def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Collective]:
+    """The collectives of a graph, in program order; a subgraph called twice counts twice.
 
     Args:
-        graph: the dump that `virtual_cluster.final_graph` finds.
         ranks_of: global ranks of a group, None for those that C++ made up: `VirtualCluster.ranks_of`.
 
     Both branches of a condition are listed (in training steps, only the one that updates has any).
 
     Raises:
-        ClusterError: the text is no such graph, or a collective's group is unknown.
+        ClusterError: a collective's group is unknown.
     """
-    with graph.open(encoding="utf-8", errors="replace") as lines:
-        root, graphs = _parse(lines)
-    if root not in graphs:
-        raise ClusterError(f"{graph}: this is not the text of a graph that MindSpore compiled")
+    generated = _generated_groups(graph)
+    bodies = {name: _ordered(nodes, name, ranks_of, generated) for name, nodes in graph.graphs.items()}
     found: list[Collective] = []
-    _expand(root, {name: _ordered(nodes) for name, nodes in graphs.items()}, found)
-    generated = _generated_groups(graphs)
-    return [replace(item, ranks=_ranks(item, ranks_of(item.group), generated)) for item in found]
+    _expand(graph.root, bodies, found)
+    return found
 
 
-def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[_Node]]]:
-    """Name of the root graph, and the operators of each graph."""
-    root = name = ""
-    graphs: dict[str, list[_Node]] = {}
-    nodes: list[_Node] = []
-    for line in lines:
-        if match := _NODE.match(line):
-            assert int(match[1]) == len(nodes), "operators are numbered from 0 in each graph"
-            nodes.append(_node(match[2], name))
-        elif match := _GRAPH.match(line):
-            name = match[1]
-            nodes = graphs[name] = []
-        elif match := _ROOT.match(line):
-            root = match[1]
-        elif nodes and (collective := nodes[-1].collective):
-            nodes[-1].collective = _completed(collective, line)
-    for nodes in graphs.values():
-        for node in nodes:
-            node.calls = [called for called in node.calls if called in graphs]
-    return root, graphs
-
-
-def _node(text: str, graph: str) -> _Node:
-    """An operator from the text right of its '='."""
-    head = _SECTION.split(text, maxsplit=1)[0]
-    node = _Node(head, [int(number) for number in re.findall(r"%(\d+)\b", head)])
-    if match := _COLLECTIVE.match(text):
-        attributes = _attributes(text, "primitive_attrs")
-        node.collective = Collective(
-            op=match[1],
-            group=str(attributes.get("group", "")),
-            ranks=(),
-            role=_role(text, graph),
-            inputs=(),
-            outputs=(),
-            attributes=attributes,
-        )
-    elif _CALL.match(head):
-        node.calls = re.findall(r"@([^\s(),\[\]]+)", head)
-    return node
-
-
-def _completed(collective: Collective, line: str) -> Collective:
-    """A collective with what one of the lines below it says."""
-    if match := _TYPES.match(line):
-        return replace(collective, inputs=_tensors(match[1]), outputs=_tensors(match[2]))
-    if match := _SCOPE.match(line):
-        return replace(collective, scope=match[1])
-    if match := _FILE.match(line):  # the last one is the innermost, and the forward's
-        in_bprop = collective.role == "recompute" and "def bprop(" in line  # a gradient that a plugin wrote by hand
-        return replace(
-            collective,
-            source=f"{'/'.join(Path(match[1]).parts[-2:])}:{match[2]}",
-            role="gradient" if in_bprop else collective.role,
-        )
-    return collective
-
-
-def _role(text: str, graph: str) -> str:
-    """See `Collective`. MindSpore marks the graphs that it derives, and the gradients that it derives in them."""
-    if "▸" in graph:
-        return "forward"
-    if "◂" in graph:
-        return "gradient" if "forward_node_name:" in text else "recompute"
-    return "step"
-
-
-def _attributes(text: str, section: str) -> dict[str, Attribute]:
+def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attribute]:
     """One `section: {...}` of an operator's text as plain values."""
     inside = text.partition(f"{section}: {{")[2].partition("}")[0]
     values: dict[str, Attribute] = {}
@@ -180,46 +82,76 @@ def _attributes(text: str, section: str) -> dict[str, Attribute]:
     return values
 
 
-def _tensors(text: str) -> tuple[TensorType, ...]:
-    """`<Tensor[BFloat16], (256, -1)>, ...` as types."""
-    return tuple(
-        TensorType(dtype, tuple(map(int, re.findall(r"-?\d+", shape)))) for dtype, shape in _TENSOR.findall(text)
+def role_of(node: Node, graph: str) -> str:
+    """See `Collective`. MindSpore marks the graphs that it derives, and the gradients that it derives in them."""
+    if "▸" in graph:
+        return "forward"
+    if "◂" in graph:
+        return "gradient" if "forward_node_name:" in node.text or node.hand_written else "recompute"
+    return "step"
+
+
+def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str, tuple[int, ...]]) -> Collective:
+    """A collective operator with its group's ranks."""
+    attributes = attributes_of(node.text)
+    group = str(attributes.get("group", ""))
+    ranks = ranks_of(group) or generated.get(group)
+    if node.op in ("Send", "Receive"):  # of a pipeline: the group is MindSpore's own, and stated rightly
+        ranks = ranks or attributes.get("group_rank_ids")
+    if ranks is None:
+        place = node.source or node.scope
+        raise ClusterError(f"{node.op} at {place} uses group {group!r}, which nobody created")
+    kept = {name: value for name, value in attributes.items() if name not in _NOT_KEPT}
+    if node.op in ("Send", "Receive"):
+        derived = attributes_of(node.text, "cnode_primal_attrs")
+        kept |= {name: derived[name] for name in ("micro", "chunk") if name in derived}
+    return Collective(
+        op=node.op,
+        group=group,
+        ranks=ranks,
+        role=role_of(node, graph),
+        inputs=node.inputs,
+        outputs=node.outputs,
+        attributes=kept,
+        source=node.source,
+        scope=node.scope,
     )
 
 
-def _ordered(nodes: list[_Node]) -> list[_Node]:
-    """The graph's collectives and calls, in order; `after` counts within the graph's collectives.
+def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict) -> list[Collective | list[str]]:
+    """The graph's collectives and (as lists of names) its calls, in order; `after` counts its collectives.
 
     Numbers are sets as bits: bit i is the graph's i-th collective, and a node waits for what its operands wait for.
     """
     by_data: list[int] = []
     by_any: list[int] = []
-    kept, collectives = [], 0
+    kept: list[Collective | list[str]] = []
+    collectives = 0
     for node in nodes:
         data, control = _operands(node, nodes)
         waits_data = _union(by_data, data)
         waits_any = _union(by_any, data + control)
-        if node.collective:
+        if node.op in COLLECTIVES:
             after, extra = _bits(waits_data), _bits(waits_any & ~waits_data)
-            node.collective = replace(node.collective, after=after, after_depend=extra)
+            kept.append(replace(_collective(node, graph, ranks_of, generated), after=after, after_depend=extra))
             waits_data |= 1 << collectives
             waits_any |= 1 << collectives
             collectives += 1
-        if node.collective or node.calls:
-            kept.append(node)
+        elif node.calls:
+            kept.append(node.calls)
         by_data.append(waits_data)
         by_any.append(waits_any)
     return kept
 
 
-def _operands(node: _Node, nodes: list[_Node]) -> tuple[list[int], list[int]]:
+def _operands(node: Node, nodes: list[Node]) -> tuple[list[int], list[int]]:
     """Operands whose value a node uses, and those that it only waits for."""
-    if node.text.startswith("Depend("):
-        value = re.match(r"Depend\(%(\d+)\b", node.text)  # its value may be a parameter or a constant
+    if node.op == "Depend":
+        value = re.match(r"Depend\(%(\d+)\b", node.head)  # its value may be a parameter or a constant
         data = [int(value[1])] if value else []
         return data, node.operands[len(data) :]
-    member = re.match(r"TupleGetItem\(%(\d+), I64\((\d+)\)", node.text)
-    made = member and re.fullmatch(r"MakeTuple\(((?:%[^ ,()]+(?:, )?)+)\)", nodes[int(member[1])].text)
+    member = re.match(r"TupleGetItem\(%(\d+), I64\((\d+)\)", node.head)
+    made = member and re.fullmatch(r"MakeTuple\(((?:%[^ ,()]+(?:, )?)+)\)", nodes[int(member[1])].head)
     if member and made:  # one part of the tuple, not all
         part = made[1].split(", ")[int(member[2])]
         return [int(number) for number in re.findall(r"^%(\d+)$", part)], []
@@ -239,32 +171,27 @@ def _bits(number: int) -> tuple[int, ...]:
     return tuple(place for place in range(number.bit_length()) if number >> place & 1)
 
 
-def _expand(name: str, graphs: dict[str, list[_Node]], found: list[Collective]) -> None:
+def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: list[Collective]) -> None:
     """Append the collectives of a graph to `found`, calls in their place."""
     places: list[int] = []  # of this graph's collectives in `found`
-    for node in graphs[name]:
-        for called in node.calls:
-            _expand(called, graphs, found)
-        if item := node.collective:
-            places.append(len(found))
-            after, extra = (tuple(places[index] for index in waits) for waits in (item.after, item.after_depend))
-            found.append(replace(item, after=after, after_depend=extra))
+    for item in bodies[name]:
+        if isinstance(item, list):
+            for called in item:
+                _expand(called, bodies, found)
+            continue
+        places.append(len(found))
+        after, extra = (tuple(places[index] for index in waits) for waits in (item.after, item.after_depend))
+        found.append(replace(item, after=after, after_depend=extra))
 
 
-def _generated_groups(graphs: dict[str, list[_Node]]) -> dict[str, tuple[int, ...]]:
+def _generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups that C++ made up, which only some of their collectives state."""
     groups = {}
-    for nodes in graphs.values():
-        for item in filter(None, (node.collective for node in nodes)):
-            stated = str(item.attributes.get("group_ranks", ""))
-            if re.fullmatch(r"\d+(-\d+)*", stated):
-                groups[item.group] = tuple(map(int, stated.split("-")))
+    for nodes in graph.graphs.values():
+        for node in nodes:
+            if node.op in COLLECTIVES:
+                attributes = attributes_of(node.text)
+                stated = str(attributes.get("group_ranks", ""))
+                if re.fullmatch(r"\d+(-\d+)*", stated):
+                    groups[str(attributes["group"])] = tuple(map(int, stated.split("-")))
     return groups
-
-
-def _ranks(item: Collective, created: tuple[int, ...] | None, generated: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Global ranks of a collective's group."""
-    ranks = created or generated.get(item.group)
-    if ranks is None:
-        raise ClusterError(f"{item.op} at {item.source or item.scope} uses group {item.group!r}, which nobody created")
-    return ranks

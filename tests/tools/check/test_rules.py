@@ -39,7 +39,7 @@ def test_the_starting_points_are_clean():
 
 
 INTERLEAVED = [
-    (("parallel", "pipeline_config"), {"pipeline_interleave": True, "pipeline_scheduler": "seqvpp"}),
+    (("parallel", "pipeline_config"), {"pipeline_interleave": True, "pipeline_scheduler": "1f1b"}),
     ((*MODEL, "pp_interleave_num"), 2),
     ((*MODEL, "offset"), [[1, 1, 0, 0], [0, 0, 0, 0]]),
 ]
@@ -64,6 +64,8 @@ def test_interleaved_layouts_pass(changes):
          (*PARALLEL, "micro_batch_num"), "two micro-batches"),
         ([(("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],
          ("parallel", "pipeline_config", "pipeline_scheduler"), "interleaving"),
+        ([*INTERLEAVED, (("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],
+         ("parallel", "pipeline_config", "pipeline_scheduler"), "trainer refuses seqvpp"),
         ([((*PARALLEL, "expert_parallel"), 3)], (*PARALLEL, "expert_parallel"), "3"),
         ([((*PARALLEL, "model_parallel"), 8)], (*PARALLEL, "model_parallel"), "4 heads"),
         ([((*PARALLEL, "use_seq_parallel"), False)], (*PARALLEL, "use_seq_parallel"), "sequence parallelism"),

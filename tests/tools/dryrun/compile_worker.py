@@ -38,6 +38,7 @@ def main():
 
 def compile_rank(arguments):
     from tools.dryrun.collectives import read_collectives
+    from tools.dryrun.graph_text import read_graph
     from tools.dryrun.virtual_cluster import final_graph, virtual_cluster
     from tools.recipe.load import load_recipe
     from tools.recipe.override import apply_overrides
@@ -62,7 +63,9 @@ def compile_rank(arguments):
         graph = final_graph(graphs)
         if arguments.keep_graph:
             arguments.keep_graph.write_bytes(graph.read_bytes())
-        report["collectives"] = [dataclasses.asdict(item) for item in read_collectives(graph, cluster.ranks_of)]
+        report["collectives"] = [
+            dataclasses.asdict(item) for item in read_collectives(read_graph(graph), cluster.ranks_of)
+        ]
     report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     check_restored()
     return report

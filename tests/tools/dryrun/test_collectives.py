@@ -4,6 +4,7 @@ import pytest
 
 from plugins.errors import ClusterError
 from tools.dryrun.collectives import read_collectives
+from tools.dryrun.graph_text import read_graph
 
 # written by hand after MindSpore 2.9.0's text: a forward and a backward subgraph, a condition, every kind of operand
 GRAPH = Path(__file__).with_name("graph.ir")
@@ -12,7 +13,7 @@ GROUPS = {"outer": (0, 2), "inner": (0, 1), "hccl_world_group": (0, 1, 2, 3)}
 
 @pytest.fixture(scope="module")
 def found():
-    return read_collectives(GRAPH, GROUPS.get)
+    return read_collectives(read_graph(GRAPH), GROUPS.get)
 
 
 def test_program_order_expands_calls_and_both_branches(found):
@@ -80,18 +81,18 @@ def test_a_subgraph_called_twice_counts_twice(tmp_path):
     assert first in text and last in text
     twice = tmp_path / "graph.ir"
     twice.write_text(text.replace(last, f"  %7(▲CNode_19) = {call}  %8(CNode_18) = "), encoding="utf-8")
-    found = read_collectives(twice, GROUPS.get)
+    found = read_collectives(read_graph(twice), GROUPS.get)
     assert [item.op for item in found[:4]] == [item.op for item in found[8:12]]
     assert [item.after for item in found[8:12]] == [(), (), (8,), (8, 10)]
 
 
 def test_an_unknown_group_is_refused():
     with pytest.raises(ClusterError, match=r"AlltoAllV at moe/token_dispatcher.py:398 uses group 'inner'"):
-        read_collectives(GRAPH, {name: ranks for name, ranks in GROUPS.items() if name != "inner"}.get)
+        read_collectives(read_graph(GRAPH), {name: ranks for name, ranks in GROUPS.items() if name != "inner"}.get)
 
 
 def test_another_text_is_refused(tmp_path):
     other = tmp_path / "other.ir"
     other.write_text("nothing\n")
     with pytest.raises(ClusterError, match="not the text of a graph"):
-        read_collectives(other, GROUPS.get)
+        read_graph(other)

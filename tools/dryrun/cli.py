@@ -1,0 +1,167 @@
+"""`tc3 dryrun`: compile a recipe for its devices on this CPU; exit code 0, 1 for what is wrong with it, 2 for usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.check.check import check_recipe
+from tools.check.view import MODEL, View
+from tools.dryrun import cache
+from tools.dryrun.diagnose import diagnose
+from tools.dryrun.job import Job
+from tools.dryrun.jobs import Plan, plan_jobs
+from tools.dryrun.pool import run_jobs
+from tools.dryrun.quick import quick_plan
+from tools.dryrun.report import report_of
+from tools.ep_report.settle import settle
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+
+ALL = "all-stages"
+
+
+class Ranks(click.ParamType):
+    """`all-stages`, or `0,512` as a tuple of integers."""
+
+    name = f"{ALL}|R,R"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...] | None:
+        """Split and check; None for all stages."""
+        if value == ALL or not isinstance(value, str):
+            return None if value == ALL else value
+        words = [word.strip() for word in value.split(",")]
+        if not all(word.isdecimal() for word in words):
+            self.fail(f"{value!r}: want {ALL}, or global ranks such as 0,512", param, ctx)
+        return tuple(dict.fromkeys(int(word) for word in words))
+
+
+@click.command("dryrun", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--ranks", type=Ranks(), default=ALL, show_default=True, help="Global ranks to compile.")
+@click.option("--devices", type=click.IntRange(min=1), help="Another number of devices: data_parallel follows.")
+@click.option("--micro-batches", type=click.IntRange(min=1), help="Micro-batches to compile; 2 a stage by default.")
+@click.option("--quick", is_flag=True, help="Each kind of layer once; the stages are put together from them.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Compiles at a time; as many as fit by default.")
+@click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
+def dryrun(
+    recipe: Path,
+    ranks: tuple[int, ...] | None,
+    devices: int | None,
+    micro_batches: int | None,
+    quick: bool,
+    overrides: tuple[str, ...],
+    jobs: int | None,
+    no_cache: bool,
+    as_json: bool,
+    picture: Path | None,
+) -> None:
+    """Compile the training step of RECIPE for all its devices, without one.
+
+    MindFormers builds the step as in a training, and MindSpore's own front end shards it, for one rank of each kind of
+    pipeline stage. What it says is what it would do: memory of every device, collectives and their ranks, Sends and
+    Receives, or its refusal.
+
+    Exit codes: 0 it compiles, fits and runs through; 1 it does not; 2 a wrong input.
+    """
+    if picture:
+        from tools.dryrun.picture import check_ending, draw
+
+        check_ending(picture)
+    if quick and (ranks or micro_batches):
+        raise click.UsageError("--quick chooses its own ranks and micro-batches")
+    loaded = resized(apply_overrides(load_recipe(recipe), overrides), devices)
+    refused = [str(finding) for finding in check_recipe(loaded).errors]
+    if not refused:
+        settle(loaded)
+        plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
+        results = compile_all(plan, jobs, not no_cache)
+        refused = [f"rank {result['rank']}: {diagnose(**result['error'])}" for result in results if "error" in result]
+    if refused:
+        _refuse(refused, as_json)
+    report = report_of(loaded, plan, results, View(loaded).number((*MODEL, "npu_nums_per_device"), 8))
+    if picture:
+        draw(report, picture)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        from tools.dryrun.render import render
+
+        render(report, Console(highlight=False))
+    sys.exit(1 if report["problems"] else 0)
+
+
+def resized(recipe: Recipe, devices: int | None) -> Recipe:
+    """The recipe for another number of devices, by its data-parallel degree.
+
+    Raises:
+        RecipeError: the other degrees do not divide the devices.
+    """
+    if devices is None:
+        return recipe
+    view = View(recipe)
+    other = view.tp * view.pp * view.cp
+    if devices % other:
+        raise RecipeError(f"--devices {devices}: tensor x pipeline x context parallel degrees are {other}: a multiple")
+    dp = devices // other
+    strategy = [[dp, *row[1:]] for row in (recipe.get("parallel") or {}).get("dataset_strategy") or []]
+    changes = [f"parallel_config.data_parallel={dp}"]
+    return apply_overrides(recipe, [*changes, f"parallel.dataset_strategy={strategy}"] if strategy else changes)
+
+
+def compile_all(plan: Plan, at_once: int | None, use_cache: bool) -> list[dict[str, Any]]:
+    """Results of the plan's jobs in their order, from the cache where it has them."""
+    known = {place: found for place, job in enumerate(plan.jobs) if use_cache and (found := cache.find(job))}
+    missing = [place for place in range(len(plan.jobs)) if place not in known]
+    results = _compile([plan.jobs[place] for place in missing], at_once)
+    return [known[place] for place in sorted(known)] if not missing else _merged(known, missing, results)
+
+
+def _merged(known: dict[int, Any], missing: Sequence[int], results: Sequence[Any]) -> list[dict[str, Any]]:
+    """Cached and new results by place; after a refusal some places have none."""
+    both = known | dict(zip(missing, results, strict=False))
+    return [both[place] for place in sorted(both)]
+
+
+def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
+    """Compile with a bar on a terminal; a result is kept as soon as it is there."""
+    if not jobs:
+        return []
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling", total=len(jobs))
+        running: set[int] = set()
+
+        def told(job: Job, event: str, seconds: float, result: dict[str, Any] | None) -> None:
+            running.symmetric_difference_update({job.stage})
+            names = ", ".join(map(str, sorted(running)))
+            bar.update(task, advance=event == "done", description=f"compiling stage {names}" if names else "compiling")
+            if result is not None:
+                cache.keep(job, result)
+                if not console.is_terminal:
+                    click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
+
+        return run_jobs(jobs, told, at_once)
+
+
+def _refuse(lines: Sequence[str], as_json: bool) -> None:
+    """Say why nothing was compiled, and end."""
+    if as_json:
+        click.echo(json.dumps({"problems": list(lines)}))
+    else:
+        for line in lines:
+            click.echo(line)
+    sys.exit(1)

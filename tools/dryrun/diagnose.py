@@ -1,0 +1,57 @@
+"""From MindSpore's or MindFormers' own message to the key of the recipe that caused it."""
+
+from __future__ import annotations
+
+import re
+
+_M = "model.model_config"
+_P = "parallel_config"
+
+# what stands in the message -> the key; the first that matches counts
+_KEYS: tuple[tuple[str, str], ...] = (
+    (r"offset", f"{_M}.offset"),
+    (r"pipeline_scheduler|seqvpp|zero_bubble", "parallel.pipeline_config.pipeline_scheduler"),
+    (r"pp_interleave_num|pipeline_interleave|interleave", f"{_M}.pp_interleave_num"),
+    (r"micro_batch|micro size|micro_size", f"{_P}.micro_batch_num"),
+    (r"num_attention_heads|attention head|num_heads", f"{_P}.model_parallel"),
+    (r"expert_parallel|expert_model_parallel|num_experts|expert num", f"{_P}.expert_parallel"),
+    (r"dispatcher", f"{_M}.moe_token_dispatcher_type"),
+    (r"dataset_strategy", "parallel.dataset_strategy"),
+    (r"context_parallel|ulysses|ring attention", f"{_P}.context_parallel"),
+    (r"vocab", f"{_M}.vocab_size"),
+    (r"pipeline_stage|stage_num|stage num", f"{_P}.pipeline_stage"),
+    (r"data_parallel", f"{_P}.data_parallel"),
+    (r"model_parallel|tensor_model_parallel", f"{_P}.model_parallel"),
+    (r"device_num|device num|devices", f"{_P}.data_parallel"),
+    (r"seq_length|sequence length|seq_len", f"{_M}.seq_length"),
+)
+# where in the Python sources a collective or an error stands -> the key
+_SOURCES: tuple[tuple[str, str], ...] = (
+    (r"hierarchical_ep/", "plugins.hierarchical_ep"),
+    (r"ep_overlap/", "plugins.ep_overlap"),
+    (r"token_dispatcher|moe/", f"{_M}.moe_token_dispatcher_type"),
+    (r"attention", f"{_P}.context_parallel"),
+    (r"tensor_parallel/", f"{_P}.model_parallel"),
+)
+_NOISE = re.compile(r"\n-{3,}.*", re.DOTALL)  # MindSpore appends framework call stacks below ruled lines
+
+
+def diagnose(kind: str, message: str) -> str:
+    """One line: the key, and the message without the framework's call stacks.
+
+    Args:
+        kind: class of the exception.
+    """
+    said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
+    key = _first(_KEYS, said) or source_key(message)
+    place = f"{key}: " if key else ""
+    return f"{place}{kind}: {said}" + ("" if key else " (no key of the recipe is known for this message)")
+
+
+def source_key(source: str) -> str:
+    """The key that put a line of Python into the graph, or an empty string."""
+    return _first(_SOURCES, source)
+
+
+def _first(table: tuple[tuple[str, str], ...], text: str) -> str:
+    return next((key for pattern, key in table if re.search(pattern, text, re.IGNORECASE)), "")

@@ -1,0 +1,162 @@
+"""MindSpore's final graph from its text: each subgraph's operators, what they take and give, and what they call.
+
+The text lists a subgraph's operators so that each stands behind its operands, which is an order in which they can run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from plugins.errors import ClusterError
+
+_ROOT = re.compile(r"# IR entry: @(\S+)")
+_GRAPH = re.compile(r"subgraph @([^\s(]+)\(")
+_NODE = re.compile(r"  %(\d+)\([^)]*\) = (.*)")
+_TYPES = re.compile(r"      : (\(.*\)) -> (\(.*\))$")
+_SCOPE = re.compile(r"      # Fullname with scope: \((.*)\)")
+_FILE = re.compile(r"      # In file (\S+?):(\d+)")
+_CALL = re.compile(r"(?:Partial\()?(?:call )?@|call @|%\d+\[")  # by name, or of a value whose graphs are in brackets
+_SECTION = re.compile(r" \{instance name:| (?:primitive_attrs|cnode_attrs|cnode_primal_attrs): \{")
+_OPERATOR = re.compile(r"(?:PrimFunc_)?(\w+)\(")
+_TENSOR = re.compile(r"Tensor\[(\w+)\]\]?, \(([-\d, ]*)\)")
+_MEMBER = r"(?:Ref\[)?Tensor\[(\w+)\]\]?(?:\*(\d+))?"
+_TUPLE = re.compile(
+    r"<Tuple\[((?:(?:Ref\[)?Tensor\[\w+\]\]?(?:\*\d+)?,?)+)\], TupleShape\(((?:\([-\d, ]*\)(?:, )?)+)\)"
+)
+_FIRST = re.compile(r"(?:PrimFunc_)?\w+\(%(\d+)\b")
+_GROUP = re.compile(r"\(([-\d, ]*)\)")
+
+
+class TensorType(NamedTuple):
+    """MindSpore's name of the type, and the shape on one rank (-1: known at run time only)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Node:
+    """One operator of a subgraph.
+
+    Args:
+        op: its name, "" for calls.
+        head: its text without attributes; `text` with them.
+        operands: numbers of the nodes that it takes, in the order in which they stand.
+        calls: names of the subgraphs that it runs (Partial only binds one: `binds`).
+        types: (inputs, outputs) as text.
+        scope: path of cells.
+        source: innermost line of Python, "folder/file.py:line".
+        hand_written: whether a `bprop` that somebody wrote stands among its lines.
+    """
+
+    op: str
+    head: str
+    text: str
+    operands: list[int]
+    calls: list[str] = field(default_factory=list)
+    binds: str = ""
+    types: tuple[str, str] = ("", "")
+    scope: str = ""
+    source: str = ""
+    hand_written: bool = False
+
+    @property
+    def value(self) -> int | None:
+        """The node that its first argument is; None when that is a parameter or a constant."""
+        first = _FIRST.match(self.head)
+        return int(first[1]) if first else None
+
+    @property
+    def inputs(self) -> tuple[TensorType, ...]:
+        """Tensors that it takes."""
+        return tensors(self.types[0])
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        """Tensors that it gives, those of a tuple one by one."""
+        return tensors(self.types[1])
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """All subgraphs by name, and the name of the one that runs."""
+
+    root: str
+    graphs: dict[str, list[Node]]
+
+
+def read_graph(file: Path) -> GraphText:
+    """Parse the dump that `virtual_cluster.final_graph` finds.
+
+    Raises:
+        ClusterError: it is no such text.
+    """
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        root, graphs = _parse(lines)
+    if root not in graphs:
+        raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
+    for nodes in graphs.values():
+        for node in nodes:
+            node.calls = [called for called in node.calls if called in graphs]
+    return GraphText(root, graphs)
+
+
+def tensors(text: str) -> tuple[TensorType, ...]:
+    """`<Tensor[BFloat16], (256, -1)>, ...` as types, members of tuples included."""
+    found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
+    for match in _TUPLE.finditer(text):
+        dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
+        shapes = [_shape(shape) for shape in _GROUP.findall(match[2])]
+        found += [(match.start(), TensorType(*item)) for item in zip(dtypes, shapes, strict=False)]
+    return tuple(item for _, item in sorted(found, key=lambda pair: pair[0]))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"-?\d+", text)))
+
+
+def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]]]:
+    """Name of the root graph, and the operators of each graph."""
+    root = ""
+    graphs: dict[str, list[Node]] = {}
+    nodes: list[Node] = []
+    for line in lines:
+        if match := _NODE.match(line):
+            assert int(match[1]) == len(nodes), "operators are numbered from 0 in each graph"
+            nodes.append(_node(match[2]))
+        elif line.startswith("      ") and nodes:
+            _complete(nodes[-1], line)
+        elif match := _GRAPH.match(line):
+            nodes = graphs[match[1]] = []
+        elif match := _ROOT.match(line):
+            root = match[1]
+    return root, graphs
+
+
+def _node(text: str) -> Node:
+    """An operator from the text right of its '='."""
+    head = _SECTION.split(text, maxsplit=1)[0]
+    operator = _OPERATOR.match(head)
+    node = Node(operator[1] if operator else "", head, text, [int(number) for number in re.findall(r"%(\d+)\b", head)])
+    if node.op == "Partial":
+        bound = re.match(r"Partial\(@([^\s(),\[\]]+)", head)
+        node.binds = bound[1] if bound else ""
+    elif _CALL.match(head):
+        node.calls = re.findall(r"@([^\s(),\[\]]+)", head)
+    return node
+
+
+def _complete(node: Node, line: str) -> None:
+    """What one of the lines below an operator says of it."""
+    if match := _TYPES.match(line):
+        if not node.types[1]:  # the second such line holds symbolic shapes
+            node.types = match[1], match[2]
+    elif match := _SCOPE.match(line):
+        node.scope = match[1]
+    elif match := _FILE.match(line):  # the last one is the innermost, and the forward's
+        node.source = f"{'/'.join(Path(match[1]).parts[-2:])}:{match[2]}"
+        node.hand_written |= "def bprop(" in line

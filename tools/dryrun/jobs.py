@@ -1,0 +1,63 @@
+"""Which ranks of a recipe to compile, and with how many micro-batches: one rank for each kind of pipeline stage."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from plugins.errors import RecipeError
+from tools.check.view import View
+from tools.dryrun.job import Job
+from tools.dryrun.stages import Stage, stages_of
+from tools.recipe.load import Recipe
+
+ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reaches its steady state within
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compile.
+
+    Args:
+        stages: of the pipeline.
+        jobs: compiles, by stage and rank.
+        job_of: stage -> the job that stands for it.
+        micro_batches: compiled, of those of a step.
+    """
+
+    stages: list[Stage]
+    jobs: list[Job]
+    job_of: list[int]
+    micro_batches: int
+
+
+def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
+    """The compiles of a recipe.
+
+    Args:
+        ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last
+            stage, whose schedule differs most from the first's.
+        micro_batches: how many to compile; by default `ROUNDS` for each stage. A pass through a chunk is one subgraph
+            that each micro-batch calls, so that a step of more repeats what a step of few does.
+
+    Raises:
+        RecipeError: a rank that the recipe has not.
+    """
+    view = View(recipe)
+    stages = stages_of(view)
+    compiled = min(view.micro_batches, micro_batches or ROUNDS * view.pp) if view.pp > 1 else view.micro_batches
+    small = copy.deepcopy(recipe)
+    if view.pp > 1:
+        small["parallel_config"]["micro_batch_num"] = compiled
+    per_stage = view.devices // view.pp
+    if ranks is None:
+        first: dict[object, int] = {}
+        for stage in stages:
+            first.setdefault(stage.signature, stage.number)
+        ranks = tuple(number * per_stage for number in sorted(first.values()))
+    outside = [rank for rank in ranks if not 0 <= rank < view.devices]
+    if outside:
+        raise RecipeError(f"--ranks {','.join(map(str, outside))}: the recipe has ranks 0 to {view.devices - 1}")
+    jobs = [Job(small, rank, rank // per_stage) for rank in ranks]
+    stands_for = {stages[job.stage].signature: place for place, job in reversed(list(enumerate(jobs)))}
+    return Plan(stages, jobs, [stands_for.get(stage.signature, -1) for stage in stages], compiled)

@@ -1,0 +1,120 @@
+"""Memory of one device of a stage, by what holds it. Exact but for activations, which are an estimate."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
+from tools.dryrun.passes import Pass, in_flight
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Args:
+        weights: parameters in the type they are kept in, and buffers that no optimizer updates.
+        state: the optimizer's.
+        accumulated: gradients summed over micro-batches.
+        gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
+        saved: activations that wait for their backward, at the fullest moment (estimate).
+        working: most that is alive inside one pass (estimate).
+        limit: `context.max_device_memory`; 0 when the recipe sets none.
+    """
+
+    weights: int
+    state: int
+    accumulated: int
+    gathered: int
+    saved: int
+    working: int
+    limit: int
+
+    @property
+    def exact(self) -> int:
+        """What the compiled layouts and graph state."""
+        return self.weights + self.state + self.accumulated + self.gathered
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.exact + self.saved + self.working
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self) | {"exact": self.exact, "total": self.total}
+
+
+def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
+    """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order."""
+    waiting = in_flight(list(passes))
+    chunks = graph["activations"]
+    return Memory(
+        weights=total(held, WEIGHT),
+        state=total(held, STATE),
+        accumulated=total(held, ACCUMULATED),
+        gathered=sum(graph["kept"].values()),
+        saved=sum(count * chunks[chunk]["saved"] for chunk, count in waiting.items()),
+        working=max((max(chunk["forward"], chunk["backward"]) for chunk in chunks), default=0),
+        limit=limit,
+    )
+
+
+def limit_of(recipe: Mapping[str, Any]) -> int:
+    """`context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
+
+    Raises:
+        RecipeError: it is no such text.
+    """
+    written = (recipe.get("context") or {}).get("max_device_memory")
+    if written is None:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
+    if match is None:
+        raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
+    return int(float(match[1]) * GIB)
+
+
+def over_limit(stages: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
+    """Stages of a report that do not fit, with the keys that would mend it."""
+    found = []
+    for stage in stages if limit else ():
+        memory = stage["memory"]
+        if memory["total"] <= limit:
+            continue
+        sure = memory["exact"] > limit
+        largest = sorted(_MEND, key=lambda name: -memory[name])[:2]
+        heavy = " and ".join(f"{_MEND[name][0]} ({memory[name] / GIB:.1f} GiB)" for name in largest)
+        total = memory["exact"] if sure else memory["total"]
+        what = "without activations" if sure else "with activations (an estimate)"
+        found.append(
+            f"context.max_device_memory: stage {stage['stage']} needs {total / GIB:.1f} GiB a device {what}, the limit "
+            f"is {limit / GIB:.1f}: most are {heavy}; {'; '.join(_MEND[name][1] for name in largest)}"
+        )
+    return found
+
+
+_MEND = {  # part of memory -> its name, and the keys that make it smaller
+    "weights": ("weights", "parallel.enable_parallel_optimizer: True shards them"),
+    "state": ("optimizer state", "parallel.enable_parallel_optimizer: True shards it over data_parallel"),
+    "accumulated": (
+        "accumulated gradients",
+        "parallel.parallel_optimizer_config.gradient_accumulation_shard: True, or a larger "
+        "parallel_config.expert_parallel, make them smaller",
+    ),
+    "gathered": (
+        "gathered weights",
+        "a larger parallel_config.expert_parallel, model_parallel or pipeline_stage makes them fewer",
+    ),
+    "saved": ("kept activations", "recompute_config.recompute: True, or a larger model_parallel or context_parallel"),
+    "working": (
+        "activations in a pass",
+        "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size",
+    ),
+}

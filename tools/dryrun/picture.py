@@ -1,0 +1,70 @@
+"""Draw a dry run: memory of each stage by what holds it, and what a device of it sends over each kind of link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.dryrun.memory import GIB
+from tools.dryrun.traffic import BETWEEN, INSIDE
+
+ENDINGS = (".svg", ".png")
+_PARTS = {
+    "weights": "weights",
+    "state": "optimizer state",
+    "accumulated": "accumulated gradients",
+    "gathered": "gathered weights",
+    "saved": "kept activations (estimate)",
+    "working": "alive in a pass (estimate)",
+}
+
+
+def check_ending(path: Path) -> None:
+    """Refuse what cannot be drawn before hours of compiling.
+
+    Raises:
+        RecipeError: the file's ending is neither .svg nor .png.
+    """
+    if path.suffix not in ENDINGS:
+        raise RecipeError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
+
+
+def draw(report: Mapping[str, Any], path: Path) -> Path:
+    """Draw to an .svg or .png; returns `path`. Matplotlib is imported only here; no display is needed."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True)
+    stages = [stage["stage"] for stage in report["stages"]]
+    bottom = [0.0] * len(stages)
+    for part, label in _PARTS.items():
+        sizes = [stage["memory"][part] / GIB for stage in report["stages"]]
+        above.bar(stages, sizes, bottom=bottom, label=label)
+        bottom = [low + size for low, size in zip(bottom, sizes, strict=True)]
+    limit = report["stages"][0]["memory"]["limit"] / GIB
+    if limit:
+        above.axhline(limit, color="black", linestyle="--", label="limit")
+    above.set_ylabel("GiB on a device")
+    above.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    for place, link in enumerate((INSIDE, BETWEEN)):
+        sizes = [_sent(stage, link) / GIB for stage in report["stages"]]
+        below.bar([stage + 0.4 * place - 0.2 for stage in stages], sizes, width=0.4, label=link)
+    below.set_ylabel("GiB sent by a device in a step")
+    below.set_xlabel("pipeline stage")
+    below.set_xticks(stages)
+    below.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(f"{report['recipe']}: {report['devices']:,} virtual devices")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # the same numbers give the same file
+    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
+    return path
+
+
+def _sent(stage: Mapping[str, Any], link: str) -> int:
+    return sum(line["bytes"] for line in stage["traffic"] if line["link"] == link)

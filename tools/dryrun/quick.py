@@ -1,0 +1,117 @@
+"""The quick dry run: each kind of layer compiled once, in two stages, and the real stages put together from them.
+
+Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each kind,
+the embedding, the head and the MTP layers on two stages of the same size have the layouts of the whole model. What adds
+up by layers is exact (weights, optimizer state, gradients, gathered weights); activations are estimates on top of
+estimates; traffic is not given.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.check.view import View
+from tools.dryrun.job import Job
+from tools.dryrun.jobs import Plan
+from tools.dryrun.layout import Held
+from tools.dryrun.stages import DENSE, MOE, Stage, stages_of
+from tools.recipe.load import Recipe
+
+_LAYER = "decoder.layers."
+_RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
+
+
+def quick_plan(recipe: Recipe) -> Plan:
+    """Two compiles (one without a pipeline) that stand for all stages: `compose` takes them apart."""
+    view = View(recipe)
+    small = _reduced(recipe, view)
+    per_stage = view.devices // view.pp
+    jobs = [Job(small, stage * per_stage, stage) for stage in range(View(small).pp)]
+    return Plan(stages_of(view), jobs, [], View(small).micro_batches)
+
+
+def _reduced(recipe: Recipe, view: View) -> Recipe:
+    """One layer of each kind in front; behind, one of the last kind with the head."""
+    small = copy.deepcopy(recipe)
+    model = small["model"]["model_config"]
+    kinds = _front(stages_of(view))
+    pp = 2 if view.pp > 1 else 1
+    model["num_hidden_layers"] = len(kinds) + (pp == 2)
+    if "first_k_dense_replace" in model:
+        model["first_k_dense_replace"] = kinds.count(DENSE) if MOE in kinds else 0
+    if pp == 2:
+        model["offset"] = [len(kinds) - 1, 0] if len(kinds) > 1 else 0
+        model["pp_interleave_num"] = 1
+        small["parallel_config"] |= {"pipeline_stage": 2, "micro_batch_num": 2}
+        small["parallel"]["pipeline_config"] = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
+    else:
+        model["offset"] = 0
+    for key in _RECOMPUTE:
+        small["recompute_config"][key] = _flat(small["recompute_config"].get(key, False))
+    return small
+
+
+def _front(stages: Sequence[Stage]) -> list[str]:
+    """The kinds of layer that the model has, dense first."""
+    found = {kind for stage in stages for kind in stage.kinds}
+    return [kind for kind in (DENSE, MOE) if kind in found]
+
+
+def _flat(setting: Any) -> Any:
+    """A recompute setting by stages as one for all: on where it is on for some layer."""
+    if isinstance(setting, dict):
+        return {key: _flat(value) for key, value in setting.items()}
+    if isinstance(setting, list) and not any(isinstance(item, str) for item in setting):
+        return any(any(item) if isinstance(item, list) else item for item in setting)
+    return setting
+
+
+def compose(stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]) -> list[tuple[list[Held], dict[str, Any]]]:
+    """For each stage of the real pipeline: what it holds, and a graph's summary without traffic.
+
+    Args:
+        results: of `quick_plan`'s jobs.
+    """
+    held = [Held(**item) for result in results for item in result["held"]]
+    kept = {name: size for result in results for name, size in result["graph"]["kept"].items()}
+    kinds = _front(stages)
+    front = results[0]["graph"]["activations"][0]
+    layer = front["saved"] // len(kinds)
+    back = results[-1]["graph"]["activations"][0]
+    found = []
+    for stage in stages:
+        names = [f"{_LAYER}{kinds.index(kind)}." for kind in stage.kinds]
+        chunks = []
+        for chunk, (_, chunk_kinds) in enumerate(stage.chunks):
+            last = "head" in stage.ends and chunk == len(stage.chunks) - 1
+            saved = len(chunk_kinds) * layer + (max(back["saved"] - layer, 0) if last else 0)
+            chunks.append({"saved": saved, **{key: (back if last else front)[key] for key in ("forward", "backward")}})
+        graph = {"activations": chunks, "kept": _of_stage(kept, names, stage), "flops": [], "collectives": []}
+        parts = [item for name in names for item in held if name in item.name]
+        parts += [item for item in _unique(held) if _LAYER not in item.name and _belongs(item.name, stage)]
+        found.append((parts, graph))
+    return found
+
+
+def _unique(held: Sequence[Held]) -> list[Held]:
+    """Each parameter once: the two stages share the embedding when there are MTP layers."""
+    return list({item.name: item for item in held}.values())
+
+
+def _of_stage(kept: Mapping[str, int], names: Sequence[str], stage: Stage) -> dict[str, int]:
+    """Gathered bytes of a stage by weight."""
+    found = {name: size for name, size in kept.items() if _LAYER not in name and _belongs(name, stage)}
+    for place, prefix in enumerate(names):
+        found |= {f"{place}:{name}": size for name, size in kept.items() if prefix in name}
+    return found
+
+
+def _belongs(name: str, stage: Stage) -> bool:
+    """Whether a parameter outside the layers is on this stage."""
+    if "embedding" in name and "mtp" not in name:
+        return "embedding" in stage.ends
+    if any(part in name for part in ("mtp", "output_layer", "final_layernorm", "final_norm")):
+        return "head" in stage.ends
+    return True  # a counter or a scale, which every stage has

@@ -1,0 +1,108 @@
+"""A dry run for the terminal: a row for each stage, the largest traffic, and what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.dryrun.memory import GIB
+
+_COLUMNS = ("weights", "state", "accumulated", "gathered", "saved", "working")
+_SHOWN = 3  # lines of traffic a stage
+
+
+def render(report: Mapping[str, Any], console: Console) -> None:
+    """Print it."""
+    layout = " ".join(f"{name}{size}" for name, size in report["layout"].items() if size > 1) or "one device"
+    console.print(f"{report['recipe']}: {report['devices']:,} virtual devices, {layout}", highlight=False)
+    console.print(_memory(report))
+    console.print(
+        "GiB on one device. Exact, from MindSpore's layouts and graph: weights, optimizer state, accumulated gradients,"
+        " weights gathered for the step. Estimates: activations kept for the backward, and alive in one pass.",
+        style="dim",
+    )
+    if report["compiled"] and not report["quick"]:
+        console.print(_traffic(report))
+    counted = report["parameters"]
+    if counted["compiled"] is not None:
+        verdict = (
+            "as tc3 check counts" if counted["compiled"] == counted["check"] else f"tc3 check: {counted['check']:,}"
+        )
+        console.print(f"trained weights, each once: {counted['compiled']:,} ({verdict})", highlight=False)
+    for note in notes(report):
+        console.print(note, style="dim", highlight=False)
+    for problem in report["problems"]:
+        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    if not report["compiled"]:
+        console.print("a recipe of the CPU: built, not compiled; its workers send what plugins/cpu_backend sends")
+    elif not report["problems"]:
+        console.print("every Send has its Receive, and the compiled ranks call their groups in the same order")
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """What was not compiled but concluded."""
+    if report["quick"]:
+        return [
+            "quick: each kind of layer was compiled once, in two stages; the stages are put together from them. "
+            "Estimates are rough, traffic is not given: leave out --quick for both"
+        ]
+    found = []
+    micro = report["micro_batches"]
+    if micro["compiled"] != micro["step"]:
+        found.append(
+            f"compiled with {micro['compiled']} of {micro['step']} micro-batches: each is a call of the same subgraph, "
+            "so that traffic and FLOPs of a step are multiplied out"
+        )
+    copies = [stage for stage in report["stages"] if not stage["compiled"]]
+    if copies:
+        names = ", ".join(f"{stage['stage']} as rank {stage['compiled_rank']}" for stage in copies)
+        found.append(
+            f"stages with the same layers and recomputation as a compiled one were not compiled again: {names}"
+        )
+    if report["layout"]["pp"] > 1:
+        known = "equals" if report["schedule_model_equals_graph"] else "is not known, or differs from,"
+        found.append(f"the order of passes in the graphs {known} the model of schedule {report['schedule']}")
+    return found
+
+
+def _memory(report: Mapping[str, Any]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("stage", "layers", "weights", "state", "acc. grads", "gathered", "kept act.", "in a pass", "total"):
+        table.add_column(name, justify="right")
+    table.add_column("limit", justify="right")
+    for stage in report["stages"]:
+        memory = stage["memory"]
+        limit = memory["limit"]
+        over = bool(limit) and memory["total"] > limit
+        name = f"{stage['stage']}" + ("" if stage["compiled"] or report["quick"] else "=")
+        row = [name, str(stage["layers"]), *(f"{memory[key] / GIB:.2f}" for key in _COLUMNS)]
+        total = f"{memory['total'] / GIB:.2f}"
+        table.add_row(*row, f"[red]{total}[/red]" if over else total, f"{limit / GIB:.2f}" if limit else "none")
+    return table
+
+
+def _traffic(report: Mapping[str, Any]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("stage", "sent by a device and step", "ranks", "link", "role"):
+        table.add_column(name)
+    table.add_column("calls", justify="right")
+    table.add_column("GiB", justify="right")
+    for stage in report["stages"]:
+        if not stage["compiled"]:
+            continue
+        for line in stage["traffic"][:_SHOWN]:
+            size = f"{line['bytes'] / GIB:.2f}" + ("*" if line.get("routed") else "")
+            table.add_row(
+                str(stage["stage"]),
+                line["op"],
+                str(line["ranks"]),
+                line["link"],
+                line["role"],
+                f"{line['calls']:,}",
+                size,
+            )
+    table.caption = "* with an even routing"
+    return table

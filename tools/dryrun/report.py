@@ -1,0 +1,169 @@
+"""What a dry run found, as plain data: memory, traffic and FLOPs of each stage, and whether the stages fit together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from plugins.errors import RecipeError
+from tools.check.check import check_recipe
+from tools.check.view import View
+from tools.dryrun.jobs import Plan
+from tools.dryrun.layout import WEIGHT, Held
+from tools.dryrun.memory import limit_of, memory_of, over_limit
+from tools.dryrun.order import check_order, programs_of
+from tools.dryrun.passes import Pass
+from tools.dryrun.quick import compose
+from tools.dryrun.stages import Stage
+from tools.dryrun.traffic import traffic_of
+from tools.recipe.load import Recipe
+from tools.search.schedules import operations
+
+NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not compiled
+    **{name: [] for name in ("groups", "collectives", "passes", "activations", "flops")},
+    "kept": {},
+}
+
+
+class Found(NamedTuple):
+    """What is known of one stage.
+
+    Args:
+        rank: that was compiled for it; None where it is put together from layers.
+        compiled: whether the rank is of this very stage.
+    """
+
+    stage: Stage
+    rank: int | None
+    compiled: bool
+    held: Sequence[Held]
+    graph: Mapping[str, Any]
+
+
+def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], node: int) -> dict[str, Any]:
+    """The whole report, in bytes and FLOPs of one device and step.
+
+    Args:
+        results: of the plan's jobs, none of them refused.
+        node: devices of a node, for links inside and between nodes.
+    """
+    view = View(recipe)
+    quick = not plan.job_of
+    found = _composed(plan, results) if quick else _compiled(plan, results)
+    known = quick or all(
+        [tuple(item) for item in one.graph["passes"]] == _passes(view, one.stage.number, plan.micro_batches)
+        for one in found
+        if one.compiled
+    )
+    limit = limit_of(recipe)
+    stages = [_stage(one, view, plan, limit, node, known) for one in found]
+    problems = check_order(programs_of([result for result in results if "graph" in result]))
+    problems += over_limit(stages, limit) + _uneven(found, view.devices // view.pp)
+    return {
+        "recipe": recipe.source,
+        "quick": quick,
+        "compiled": not view.on_cpu,
+        "devices": view.devices,
+        "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
+        "schedule": view.scheduler,
+        "schedule_model_equals_graph": known,
+        "micro_batches": {"step": view.micro_batches, "compiled": plan.micro_batches},
+        "parameters": _parameters(found, len(plan.stages), view),
+        "stages": stages,
+        "problems": problems,
+        "seconds": [result["seconds"] for result in results],
+        "peak_mib": [result.get("peak_mib") for result in results],
+    }
+
+
+def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """Each stage by the job that stands for it."""
+    held = [[Held(**item) for item in result["held"]] for result in results]
+    own = {job.stage for job in plan.jobs}
+    return [
+        Found(stage, plan.jobs[at].rank, stage.number in own, held[at], results[at].get("graph", NOTHING))
+        for stage, at in zip(plan.stages, plan.job_of, strict=True)
+        if at >= 0
+    ]
+
+
+def _composed(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
+    """Each stage from its layers."""
+    parts = compose(plan.stages, results)
+    return [Found(stage, None, False, held, graph) for stage, (held, graph) in zip(plan.stages, parts, strict=True)]
+
+
+def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: bool) -> dict[str, Any]:
+    """One stage's part of the report."""
+    if known and not found.compiled:
+        passes = [Pass(*item) for item in _passes(view, found.stage.number, view.micro_batches)]
+    else:
+        passes = [Pass(*item) for item in found.graph["passes"]]
+    scale = view.micro_batches / plan.micro_batches
+    return {
+        "stage": found.stage.number,
+        "compiled_rank": found.rank,
+        "compiled": found.compiled,
+        "layers": len(found.stage.kinds),
+        "kinds": [list(kinds) for _, kinds in found.stage.chunks],
+        "holds": list(found.stage.ends),
+        "parameters": sum(math.prod(item.shape) for item in _trained(found.held)),
+        "memory": memory_of(found.held, found.graph, passes, limit).as_json(),
+        "flops": _flops(found.graph, view.micro_batches),
+        "traffic": traffic_of(found.graph, scale, node),
+    }
+
+
+def _passes(view: View, stage: int, micro_batches: int) -> list[tuple[str, int, int]]:
+    """The schedule's own order of a stage; one forward and backward without a pipeline; nothing when unknown."""
+    if view.pp == 1:
+        return [("F", 0, 0), ("B", 0, 0)]
+    name = "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
+    try:
+        return [
+            (op.kind, op.micro_batch, op.chunk) for op in operations(name, stage, view.pp, view.chunks, micro_batches)
+        ]
+    except RecipeError:
+        return []
+
+
+def _trained(held: Sequence[Held]) -> list[Held]:
+    """Weights that the optimizer updates."""
+    return [item for item in held if item.kind == WEIGHT and item.trainable]
+
+
+def _uneven(found: Sequence[Found], ranks: int) -> list[str]:
+    """Weights of which the stage's devices do not hold every number equally often."""
+    uneven = [(one.stage.number, item) for one in found for item in one.held if item.copies(ranks) % 1]
+    return [f"stage {stage}: {item.name} is held {item.copies(ranks):.2f} times" for stage, item in uneven]
+
+
+def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, Any]:
+    """Trained weights of the model, summed over the stages, against the closed form of `tc3 check`.
+
+    A weight that two stages hold (the embedding, which MTP layers use again on the last stage) counts once. None when
+    not every stage was compiled.
+    """
+    table = check_recipe(view.recipe).table or {}
+    counted = {"compiled": None, "check": table.get("parameters_total")}
+    if len(found) < stages:
+        return counted
+    total, shared = 0, set()
+    for one in found:
+        for item in _trained(one.held):
+            if item.name in shared:
+                continue
+            if not item.name.startswith("decoder.layers."):  # layers of equal stages have other numbers: never shared
+                shared.add(item.name)
+            total += math.prod(item.shape)
+    return counted | {"compiled": total}
+
+
+def _flops(graph: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
+    """FLOPs of a device in a step, by role."""
+    roles: dict[str, int] = {}
+    for chunk in graph["flops"]:
+        for role, number in chunk.items():
+            roles[role] = roles.get(role, 0) + number * micro_batches
+    return roles

@@ -1,0 +1,135 @@
+"""A recipe's training step as MindFormers' own Trainer builds it, for a rank of a virtual cluster.
+
+The Trainer runs as in a real training, from `build_context` to the call of `Model.train`, where the step is taken from
+it: model, loss, wrappers, recompute, clipping, learning-rate groups and optimizer are its own. What is left out needs
+data or a file system and adds nothing to the graph: data loading, callbacks, checkpoints. Parameters have shapes but no
+memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.check.view import View
+from tools.dryrun.inputs import shapes_of
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+
+_DATA_PLUGINS = ("attention_balance", "held_out_loss")  # they choose and read samples: nothing of them is in the graph
+
+
+class _Reached(Exception):
+    """The Trainer has called `Model.train`."""
+
+
+class _NoData:
+    """A dataset of the right length whose samples nobody reads."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a dry run reads no data")
+
+
+def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], None]) -> Any:
+    """The cell that the Trainer was about to train with; call it inside an open `virtual_cluster`.
+
+    Args:
+        recipe: flat; for Ascend or for CPU. It is not changed.
+        folder: an empty one for what MindFormers insists on writing.
+        enable_plugins: switches on the recipe's plugins, given the MindFormerConfig (tools never import adapters).
+    """
+    os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
+    plain = _without_files(recipe, folder)
+    from mindformers import MindFormerConfig, Trainer, build_context
+    from mindformers.core.context import parallel
+    from mindspore import set_auto_parallel_context
+    from mindspore.communication import get_rank
+    from mindspore.dataset import GeneratorDataset
+    from mindspore.nn.utils import no_init_parameters
+    from mindspore.parallel import strategy
+
+    flat = folder / "recipe.yaml"
+    dump_recipe(plain, flat)  # MindFormers applies its defaults only to a file
+    config = MindFormerConfig(str(flat))
+    context = importlib.import_module("mindformers.core.context.build_context")  # its package hides it
+    with _replaced(parallel, "init", lambda: None), _replaced(context, "_setup_affinity", lambda _: None):
+        build_context(config)  # the virtual cluster is up already, and this host's CPUs are left alone
+    set_auto_parallel_context(global_rank=get_rank())  # which C++ would ask of the library that is not there
+    config.context.device_target = recipe["context"]["device_target"]  # what plugins and model are to build for
+    enable_plugins(config)
+    columns = list(shapes_of(View(recipe)))
+    data = GeneratorDataset(_NoData(_samples(recipe)), column_names=columns, shuffle=False)
+    # asked to, MindSpore also writes every rank's strategy for checkpoints: 14 of 16 GB and 40 % of the time at 8,192
+    # devices, and nothing of it is in the graph
+    keep_no_strategy = _replaced(strategy, "enable_save_strategy_online", lambda: None)
+    with no_init_parameters(), keep_no_strategy, _stop_at_training() as taken:
+        trainer = Trainer(config, train_dataset=data.batch(1))
+        with suppress(_Reached):
+            trainer.train()
+    cell = taken[0]
+    return cell.set_train()
+
+
+def inputs_of(recipe: Recipe) -> list[Any]:
+    """The batch of one data-parallel rank as Tensors of zeros, in the order of the loader's columns."""
+    from mindspore import Tensor
+
+    return [Tensor(np.zeros(shape, dtype)) for shape, dtype in shapes_of(View(recipe)).values()]
+
+
+def _without_files(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe without what reads or writes files and without callbacks; eager operators run on this CPU."""
+    plain = copy.deepcopy(recipe)
+    plain["output_dir"] = str(folder / "output")
+    plain["callbacks"] = []
+    plain["load_checkpoint"] = ""
+    plain.setdefault("checkpoint", {}).update(load_path="", save_path=str(folder / "checkpoint"))
+    plain["context"]["device_target"] = "CPU"
+    for name in _DATA_PLUGINS:
+        (plain.get("plugins") or {}).pop(name, None)
+    return plain
+
+
+def _samples(recipe: Recipe) -> int:
+    """Samples of the stand-in for the data."""
+    sizes = recipe["train_dataset"]["data_loader"].get("sizes") or [1]
+    return max(int(sizes[0]), 1)
+
+
+@contextmanager
+def _stop_at_training() -> Iterator[list[Any]]:
+    """Let `Model.train` hand over its network instead of training."""
+    from mindspore.train import Model
+
+    taken: list[Any] = []
+
+    def train(model: Any, *_: Any, **__: Any) -> None:
+        taken.append(model._network)
+        raise _Reached
+
+    with _replaced(Model, "train", train):
+        yield taken
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for a while."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,194 @@
+"""The order in which each pipeline stage runs its work, for every pipeline schedule that MindSpore offers.
+
+Where the orders come from (MindSpore's public sources, `ccsrc/frontend/parallel/pipeline_transformer/`, a state of
+2025; "verified" means read there, none was run on a device):
+
+interleaved_1f1b              `pipeline_scheduler.cc`, `InterleavedScheduler::Reorder`: verified, remainders included
+interleaved_1f1b_less_memory  the same file, `MemoryOptimizedReorder` (environment ENABLE_LESS_MEM_VPP=1): verified
+seqvpp, seqsmartvpp           `seqpipe_scheduler.cc`, `MakeExecuteOrder`: verified for sequences that are not split
+zero_bubble_v                 `zero_bubble_v.cc`, steps 1 to 8, `detach_backward.cc`, with ZBV_offset unset: verified
+gpipe                         `gpipe_interleave_scheduler.cc`: verified with several chunks, assumed the same with one
+1f1b                          one chunk a stage: assumed to be the order of PipeDream-flush, as in Megatron-LM
+
+Not modelled: seqpipe and the sequence chunks of seqvpp and seqsmartvpp (Op has no sequence chunk). Both use the warm-up
+of interleaved 1F1B: seqvpp that of the plain order, seqsmartvpp that of the memory-saving one, and differ from it
+in where the micro-batches go that do not fill a round of all stages.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from plugins.errors import RecipeError, did_you_mean
+
+
+class Op(NamedTuple):
+    """One piece of work of a stage: forward, backward, or the weight gradients split from a backward.
+
+    A "B" without a "W" of the same micro-batch and chunk is the whole backward; with one it is the input gradients.
+    """
+
+    kind: str  # "F", "B" or "W"
+    micro_batch: int
+    chunk: int
+
+
+def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    """Return what `stage` of `stages` runs, in order: each of chunks x micro_batches forward and backward once.
+
+    `chunks` is how many pieces of the model a stage holds (MindFormers' `pp_interleave_num`).
+
+    Raises:
+        RecipeError: no such schedule, or one that MindSpore refuses for these numbers; names what it wants.
+    """
+    check_schedule(schedule, stages, chunks, micro_batches)
+    if not 0 <= stage < stages:
+        raise RecipeError(f"stage {stage}: want 0 to {stages - 1}")
+    return _ORDERS[schedule](stage, stages, chunks, micro_batches)
+
+
+def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int) -> None:
+    """Refuse a schedule that does not exist or cannot run with these numbers.
+
+    Raises:
+        RecipeError: as `operations`.
+    """
+    if schedule not in _ORDERS:
+        raise RecipeError(f"pipeline schedule {schedule!r}: want one of {', '.join(SCHEDULES)}{_near(schedule)}")
+    if min(stages, chunks, micro_batches) < 1:
+        raise RecipeError(
+            f"pipeline: {stages} stages, {chunks} chunks, {micro_batches} micro-batches: each must be at least 1"
+        )
+    wants = {
+        "1f1b": (chunks == 1, "one chunk a stage (several: interleaved_1f1b)"),
+        "interleaved_1f1b": (micro_batches >= stages, f"at least {stages} micro-batches, one for each stage"),
+        "seqvpp": (chunks > 1 and micro_batches >= stages, f"several chunks and at least {stages} micro-batches"),
+        "zero_bubble_v": (
+            chunks == 2 and micro_batches >= 2 * stages,
+            f"2 chunks and at least {2 * stages} micro-batches",
+        ),
+    }
+    wants["interleaved_1f1b_less_memory"] = wants["interleaved_1f1b"]
+    even = chunks > 1 and micro_batches >= stages and stages % 2 == 0
+    wants["seqsmartvpp"] = (even, f"{wants['seqvpp'][1]}, and an even number of stages")
+    possible, want = wants.get(schedule, (True, ""))
+    if not possible:
+        have = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
+        raise RecipeError(f"pipeline schedule {schedule} with {have}: want {want}")
+
+
+def is_v_shaped(schedule: str) -> bool:
+    """Say whether odd chunks run from the last stage to the first (the model's order then makes a V)."""
+    return schedule == "zero_bubble_v"
+
+
+def _near(schedule: str) -> str:
+    return did_you_mean(schedule, list(SCHEDULES))
+
+
+def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    forward = [Op("F", m, v) for v in range(chunks) for m in range(micro_batches)]
+    backward = [Op("B", m, v) for v in reversed(range(chunks)) for m in range(micro_batches)]
+    return forward + backward
+
+
+def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
+    """Micro-batches in each round of 1F1B: what does not fill one is added to the first (`SortFuncBetweenMicro`)."""
+    return [stages + micro_batches % stages] + [stages] * (micro_batches // stages - 1)
+
+
+def _rounds_extra_spread(stages: int, micro_batches: int) -> list[int]:
+    """As above for seqvpp: one more micro-batch for each of the first rounds (`ComputeCycleList`)."""
+    rounds = micro_batches // stages
+    whole, extra = divmod(micro_batches, rounds)
+    return [whole + (index < extra) for index in range(rounds)]
+
+
+def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> list[Op]:
+    """`warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
+
+    A round takes all its micro-batches through chunk 0, then chunk 1, ...; backwards in the reverse order of chunks.
+    """
+    forward, backward, first = [], [], 0
+    for size in rounds:
+        span = range(first, first + size)
+        forward += [Op("F", m, v) for v in range(chunks) for m in span]
+        backward += [Op("B", m, v) for v in reversed(range(chunks)) for m in span]
+        first += size
+    return _one_forward_one_backward(forward, backward, warm_up)
+
+
+def _one_forward_one_backward(forward: list[Op], backward: list[Op], warm_up: int) -> list[Op]:
+    warm_up = min(warm_up, len(forward))
+    order = forward[:warm_up]
+    for pair in zip(forward[warm_up:], backward, strict=False):
+        order += pair
+    return order + backward[len(forward) - warm_up :]
+
+
+def _interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    rounds = _rounds_extra_first(stages, micro_batches)
+    return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
+
+
+def _interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    rounds = _rounds_extra_first(stages, micro_batches)
+    return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
+
+
+def _seqvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    rounds = _rounds_extra_spread(stages, micro_batches)
+    # MindSpore runs one forward before it looks at the warm-up, which must leave one for the steady phase
+    warm_up = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), chunks * micro_batches - 1)
+    return _interleaved(rounds, chunks, warm_up)
+
+
+def _seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    rounds = _rounds_extra_spread(stages, micro_batches)
+    return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
+
+
+def _1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    return _interleaved([micro_batches], 1, stages - 1 - stage)
+
+
+def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+    """Eight phases of MindSpore's `ZeroBubbleV` (which is DualPipeV's order with few weight gradients split off)."""
+    after = stages - stage - 1
+    half = (stage + 1) // 2
+    split = {
+        0: list(range(micro_batches - stages + half, micro_batches)),
+        1: [*range(after), *range(micro_batches - half, micro_batches)],
+    }
+    todo = {(kind, v): deque(range(micro_batches)) for kind in "FB" for v in (0, 1)}
+    todo |= {("W", v): deque(split[v]) for v in (0, 1)}
+    order: list[Op] = []
+
+    def run(times: int, *work: str) -> None:
+        for _ in range(times):
+            order.extend(Op(w[0], todo[w[0], int(w[1])].popleft(), int(w[1])) for w in work)
+
+    run(2 * after, "F0")
+    run(stage + 1, "F0", "F1")
+    run(after, "B1", "W1", "F1")
+    run(micro_batches - 2 * stages + stage + 1, "B1", "F0", "B0", "F1")
+    run(after, "B1", "B0", "F1")
+    run(stage + 1, "B1", "B0")
+    run(after, *(["W0", "B0"] if stage else ["B0"]))
+    run(len(todo["W", 0]), "W0")
+    run(len(todo["W", 1]), "W1")
+    return order
+
+
+_ORDERS: dict[str, Callable[[int, int, int, int], list[Op]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _1f1b,
+    "interleaved_1f1b": _interleaved_1f1b,
+    "interleaved_1f1b_less_memory": _interleaved_1f1b_less_memory,
+    "seqvpp": _seqvpp,
+    "seqsmartvpp": _seqsmartvpp,
+    "zero_bubble_v": _zero_bubble_v,
+}
+SCHEDULES = tuple(_ORDERS)
