@@ -16,7 +16,13 @@ from typing import Any
 from tools.dryrun.job import Job
 
 ROOT = Path(__file__).resolve().parents[2]
-_CODE = ("tools/dryrun", "plugins", "tools/check/view.py", "tools/check/arithmetic.py", "launch/dryrun_rank.py")
+# what a result depends on: not how it is put together and shown
+_CODE = (
+    *("plugins", "launch/dryrun_rank.py", "tools/check/view.py", "tools/check/arithmetic.py"),
+    *(f"tools/dryrun/{name}.py" for name in ("compile", "training_step", "inputs", "virtual_cluster", "layout")),
+    *(f"tools/dryrun/{name}.py" for name in ("graph_text", "graph_report", "collectives", "activations", "flops")),
+    "tools/dryrun/passes.py",
+)
 _PACKAGES = ("mindspore", "mindformers")
 
 

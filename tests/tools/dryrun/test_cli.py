@@ -1,0 +1,163 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from launch.cli import tc3
+from plugins.errors import RecipeError
+from tools.dryrun import cache
+from tools.dryrun.cli import resized
+from tools.dryrun.job import Job
+from tools.recipe.load import Recipe, load_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+LARGE = str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+MINI = str(ROOT / "recipes/mini/pretrain_ep4.yaml")
+PIPELINE = str(Path(__file__).with_name("pipeline.yaml"))
+
+
+def run(*arguments):
+    return CliRunner(catch_exceptions=False).invoke(tc3, ["dryrun", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("model.model_config.offset=[1, 1, 1, 1, 1, 2, 2, -3]", "model.model_config.offset"),
+        ("model.model_config.num_attention_heads=36", "parallel_config.model_parallel"),
+        ("parallel_config.expert_parallel=384", "parallel_config.expert_parallel"),
+        ("model.model_config.moe_token_dispatcher_type=alltoal", "model.model_config.moe_token_dispatcher_type"),
+        ("parallel.pipeline_config.pipeline_scheduler=seqvpp", "parallel.pipeline_config.pipeline_scheduler"),
+    ],
+)
+def test_a_mistake_is_one_line_with_its_key_before_anything_is_compiled(change, key):
+    done = run(LARGE, "--set", change)
+    assert done.exit_code == 1
+    assert f"error: {key}: " in done.output.splitlines()[0]
+    as_json = run(LARGE, "--json", "--set", change)
+    assert key in json.loads(as_json.stdout)["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "0,256"], "--ranks 256: the recipe has ranks 0 to 255"),
+        (["--devices", "100"], "--devices 100: tensor x pipeline x context parallel degrees are 64"),
+        (["--picture", "x.jpg"], "--picture x.jpg: want a file that ends in .svg or .png"),
+    ],
+)
+def test_wrong_input(arguments, message):
+    with pytest.raises(RecipeError, match=message):
+        run(LARGE, *arguments)
+
+
+def test_usage_errors():
+    assert run(LARGE, "--ranks", "zero").exit_code == 2
+    assert run(LARGE, "--quick", "--ranks", "0").exit_code == 2
+
+
+def test_other_numbers_of_devices_change_the_data_parallel_degree():
+    recipe = resized(load_recipe(LARGE), 512)
+    assert recipe["parallel_config"]["data_parallel"] == 8
+    assert recipe["parallel"]["dataset_strategy"] == [[8, 1]] * 4
+
+
+def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    job = Job(Recipe({"a": 1}), 0, 0)
+    assert cache.find(job) is None
+    cache.keep(job, {"rank": 0})
+    assert cache.find(job) == {"rank": 0}
+    assert cache.find(Job(Recipe({"a": 2}), 0, 0)) is None
+    assert cache.find(Job(Recipe({"a": 1}), 1, 0)) is None
+    (file,) = cache.folder().iterdir()
+    file.write_bytes(file.read_bytes()[:-9])  # as a disk that was full would leave it
+    assert cache.find(job) is None
+    cache.keep(job, {"rank": 0})
+    assert cache.find(job) == {"rank": 0}
+
+
+def start(folder, *arguments):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
+    command = [sys.executable, "-m", "launch.cli", "dryrun", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+
+
+def children_of(process):
+    for _ in range(600):
+        found = [child for child in psutil.Process(process.pid).children() if "launch.dryrun_rank" in child.cmdline()]
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("no compile was started")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_killed_half_way_it_leaves_no_process_and_no_result(number, tmp_path):
+    process = start(tmp_path, MINI)
+    children = children_of(process)
+    time.sleep(1)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode != 0
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not alive
+    assert not list(tmp_path.rglob("*.gz"))
+
+
+@pytest.mark.slow
+def test_two_at_once_find_the_same_and_the_next_compiles_nothing(tmp_path):
+    both = [start(tmp_path, MINI, "--json") for _ in range(2)]
+    outputs = [json.loads(process.communicate(timeout=300)[0]) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    first, second = ({**output, "seconds": None} for output in outputs)
+    assert first == second
+    assert first["parameters"]["compiled"] == first["parameters"]["check"]
+    assert len(list(tmp_path.rglob("*.gz"))) == 1
+    third = start(tmp_path, MINI, "--json")
+    output = json.loads(third.communicate(timeout=100)[0])
+    assert output["seconds"] in [one["seconds"] for one in outputs]  # the cached result's
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    process = start(tmp_path_factory.mktemp("cache"), PIPELINE, "--json")
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output
+    return json.loads(output)
+
+
+@pytest.mark.slow
+def test_a_pipeline_is_compiled_stage_by_stage(whole):
+    assert whole["problems"] == []
+    assert whole["schedule_model_equals_graph"]
+    assert whole["micro_batches"] == {"step": 8, "compiled": 4}
+    assert whole["parameters"]["compiled"] == whole["parameters"]["check"]
+    assert [stage["kinds"] for stage in whole["stages"]] == [[["dense", "moe"], ["moe"]], [["moe"], ["moe", "moe"]]]
+    for stage in whole["stages"]:
+        forward, recompute, gradient = (stage["flops"][role] for role in ("forward", "recompute", "gradient"))
+        assert 0 < recompute < forward < gradient < 2.5 * forward
+        sends = [line for line in stage["traffic"] if line["op"] == "Send"]
+        assert sum(line["calls"] for line in sends) > 0
+
+
+@pytest.mark.slow
+def test_the_quick_run_puts_the_same_stages_together(whole, tmp_path):
+    process = start(tmp_path, PIPELINE, "--json", "--quick")
+    output = process.communicate(timeout=600)[0]
+    assert process.returncode == 0, output
+    quick = json.loads(output)
+    assert quick["parameters"] == whole["parameters"]
+    for ours, theirs in zip(quick["stages"], whole["stages"], strict=True):
+        for part in ("weights", "state", "accumulated", "gathered"):
+            assert ours["memory"][part] == theirs["memory"][part], part

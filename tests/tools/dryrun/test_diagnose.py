@@ -1,0 +1,34 @@
+import pytest
+
+from tools.dryrun.diagnose import diagnose
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "key"),
+    [
+        ("ValueError", "The sum of offset 6 is not equal to 5", "model.model_config.offset"),
+        ("ValueError", "It is not supported that pipeline_scheduler is seqvpp", "parallel.pipeline_config"),
+        ("ValueError", "num_attention_heads must be divisible by tp", "parallel_config.model_parallel"),
+        ("RuntimeError", "the expert num 6 cannot be divided", "parallel_config.expert_parallel"),
+        (
+            "RuntimeError",
+            'at File "mindformers/moe/token_dispatcher.py:3"',
+            "model.model_config.moe_token_dispatcher_type",
+        ),
+    ],
+)
+def test_messages_lead_to_keys(kind, message, key):
+    line = diagnose(kind, message)
+    assert line.startswith(key) and f"{kind}: " in line
+
+
+def test_call_stacks_of_the_framework_are_left_out():
+    message = (
+        "The strategy is wrong\n\n----------------------------------------------------\n- C++ Call Stack: (x)\nfoo.cc:1"
+    )
+    line = diagnose("RuntimeError", message)
+    assert line == "RuntimeError: The strategy is wrong (no key of the recipe is known for this message)"
+
+
+def test_an_empty_message():
+    assert "(no message)" in diagnose("KeyError", "")

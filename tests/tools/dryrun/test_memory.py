@@ -1,0 +1,61 @@
+import pytest
+
+from plugins.errors import RecipeError
+from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
+from tools.dryrun.memory import GIB, limit_of, memory_of, over_limit
+from tools.dryrun.passes import Pass
+
+
+def held(name="decoder.layers.0.w", kind=WEIGHT, dtype="Float32", shape=(8, 4), part=(4, 4), shards=2):
+    return Held(name, kind, dtype, shape, part, shards)
+
+
+def test_a_rank_keeps_its_slice_over_the_shards():
+    one = held()
+    assert (one.elements, one.bytes) == (8, 32)
+    assert one.copies(ranks=16) == 4  # 16 ranks x 8 of 32 numbers
+    assert held(dtype="BFloat16").bytes == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("adam_m.a.b", STATE), ("adam_v.a", STATE), ("accu_grads.a", ACCUMULATED), ("decoder.adam", WEIGHT)],
+)
+def test_kind_of_a_name(name, kind):
+    assert kind_of(name) == kind
+
+
+def test_memory_adds_up():
+    graph = {
+        "kept": {"a": 100, "b": 20},
+        "activations": [{"saved": 10, "forward": 50, "backward": 70}, {"saved": 1, "forward": 90, "backward": 5}],
+    }
+    passes = [Pass("F", 0, 0), Pass("F", 1, 0), Pass("F", 0, 1), Pass("B", 0, 1), Pass("B", 0, 0), Pass("B", 1, 0)]
+    parts = [held(), held(kind=STATE), held(kind=STATE), held(kind=ACCUMULATED, shards=1)]
+    memory = memory_of(parts, graph, passes, limit=1000)
+    assert (memory.weights, memory.state, memory.accumulated, memory.gathered) == (32, 64, 64, 120)
+    assert (memory.saved, memory.working) == (2 * 10 + 1, 90)
+    assert memory.exact == 280 and memory.total == 391
+    assert memory.as_json()["total"] == 391
+    assert total(parts, STATE) == 64
+
+
+def test_limit_of_a_recipe():
+    assert limit_of({"context": {"max_device_memory": "55.5GB"}}) == int(55.5 * GIB)
+    assert limit_of({"context": {}}) == 0
+    with pytest.raises(RecipeError, match=r"context.max_device_memory: '55' is not of the form 55.5GB"):
+        limit_of({"context": {"max_device_memory": "55"}})
+
+
+def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():
+    sizes = {"weights": 1, "state": 2, "accumulated": 51, "gathered": 25, "saved": 3, "working": 1}
+    memory = {name: size * GIB for name, size in sizes.items()}
+    memory |= {"exact": 79 * GIB, "total": 83 * GIB}
+    small = dict.fromkeys(memory, GIB)
+    (line,) = over_limit([{"stage": 0, "memory": small}, {"stage": 3, "memory": memory}], 55 * GIB)
+    assert line.startswith("context.max_device_memory: stage 3 needs 79.0 GiB a device without activations")
+    assert "accumulated gradients (51.0 GiB) and gathered weights (25.0 GiB)" in line
+    assert "gradient_accumulation_shard" in line and "expert_parallel" in line
+    memory["exact"] = 50 * GIB
+    assert "with activations (an estimate)" in over_limit([{"stage": 3, "memory": memory}], 55 * GIB)[0]
+    assert over_limit([{"stage": 3, "memory": memory}], 0) == []

@@ -1,0 +1,112 @@
+"""`tc3 accuracy`: exit code 0 when everything passes, 1 when something fails, 2 for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from plugins.errors import did_you_mean
+from tools.accuracy.promotion import DEFAULT, NAMES
+
+
+class DtypeName(click.ParamType):
+    """``bf16`` or ``bfloat16``, as the latter."""
+
+    name = "dtype"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The full name."""
+        if value not in [*NAMES, *NAMES.values()]:
+            hint = did_you_mean(value, [*NAMES, *NAMES.values()])
+            self.fail(f"{value!r} is none of {', '.join(NAMES)}{hint}", param, ctx)
+        return NAMES.get(value, value)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def accuracy() -> None:
+    """Prove that the arithmetic is right, as the training report does (section 3)."""
+
+
+@accuracy.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@click.option(
+    "--dtype", "dtypes", multiple=True, type=DtypeName(), help="fp32, fp16, bf16 (all by default), or hf32 alone."
+)
+@click.option("--reruns", default=3, show_default=True, type=click.IntRange(min=1), help="Runs that must be identical.")
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the inputs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
+@click.option("--list", "list_only", is_flag=True, help="List the operators, and stop.")
+def ops(
+    names: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    reruns: int,
+    seed: int,
+    as_json: bool,
+    page: Path | None,
+    list_only: bool,
+) -> None:
+    """Compare operators on this device with a golden baseline on CPU.
+
+    Forward and backward by the report's Table 2 (tolerance by data type and accumulation count), infinities, NaN,
+    denormals and zeros, and whether reruns are bit-identical. NAME is an operator with all its variants (rms_norm) or
+    one variant (rms_norm.fused); all operators without any. What has no kernel on this device is listed.
+
+    Exit codes: 0 nothing failed, 1 failures found, 2 a wrong input.
+    """
+    if list_only:
+        from tools.accuracy.render import print_list
+
+        print_list(Console(highlight=False))
+        return
+    if "hfloat32" in dtypes and set(dtypes) != {"hfloat32"}:
+        raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 alone")
+    pairs = _pairs(names, dtypes or DEFAULT)
+    from tools.accuracy.device import MindSporeDevice
+    from tools.accuracy.report import Report
+    from tools.accuracy.run import verify
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    rows = []
+    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with MindSporeDevice() as device, progress:
+        task = progress.add_task("", total=len(pairs))
+        for spec, dtype in pairs:
+            progress.update(task, description=f"{spec.name} {dtype}")
+            rows += verify(spec, dtype, device, reruns, seed)
+            progress.advance(task)
+    report = Report(device.name, seed, reruns, rows)
+    if page:
+        from tools.accuracy.html import html
+
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(html(report), "utf-8")
+        click.echo(f"written: {page}", err=True)
+    if as_json:
+        click.echo(json.dumps(report.as_json()))
+    else:
+        from tools.accuracy.render import print_report
+
+        print_report(report, Console(highlight=False))
+    sys.exit(0 if report.passed else 1)
+
+
+def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
+    """(spec, data type) to run: those of `names` or all, in the order of the table."""
+    from tools.accuracy.operators import SPECS
+
+    known = list(dict.fromkeys([*SPECS, *(name.split(".")[0] for name in SPECS)]))
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise click.BadParameter(f"{name!r} is no operator{hint}; `--list` shows all", param_hint="NAME")
+    chosen = [spec for spec in SPECS.values() if not names or {spec.name, spec.name.split(".")[0]} & set(names)]
+    pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
+    if not pairs:
+        raise click.UsageError(f"{', '.join(names) or 'no operator'}: not tested in {', '.join(dtypes)}; see --list")
+    return pairs
