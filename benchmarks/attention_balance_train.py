@@ -9,9 +9,11 @@ this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (
 another. A sample's attention costs what its documents cost (plugins/cpu_backend/attention_documents.py).
 
 Ratios are the result; absolute times belong to the machine. A step is timed from the moment its data is there; the
-first steps compile and are dropped. Three predictions for the same steps stand beside the measured ratio: by attending
-pairs of tokens alone, by the FLOPs of the model, and by a line through the measured steps, seconds = a + b * (pairs of
-the slowest rank). The last says what part of a step follows the pairs: it describes these runs, it foretells nothing.
+first steps compile and are dropped. Beside the wall's clock stands the processor time of the worker that used most in a
+step: what the step takes on cores of one's own, also where others use the machine. Three predictions for the same steps
+stand beside the measured ratio: by attending pairs of tokens alone, by the FLOPs of the model, and by a line through
+the measured steps, processor seconds = a + b * (pairs of the slowest rank). The last says what part of a step follows
+the pairs: it describes these runs, it foretells nothing.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ RECIPE = ROOT / "recipes" / "mini" / "pretrain_eod.yaml"
 LONG = 131_072  # the mixture of documents that is scaled down
 VOCABULARY, END = 256, 0
 SEED = 1234
+WORKERS = 2
 DROPPED = 3  # steps at the beginning: compiling, first touch of memory
 VARIANTS = ("off", "on")
 LOSSES = ("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")
@@ -51,9 +54,13 @@ LOSSES = ("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, its first steps dropped: seconds [steps]; losses [steps, len(LOSSES)]; log: of worker 0."""
+    """One training run, its first steps dropped: seconds, cpu: [steps]; losses [steps, len(LOSSES)]; log: of worker 0.
+
+    cpu is the processor time of the worker that used most in a step.
+    """
 
     seconds: np.ndarray
+    cpu: np.ndarray
     losses: np.ndarray
     log: str
 
@@ -118,11 +125,13 @@ def train(recipe: Path, run_dir: Path) -> Run:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise click.ClickException(f"{recipe.name}: {(done.stdout + done.stderr)[-1500:]}")
-    records = read_metrics(run_dir / "metrics" / "rank_0.jsonl").steps
-    kept = [records[step] for step in sorted(records)][DROPPED:]
-    losses = np.array([[record[key] for key in LOSSES] for record in kept])
+    ranks = [read_metrics(run_dir / "metrics" / f"rank_{rank}.jsonl").steps for rank in range(WORKERS)]
+    kept = sorted(ranks[0])[DROPPED:]
     return Run(
-        np.array([record["seconds"] for record in kept]), losses, (run_dir / "logs" / "worker_0.log").read_text()
+        seconds=np.array([ranks[0][step]["seconds"] for step in kept]),
+        cpu=np.array([max(records[step]["cpu_seconds"] for records in ranks) for step in kept]),
+        losses=np.array([[ranks[0][step][key] for key in LOSSES] for step in kept]),
+        log=(run_dir / "logs" / "worker_0.log").read_text(),
     )
 
 
@@ -132,7 +141,8 @@ def measure(folder: Path, recipes: Mapping[str, Path], pairs: int) -> dict[str, 
     for pair in range(pairs):
         for name in VARIANTS:
             run = train(recipes[name], folder / f"{name}{pair}")
-            click.echo(f"run {pair + 1} of {pairs}, {name}: {run.seconds.mean():.3f} s/step", err=True)
+            times = f"{run.seconds.mean():.3f} s/step, {run.cpu.mean():.3f} of the slower worker's processor"
+            click.echo(f"run {pair + 1} of {pairs}, {name}: {times}", err=True)
             runs[name].append(run)
     return runs
 
@@ -170,9 +180,9 @@ def predict(costs: np.ndarray, plan: np.ndarray, layout: Layout, constant: float
 
 
 def line(runs: Mapping[str, list[Run]], sides: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
-    """Least squares of seconds = a + b * pairs of the slowest rank over all steps of all runs: (a, b, R squared)."""
+    """Least squares of cpu = a + b * pairs of the slowest rank over all steps of all runs: (a, b, R squared)."""
     x = np.concatenate([side for name, side in zip(VARIANTS, sides, strict=True) for _ in runs[name]])
-    y = np.concatenate([run.seconds for name in VARIANTS for run in runs[name]])
+    y = np.concatenate([run.cpu for name in VARIANTS for run in runs[name]])
     slope, constant = np.polyfit(x, y, 1)
     return constant, slope, 1 - np.var(y - constant - slope * x) / np.var(y)
 
@@ -184,12 +194,13 @@ def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
         check_plan(run, flops, plan, layout)
     sides = slowest(pairs, plan, layout)
     constant, slope, fit = line(runs, sides)
-    click.echo("\n| pair | s/step, off | s/step, on | off / on | losses and norms differ by at most |")
-    click.echo("|---|---|---|---|---|")
+    click.echo("\n| pair | clock | s/step, off | s/step, on | off / on | losses and norms differ by at most |")
+    click.echo("|---|---|---|---|---|---|")
     for number, (off, on) in enumerate(zip(runs["off"], runs["on"], strict=True), 1):
-        times = off.seconds.mean(), on.seconds.mean()
         apart = np.abs(off.losses - on.losses).max()
-        click.echo(f"| {number} | {times[0]:.3f} | {times[1]:.3f} | {times[0] / times[1]:.3f} | {apart:.1e} |")
+        for clock, a, b in (("wall", off.seconds, on.seconds), ("slower worker's processor", off.cpu, on.cpu)):
+            ratio = a.mean() / b.mean()
+            click.echo(f"| {number} | {clock} | {a.mean():.3f} | {b.mean():.3f} | {ratio:.3f} | {apart:.1e} |")
     click.echo(
         "\n| predicted for these steps by | slowest/mean, off | slowest/mean, on | off / on |\n|---|---|---|---|"
     )
@@ -200,7 +211,7 @@ def report(runs: Mapping[str, list[Run]], recipe: Path, prefix: Path) -> None:
     }
     for name, found in predictions.items():
         click.echo(f"| {name} | {found.before:.3f} | {found.after:.3f} | {found.ratio:.3f} |")
-    share = slope * sides[0].mean() / mean(run.seconds.mean() for run in runs["off"])
+    share = slope * sides[0].mean() / mean(run.cpu.mean() for run in runs["off"])
     counted = sum(len(run.seconds) for side in runs.values() for run in side)
     click.echo(
         f"\n{layout.slots} samples of a worker's step, means of {len(sides[0])} steps a run. Of the FLOPs, "
@@ -213,8 +224,10 @@ def noise(runs: Mapping[str, list[Run]]) -> str:
     """How far the machine alone moves the times."""
     if len(runs["off"]) == 1:
         return "One pair: no measure of noise."
-    times = [[run.seconds.mean() for run in side] for side in runs.values()]
-    return f"Runs of one variant differ by at most {max(max(side) / min(side) - 1 for side in times):.1%}."
+    walls = [[run.seconds.mean() for run in side] for side in runs.values()]
+    processors = [[run.cpu.mean() for run in side] for side in runs.values()]
+    wall, cpu = (max(max(side) / min(side) - 1 for side in times) for times in (walls, processors))
+    return f"Runs of one variant differ by at most {wall:.1%} by the wall's clock, {cpu:.1%} by the processor's."
 
 
 def attention_share(flops: np.ndarray, pairs: np.ndarray) -> float:

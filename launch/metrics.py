@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
+
+from tools.dryrun.layout import kind_of
 
 
 def metrics_file(run_dir: str | Path, rank: int) -> Path:
@@ -39,7 +42,8 @@ class RecordingLossMonitor(MFLossMonitor):
         if not getattr(self, "described", False):
             self.described = True
             self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
-                         "world_size": get_real_group_size()})  # fmt: skip
+                         "world_size": get_real_group_size(),
+                         "held_bytes": _held_bytes(cb_params.train_network)})  # fmt: skip
         self._write({
             "step": step,
             "loss": float(loss),
@@ -51,13 +55,29 @@ class RecordingLossMonitor(MFLossMonitor):
             "overflow": str(overflow) == "True",
             "tokens": self.global_batch_size * self.seq_length,
             "seconds": per_step_seconds / 1000,
+            "cpu_seconds": self._cpu_seconds(),
         })  # fmt: skip
+
+    def _cpu_seconds(self):
+        """Processor time of this worker since the last record: without what it waited for others, or for a core."""
+        now, before = time.process_time(), getattr(self, "cpu_before", 0.0)
+        self.cpu_before = now
+        return now - before
 
     def _write(self, record):
         path = metrics_file(self.run_dir, get_real_rank())
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(record) + "\n")
+
+
+def _held_bytes(network):
+    """Bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
+    held: dict[str, int] = {}
+    for item in network.get_parameters():
+        kind = kind_of(item.name)
+        held[kind] = held.get(kind, 0) + item.nbytes
+    return held
 
 
 def _scalar(value):

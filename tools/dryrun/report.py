@@ -10,7 +10,7 @@ from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.check.view import View
 from tools.dryrun.jobs import Plan
-from tools.dryrun.layout import WEIGHT, Held
+from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.memory import limit_of, memory_of, over_limit
 from tools.dryrun.order import check_order, programs_of
 from tools.dryrun.passes import Pass
@@ -71,6 +71,7 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
         "micro_batches": {"step": view.micro_batches, "compiled": plan.micro_batches},
         "parameters": _parameters(found, len(plan.stages), view),
         "stages": stages,
+        "ranks": [_rank(result) for result in results],
         "problems": problems,
         "seconds": [result["seconds"] for result in results],
         "peak_mib": [result.get("peak_mib") for result in results],
@@ -115,6 +116,13 @@ def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: b
     }
 
 
+def _rank(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Bytes that one compiled rank keeps, by kind."""
+    held = [Held(**item) for item in result["held"]]
+    kinds = dict.fromkeys(item.kind for item in held)
+    return {"rank": result["rank"], "held_bytes": {kind: total(held, kind) for kind in kinds}}
+
+
 def _passes(view: View, stage: int, micro_batches: int) -> list[tuple[str, int, int]]:
     """The schedule's own order of a stage; one forward and backward without a pipeline; nothing when unknown."""
     if view.pp == 1:
@@ -149,15 +157,15 @@ def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, An
     counted = {"compiled": None, "check": table.get("parameters_total")}
     if len(found) < stages:
         return counted
-    total, shared = 0, set()
+    weights, shared = 0, set()
     for one in found:
         for item in _trained(one.held):
             if item.name in shared:
                 continue
             if not item.name.startswith("decoder.layers."):  # layers of equal stages have other numbers: never shared
                 shared.add(item.name)
-            total += math.prod(item.shape)
-    return counted | {"compiled": total}
+            weights += math.prod(item.shape)
+    return counted | {"compiled": weights}
 
 
 def _flops(graph: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
