@@ -86,7 +86,7 @@ def dryrun(
         settle(loaded)
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         results = compile_all(plan, jobs, not no_cache)
-        refused = [f"rank {result['rank']}: {diagnose(**result['error'])}" for result in results if "error" in result]
+        refused = [f"rank {result['rank']}: {diagnose(*result['error'].values())}" for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
     report = report_of(loaded, plan, results, View(loaded).number((*MODEL, "npu_nums_per_device"), 8))

@@ -21,7 +21,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     console.print(_memory(report))
     console.print(
         "GiB on one device. Exact, from MindSpore's layouts and graph: weights, optimizer state, accumulated gradients,"
-        " weights gathered for the step. Estimates: activations kept for the backward, and alive in one pass.",
+        " weights gathered for the step. Estimates: activations kept for the backward, and alive in one pass."
+        " PFLOP: products and attention of one device and step, with what is recomputed.",
         style="dim",
     )
     if report["compiled"] and not report["quick"]:
@@ -73,6 +74,8 @@ def _memory(report: Mapping[str, Any]) -> Table:
     for name in ("stage", "layers", "weights", "state", "acc. grads", "gathered", "kept act.", "in a pass", "total"):
         table.add_column(name, justify="right")
     table.add_column("limit", justify="right")
+    if flops := any(stage["flops"] for stage in report["stages"]):
+        table.add_column("PFLOP", justify="right")
     for stage in report["stages"]:
         memory = stage["memory"]
         limit = memory["limit"]
@@ -80,7 +83,8 @@ def _memory(report: Mapping[str, Any]) -> Table:
         name = f"{stage['stage']}" + ("" if stage["compiled"] or report["quick"] else "=")
         row = [name, str(stage["layers"]), *(f"{memory[key] / GIB:.2f}" for key in _COLUMNS)]
         total = f"{memory['total'] / GIB:.2f}"
-        table.add_row(*row, f"[red]{total}[/red]" if over else total, f"{limit / GIB:.2f}" if limit else "none")
+        row += [f"[red]{total}[/red]" if over else total, f"{limit / GIB:.2f}" if limit else "none"]
+        table.add_row(*row, *([f"{sum(stage['flops'].values()) / 1e15:.2f}"] if flops else []))
     return table
 
 

@@ -1,0 +1,80 @@
+import copy
+import io
+
+import pytest
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.dryrun.memory import GIB
+from tools.dryrun.picture import check_ending, draw
+from tools.dryrun.render import notes, render
+
+MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1}
+STAGE = {
+    "stage": 0,
+    "compiled_rank": 0,
+    "compiled": True,
+    "layers": 6,
+    "memory": {name: size * GIB for name, size in MEMORY.items()}
+    | {"exact": 12 * GIB, "total": 14 * GIB, "limit": 20 * GIB},
+    "flops": {"forward": 10**15, "recompute": 10**15, "gradient": 2 * 10**15},
+    "traffic": [
+        {"op": "AlltoAllV", "role": "forward", "ranks": 8, "link": "inside a node", "calls": 96,
+         "bytes": 5 * GIB, "routed": True},
+        {"op": "AllReduce", "role": "step", "ranks": 32, "link": "between nodes", "calls": 1, "bytes": GIB},
+    ],
+}  # fmt: skip
+REPORT = {
+    "recipe": "a.yaml",
+    "quick": False,
+    "compiled": True,
+    "devices": 64,
+    "layout": {"dp": 4, "tp": 8, "pp": 2, "cp": 1, "ep": 8, "chunks": 1},
+    "schedule": "1f1b",
+    "schedule_model_equals_graph": True,
+    "micro_batches": {"step": 256, "compiled": 4},
+    "parameters": {"compiled": 1000, "check": 1000},
+    "stages": [STAGE, {**STAGE, "stage": 1, "compiled": False}],
+    "problems": [],
+}
+
+
+def shown(report):
+    console = Console(file=io.StringIO(), width=160)
+    render(report, console)
+    return console.file.getvalue()
+
+
+def test_a_clean_report():
+    text = shown(REPORT)
+    assert "64 virtual devices, dp4 tp8 pp2 ep8" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("1="))
+    assert [word for word in row.split() if word != "│"] == [
+        *("1=", "6", "1.00", "2.00", "6.00", "3.00", "1.00", "1.00", "14.00", "20.00", "4.00"),
+    ]
+    assert "5.00*" in text and "1,000 (as tc3 check counts)" in text
+    assert "every Send has its Receive" in text
+
+
+def test_what_was_concluded_is_said():
+    text = " ".join(notes(REPORT))
+    assert "4 of 256 micro-batches" in text and "1 as rank 0" in text and "equals the model of schedule 1f1b" in text
+    unknown = {**REPORT, "schedule_model_equals_graph": False}
+    assert "is not known, or differs from" in " ".join(notes(unknown))
+    assert notes({**REPORT, "quick": True})[0].startswith("quick: each kind of layer")
+
+
+def test_problems_and_a_count_that_differs():
+    report = copy.deepcopy(REPORT)
+    report |= {"problems": ["parallel: group of 2 [0, 1]: wrong"], "parameters": {"compiled": 1000, "check": 999}}
+    text = shown(report)
+    assert "parallel: group of 2 [0, 1]: wrong" in text and "tc3 check: 999" in text
+    assert "every Send" not in text
+
+
+def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
+    first, second = (draw(REPORT, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    assert first == second
+    assert b"gathered weights" in first and b"between nodes" in first
+    with pytest.raises(RecipeError, match="want a file that ends in"):
+        check_ending(tmp_path / "a.pdf")
