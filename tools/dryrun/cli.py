@@ -80,13 +80,15 @@ def dryrun(
         check_ending(picture)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses its own ranks and micro-batches")
-    loaded = resized(apply_overrides(load_recipe(recipe), overrides), devices)
+    loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
         settle(loaded)
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         results = compile_all(plan, jobs, not no_cache)
-        refused = [f"rank {result['rank']}: {diagnose(*result['error'].values())}" for result in results if "error" in result]
+        refused = [
+            f"rank {result['rank']}: {diagnose(*result['error'].values())}" for result in results if "error" in result
+        ]
     if refused:
         _refuse(refused, as_json)
     report = report_of(loaded, plan, results, View(loaded).number((*MODEL, "npu_nums_per_device"), 8))
@@ -117,6 +119,21 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     strategy = [[dp, *row[1:]] for row in (recipe.get("parallel") or {}).get("dataset_strategy") or []]
     changes = [f"parallel_config.data_parallel={dp}"]
     return apply_overrides(recipe, [*changes, f"parallel.dataset_strategy={strategy}"] if strategy else changes)
+
+
+def without_files(recipe: Recipe) -> Recipe:
+    """The recipe without what it says of files of the host.
+
+    That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
+    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level alone.
+    """
+    context = recipe.get("context") or {}
+    for key in ("save_graphs", "save_graphs_path"):
+        context.pop(key, None)
+    ascend = context.get("ascend_config")
+    if isinstance(ascend, dict) and ascend.pop("parallel_speed_up_json_path", None) is not None:
+        context.setdefault("dataset_broadcast_opt_level", 3)
+    return recipe
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool) -> list[dict[str, Any]]:

@@ -82,8 +82,8 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
 
 
 def over_limit(stages: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
-    """Stages of a report that do not fit, with the keys that would mend it."""
-    found = []
+    """Stages of a report that do not fit, with the keys that would mend it; one line for those that need the same."""
+    needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
         if memory["total"] <= limit:
@@ -91,13 +91,15 @@ def over_limit(stages: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
         sure = memory["exact"] > limit
         largest = sorted(_MEND, key=lambda name: -memory[name])[:2]
         heavy = " and ".join(f"{_MEND[name][0]} ({memory[name] / GIB:.1f} GiB)" for name in largest)
-        total = memory["exact"] if sure else memory["total"]
         what = "without activations" if sure else "with activations (an estimate)"
-        found.append(
-            f"context.max_device_memory: stage {stage['stage']} needs {total / GIB:.1f} GiB a device {what}, the limit "
-            f"is {limit / GIB:.1f}: most are {heavy}; {'; '.join(_MEND[name][1] for name in largest)}"
-        )
-    return found
+        total = f"{memory['exact' if sure else 'total'] / GIB:.1f} GiB a device {what}"
+        remedy = "; ".join(_MEND[name][1] for name in largest)
+        needs.setdefault((total, heavy, remedy), []).append(str(stage["stage"]))
+    return [
+        f"context.max_device_memory: stage{'s' * (len(names) > 1)} {', '.join(names)}: {total}, the limit is "
+        f"{limit / GIB:.1f}: most are {heavy}; {remedy}"
+        for (total, heavy, remedy), names in needs.items()
+    ]
 
 
 _MEND = {  # part of memory -> its name, and the keys that make it smaller

@@ -74,8 +74,8 @@ def compose(stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]) -> li
     Args:
         results: of `quick_plan`'s jobs.
     """
-    held = [Held(**item) for result in results for item in result["held"]]
-    kept = {name: size for result in results for name, size in result["graph"]["kept"].items()}
+    held = [[Held(**item) for item in result["held"]] for result in results]
+    kept = [result["graph"]["kept"] for result in results]
     kinds = _front(stages)
     front = results[0]["graph"]["activations"][0]
     layer = front["saved"] // len(kinds)
@@ -88,30 +88,21 @@ def compose(stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]) -> li
             last = "head" in stage.ends and chunk == len(stage.chunks) - 1
             saved = len(chunk_kinds) * layer + (max(back["saved"] - layer, 0) if last else 0)
             chunks.append({"saved": saved, **{key: (back if last else front)[key] for key in ("forward", "backward")}})
-        graph = {"activations": chunks, "kept": _of_stage(kept, names, stage), "flops": [], "collectives": []}
-        parts = [item for name in names for item in held if name in item.name]
-        parts += [item for item in _unique(held) if _LAYER not in item.name and _belongs(item.name, stage)]
-        found.append((parts, graph))
+        own = {
+            f"{place}:{name}": size
+            for place, prefix in enumerate(names)
+            for both in kept
+            for name, size in both.items()
+            if prefix in name
+        }
+        own |= {name: size for both in _ends(kept, stage) for name, size in both.items() if _LAYER not in name}
+        parts = [item for prefix in names for both in held for item in both if prefix in item.name]
+        outside = {item.name: item for both in _ends(held, stage) for item in both if _LAYER not in item.name}
+        graph = {"activations": chunks, "kept": own, "flops": [], "collectives": []}
+        found.append(([*parts, *outside.values()], graph))
     return found
 
 
-def _unique(held: Sequence[Held]) -> list[Held]:
-    """Each parameter once: the two stages share the embedding when there are MTP layers."""
-    return list({item.name: item for item in held}.values())
-
-
-def _of_stage(kept: Mapping[str, int], names: Sequence[str], stage: Stage) -> dict[str, int]:
-    """Gathered bytes of a stage by weight."""
-    found = {name: size for name, size in kept.items() if _LAYER not in name and _belongs(name, stage)}
-    for place, prefix in enumerate(names):
-        found |= {f"{place}:{name}": size for name, size in kept.items() if prefix in name}
-    return found
-
-
-def _belongs(name: str, stage: Stage) -> bool:
-    """Whether a parameter outside the layers is on this stage."""
-    if "embedding" in name and "mtp" not in name:
-        return "embedding" in stage.ends
-    if any(part in name for part in ("mtp", "output_layer", "final_layernorm", "final_norm")):
-        return "head" in stage.ends
-    return True  # a counter or a scale, which every stage has
+def _ends(both: Sequence[Any], stage: Stage) -> list[Any]:
+    """Of what the front and the back compile hold beside layers, that of the stage's ends; its middle has nothing."""
+    return [both[place] for place, end in ((0, "embedding"), (-1, "head")) if end in stage.ends]

@@ -97,13 +97,15 @@ def _composed(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
 
 def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: bool) -> dict[str, Any]:
     """One stage's part of the report."""
-    if known and not found.compiled:
-        passes = [Pass(*item) for item in _passes(view, found.stage.number, view.micro_batches)]
+    number = found.stage.number
+    if known and not found.compiled:  # of a schedule that has no model, plain 1F1B gives the estimate of a quick run
+        order = _passes(view, number, view.micro_batches) or _passes(view, number, view.micro_batches, "1f1b")
+        passes = [Pass(*item) for item in order]
     else:
         passes = [Pass(*item) for item in found.graph["passes"]]
     scale = view.micro_batches / plan.micro_batches
     return {
-        "stage": found.stage.number,
+        "stage": number,
         "compiled_rank": found.rank,
         "compiled": found.compiled,
         "layers": len(found.stage.kinds),
@@ -123,11 +125,12 @@ def _rank(result: Mapping[str, Any]) -> dict[str, Any]:
     return {"rank": result["rank"], "held_bytes": {kind: total(held, kind) for kind in kinds}}
 
 
-def _passes(view: View, stage: int, micro_batches: int) -> list[tuple[str, int, int]]:
-    """The schedule's own order of a stage; one forward and backward without a pipeline; nothing when unknown."""
+def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> list[tuple[str, int, int]]:
+    """A schedule's order of a stage, by default the recipe's; nothing when it has no model for these sizes."""
     if view.pp == 1:
         return [("F", 0, 0), ("B", 0, 0)]
-    name = "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
+    name = schedule or view.scheduler
+    name = "interleaved_1f1b" if name == "1f1b" and view.chunks > 1 else name
     try:
         return [
             (op.kind, op.micro_batch, op.chunk) for op in operations(name, stage, view.pp, view.chunks, micro_batches)

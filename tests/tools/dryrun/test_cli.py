@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from launch.cli import tc3
 from plugins.errors import RecipeError
 from tools.dryrun import cache
-from tools.dryrun.cli import resized
+from tools.dryrun.cli import resized, without_files
 from tools.dryrun.job import Job
 from tools.recipe.load import Recipe, load_recipe
 
@@ -172,3 +172,12 @@ def test_what_mindspore_refuses_is_said_in_its_own_words(tmp_path):
     assert process.returncode == 1
     (line,) = output.splitlines()
     assert "TypeError: For primitive[ReduceScatter]" in line and "Tensor[UInt8]" in line
+
+
+def test_the_host_settings_file_of_public_recipes_is_not_needed():
+    context = {"ascend_config": {"parallel_speed_up_json_path": "./absent.json", "precision_mode": "x"}}
+    context |= {"save_graphs": False, "save_graphs_path": "./graph"}  # by which MindFormers would switch our dump off
+    assert without_files(Recipe({"context": context})) == {
+        "context": {"ascend_config": {"precision_mode": "x"}, "dataset_broadcast_opt_level": 3}
+    }
+    assert without_files(Recipe({"context": {}})) == {"context": {}}

@@ -52,10 +52,16 @@ def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():
     memory = {name: size * GIB for name, size in sizes.items()}
     memory |= {"exact": 79 * GIB, "total": 83 * GIB}
     small = dict.fromkeys(memory, GIB)
-    (line,) = over_limit([{"stage": 0, "memory": small}, {"stage": 3, "memory": memory}], 55 * GIB)
-    assert line.startswith("context.max_device_memory: stage 3 needs 79.0 GiB a device without activations")
+    stages = [{"stage": number, "memory": small if number == 0 else memory} for number in range(3)]
+    (line,) = over_limit(stages, 55 * GIB)
+    assert line.startswith(
+        "context.max_device_memory: stages 1, 2: 79.0 GiB a device without activations, the limit is 55"
+    )
     assert "accumulated gradients (51.0 GiB) and gathered weights (25.0 GiB)" in line
     assert "gradient_accumulation_shard" in line and "expert_parallel" in line
     memory["exact"] = 50 * GIB
-    assert "with activations (an estimate)" in over_limit([{"stage": 3, "memory": memory}], 55 * GIB)[0]
+    assert (
+        "stage 3: 83.0 GiB a device with activations (an estimate)"
+        in over_limit([{"stage": 3, "memory": memory}], 55 * GIB)[0]
+    )
     assert over_limit([{"stage": 3, "memory": memory}], 0) == []

@@ -46,6 +46,6 @@ def test_stages_are_put_together_from_layers():
     ]  # fmt: skip
     parts = compose(plan.stages, results)
     sums = [sum(item.elements for item in held) for held, _ in parts]
-    assert sums == [1000 + 10 + 5 * 7, *[6 * 7] * 4, *[7 * 7] * 2, 7 + 500 + 50]
+    assert sums == [1000 + 10 + 5 * 7, *[6 * 7] * 4, *[7 * 7] * 2, 7 + 1000 + 500 + 50]
     assert [sum(graph["kept"].values()) for _, graph in parts] == [100 + 5 * 3, *[18] * 4, *[21] * 2, 3 + 9]
     assert [graph["activations"][0]["saved"] for _, graph in parts] == [24, *[24] * 4, *[28] * 2, 4 + 6]
