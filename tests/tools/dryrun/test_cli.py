@@ -86,7 +86,7 @@ def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):
 
 def start(folder, *arguments):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
-    command = [sys.executable, "-m", "launch.cli", "dryrun", *arguments]
+    command = [str(Path(sys.executable).with_name("tc3")), "dryrun", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -94,6 +94,7 @@ def start(folder, *arguments):
 
 def children_of(process):
     for _ in range(600):
+        assert process.poll() is None, "it ended before it compiled"
         found = [child for child in psutil.Process(process.pid).children() if "launch.dryrun_rank" in child.cmdline()]
         if found:
             return found
