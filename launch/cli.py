@@ -20,6 +20,7 @@ COMMANDS = {
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
     "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or what sets two apart."),
+    "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.train_command:train", "Train a recipe under msrun."),
 }
 

@@ -26,6 +26,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
 ALL = "all-stages"
+_WIDTH = 130  # of tables in a file or pipe
 
 
 class Ranks(click.ParamType):
@@ -99,7 +100,8 @@ def dryrun(
     else:
         from tools.dryrun.render import render
 
-        render(report, Console(highlight=False))
+        console = Console(highlight=False)
+        render(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
     sys.exit(1 if report["problems"] else 0)
 
 

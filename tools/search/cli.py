@@ -1,0 +1,66 @@
+"""`tc3 search`: exit code 0 with a plan, 1 when there is none, 2 for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from tools.search.budget import Budget, interruptible
+from tools.search.instance_file import read_instance
+from tools.search.progress import SearchProgress
+
+# of the time limit: starting Python and HiGHS's last look at the clock
+_RESERVE = 3.0
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def search() -> None:
+    """Find parallel strategies without a device."""
+
+
+@search.command()
+@click.argument("instance", type=click.Path(path_type=Path), metavar="INSTANCE.json")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Solution file to write.")
+@click.option(
+    "--time-limit",
+    default=60.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="For the whole command without --picture; less when the plan is proven best.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random part of the search.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan (.svg or .png).")
+def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: bool, picture: Path | None) -> None:
+    """Place the layers of INSTANCE.json on stages and chunks, and choose what they recompute.
+
+    INSTANCE.json is a pipeline-balance problem (schema pp-balance/1). The plan keeps every stage under the memory
+    cap at its true peak; its simulated step time and a bound that no plan can beat are reported. Ctrl-C ends the
+    search with the best plan so far.
+    """
+    budget = Budget(max(time_limit - _RESERVE, time_limit / 2))
+    from tools.search.pipeline import optimise
+    from tools.search.pipeline_output import print_text, report_json, solution_text, write_atomically
+    from tools.search.pipeline_picture import check_ending, draw
+
+    if picture:
+        check_ending(picture)
+    problem = read_instance(instance)
+    with interruptible(budget), SearchProgress(budget) as progress:
+        outcome = optimise(problem, budget, seed, progress.show)
+    if as_json:
+        click.echo(json.dumps(report_json(outcome)))
+    if outcome.plan is None:
+        click.echo(f"tc3: {instance}: {outcome.why}", err=True)
+        sys.exit(1)
+    write_atomically(out, solution_text(outcome))
+    if not as_json:
+        print_text(outcome, Console(soft_wrap=True, highlight=False, markup=False))
+    click.echo(f"written: {out}", err=True)
+    if picture:
+        click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
