@@ -73,7 +73,7 @@ def dryrun(
     pipeline stage. What it says is what it would do: memory of every device, collectives and their ranks, Sends and
     Receives, or its refusal.
 
-    Exit codes: 0 it compiles, fits and runs through; 1 it does not; 2 a wrong input.
+    Exit codes: 0 it compiles, fits and runs through; 1 it does not; 2 a wrong input; 130 interrupted.
     """
     if picture:
         from tools.dryrun.picture import check_ending, draw
@@ -142,13 +142,12 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool) -> list[dict[s
     """Results of the plan's jobs in their order, from the cache where it has them."""
     known = {place: found for place, job in enumerate(plan.jobs) if use_cache and (found := cache.find(job))}
     missing = [place for place in range(len(plan.jobs)) if place not in known]
-    results = _compile([plan.jobs[place] for place in missing], at_once)
-    return [known[place] for place in sorted(known)] if not missing else _merged(known, missing, results)
-
-
-def _merged(known: dict[int, Any], missing: Sequence[int], results: Sequence[Any]) -> list[dict[str, Any]]:
-    """Cached and new results by place; after a refusal some places have none."""
-    both = known | dict(zip(missing, results, strict=False))
+    try:
+        results = _compile([plan.jobs[place] for place in missing], at_once)
+    except KeyboardInterrupt:
+        click.echo("interrupted; the compiles that were over are kept", err=True)
+        sys.exit(130)
+    both = known | dict(zip(missing, results, strict=False))  # after a refusal some places have none
     return [both[place] for place in sorted(both)]
 
 

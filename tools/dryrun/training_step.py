@@ -55,7 +55,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     plain = _without_files(recipe, folder)
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.core.context import parallel
-    from mindspore import set_auto_parallel_context
+    from mindspore._c_expression import AutoParallelContext
     from mindspore.communication import get_rank
     from mindspore.dataset import GeneratorDataset
     from mindspore.nn.utils import no_init_parameters
@@ -67,7 +67,8 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     context = importlib.import_module("mindformers.core.context.build_context")  # its package hides it
     with _replaced(parallel, "init", lambda: None), _replaced(context, "_setup_affinity", lambda _: None):
         build_context(config)  # the virtual cluster is up already, and this host's CPUs are left alone
-    set_auto_parallel_context(global_rank=get_rank())  # which C++ would ask of the library that is not there
+    # which C++ would ask of the library that is not there; Python's own setter stops at 4,095
+    AutoParallelContext.get_instance().set_global_rank(get_rank())
     config.context.device_target = recipe["context"]["device_target"]  # what plugins and model are to build for
     enable_plugins(config)
     columns = list(shapes_of(View(recipe)))

@@ -110,7 +110,7 @@ def test_killed_half_way_it_leaves_no_process_and_no_result(number, tmp_path):
     time.sleep(1)
     process.send_signal(number)
     process.communicate(timeout=30)
-    assert process.returncode != 0
+    assert process.returncode == (-number if number == signal.SIGKILL else 130)
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
     assert not list(tmp_path.rglob("*.gz"))
