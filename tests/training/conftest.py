@@ -33,16 +33,28 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(corpus, tmp_path_factory):
+def graph(tmp_path_factory):
+    """Environment of runs that share the graph of `whole`."""
+    return runs.compiled_once(tmp_path_factory.mktemp("graph"))
+
+
+@pytest.fixture(scope="session")
+def whole(corpus, graph, tmp_path_factory):
     """A run of one worker from beginning to end."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    runs.train(runs.TINY, run_dir, corpus)
+    runs.train(runs.TINY, run_dir, corpus, **graph)
     return run_dir
 
 
 @pytest.fixture(scope="session")
-def whole_dp2(corpus, tmp_path_factory):
+def graph_dp2(tmp_path_factory):
+    """Environment of runs that share the graph of `whole_dp2`."""
+    return runs.compiled_once(tmp_path_factory.mktemp("graph_dp2"))
+
+
+@pytest.fixture(scope="session")
+def whole_dp2(corpus, graph_dp2, tmp_path_factory):
     """The same on two data-parallel workers."""
     run_dir = tmp_path_factory.mktemp("whole_dp2") / "run"
-    runs.train(runs.TINY_DP2, run_dir, corpus)
+    runs.train(runs.TINY_DP2, run_dir, corpus, **graph_dp2)
     return run_dir

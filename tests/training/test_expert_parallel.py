@@ -1,7 +1,11 @@
 """Experts on four CPU workers, two nodes of two: the curve of one worker, in every mode, and the same after a resume.
 
-The EP-4 mini recipe itself is run in hierarchical mode; the others on a smaller model, for the time that it takes.
+The EP-4 mini recipe itself is run in hierarchical mode; the others on a smaller model and for fewer steps, for the time
+that it takes.
 """
+
+import json
+import subprocess
 
 import pytest
 import yaml
@@ -13,23 +17,23 @@ pytestmark = pytest.mark.slow
 
 MINI = runs.ROOT / "recipes" / "mini"
 TINY_EP4 = runs.HERE / "tiny_ep4.yaml"
-STEPS = 50
+MINI_STEPS, TINY_STEPS = 50, 18
 # the auxiliary loss counts tokens: one token at a tie that goes to another expert moves it by 2e-4
 TOLERANCES = {"loss": 1e-4, "lm_loss": 1e-4, "mtp_loss": 1e-4, "load_balancing_loss": 2e-3}
 
 
-def train(recipe, folder, corpus, *more, **plugins):
-    """The run folder of 50 steps of a recipe, with other settings of its plugins."""
+def train(recipe, folder, corpus, steps, *more, **plugins):
+    """The run folder of some steps of a recipe, with other settings of its plugins."""
     changed = folder / "recipe.yaml"
     changed.write_text(yaml.safe_dump({"base_config": str(recipe), "plugins": {"held_out_loss": False, **plugins}}))
-    runs.train(changed, folder / "run", corpus, "--steps", str(STEPS), *more)
+    runs.train(changed, folder / "run", corpus, "--steps", str(steps), *more)
     return folder / "run"
 
 
-def check_same_curve(one, four):
+def check_same_curve(one, four, steps):
     one, four = runs.steps(one), runs.steps(four)
-    assert sorted(four) == sorted(one) == list(range(1, STEPS + 1))
-    assert one[STEPS]["loss"] < one[1]["loss"] - 1, "the recipe must learn for this to mean something"
+    assert sorted(four) == sorted(one) == list(range(1, steps + 1))
+    assert one[steps]["loss"] < one[1]["loss"] - 1, "the recipe must learn for this to mean something"
     assert any(record["global_norm"] > 1 for record in one.values()), "no step was clipped"
     for step, expected in one.items():
         for key, tolerance in TOLERANCES.items():
@@ -38,30 +42,41 @@ def check_same_curve(one, four):
 
 @pytest.fixture(scope="module")
 def one_worker(corpus, tmp_path_factory):
-    return train(runs.TINY, tmp_path_factory.mktemp("one"), corpus)
+    alike = "model.model_config.num_nextn_predict_layers=0"
+    return train(runs.TINY, tmp_path_factory.mktemp("one"), corpus, TINY_STEPS, "--set", alike)
+
+
+def check_dry_run(run_dir):
+    """What `tc3 dryrun` says that each rank keeps is what the workers kept."""
+    done = subprocess.run(
+        [runs.TC3, "dryrun", str(run_dir / "recipe.yaml"), "--ranks", "0,3", "--json", "--no-cache"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for rank in json.loads(done.stdout)["ranks"]:
+        header = (run_dir / "metrics" / f"rank_{rank['rank']}.jsonl").read_text().splitlines()[0]
+        assert json.loads(header)["held_bytes"] == rank["held_bytes"], f"rank {rank['rank']}"
 
 
 def test_the_mini_recipe_has_the_curve_of_one_worker(corpus, tmp_path_factory):
     rate = f"lr_schedule.learning_rate={load_recipe(MINI / 'pretrain_ep4.yaml')['lr_schedule']['learning_rate']}"
-    one = train(MINI / "pretrain.yaml", tmp_path_factory.mktemp("mini"), corpus, "--set", rate)
-    four = train(MINI / "pretrain_ep4.yaml", tmp_path_factory.mktemp("mini_ep4"), corpus)
-    check_same_curve(one, four)
+    one = train(MINI / "pretrain.yaml", tmp_path_factory.mktemp("mini"), corpus, MINI_STEPS, "--set", rate)
+    four = train(MINI / "pretrain_ep4.yaml", tmp_path_factory.mktemp("mini_ep4"), corpus, MINI_STEPS)
+    check_same_curve(one, four, MINI_STEPS)
 
 
 def test_global_dispatch_has_the_curve_of_one_worker_and_resumes_to_the_bit(one_worker, corpus, tmp_path):
-    four = train(TINY_EP4, tmp_path, corpus)
-    check_same_curve(one_worker, four)
-    checkpoint = four / "checkpoint" / "iteration_00000048"
+    four = train(TINY_EP4, tmp_path, corpus, TINY_STEPS)
+    check_same_curve(one_worker, four, TINY_STEPS)
+    check_dry_run(four)
+    checkpoint = four / "checkpoint" / "iteration_00000016"
     again = tmp_path / "again"
     again.mkdir()
-    resumed = runs.steps(train(TINY_EP4, again, corpus, "--resume", str(checkpoint)))
-    assert sorted(resumed) == [49, 50]
+    resumed = runs.steps(train(TINY_EP4, again, corpus, TINY_STEPS, "--resume", str(checkpoint)))
+    assert sorted(resumed) == [17, 18]
     for step, record in resumed.items():
         runs.same(record, runs.steps(four)[step])
 
 
 def test_deduplicated_dispatch_in_chunks_has_the_curve_of_one_worker(one_worker, corpus, tmp_path):
-    four = train(
-        TINY_EP4, tmp_path, corpus, hierarchical_ep={"mode": "deduplicated"}, ep_overlap={"chunks": [1, 2], "stride": 2}
-    )
-    check_same_curve(one_worker, four)
+    plugins = {"hierarchical_ep": {"mode": "deduplicated"}, "ep_overlap": {"chunks": [1, 2], "stride": 2}}
+    check_same_curve(one_worker, train(TINY_EP4, tmp_path, corpus, TINY_STEPS, **plugins), TINY_STEPS)

@@ -1,5 +1,6 @@
 """Every recipe of the family shrinks to a mini that CPU trains."""
 
+import json
 import math
 import subprocess
 
@@ -15,11 +16,30 @@ SIZES = ("105b", "438b", "1119b")
 RECIPES = [runs.ROOT / f"recipes/telechat3_{size}/{stage}.yaml" for size in SIZES for stage in STAGES]
 
 
+@pytest.fixture(scope="module")
+def trained(corpus, tmp_path_factory):
+    """recipe -> (folder, printed text) of its mini's training; recipes of the same mini share one."""
+    done = {}
+
+    def train(recipe):
+        mini = load_mini(recipe)
+        mini.pop("output_dir")
+        # multi-latent attention has no key-value heads of its own
+        assert mini["model"]["model_config"]["multi_latent_attention"]
+        mini["model"]["model_config"].pop("num_key_value_heads")
+        key = json.dumps(mini, sort_keys=True)
+        if key not in done:
+            run_dir = tmp_path_factory.mktemp("mini") / "run"
+            done[key] = run_dir, runs.train(recipe, run_dir, corpus, "--mini")
+        return done[key]
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_trains_ten_steps(recipe, corpus, tmp_path):
-    run_dir = tmp_path / "run"
-    text = runs.train(recipe, run_dir, corpus, "--mini")
+def test_trains_ten_steps(recipe, trained):
+    run_dir, text = trained(recipe)
     steps = runs.steps(run_dir)
     assert sorted(steps) == list(range(1, 11)), text
     assert all(math.isfinite(step["loss"]) and not step["overflow"] for step in steps.values())

@@ -51,14 +51,15 @@ def test_mindformers_own_log_shows_the_parts_of_the_loss(whole):
     assert first["lm_loss"] + first["mtp_loss"] == pytest.approx(first["loss"], abs=0.01)
 
 
-def test_killed_in_training_it_goes_on_to_the_same_losses(whole, corpus, tmp_path):
+def test_killed_in_training_it_goes_on_to_the_same_losses(whole, graph, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    runs.train_and_kill(runs.TINY, run_dir, corpus, step=6)
+    runs.train_and_kill(runs.TINY, run_dir, corpus, step=6, **graph)
     expected, killed = runs.steps(whole), runs.steps(run_dir)
     assert 6 <= max(killed) < 12
     for step, record in killed.items():
         runs.same(record, expected[step])
 
+    # compiled anew, as it would be
     text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto")
     assert "going on from step" in text
     resumed = runs.steps(run_dir)
@@ -67,15 +68,15 @@ def test_killed_in_training_it_goes_on_to_the_same_losses(whole, corpus, tmp_pat
         runs.same(record, expected[step])
 
 
-def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, corpus, tmp_path):
+def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, graph, corpus, tmp_path):
     run_dir = tmp_path / "run"
     # files 1 and 2 are the first checkpoint's weights and optimizer; 4 is the second one's optimizer
     hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL": "0:4"}
-    text = runs.train(runs.TINY, run_dir, corpus, expect=1, **hook)
+    text = runs.train(runs.TINY, run_dir, corpus, expect=1, **hook, **graph)
     assert "SIGKILL" in text
     assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
 
-    text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto")
+    text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto", **graph)
     assert "iteration_00000008: seal_rank_0.json is missing: the save did not finish" in text
     assert "going on from step 4" in text
     expected, resumed = runs.steps(whole), runs.steps(run_dir)
@@ -116,9 +117,10 @@ def test_evaluating_on_the_way_changes_nothing(whole, corpus, tmp_path):
     assert evaluated[12] < evaluated[0] - 0.5
 
 
-def test_ctrl_c_leaves_no_process(corpus, tmp_path):
+@pytest.mark.usefixtures("whole")
+def test_ctrl_c_leaves_no_process(graph, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    run = runs.start(runs.TINY, run_dir, corpus)
+    run = runs.start(runs.TINY, run_dir, corpus, **graph)
     runs.wait_for_step(run, run_dir, 2)
     assert runs.processes_of(run_dir)
     run.send_signal(signal.SIGINT)

@@ -1,4 +1,7 @@
-"""Data parallel on two CPU workers: the same curve as one worker, and the same after a kill as without."""
+"""Data parallel on two CPU workers: the same curve as one worker, and the same after a kill in a save as without.
+
+Two workers killed in training, and compiled anew when they go on, are in test_attention_balance.py.
+"""
 
 import json
 
@@ -34,26 +37,15 @@ def test_the_checkpoint_describes_every_parameter_of_both_ranks(whole_dp2):
         assert {entry["storage_rank"] for entry in stored} == {0, 1}
 
 
-def test_killed_in_training_two_workers_go_on_to_the_same_losses(whole_dp2, corpus, tmp_path):
-    run_dir = tmp_path / "run"
-    runs.train_and_kill(runs.TINY_DP2, run_dir, corpus, step=6)
-    check_resume(whole_dp2, run_dir, corpus)
-
-
-def test_killed_in_a_save_of_one_rank_both_go_on_from_the_checkpoint_before(whole_dp2, corpus, tmp_path):
+def test_killed_in_a_save_of_one_rank_both_go_on_from_the_checkpoint_before(whole_dp2, graph_dp2, corpus, tmp_path):
     run_dir = tmp_path / "run"
     hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL": "1:4"}
-    runs.train(runs.TINY_DP2, run_dir, corpus, expect=1, **hook)
+    runs.train(runs.TINY_DP2, run_dir, corpus, expect=1, **hook, **graph_dp2)
     assert runs.processes_of(run_dir) == []
-    text = check_resume(whole_dp2, run_dir, corpus)
+    text = runs.train(runs.TINY_DP2, run_dir, corpus, "--resume", "auto", **graph_dp2)
     assert "seal_rank_" in text and "the save did not finish" in text
     assert "going on from step 4" in text
-
-
-def check_resume(whole, run_dir, corpus):
-    text = runs.train(runs.TINY_DP2, run_dir, corpus, "--resume", "auto")
-    expected, resumed = runs.steps(whole), runs.steps(run_dir)
+    expected, resumed = runs.steps(whole_dp2), runs.steps(run_dir)
     assert sorted(resumed) == list(range(1, 13))
     for step, record in resumed.items():
         runs.same(record, expected[step])
-    return text

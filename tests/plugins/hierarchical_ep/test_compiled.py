@@ -3,6 +3,7 @@
 What each rank would call, and in which order, against the planner's programs.
 """
 
+import functools
 import json
 from collections import Counter
 
@@ -17,16 +18,25 @@ from tests.tools.dryrun.test_compile import EP, INNER, OUTER, RANK, compile_rank
 
 pytestmark = pytest.mark.slow
 
+ONE_LAYER = ["--set", "model.model_config.num_hidden_layers=1", "--set", "model.model_config.first_k_dense_replace=0"]
 TOPOLOGY = Topology(nodes=2, devices_per_node=4, experts=16)
 OPS = {"all_to_all": "AlltoAll", "all_to_all_v": "AlltoAllV", "all_gather": "AllGather"}
 OPS["reduce_scatter"] = "ReduceScatter"
 
 
-def compiled(folder, mode, chunks):
-    plugins = {"hierarchical_ep": {"mode": mode}}
-    if chunks != (1, 1):
-        plugins["ep_overlap"] = {"chunks": list(chunks)}
-    return compile_rank(folder, "--plugins", json.dumps(plugins))
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(mode, chunks) -> the worker's report, compiled once."""
+
+    @functools.cache
+    def compiled_once(mode, chunks):
+        plugins = {"hierarchical_ep": {"mode": mode}}
+        if chunks != (1, 1):
+            plugins["ep_overlap"] = {"chunks": list(chunks)}
+        folder = tmp_path_factory.mktemp("compiled")
+        return compile_rank(folder, *ONE_LAYER, "--plugins", json.dumps(plugins))
+
+    return compiled_once
 
 
 def planned(mode, parts):
@@ -52,8 +62,8 @@ def on(report, ranks, role):
     ("mode", "chunks"),
     [("hierarchical", (1, 1)), ("global", (1, 2)), ("deduplicated", (2, 2)), ("hierarchical", (2, 1))],
 )
-def test_collectives_and_their_order_are_the_planned_ones(tmp_path, mode, chunks):
-    report = compiled(tmp_path, mode, chunks)
+def test_collectives_and_their_order_are_the_planned_ones(compiled, mode, chunks):
+    report = compiled(mode, chunks)
     forward = planned(mode, chunks[0] * chunks[1])
     for ranks in (OUTER, INNER, EP):
         wanted = [op for op, group in forward if group == tuple(ranks)]
@@ -65,8 +75,8 @@ def test_collectives_and_their_order_are_the_planned_ones(tmp_path, mode, chunks
         assert [report["collectives"][place]["op"] for place in ordered] == wanted, ranks
 
 
-def test_backward_is_the_adjoint_and_only_rows_are_sent_again(tmp_path):
-    report = compiled(tmp_path, "hierarchical", (1, 1))
+def test_backward_is_the_adjoint_and_only_rows_are_sent_again(compiled):
+    report = compiled("hierarchical", (1, 1))
     gradient = Counter(
         (item["op"], tuple(ranks)) for ranks in (OUTER, INNER) for _, item in on(report, ranks, "gradient")
     )
