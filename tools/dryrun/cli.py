@@ -164,9 +164,9 @@ def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
         running: set[int] = set()
 
         def told(job: Job, event: str, seconds: float, result: dict[str, Any] | None) -> None:
-            running.symmetric_difference_update({job.stage})
+            running.symmetric_difference_update({job.rank})
             names = ", ".join(map(str, sorted(running)))
-            bar.update(task, advance=event == "done", description=f"compiling stage {names}" if names else "compiling")
+            bar.update(task, advance=event == "done", description=f"compiling rank {names}" if names else "compiling")
             if result is not None:
                 cache.keep(job, result)
                 if not console.is_terminal:

@@ -38,7 +38,7 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
         graphs = Path(temporary) / "graphs"
         graphs.mkdir()
         view = View(job.recipe)
-        with virtual_cluster(view.devices, job.rank, graphs if job.graph else None) as cluster:
+        with virtual_cluster(view.devices, job.rank, graphs) as cluster:
             try:
                 started = time.monotonic()
                 step = training_step(job.recipe, Path(temporary), enable_plugins)
@@ -53,9 +53,8 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
         report["seconds"] = {"build": round(built - started, 1), "compile": round(time.monotonic() - built, 1)}
         report["groups"] = list(cluster.groups.items())
         report["held"] = [dataclasses.asdict(item) for item in _held(step, parameters, cluster, view)]
-        if job.graph:
-            graph = read_graph(final_graph(graphs))
-            report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, _even_rows(view))
+        graph = read_graph(final_graph(graphs))
+        report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, _even_rows(view))
     report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return report
 

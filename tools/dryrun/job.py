@@ -1,4 +1,4 @@
-"""One compile: a recipe, a rank, and what of its graph is wanted."""
+"""One compile: a recipe and a rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ class Job:
         recipe: flat; with the number of micro-batches (and in a quick run the layers) to compile.
         rank: global rank.
         stage: its pipeline stage.
-        graph: whether the graph's text is wanted: collectives, activations and FLOPs come from it.
     """
 
     recipe: Recipe
     rank: int
     stage: int
-    graph: bool = True
