@@ -12,6 +12,7 @@ from rich.console import Console
 from tools.search.budget import Budget, interruptible
 from tools.search.instance_file import read_instance
 from tools.search.progress import SearchProgress
+from tools.search.validate_cli import validate
 
 # of the time limit: starting Python and HiGHS's last look at the clock
 _RESERVE = 3.0
@@ -64,3 +65,6 @@ def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: b
     click.echo(f"written: {out}", err=True)
     if picture:
         click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
+
+
+search.add_command(validate)

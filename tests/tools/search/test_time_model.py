@@ -1,0 +1,138 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from tools.recipe.load import load_recipe
+from tools.search.configuration import Configuration, Model, Recompute, even_layers
+from tools.search.efficiency import CLUSTERS, NAMES, _sets, cluster, efficiency_of
+from tools.search.from_recipe import from_recipe
+from tools.search.hardware import known_hardware
+from tools.search.layer_model import work
+from tools.search.simulate import Durations, simulate
+from tools.search.time_model import TimeModel, closed_form
+
+MODEL = Model(layers=16, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
+A2 = TimeModel(cluster("atlas_800t_a2"))
+
+
+def run(**changes):
+    config = Configuration(MODEL, dp=2, layers=((16,),), overlap_dp=True)
+    return replace(config, **changes)
+
+
+def test_every_cluster_has_one_set():
+    names = [name for entry in _sets().values() for name in entry["clusters"]]
+    assert len(names) == len(set(names))
+    assert set(names) == set(known_hardware()) | {path.stem for path in CLUSTERS.glob("*.yaml")}
+    for name in names:
+        reached = efficiency_of(cluster(name))
+        assert all(getattr(reached, field) >= 0 for field in NAMES)
+        assert max(reached.matmul, reached.matmul_fp8, reached.attention, reached.memory, reached.hidden) <= 1
+
+
+def test_unknown_cluster_is_refused():
+    with pytest.raises(RecipeError, match="no efficiencies"):
+        efficiency_of(replace(cluster("h100"), name="h1000"))
+
+
+def test_no_operator_is_faster_than_the_device():
+    config = run()
+    for kind in ("dense", "head"):
+        layer, done = A2.layer(config, kind), work(config, kind)
+        assert layer.forward.matmul + layer.forward.attention > done.flops / A2.hardware.peak_flops["bf16"]
+        assert layer.forward.elementwise >= done.elementwise / A2.hardware.hbm_bytes_per_s
+        assert layer.backward.total > layer.forward.total
+
+
+@given(
+    stages=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    rounds=st.integers(1, 6),
+    forward=st.floats(0.5, 2),
+    ratio=st.floats(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_closed_form_equals_the_simulator_for_equal_stages(stages, chunks, rounds, forward, ratio):
+    chunks = chunks if stages > 1 else 1
+    micro_batches = stages * rounds
+    work = np.full((chunks, stages), forward)
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    exact = simulate(schedule, micro_batches, Durations(work, ratio * work)).makespan
+    assert closed_form(work, ratio * work, micro_batches) == pytest.approx(exact)
+
+
+@given(stages=st.integers(2, 6), chunks=st.integers(1, 3), seed=st.integers(0, 100))
+@settings(max_examples=40, deadline=None)
+def test_closed_form_is_near_the_simulator_for_uneven_stages(stages, chunks, seed):
+    draw = np.random.default_rng(seed)
+    forward = 1 + 0.2 * draw.random((chunks, stages))
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    exact = simulate(schedule, 8 * stages, Durations(forward, 2 * forward)).makespan
+    # several chunks: uneven chunks of one stage cost more than their sum says
+    assert closed_form(forward, 2 * forward, 8 * stages) == pytest.approx(exact, rel=0.12 if chunks > 1 else 0.03)
+
+
+def test_simulated_step_of_a_recipe_is_near_the_closed_form():
+    config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    closed, simulated = A2.step(config).total, A2.step(config, simulated=True).total
+    assert closed == pytest.approx(simulated, rel=0.1)
+
+
+def test_parts_add_up_to_the_slowest_stage():
+    table = even_layers(16, 4, 1)
+    config = run(pp=4, layers=table, micro_batches=8, recompute=Recompute(full=table))
+    step = A2.step(config)
+    assert sum(step.parts.values()) == pytest.approx(step.pipeline * (1 - step.bubble))
+    assert step.total == step.pipeline + step.data_parallel + step.optimizer + step.fixed
+    assert 0 < step.bubble < 1
+
+
+@given(tp=st.sampled_from([1, 2, 4, 8]), batch=st.integers(1, 4), recompute=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_more_work_takes_longer(tp, batch, recompute):
+    config = run(tp=tp, batch=batch, recompute=Recompute(full=((16,),)) if recompute else Recompute())
+    base = A2.step(config).total
+    assert A2.step(replace(config, batch=batch + 1)).total > base
+    assert A2.step(replace(config, sequence=8192)).total > base
+    assert A2.step(replace(config, micro_batches=2)).total > base
+    assert A2.step(replace(config, fused=False)).total >= base
+    if not recompute:
+        assert A2.step(replace(config, recompute=Recompute(full=((16,),)))).total > base
+
+
+def test_a_group_in_a_full_mesh_uses_only_its_own_links():
+    config = run(sequence_parallel=True)
+    two, eight = (A2.layer(replace(config, tp=tp), "dense").forward.tp for tp in (2, 8))
+    # half of the tensor over one link, seven eighths over seven
+    assert two / eight == pytest.approx((1 / 2) / (7 / 8 / 7), rel=0.1)  # latencies grow with the ranks
+
+
+def test_experts_over_more_nodes_cost_more_and_overlap_hides_some():
+    model = replace(MODEL, experts=64, top_k=8, expert_ffn=2048)
+    one = Configuration(model, dp=64, ep=8, layers=((16,),))
+    near = A2.layer(one, "moe").forward.ep
+    far = A2.layer(replace(one, ep=64), "moe").forward.ep
+    assert 0 < near < far
+    hidden = A2.layer(replace(one, ep=64, overlap_ep=True), "moe").forward.ep
+    assert hidden < far
+    few = A2.layer(replace(one, ep=64, model=replace(model, node_limit=2)), "moe").forward.ep
+    assert few < far
+
+
+def test_the_overlap_recipe_is_not_slower():
+    plain, overlapped = (
+        A2.step(from_recipe(load_recipe(f"recipes/telechat3_438b/{name}.yaml"))).total
+        for name in ("pretrain_4k", "pretrain_4k_ep_overlap")
+    )
+    assert overlapped < plain
+
+
+def test_what_data_parallelism_cannot_hide_is_charged():
+    hidden = A2.step(run()).data_parallel
+    bare = A2.step(run(overlap_dp=False)).data_parallel
+    assert hidden < bare
+    assert A2.step(run(dp=1, overlap_dp=False)).data_parallel == 0

@@ -1,0 +1,87 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tools.search.efficiency import efficiency_of
+from tools.search.rows import read_rows
+from tools.search.validate import QUANTITIES, measured_step, predict, summary
+from tools.search.validate_cli import validate
+
+FILE = Path(__file__).parent / "data" / "measurements.yaml"
+
+
+@pytest.fixture(scope="module")
+def predictions():
+    return {row.id: predict(row) for row in read_rows(FILE)}
+
+
+def test_quantities_of_a_row_agree_with_each_other(predictions):
+    for found in predictions.values():
+        if found.row.config is None or found.row.config.layer_only:
+            continue
+        config, row = found.row.config, found.row
+        assert found.step_time_s * found.tokens_per_s_per_device * config.devices == pytest.approx(
+            row.samples * config.sequence
+        )
+        assert found.mfu == pytest.approx(found.tflops_per_device * 1e12 / row.hardware.peak_flops["bf16"])
+        assert (found.reason is None) == (found.peak_memory_gb is not None)
+
+
+def test_published_runs_are_predicted(predictions):
+    # the target of the estimator: worst 25 % of step time, 10 % of memory
+    errors = {name: found.step_error for name, found in predictions.items() if found.step_error is not None}
+    assert set(errors) == {"gpt_22b_selective", "llama_70b_fp8", "llama_8b_titan", "llama2_13b_card", "moe_layer"}
+    assert max(map(abs, errors.values())) < 0.25
+    memory = [found.memory_error for found in predictions.values() if found.memory_error is not None]
+    assert len(memory) == 2
+    assert max(map(abs, memory)) < 0.10
+
+
+def test_every_null_has_a_reason(predictions):
+    for found in predictions.values():
+        if any(getattr(found, name) is None for name in QUANTITIES):
+            assert found.reason
+
+
+def test_memory_of_a_schedule_that_cannot_run_is_left_out(predictions):
+    found = predictions["too_few_micro_batches"]
+    assert found.step_time_s > 0
+    assert found.peak_memory_gb is None
+    assert "want at least 8 micro-batches" in found.reason
+
+
+def test_a_measured_rate_becomes_seconds(predictions):
+    row = replace(predictions["llama_70b_fp8"].row, measured={"tflops_per_gpu": 500})
+    # 256 samples of 100 TFLOP over 64 devices at 500 TFLOP/s
+    assert measured_step(row, 1e14) == pytest.approx(256 * 1e14 / 64 / 500e12)
+    assert measured_step(replace(row, measured={"mfu_percent": "47 -> 42"}), 1e14) is None
+
+
+def test_other_efficiencies_give_other_times(predictions):
+    row = predictions["llama2_13b_card"].row
+    slower = replace(efficiency_of(row.hardware), matmul=0.3)
+    assert predict(row, slower).step_time_s > predictions["llama2_13b_card"].step_time_s
+
+
+def test_summary_counts_only_rows_to_fit(predictions):
+    found = summary(predictions.values())
+    assert found["all"]["rows"] == 5
+    assert found["device a100_80g"]["mean"] == found["group korthikanti22"]["worst"]
+    context = replace(predictions["moe_layer"], row=replace(predictions["moe_layer"].row, use="context_only"))
+    assert summary([context]) == {}
+
+
+def test_command_prints_json_and_a_table():
+    runner = CliRunner()
+    result = runner.invoke(validate, [str(FILE), "--json"])
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert len(rows) == 13
+    assert all(set(row) >= {"id", "reason", *QUANTITIES} for row in rows)
+    assert "step_error" not in rows[5]  # no measurement, no error
+    text = runner.invoke(validate, [str(FILE)]).stdout
+    assert "llama_70b_fp8" in text
+    assert "step time, device h100: mean" in text

@@ -1,0 +1,114 @@
+"""The run that a MindFormers recipe describes, as a `Configuration`."""
+
+from __future__ import annotations
+
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep.plan import MODES
+from tools.check.converter import Built, convert
+from tools.check.parameters import parts_of
+from tools.check.schema import load_schema
+from tools.check.stages import layers_of
+from tools.check.view import View
+from tools.recipe.load import Recipe
+from tools.search.configuration import Configuration, Latent, Model, Recompute, Table, spread
+
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
+_MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
+
+
+def from_recipe(recipe: Recipe) -> Configuration:
+    """The run that a MindFormers recipe describes.
+
+    Raises:
+        RecipeError: its sizes make no model, or its offset does not fit.
+    """
+    view = View(recipe)
+    built = convert(view, load_schema())
+    layers = layers_of(view, built)
+    try:
+        parts_of(built.fields)
+        model = model_of(built)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecipeError(f"model.model_config: its sizes make no model ({error}); `tc3 check` says more") from None
+    if layers is None:
+        raise RecipeError("model.model_config.offset: does not fit the layers and stages; `tc3 check` says more")
+    table = tuple(tuple(row) for row in layers)
+    fields = built.fields
+    dtype = _DTYPES.get(str(fields.get("compute_dtype")), "fp32")
+    shard = ("parallel", "parallel_optimizer_config")
+    return Configuration(
+        model=model,
+        **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
+        layers=table,
+        schedule=_schedule(view),
+        sequence=built.number("seq_length"),
+        batch=view.batch,
+        micro_batches=view.micro_batches * view.accumulation,
+        dtype=dtype,
+        recompute=recompute_of(view, table),
+        sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
+        ep_mode=_mode(view, str(fields.get("moe_token_dispatcher_type"))),
+        shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
+        shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
+        shard_threshold=1024 * view.number((*shard, "parallel_optimizer_threshold"), 64),
+        flash=fields.get("use_flash_attention") is not False,
+        overlap_dp=True,
+        overlap_ep=bool(view.get(("plugins", "ep_overlap"))),
+        shared_whole=True,
+        keep_gathered=True,
+        fp32_residual=fields.get("fp32_residual_connection") is True,
+    )
+
+
+def model_of(built: Built) -> Model:
+    """The sizes of a recipe's TransformerConfig; KeyError or TypeError where one is missing."""
+    fields, number = built.fields, built.number
+    latent = None
+    if fields.get("multi_latent_attention"):
+        widths = (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"])
+        latent = Latent(number("q_lora_rank"), fields["kv_lora_rank"], *widths)
+    experts = number("num_moe_experts")
+    shared = number("moe_shared_expert_intermediate_size") if number("shared_expert_num") else 0
+    return Model(
+        layers=fields["num_layers"],
+        hidden=fields["hidden_size"],
+        heads=fields["num_attention_heads"],
+        kv_heads=fields["num_query_groups"],
+        head_dim=fields["kv_channels"],
+        ffn=fields["ffn_hidden_size"],
+        vocab=fields["vocab_size"],
+        gated=bool(fields.get("gated_linear_unit")),
+        tied=fields.get("tie_word_embeddings") is True,
+        latent=latent,
+        qk_norm=bool(fields.get("qk_layernorm")),
+        experts=experts,
+        top_k=number("moe_router_topk") if experts else 0,
+        expert_ffn=number("moe_ffn_hidden_size") if experts else 0,
+        shared_ffn=shared if experts else 0,
+        dense_layers=number("first_k_dense_replace") if experts else 0,
+        mtp=number("mtp_num_layers"),
+    )
+
+
+def _mode(view: View, dispatcher: str) -> str:
+    """How tokens travel: the plugin's mode where the recipe has it; its `auto` as the one that sends least."""
+    mode = view.get(("plugins", "hierarchical_ep", "mode"))
+    if mode is None:
+        return _MODES.get(dispatcher, "global")
+    return mode if mode in MODES else "deduplicated"
+
+
+def _schedule(view: View) -> str:
+    """The name in `tools.search.schedules`; MindFormers says 1f1b for the interleaved one, too."""
+    return "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
+
+
+def recompute_of(view: View, layers: Table) -> Recompute:
+    """`recompute_config`, by layer."""
+    section = ("recompute_config",)
+    return Recompute(
+        full=spread(view.get((*section, "recompute")), layers),
+        select=spread(view.get((*section, "select_recompute")), layers),
+        communication=spread(view.get((*section, "select_comm_recompute")), layers),
+        replay_tp=view.flag((*section, "mp_comm_recompute"), True),
+    )
