@@ -1,5 +1,6 @@
 """What the launch scripts start, with a stand-in for msrun, and how they end it."""
 
+import functools
 import json
 import os
 import signal
@@ -79,7 +80,10 @@ def start(tmp_path):
         }
         command = ["bash", str(script), *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, env=given, cwd=tmp_path, stderr=pipe, text=True, start_new_session=True)
+        hear = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job's children are deaf
+        return subprocess.Popen(
+            command, env=given, cwd=tmp_path, stderr=pipe, text=True, start_new_session=True, preexec_fn=hear
+        )
 
     return start
 

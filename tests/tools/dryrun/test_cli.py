@@ -1,3 +1,4 @@
+import functools
 import json
 import os
 import signal
@@ -88,7 +89,13 @@ def start(folder, *arguments):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     command = [str(Path(sys.executable).with_name("tc3")), "dryrun", *arguments]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job's is deaf
     )
 
 
