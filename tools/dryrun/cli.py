@@ -46,7 +46,13 @@ class Ranks(click.ParamType):
 
 @click.command("dryrun", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--ranks", type=Ranks(), default=ALL, show_default=True, help="Global ranks to compile.")
+@click.option(
+    "--ranks",
+    type=Ranks(),
+    default=ALL,
+    show_default=True,
+    help="Global ranks to compile. Ranks of one stage are compared call by call; all-stages takes one of each stage.",
+)
 @click.option("--devices", type=click.IntRange(min=1), help="Another number of devices: data_parallel follows.")
 @click.option("--micro-batches", type=click.IntRange(min=1), help="Micro-batches to compile; 2 a stage by default.")
 @click.option("--quick", is_flag=True, help="Each kind of layer once; the stages are put together from them.")
