@@ -49,6 +49,7 @@ class Incumbent:
         if time >= self.time:
             return False
         self.plan, self.time = plan.copy(), time
+        self.bound = min(self.bound, time)  # the solver's tolerance may have put it a little above
         self._tell()
         return True
 

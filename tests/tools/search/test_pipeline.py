@@ -41,6 +41,9 @@ SMALL = [
     {"counts": (1, 4, 1), "stages": 3, "options": 3, "cap": 40.0, "micro_batches": 2},
     {"counts": (3,), "stages": 1, "cap": 40.0},
     {"counts": (1,), "stages": 4},
+    # with restarts HiGHS 1.15.1 called a worse plan the best here, and its bound passed the optimum there
+    {"counts": (2, 3), "stages": 4, "cap": 54.0, "scale": 0.3, "micro_batches": 4},
+    {"counts": (5,), "stages": 2, "chunks": 2, "cap": 68.0, "scale": 0.3, "micro_batches": 4},
 ]
 
 
@@ -68,7 +71,7 @@ def test_no_plan_is_better(tmp_path, numbers):
     assert compare(instance(tmp_path, **numbers)).plan is not None
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.data())
 def test_no_plan_is_better_on_random_instances(data):
     stages, chunks = data.draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2)]))
