@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -77,6 +78,8 @@ class MindSporeDevice:
         try:
             outputs = tuple(self._array(tensor) for tensor in run())
         except (RuntimeError, TypeError, ValueError) as error:
+            with suppress(RuntimeError, TypeError, ValueError):
+                self._ms.runtime.synchronize()  # on a busy machine the next operator got the same complaint
             if NO_KERNEL.search(str(error)):
                 raise NotRunnableError(first_line(str(error))) from None
             raise
