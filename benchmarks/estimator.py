@@ -40,6 +40,7 @@ _SPACE = {
     "burst": (1.2, 1.0, 1.4),
     "step_s": (0.05, 1e-3, 0.3),
 }
+_WORST = 0.245  # more than this counts in full, whatever a row's share: just below the aim for the worst row
 _PULL = 0.01  # what leaving the start by a factor of e costs, in mean error
 # device type -> (clusters, devices of a node joined pair by pair, type that the start is taken from, parameters fitted)
 _TYPES: dict[str, tuple[tuple[str, ...], bool, str, tuple[str, ...]]] = {
@@ -86,7 +87,7 @@ def loss(rows: list[tuple[Row, float, float]], efficiency: Efficiency, start: Ef
     for row, seconds, share in rows:
         step = TimeModel(row.hardware, efficiency).step(row.config).total
         error = abs(step * row.samples / row.config.global_batch / seconds - 1)
-        total += share * (error + 2 * max(0.0, error - 0.2))
+        total += share * (error + 2 * max(0.0, error - 0.2)) + max(0.0, error - _WORST)
     moved = sum(abs(math.log(getattr(efficiency, name) / getattr(start, name))) for name in _SPACE)
     return total + _PULL * moved
 

@@ -41,7 +41,8 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         recompute=recomputation(str(config.get("recompute", "")).split()[-1], layers, "operators"),
         shard_gradients=True,
         shard_weights=True,
-        logit_bytes=16,
+        # loss parallel runs on DTensors, unfused: the log-softmax, its gradient and two results on the way, all fp32
+        logit_bytes=20 if tp > 1 else 16,
         fused="eager" not in technique,
         overlap_tp="async" in technique,
         overlap_dp=True,
