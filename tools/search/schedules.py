@@ -18,10 +18,14 @@ in where the micro-batches go that do not fill a round of all stages.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from plugins.errors import RecipeError, did_you_mean
+
+KINDS = "FBW"  # by number in a table of operations
 
 
 class Op(NamedTuple):
@@ -43,10 +47,26 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
     Raises:
         RecipeError: no such schedule, or one that MindSpore refuses for these numbers; names what it wants.
     """
+    return [
+        Op(KINDS[kind], *rest) for kind, *rest in order_table(schedule, stage, stages, chunks, micro_batches).tolist()
+    ]
+
+
+def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Return `operations` as numbers [operations, 3]: index in `KINDS`, micro-batch, chunk.
+
+    Raises:
+        RecipeError: as `operations`.
+    """
     check_schedule(schedule, stages, chunks, micro_batches)
     if not 0 <= stage < stages:
         raise RecipeError(f"stage {stage}: want 0 to {stages - 1}")
     return _ORDERS[schedule](stage, stages, chunks, micro_batches)
+
+
+def as_table(order: Sequence[Op]) -> np.ndarray:
+    """Return an order as numbers, as `order_table` does."""
+    return np.array([(KINDS.index(kind), *rest) for kind, *rest in order], int).reshape(-1, 3)
 
 
 def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int) -> None:
@@ -88,10 +108,19 @@ def _near(schedule: str) -> str:
     return did_you_mean(schedule, list(SCHEDULES))
 
 
-def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
-    forward = [Op("F", m, v) for v in range(chunks) for m in range(micro_batches)]
-    backward = [Op("B", m, v) for v in reversed(range(chunks)) for m in range(micro_batches)]
-    return forward + backward
+def _gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    return np.concatenate([_round("F", range(chunks), 0, micro_batches), _round("B", _back(chunks), 0, micro_batches)])
+
+
+def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarray:
+    """All micro-batches of a round through one chunk, then through the next."""
+    chunk = np.repeat(list(chunks), size)
+    micro_batch = np.resize(np.arange(first, first + size), len(chunk))
+    return np.stack([np.full(len(chunk), KINDS.index(kind)), micro_batch, chunk], axis=1)
+
+
+def _back(chunks: int) -> Iterable[int]:
+    return reversed(range(chunks))
 
 
 def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
@@ -106,55 +135,49 @@ def _rounds_extra_spread(stages: int, micro_batches: int) -> list[int]:
     return [whole + (index < extra) for index in range(rounds)]
 
 
-def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> list[Op]:
+def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
     """`warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
 
     A round takes all its micro-batches through chunk 0, then chunk 1, ...; backwards in the reverse order of chunks.
     """
-    forward, backward, first = [], [], 0
-    for size in rounds:
-        span = range(first, first + size)
-        forward += [Op("F", m, v) for v in range(chunks) for m in span]
-        backward += [Op("B", m, v) for v in reversed(range(chunks)) for m in span]
-        first += size
-    return _one_forward_one_backward(forward, backward, warm_up)
-
-
-def _one_forward_one_backward(forward: list[Op], backward: list[Op], warm_up: int) -> list[Op]:
+    firsts = np.cumsum([0, *rounds[:-1]])
+    forward, backward = (
+        np.concatenate([_round(kind, path(), first, size) for first, size in zip(firsts, rounds, strict=True)])
+        for kind, path in (("F", lambda: range(chunks)), ("B", lambda: _back(chunks)))
+    )
     warm_up = min(warm_up, len(forward))
-    order = forward[:warm_up]
-    for pair in zip(forward[warm_up:], backward, strict=False):
-        order += pair
-    return order + backward[len(forward) - warm_up :]
+    steady = len(forward) - warm_up
+    turns = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)
+    return np.concatenate([forward[:warm_up], turns, backward[steady:]])
 
 
-def _interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+def _interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
 
 
-def _interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+def _interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     rounds = _rounds_extra_first(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
 
 
-def _seqvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+def _seqvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     rounds = _rounds_extra_spread(stages, micro_batches)
     # MindSpore runs one forward before it looks at the warm-up, which must leave one for the steady phase
     warm_up = min((chunks - 1) * rounds[0] + 2 * (stages - 1 - stage), chunks * micro_batches - 1)
     return _interleaved(rounds, chunks, warm_up)
 
 
-def _seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+def _seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     rounds = _rounds_extra_spread(stages, micro_batches)
     return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
 
 
-def _1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+def _1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     return _interleaved([micro_batches], 1, stages - 1 - stage)
 
 
-def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Op]:
+def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
     """Eight phases of MindSpore's `ZeroBubbleV` (which is DualPipeV's order with few weight gradients split off)."""
     after = stages - stage - 1
     half = (stage + 1) // 2
@@ -164,11 +187,11 @@ def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> 
     }
     todo = {(kind, v): deque(range(micro_batches)) for kind in "FB" for v in (0, 1)}
     todo |= {("W", v): deque(split[v]) for v in (0, 1)}
-    order: list[Op] = []
+    order: list[tuple[int, int, int]] = []
 
     def run(times: int, *work: str) -> None:
         for _ in range(times):
-            order.extend(Op(w[0], todo[w[0], int(w[1])].popleft(), int(w[1])) for w in work)
+            order.extend((KINDS.index(w[0]), todo[w[0], int(w[1])].popleft(), int(w[1])) for w in work)
 
     run(2 * after, "F0")
     run(stage + 1, "F0", "F1")
@@ -179,10 +202,10 @@ def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> 
     run(after, *(["W0", "B0"] if stage else ["B0"]))
     run(len(todo["W", 0]), "W0")
     run(len(todo["W", 1]), "W1")
-    return order
+    return np.array(order)
 
 
-_ORDERS: dict[str, Callable[[int, int, int, int], list[Op]]] = {
+_ORDERS: dict[str, Callable[[int, int, int, int], np.ndarray]] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "interleaved_1f1b": _interleaved_1f1b,

@@ -50,7 +50,12 @@ class Simulation:
     busy: np.ndarray  # [stages] time of computation
     starts: tuple[np.ndarray, ...]  # for each stage, by operation
     ends: tuple[np.ndarray, ...]
-    orders: tuple[tuple[Op, ...], ...]
+    table: Timetable
+
+    @property
+    def orders(self) -> tuple[tuple[Op, ...], ...]:
+        """The operations of each stage."""
+        return self.table.orders
 
     @property
     def bubble_ratio(self) -> float:
@@ -89,7 +94,7 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
         busy=times.sum(axis=0),
         starts=tuple((ends - times)[levels, stage] for stage, levels in by_stage),
         ends=tuple(ends[levels, stage] for stage, levels in by_stage),
-        orders=table.orders,
+        table=table,
     )
 
 
