@@ -23,6 +23,7 @@ from tools.ep_report.settle import settle  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
+from tools.search.settle_layout import settle_layout  # noqa: E402
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> dict:
@@ -30,7 +31,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     recipe = load_recipe(config_path)
     if overrides:
         recipe = apply_overrides(recipe, overrides)
-    for line in settle(recipe):
+    for line in [*settle_layout(recipe), *settle(recipe)]:
         click.echo(line)
     if run_dir is not None:
         recipe["output_dir"] = str(run_dir)

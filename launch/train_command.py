@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -25,6 +26,7 @@ from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.override import also_changed, apply_overrides
+from tools.search.settle_layout import make_here, settle_layout
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def train(
     if nodes:
         raise click.UsageError("--nodes is for --script: without it, a run has this host alone")
     run_dir = (run_dir or default_run_dir(recipe, mini)).absolute()
-    flat = effective_recipe(recipe, overrides, steps, run_dir, mini)
+    flat = effective_recipe(recipe, overrides, steps, run_dir, mini, make_layout=not dry_run)
     if dry_run:
         _dry_run(flat, run_dir, resume, port, force, as_json)
         return
@@ -103,16 +105,25 @@ def default_run_dir(recipe: Path, mini: bool = False) -> Path:
 
 
 def effective_recipe(
-    path: Path, overrides: tuple[str, ...], steps: int | None, run_dir: Path, mini: bool = False
+    path: Path,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    run_dir: Path,
+    mini: bool = False,
+    make_layout: bool = True,
 ) -> Recipe:
-    """The flat recipe that will run: overrides, number of steps, and this run's folders filled in."""
+    """The flat recipe that will run: overrides, number of steps, and this run's folders filled in.
+
+    `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
+    """
     flat = load_mini(path) if mini else load_recipe(path)
     for override in overrides:
         if others := also_changed(flat, override):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
     flat = apply_overrides(flat, [*overrides, *(steps_overrides(apply_overrides(flat, overrides), steps))])
-    for line in settle(flat):
-        click.echo(line, err=True)
+    say = partial(click.echo, err=True)
+    for line in [*settle_layout(flat, make_here(say) if make_layout else None), *settle(flat)]:
+        say(line)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
     checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
 
+from plugins.errors import RecipeError
 from tools.check.arithmetic import check_arithmetic
 from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
@@ -17,7 +19,7 @@ from tools.check.report import Findings, Report
 from tools.check.schema import load_schema
 from tools.check.stages import check_stages
 from tools.check.table import table_of
-from tools.check.view import View
+from tools.check.view import MODEL, View
 from tools.recipe.load import Recipe, load_recipe
 
 _SECTIONS = ("runner_config", "context", "parallel", "parallel_config", "trainer", "optimizer", "runner_wrapper")
@@ -42,10 +44,11 @@ def check_recipe(
         recipe = Recipe(recipe)
     schema = load_schema()
     found = Findings(recipe, schema.line)
-    view = View(recipe)
     if is_fragment(recipe.source):
         check_keys(recipe, schema, found)
         return Report(recipe, found.found)
+    recipe = _laid_out(recipe, found)
+    view = View(recipe)
     _sections(view, found)
     check_keys(recipe, schema, found)
     built = convert(view, schema)
@@ -58,6 +61,22 @@ def check_recipe(
         check_files(view, built, found, here)
     found.found.sort(key=lambda finding: (finding.severity, finding.file, finding.line))
     return Report(recipe, found.found, table_of(view, built, token_budget))
+
+
+def _laid_out(recipe: Recipe, found: Findings) -> Recipe:
+    """The recipe as a launch settles it: `offset: auto` or a layout string as tables."""
+    if not isinstance(View(recipe).get((*MODEL, "offset")), str):
+        return recipe
+    # not above: it reads recipes by other modules of this package
+    from tools.search.settle_layout import even_layout, settle_layout
+
+    laid = copy.deepcopy(recipe)
+    try:
+        settle_layout(laid)
+    except RecipeError as error:
+        found.error((*MODEL, "offset"), str(error).removeprefix(f"{recipe.source}: model.model_config.offset: "))
+        return even_layout(recipe)
+    return laid
 
 
 def is_fragment(source: str) -> bool:

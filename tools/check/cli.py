@@ -16,6 +16,7 @@ from tools.check.report import ERROR, Report
 from tools.check.schema import load_schema
 
 CARD = "card.yaml"  # says what is true of the recipes beside it
+LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands for
 
 
 @click.command()
@@ -41,7 +42,8 @@ def check(
 ) -> None:
     """Prove without a device that RECIPEs are what MindFormers will run, and print their sizes.
 
-    Of a fragment (a file in a folder `base`) only the keys are checked; a `card.yaml` is no recipe and is left out.
+    Of a fragment (a file in a folder `base`) only the keys are checked; a `card.yaml` or
+    `*.layout.yaml` is no recipe and is left out.
 
     Exit codes: 0 clean, 1 findings, 2 a file cannot be read.
     """
@@ -52,7 +54,7 @@ def check(
         return
     if not recipes:
         raise click.UsageError("name at least one recipe, or --schema")
-    reports = [_checked(recipe, token_budget, here) for recipe in recipes if recipe.name != CARD]
+    reports = [_checked(recipe, token_budget, here) for recipe in recipes if not recipe.name.endswith((CARD, LAYOUT))]
     if build:
         whole = [report for report in reports if report.clean and not is_fragment(report.recipe.source)]
         with Console(stderr=True).status("MindFormers builds the model's configuration"):  # silent off a terminal

@@ -24,6 +24,7 @@ from tools.dryrun.report import report_of
 from tools.ep_report.settle import settle
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
+from tools.search.settle_layout import settle_layout
 
 ALL = "all-stages"
 _WIDTH = 130  # of tables in a file or pipe
@@ -90,6 +91,7 @@ def dryrun(
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
+        settle_layout(loaded)
         settle(loaded)
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         results = compile_all(plan, jobs, not no_cache)

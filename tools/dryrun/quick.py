@@ -18,6 +18,8 @@ from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import Held
 from tools.dryrun.stages import DENSE, MOE, Stage, stages_of
 from tools.recipe.load import Recipe
+from tools.search.activations import saved
+from tools.search.from_recipe import from_recipe
 
 _LAYER = "decoder.layers."
 _RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
@@ -68,17 +70,29 @@ def _flat(setting: Any) -> Any:
     return setting
 
 
-def compose(stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]) -> list[tuple[list[Held], dict[str, Any]]]:
+def layer_shares(recipe: Recipe) -> dict[str, float]:
+    """By the estimator, bytes that a layer of each kind keeps for its backward: to take one compile's sum apart."""
+    config = from_recipe(recipe)
+    options = (("full", config.recompute.full), ("select", config.recompute.select))
+    option = next((name for name, table in options if table), "none")
+    return {kind: saved(config, kind, option) for kind in (DENSE, MOE)}
+
+
+def compose(
+    stages: Sequence[Stage], results: Sequence[Mapping[str, Any]], shares: Mapping[str, float]
+) -> list[tuple[list[Held], dict[str, Any]]]:
     """For each stage of the real pipeline: what it holds, and a graph's summary without traffic.
 
     Args:
         results: of `quick_plan`'s jobs.
+        shares: `layer_shares`.
     """
     held = [[Held(**item) for item in result["held"]] for result in results]
     kept = [result["graph"]["kept"] for result in results]
     kinds = _front(stages)
     front = results[0]["graph"]["activations"][0]
-    layer = front["saved"] // len(kinds)
+    one = front["saved"] / sum(shares[kind] for kind in kinds)
+    layer = {kind: int(one * shares[kind]) for kind in kinds}
     back = results[-1]["graph"]["activations"][0]
     found = []
     for stage in stages:
@@ -86,8 +100,9 @@ def compose(stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]) -> li
         chunks = []
         for chunk, (_, chunk_kinds) in enumerate(stage.chunks):
             last = "head" in stage.ends and chunk == len(stage.chunks) - 1
-            saved = len(chunk_kinds) * layer + (max(back["saved"] - layer, 0) if last else 0)
-            chunks.append({"saved": saved, **{key: (back if last else front)[key] for key in ("forward", "backward")}})
+            behind = max(back["saved"] - layer[kinds[-1]], 0) if last else 0
+            left = sum(layer[kind] for kind in chunk_kinds) + behind
+            chunks.append({"saved": left, **{key: (back if last else front)[key] for key in ("forward", "backward")}})
         own = {
             f"{place}:{name}": size
             for place, prefix in enumerate(names)

@@ -14,7 +14,7 @@ from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.memory import limit_of, memory_of, over_limit
 from tools.dryrun.order import check_order, programs_of
 from tools.dryrun.passes import Pass
-from tools.dryrun.quick import compose
+from tools.dryrun.quick import compose, layer_shares
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
 from tools.recipe.load import Recipe
@@ -91,7 +91,7 @@ def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
 
 def _composed(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Each stage from its layers."""
-    parts = compose(plan.stages, results)
+    parts = compose(plan.stages, results, layer_shares(plan.jobs[0].recipe))
     return [Found(stage, None, False, held, graph) for stage, (held, graph) in zip(plan.stages, parts, strict=True)]
 
 

@@ -172,6 +172,8 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
         raise RecipeError(f"{where}: {name} is a mapping; set its keys, for instance {example}")
     if isinstance(value, dict):
         raise RecipeError(f"{where}: {name} is {_kind(old)} ({old!r}), not a mapping")
+    if path[-1:] == ("offset",) and isinstance(value, (int, list, str)) and not isinstance(value, bool):
+        return value  # text: `auto`, or a Megatron layout
     if isinstance(old, str) and isinstance(value, (bool, int, float)):
         return text
     if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):

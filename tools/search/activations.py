@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tools.search.activations_graph import kept
 from tools.search.configuration import Configuration, Model
 from tools.search.layer_model import ITEM
 
@@ -16,6 +17,8 @@ _SCORE = 5  # bytes kept for each score of an unfused attention: softmax, its dr
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
     """Bytes that one layer keeps; option: "none", "select", "communication" or "full"."""
+    if config.training_graph:
+        return kept(config, kind, option)
     model = config.model
     h, residual = model.hidden, 4 if config.fp32_residual else ITEM
     tokens = config.rank_tokens
@@ -32,8 +35,8 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
     if option == "select" and config.recompute.selective == "operators":
         return residual * held * h + _halved(model) * tokens / config.tp
     cheap = option == "select" and config.recompute.selective != "attention"
-    kept = config.keep_gathered and config.sequence_parallel and option != "communication"
-    normed = tokens if kept else held  # rows of a norm's result, if it is kept as gathered
+    gathered = config.keep_gathered and config.sequence_parallel and option != "communication"
+    normed = tokens if gathered else held  # rows of a norm's result, if it is kept as gathered
     rows = 2 * residual * held + (0 if cheap else 2 * ITEM * (normed if kind == "dense" else (normed + held) / 2))
     masks = 2 * held if model.dropout else 0
     scores = 0.0

@@ -1,4 +1,4 @@
-"""`tc3 search`: exit code 0 with a plan, 1 when there is none, 2 for a wrong input."""
+"""`tc3 search RECIPE` and its commands: exit code 0 with a plan, 1 when there is none, 2 for a wrong input."""
 
 from __future__ import annotations
 
@@ -10,17 +10,48 @@ import click
 from rich.console import Console
 
 from tools.search.budget import Budget, interruptible
+from tools.search.calibrate_cli import calibrate_command
 from tools.search.instance_file import read_instance
+from tools.search.layout_cli import layout
 from tools.search.progress import SearchProgress
+from tools.search.search_command import space_command
 from tools.search.validate_cli import validate
 
 # of the time limit: starting Python and HiGHS's last look at the clock
 _RESERVE = 3.0
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class RecipeOrCommand(click.Group):
+    """A group whose first word is one of its commands or a recipe, which goes to `tc3 search RECIPE`."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command; the recipe's where the first word is none, options before the recipe included."""
+        if args[0] in self.commands:
+            return super().resolve_command(ctx, args)
+        return "", space_command, args
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, but options that are not the group's belong to the recipe's command."""
+        ctx.ignore_unknown_options = True
+        return super().parse_args(ctx, args)
+
+
+@click.group(
+    cls=RecipeOrCommand,
+    subcommand_metavar="RECIPE.yaml [OPTIONS]... | COMMAND [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 def search() -> None:
-    """Find parallel strategies without a device."""
+    """Find parallel strategies without a device.
+
+    \b
+    tc3 search RECIPE.yaml --devices 4096 --cluster atlas_800t_a2
+        the best strategies for a recipe; `tc3 search RECIPE.yaml --help` explains
+    tc3 search COMMAND ...
+        one of the commands below
+    """
 
 
 @search.command()
@@ -67,4 +98,6 @@ def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: b
         click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
 
 
+search.add_command(calibrate_command)
+search.add_command(layout)
 search.add_command(validate)

@@ -129,6 +129,7 @@ class Configuration:
         overlap_tp_backward: gradients of weights hide the reduction of gradients of inputs (Megatron).
         shared_whole: router, shared experts and MTP projection are whole on every tp rank (MindFormers' graph mode).
         keep_gathered: what tensor-parallel AllGathers made is kept for backward, not gathered again (MindFormers).
+        training_graph: activations as MindFormers' training_graph models keep them (`tools.search.activations_graph`).
         fp32_residual: the residual stream is kept in fp32.
         logit_bytes: for each logit while the loss runs: compute precision, fp32 and the gradient.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
@@ -164,6 +165,7 @@ class Configuration:
     overlap_ep: bool = False
     shared_whole: bool = False
     keep_gathered: bool = False
+    training_graph: bool = False
     fp32_residual: bool = False
     logit_bytes: int = 10
     layer_only: bool = False
@@ -253,9 +255,12 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 def spread(value: Any, layers: Table) -> Table | None:
     """A flag, or numbers of layers by stage or by chunk and stage, as numbers of layers [chunks][stages].
 
-    One row for several chunks is taken in order: chunk 0 first, as far as each chunk has layers. Operator patterns
-    (a mapping or a list of names) count as all layers.
+    One row for several chunks is taken in order: chunk 0 first, as far as each chunk has layers. A list of operators
+    counts as all layers, a mapping of operators as the most layers that one of them names.
     """
+    if isinstance(value, dict):
+        tables = [table for table in (spread(inner, layers) for inner in value.values()) if table]
+        return max(tables, key=lambda table: sum(map(sum, table)), default=None)
     if not value:
         return None
     if not isinstance(value, (list, tuple)) or isinstance(value[0], str):

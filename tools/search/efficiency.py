@@ -74,11 +74,16 @@ def cluster(name: str) -> Hardware:
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
-    """The set of the hardware's device type.
+    """The file's own efficiencies, or the set of the hardware's device type.
 
     Raises:
-        RecipeError: the device type has none.
+        RecipeError: the device type has none, or the file's are not all of them.
     """
+    if hardware.efficiency:
+        if set(hardware.efficiency) != {field.name for field in fields(Efficiency)}:
+            wanted = ", ".join(field.name for field in fields(Efficiency))
+            raise RecipeError(f"{hardware.name}: efficiency: want exactly {wanted}")
+        return Efficiency(**dict(hardware.efficiency))
     for entry in _sets().values():
         if hardware.name in entry["clusters"]:
             return Efficiency(**{name: float(entry["values"][name]) for name in NAMES}, mesh=entry["mesh"])

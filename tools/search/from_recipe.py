@@ -56,6 +56,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
         overlap_ep=bool(view.get(("plugins", "ep_overlap"))),
         shared_whole=True,
         keep_gathered=True,
+        training_graph=True,
         fp32_residual=fields.get("fp32_residual_connection") is True,
     )
 

@@ -4,7 +4,7 @@ import pytest
 
 from tools.check.check import check_recipe
 from tools.dryrun.layout import WEIGHT
-from tools.dryrun.quick import compose, quick_plan
+from tools.dryrun.quick import compose, layer_shares, quick_plan
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
@@ -44,8 +44,11 @@ def test_stages_are_put_together_from_layers():
         {"held": back, "graph": {"activations": [{"saved": 10, "forward": 3, "backward": 4}],
                                  "kept": {"mtp.layers.0.w": 9}}},
     ]  # fmt: skip
-    parts = compose(plan.stages, results)
+    parts = compose(plan.stages, results, layer_shares(plan.jobs[0].recipe))
     sums = [sum(item.elements for item in held) for held, _ in parts]
     assert sums == [1000 + 10 + 5 * 7, *[6 * 7] * 4, *[7 * 7] * 2, 7 + 1000 + 500 + 50]
     assert [sum(graph["kept"].values()) for _, graph in parts] == [100 + 5 * 3, *[18] * 4, *[21] * 2, 3 + 9]
     assert [graph["activations"][0]["saved"] for _, graph in parts] == [24, *[24] * 4, *[28] * 2, 4 + 6]
+    # where nothing is recomputed, a layer of experts keeps more than a dense one
+    parts = compose(plan.stages, results, {"dense": 1.0, "moe": 3.0})
+    assert [graph["activations"][0]["saved"] for _, graph in parts] == [2 + 5 * 6, *[36] * 4, *[42] * 2, 6 + 4]

@@ -70,6 +70,7 @@ class Hardware:
         launch_s: fixed cost of one operator.
         matmul_efficiency: share of the peak that a training step's matmuls reach.
         origins: dotted key -> where the number comes from.
+        efficiency: a file's own values of `tools.search.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Hardware:
     launch_s: float
     matmul_efficiency: float
     origins: Mapping[str, Origin] = field(repr=False)
+    efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def assumed(self) -> list[str]:
@@ -137,6 +139,7 @@ class _Reader:
 
     def hardware(self) -> Hardware:
         """Everything, checked."""
+        efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
         content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True)
         for word in _WORDS:
             if not isinstance(content[word], str):
@@ -144,7 +147,7 @@ class _Reader:
         values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
         values["intra_node"] = Link(**values["intra_node"])
         values["inter_node"] = Link(**values["inter_node"])
-        return Hardware(content["name"], content["device"], **values, origins=self.origins)
+        return Hardware(content["name"], content["device"], **values, origins=self.origins, efficiency=efficiency)
 
     def _value(self, content: Any, key: str, kind: Any) -> Any:
         """A number, or a mapping of numbers."""

@@ -1,0 +1,134 @@
+"""Megatron-Core's pipeline layout strings <-> MindFormers' `offset`. Pure Python.
+
+A layout string names what each chunk of each stage holds: E embedding, t decoder layer, m MTP layer, L loss. `|` ends a
+chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a letter,
+`(...)*n` a group, commas are decoration: "Et*3|(t*4|)*6,t*3,mL" is 3 + 6 x 4 + 3 layers in 8 chunks, MTP and loss last.
+
+MindFormers' offset says how many decoder layers chunk v of stage p holds: num_layers // (stages * chunks) +
+offset[v][p]. Embedding and loss are where they are; MTP layers run where the last decoder layer does (MindFormers
+1.9.0, multi_token_prediction.py, `_build_layers`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+from plugins.errors import RecipeError
+
+LETTERS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
+_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
+Counts = list[list[int]]  # [chunks][stages]
+
+
+def parse(text: str) -> list[str]:
+    """The chunks of a layout string in model order, each as its letters: "Et*2|(t|)*2,L" is Ett, t, t, L.
+
+    Raises:
+        RecipeError: an unknown letter, a parenthesis or `*` that does not fit; groups inside groups, as in Megatron.
+    """
+    unrolled = re.sub(r"[,\s]", "", text)
+    for pattern in (_GROUP, _LETTER):
+        unrolled = pattern.sub(lambda found: found[1] * int(found[2]), unrolled)
+    for place, letter in enumerate(unrolled):
+        if letter in "()*" or letter.isdigit():
+            raise RecipeError(
+                f"layout {text!r}: {unrolled[place : place + 8]!r} cannot be unrolled: write x*n for a letter, (...)*n "
+                "for a group without another in it"
+            )
+        if letter not in LETTERS and letter != "|":
+            known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
+            raise RecipeError(f"layout {text!r}: {letter!r} is none of {known}, and | between chunks")
+    return unrolled.split("|")
+
+
+def is_layout(value: object) -> bool:
+    """Whether an `offset` is a layout string (and not `auto`)."""
+    return isinstance(value, str) and value != "auto"
+
+
+def counts_of(text: str, stages: int) -> tuple[Counts, int]:
+    """Decoder layers [chunks][stages] of a layout string, and the number of MTP layers.
+
+    Raises:
+        RecipeError: as `parse`; chunks that do not fill `stages`; or what MindFormers cannot express.
+    """
+    chunks = parse(text)
+    if len(chunks) % stages:
+        raise RecipeError(f"layout {text!r}: {len(chunks)} chunks do not fill {stages} pipeline stages evenly")
+    _check_ends(text, chunks)
+    last = max((index for index, chunk in enumerate(chunks) if "t" in chunk), default=0)
+    for index, chunk in enumerate(chunks):
+        if chunk.lstrip("E").rstrip("L") != "t" * chunk.count("t") + "m" * chunk.count("m"):
+            raise RecipeError(f"layout {text!r}: chunk {index} ({chunk}): MTP layers come after the last decoder layer")
+        if "m" in chunk and index != last:
+            raise RecipeError(
+                f"layout {text!r}: chunk {index} ({chunk}) holds MTP layers, but the last decoder layer is in chunk "
+                f"{last}: MindFormers runs MTP there"
+            )
+        if "t" not in chunk and 0 < index < len(chunks) - 1:
+            raise RecipeError(f"layout {text!r}: chunk {index} holds no decoder layer: MindFormers wants one")
+    decoders = [chunk.count("t") for chunk in chunks]
+    return [decoders[first : first + stages] for first in range(0, len(chunks), stages)], text_count(chunks, "m")
+
+
+def _check_ends(text: str, chunks: list[str]) -> None:
+    for letter, first, where in (("E", True, "at the very beginning"), ("L", False, "at the very end")):
+        end = chunks[0][:1] if first else chunks[-1][-1:]
+        if text_count(chunks, letter) != 1 or end != letter:
+            raise RecipeError(f"layout {text!r}: want one {letter} ({LETTERS[letter]}), {where}")
+
+
+def text_count(chunks: list[str], letter: str) -> int:
+    """How often a letter stands in all chunks."""
+    return sum(chunk.count(letter) for chunk in chunks)
+
+
+def offset_of(counts: Counts) -> int | list[int] | Counts:
+    """MindFormers' `offset` of decoder layers [chunks][stages]; a row for one chunk a stage, 0 for one in all."""
+    size = len(counts) * len(counts[0])
+    if size == 1:
+        return 0
+    base = sum(map(sum, counts)) // size
+    rows = [[count - base for count in row] for row in counts]
+    return rows if len(rows) > 1 else rows[0]
+
+
+def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int, chunks: int = 1) -> Counts:
+    """Decoder layers [chunks][stages] of an offset.
+
+    Raises:
+        RecipeError: an offset of another shape, or one that does not place `layers` layers, or leaves a chunk empty.
+    """
+    rows: list = [[offset] * stages] * chunks if isinstance(offset, int) else list(offset)
+    rows = rows if rows and isinstance(rows[0], list) else [rows] * chunks
+    if len(rows) != chunks or any(not isinstance(row, list) or len(row) != stages for row in rows):
+        raise RecipeError(f"offset {offset}: is not of shape [{chunks}][{stages}] (chunks x stages)")
+    base = layers // (stages * chunks)
+    counts = [[base + extra for extra in row] for row in rows]
+    flat = list(itertools.chain(*counts))
+    if sum(flat) != layers:
+        raise RecipeError(f"offset {offset}: places {sum(flat)} layers of {layers}")
+    if min(flat[:1] + flat[-1:]) < 0 or any(count < 1 for count in flat[1:-1]):
+        raise RecipeError(f"offset {offset}: leaves {counts} layers: each chunk but the first and last wants one")
+    return counts
+
+
+def layout_of(counts: Counts, mtp: int = 0) -> str:
+    """The shortest-looking layout string of decoder layers [chunks][stages]: repeated chunks as groups."""
+    flat = list(itertools.chain(*counts))
+    last = max((index for index, count in enumerate(flat) if count), default=len(flat) - 1)
+    chunks = []
+    for index, count in enumerate(flat):
+        letters = ("E" * (index == 0), _times("t", count), _times("m", mtp if index == last else 0))
+        chunks.append("".join(letters) + "L" * (index == len(flat) - 1))
+    pieces = []
+    for chunk, group in itertools.groupby(chunks[:-1]):
+        repeats = len(list(group))
+        pieces.append(f"{chunk}|" if repeats == 1 else f"({chunk}|)*{repeats},")
+    return "".join([*pieces, chunks[-1]])
+
+
+def _times(letter: str, count: int) -> str:
+    return letter * count if count < 3 else f"{letter}*{count}"

@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from plugins.pipeline_layout.plan import counts_of, counts_of_offset, is_layout, layout_of, offset_of, parse
+from plugins.pipeline_layout.reference import places_of_layout, places_of_offset, unroll
+
+
+@st.composite
+def counted(draw):
+    """Decoder layers [chunks][stages]: at least one in each chunk, but for the first and the last."""
+    stages, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    flat = [draw(st.integers(0 if index in (0, stages * chunks - 1) else 1, 6)) for index in range(stages * chunks)]
+    flat[0] += not sum(flat)
+    return [flat[first : first + stages] for first in range(0, len(flat), stages)]
+
+
+@given(counted(), st.integers(0, 3))
+def test_layouts_and_offsets_say_the_same(counts, mtp):
+    stages, chunks, layers = len(counts[0]), len(counts), sum(map(sum, counts))
+    text, offset = layout_of(counts, mtp), offset_of(counts)
+    assert counts_of(text, stages) == (counts, mtp)
+    assert counts_of_offset(offset, layers, stages, chunks) == counts
+    # layer by layer, as either framework counts
+    rows = [[0]] if offset == 0 else offset if chunks > 1 else [offset]
+    assert places_of_layout(text, stages) == places_of_offset(rows, layers, stages, chunks)
+
+
+pieces = st.one_of(
+    st.sampled_from(["t", "|", ",", "E", "L", "m", "t*3", "m*2", "|*2"]),
+    st.builds("({})*{}".format, st.sampled_from(["t", "tt|", "|t", "t*2|", "t|tt|", "t,t*3|"]), st.integers(1, 12)),
+)
+
+
+@given(st.lists(pieces, max_size=8).map("".join))
+def test_unrolling_equals_reading_letter_by_letter(text):
+    assert "|".join(parse(text)) == unroll(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "counts", "mtp"),
+    [
+        ("Ettt|(tt|)*29,L", 31, [[3, *[2] * 29, 0]], 0),
+        ("Et*3|(tt|)*29,tm|L", 16, [[3, *[2] * 15], [2] * 14 + [1, 0]], 1),
+        ("Et|t|t|tL", 2, [[1, 1], [1, 1]], 0),
+        ("E t*4 L", 1, [[4]], 0),
+    ],
+)
+def test_layouts_read_as_megatron_does(text, stages, counts, mtp):
+    assert counts_of(text, stages) == (counts, mtp)
+
+
+def test_layouts_are_written_briefly():
+    assert layout_of([[3, 3, 3, 3], [4, 4, 4, 1]], mtp=1) == "Et*3|(t*3|)*3,(t*4|)*3,tmL"
+    assert layout_of([[5, 5, 0]], mtp=1) == "Et*5|t*5m|L"
+    assert layout_of([[2]]) == "EttL"
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "words"),
+    [
+        ("Et|tL", 3, "2 chunks do not fill 3 pipeline stages"),
+        ("t|Et|tL", 3, "want one E .embedding., at the very beginning"),
+        ("Et|tL|t", 3, "want one L .loss., at the very end"),
+        ("Et|EtL", 2, "want one E"),
+        ("Et|t|m|L", 4, "the last decoder layer is in chunk 1: MindFormers runs MTP there"),
+        ("Etm|tL", 2, "the last decoder layer is in chunk 1"),
+        ("Et|mtL", 2, "MTP layers come after"),
+        ("Et||tL", 3, "chunk 1 holds no decoder layer"),
+        ("Et|xL", 2, "'x' is none of E embedding"),
+        ("E((t|)*2)*2,tL", 5, "cannot be unrolled"),
+        ("Et*|tL", 2, "cannot be unrolled"),
+    ],
+)
+def test_what_mindformers_cannot_express_is_named(text, stages, words):
+    with pytest.raises(RecipeError, match=words):
+        counts_of(text, stages)
+
+
+@pytest.mark.parametrize(
+    ("offset", "layers", "stages", "chunks", "words"),
+    [
+        ([1, 0], 7, 3, 1, r"is not of shape \[1\]\[3\]"),
+        ([[1, 0]], 9, 2, 2, r"is not of shape \[2\]\[2\]"),
+        ([1, 1, 0], 7, 3, 1, "places 8 layers of 7"),
+        ([1, -2, 1, 0], 8, 4, 1, "each chunk but the first and last"),
+        ([-3, 1, 1, 1], 8, 4, 1, "each chunk but the first and last"),
+    ],
+)
+def test_offsets_that_do_not_fit_are_named(offset, layers, stages, chunks, words):
+    with pytest.raises(RecipeError, match=words):
+        counts_of_offset(offset, layers, stages, chunks)
+
+
+def test_a_layout_is_no_offset():
+    assert is_layout("Et|tL") and not is_layout("auto") and not is_layout([1, 0])

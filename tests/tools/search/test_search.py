@@ -1,0 +1,227 @@
+"""`tc3 search RECIPE`: table, files, exit codes, interruption; the pipeline optimiser mostly replaced by a stand-in."""
+
+import json
+import multiprocessing
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from plugins.errors import DataError, RecipeError
+from tests.tools.search.test_space import request
+from tools.check.check import check_recipe
+from tools.recipe.load import load_recipe
+from tools.search import search_place
+from tools.search.budget import Budget
+from tools.search.cli import search
+from tools.search.from_recipe import from_recipe
+from tools.search.memory_model import GIB, all_stages
+from tools.search.placement import Placement
+from tools.search.rank import rank
+from tools.search.search_entry import entry_of, why_faster
+from tools.search.search_limits import read_limit
+from tools.search.search_times import SearchTimes
+from tools.search.store import Store
+
+RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
+NARROW = [word for limit in ("tp=2,4", "pp=4,8", "vpp<=2", "cp=1", "ep=8,16", "mbs<=2") for word in ("--limit", limit)]
+
+
+def stand_in(config, model, cap, budget, seed=0):
+    """A placement that leaves everything as it is."""
+    peaks = tuple(memory.peak for memory in all_stages(config))
+    seconds = model.step(config, simulated=True).total
+    return Placement(config, seconds, 0.9 * seconds, peaks)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(search_place, "processes", lambda: 1)
+    monkeypatch.setattr(search_place, "place", stand_in)
+
+
+def run(*words):
+    return CliRunner().invoke(search, [RECIPE, *NARROW, *map(str, words)], catch_exceptions=False)
+
+
+def test_answer_as_json_and_as_an_overlay(tmp_path):
+    overlay = tmp_path / "best.yaml"
+    result = run("--json", "--top", 4, "--write", overlay)
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    steps = [one["step_s"] for one in answer["strategies"]]
+    assert len(steps) == 4 and steps == sorted(steps)
+    for one in [*answer["strategies"], answer["recipe"]]:
+        assert sum(one["parts_s"].values()) == pytest.approx(one["step_s"])
+        assert 0 < one["mfu"] < 0.6 and one["tokens_per_s"] > 0
+    assert all(one["peak_gib"] <= answer["cap_gib"] for one in answer["strategies"])
+    assert answer["funnel"][0][1] + sum(count for _, count in answer["funnel"][1:-1]) == answer["ranked"]
+    best, written = answer["strategies"][0], load_recipe(overlay)
+    assert check_recipe(written).errors == []
+    config = from_recipe(written)
+    assert (config.dp, config.tp, config.pp, config.ep) == tuple(best[name] for name in ("dp", "tp", "pp", "ep"))
+    times = SearchTimes(request().hardware)
+    assert entry_of(config, times).seconds == pytest.approx(best["step_s"])
+    assert f"{best['step_s']:.2f} s a step" in overlay.read_text("utf-8")
+
+
+def test_table_and_report(tmp_path):
+    page, picture = tmp_path / "new" / "report.html", tmp_path / "p.svg"
+    result = run("--top", 3, "--html", page, "--picture", picture)
+    assert result.exit_code == 0
+    assert "1 before 2 by" in result.stdout and "recipe " in result.stdout
+    assert "memory: over" in result.stdout and "--limit tp=2,4" in result.stdout
+    text = page.read_text("utf-8")
+    assert text.count("<svg") == 2 and "1 before 2 by" in text
+    assert "src=" not in text and "<link" not in text and "@import" not in text
+    for svg in text.split("<svg")[1:]:
+        ElementTree.fromstring("<svg" + svg.split("</svg>")[0] + "</svg>")
+    assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+
+
+def test_options_may_stand_before_the_recipe():
+    words = ["--limit", "tp=8", "--limit", "pp=8", "--limit", "vpp=1", "--top", "1", "--json", RECIPE]
+    result = CliRunner().invoke(search, words, catch_exceptions=False)
+    assert result.exit_code == 0
+    assert {json.loads(result.stdout)["strategies"][0][name] for name in ("tp", "pp")} == {8}
+
+
+def test_help_explains_both_ways():
+    text = CliRunner().invoke(search, ["--help"]).stdout
+    assert "RECIPE.yaml" in text and "pipeline" in text and "validate" in text
+    assert "--verify" in CliRunner().invoke(search, [RECIPE, "--help"]).stdout
+    assert CliRunner().invoke(search, ["pipeline", "--help"]).stdout.count("INSTANCE.json")
+
+
+def test_uniform_recomputation_is_not_placed(monkeypatch):
+    monkeypatch.setattr(search_place, "place", None)
+    answer = json.loads(run("--json", "--top", 2, "--limit", "recompute=full").stdout)
+    assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--memory", "8"], ["nothing fits: the least memory", "nearest: --memory", "without all of the limits"]),
+        (["--limit", "pp=5"], ["--limit pp=5 drops", "without --limit 'pp=5' there are strategies that fit"]),
+        (["--devices", "251"], ["is legal; most break", "nearest with fewer: --devices"]),
+    ],
+)
+def test_infeasible_requests_say_what_would_be_feasible(words, expected):
+    result = run(*words)
+    assert result.exit_code == 1
+    for text in expected:
+        assert text in result.stdout
+
+
+def test_nearest_memory_is_enough():
+    problems = json.loads(run("--memory", "8", "--json").stdout)["problems"]
+    assert run("--memory", problems[1].split()[2], "--top", "1").exit_code == 0
+
+
+def test_wrong_inputs():
+    with pytest.raises(RecipeError, match="atlas_800t_a3"):
+        run("--cluster", "atlas_800t_a3")
+    with pytest.raises(RecipeError, match="want a name, a sign and a value"):
+        run("--limit", "tp")
+    with pytest.raises(DataError, match=r"ends in \.svg"):
+        run("--picture", "p.gif")
+    with pytest.raises(RecipeError, match="no such recipe"):
+        CliRunner().invoke(search, ["recipes/none.yaml"], catch_exceptions=False)
+    assert run("--top", "0").exit_code == 2
+
+
+def test_interrupted_and_resumed(monkeypatch):
+    placed = []
+
+    def interrupted(config, *rest):
+        if len(placed) == 2:
+            raise KeyboardInterrupt
+        placed.append(config)
+        return stand_in(config, *rest)
+
+    monkeypatch.setattr(search_place, "place", interrupted)
+    result = run("--top", 4, "--json")
+    assert result.exit_code == 130
+    assert "2 strategies are placed: go on with --resume" in result.stderr
+    early = json.loads(result.stdout)
+    assert not early["whole"] and len(early["strategies"]) == 2
+    again = []
+    monkeypatch.setattr(search_place, "place", lambda config, *rest: again.append(config) or stand_in(config, *rest))
+    resumed = json.loads(run("--top", 4, "--json", "--resume").stdout)
+    assert len(placed) == len(again) == 2 and set(placed).isdisjoint(again)
+    whole = json.loads(run("--top", 4, "--json").stdout)
+    assert len(again) == 6  # without --resume all are placed anew
+    assert resumed["strategies"] == whole["strategies"]
+
+
+def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
+    def refused(config, *rest):
+        return stand_in(config, *rest) if config.tp == 2 else Placement(None, float("inf"), 0.0, why="too tight")
+
+    monkeypatch.setattr(search_place, "place", refused)
+    result = run("--top", 4)
+    assert result.exit_code == 0 and "too tight" in result.stdout
+
+
+def test_verify_drops_what_fails(monkeypatch):
+    from tools.search import verify
+
+    seen = []
+
+    def dry_run(path, full):
+        seen.append(from_recipe(load_recipe(path)))
+        return verify.DryRun(["stage 3 does not compile"] if len(seen) == 1 else [], [], [])
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    answer = json.loads(run("--top", 3, "--json", "--verify", 2).stdout)
+    assert answer["verified"] == len(seen) == 2
+    assert [one["problems"] for one in answer["failed"]] == [["stage 3 does not compile"]]
+    assert len(answer["strategies"]) == 2
+    assert answer["failed"][0]["step_s"] <= answer["strategies"][0]["step_s"]
+
+
+def test_interrupted_dry_runs_keep_the_answer(monkeypatch):
+    from tools.search import verify
+
+    def dry_run(path, full):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    result = run("--top", 2, "--json", "--verify", 2)
+    assert result.exit_code == 130 and len(json.loads(result.stdout)["strategies"]) == 2
+
+
+def test_parts_explain_the_difference():
+    asked = request(limits=["pp>1"])
+    times = SearchTimes(asked.hardware)
+    short = [entry_of(stand_in_config(asked, one), times) for one in rank(asked).short_list(5)]
+    for entry in short:
+        assert sum(entry.parts.values()) == pytest.approx(entry.seconds)
+        assert min(entry.parts.values()) >= -1e-12
+    slow = replace(short[0], seconds=short[0].seconds + 1, parts=dict(short[0].parts, ep=short[0].parts["ep"] + 1))
+    assert why_faster(short[0], slow) == "1.00 s a step: 1.00 s less expert-parallel communication"
+
+
+def stand_in_config(asked, one):
+    from tools.search.space import configuration
+
+    return configuration(asked, one.candidate)
+
+
+def test_placing_in_two_processes(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    limits = [read_limit(text) for text in ("pp=2", "vpp=2", "tp=1", "cp=1", "shard=optimizer")]
+    asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
+    times, short = SearchTimes(asked.hardware), rank(asked).short_list(2)
+    store, found = Store(asked, times, tmp_path / "state.json"), {}
+    whole = search_place.place_all(asked, short, times, Budget(4), store, found.__setitem__, at_once=2)
+    assert whole and set(found) == set(short) and len(store) == 2
+    assert not multiprocessing.active_children()
+    for one, placement in found.items():
+        assert placement.configuration is not None
+        assert placement.step_s == pytest.approx(times.step(placement.configuration, simulated=True).total)
+        assert max(placement.peak_bytes) <= asked.cap
+        assert placement.step_s <= 1.05 * one.seconds  # layers that cannot be cut cost a little

@@ -1,0 +1,45 @@
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.tools.search.test_space import request
+from tools.search.memory_model import GIB
+from tools.search.placement import Placement
+from tools.search.rank import rank
+from tools.search.search_times import SearchTimes
+from tools.search.space import configuration
+from tools.search.store import Store, digest_of
+
+
+@pytest.fixture(scope="module")
+def case():
+    asked = request(limits=["pp=2", "vpp=2", "tp=2"])
+    one = rank(asked).short_list(1)[0].candidate
+    config = configuration(asked, one)
+    mixed = replace(config, recompute=replace(config.recompute, full=((1, 0), (0, 1)), select=((2, 0), (0, 0))))
+    return asked, SearchTimes(asked.hardware), one, Placement(mixed, 2.0, 1.5, (3.0, 4.0))
+
+
+def test_round_trip(case, tmp_path):
+    asked, times, candidate, placement = case
+    path = tmp_path / "new" / "state.json"
+    Store(asked, times, path).keep(candidate, placement, 10.0)
+    store = Store(asked, times, path, resume=True)
+    assert len(store) == 1 and store.find(candidate, 10.0) == placement
+    assert store.find(candidate, 30.0) is None  # it would get far more time now
+    store.keep(candidate, Placement(None, float("inf"), float("inf"), why="too tight"), 40.0)
+    again = Store(asked, times, path, resume=True).find(candidate, 30.0)
+    assert again.configuration is None and again.why == "too tight" and again.step_s == float("inf")
+    assert len(Store(asked, times, path)) == 0
+
+
+def test_another_question_has_another_state(case, tmp_path):
+    asked, times, candidate, placement = case
+    other = replace(asked, cap=asked.cap + GIB)
+    assert digest_of(asked, times) != digest_of(other, times)
+    path = tmp_path / "state.json"
+    Store(asked, times, path).keep(candidate, placement, 10.0)
+    assert len(Store(other, times, path, resume=True)) == 0
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")))[:-9], "utf-8")
+    assert len(Store(asked, times, path, resume=True)) == 0

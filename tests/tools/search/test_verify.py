@@ -1,0 +1,65 @@
+import os
+
+import pytest
+
+from plugins.errors import ClusterError
+from tools.recipe.load import load_recipe
+from tools.search.efficiency import cluster
+from tools.search.from_recipe import from_recipe
+from tools.search.memory_model import GIB, all_stages
+from tools.search.search_entry import entry_of
+from tools.search.search_request import request_of
+from tools.search.search_times import SearchTimes
+from tools.search.space import candidate_of, configuration
+from tools.search.verify import DryRun, dry_run, judge, verify
+
+RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
+
+
+@pytest.fixture(scope="module")
+def entries():
+    request = request_of(load_recipe(RECIPE), "atlas_800t_a2")
+    times = SearchTimes(cluster("atlas_800t_a2"))
+    own = candidate_of(request.base)._replace(recompute="full")
+    others = [own, own._replace(tp=4, dp=2 * own.dp, m=own.m // 2)]
+    return [entry_of(configuration(request, one), times) for one in others]
+
+
+def test_each_entry_is_written_and_run(entries):
+    seen, told = [], []
+
+    def run(path, full):
+        seen.append(from_recipe(load_recipe(path)))
+        if len(seen) == 2:
+            raise ClusterError("no memory left")
+        return DryRun([], [0] * 8, [9] * 8)
+
+    def tell(number, problems, estimate):
+        told.append((number, problems, estimate))
+
+    verify(load_recipe(RECIPE), entries, 45 * GIB, tell, run=run)
+    assert told == [(0, [], 9), (1, ["no memory left"], 0)]
+    for config, entry in zip(seen, entries, strict=True):
+        assert (config.layers, config.tp, config.dp) == (entry.config.layers, entry.config.tp, entry.config.dp)
+
+
+def test_what_check_refuses_is_not_compiled(tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(
+        f"base_config: {os.path.relpath(RECIPE, tmp_path)}\nparallel_config:\n  model_parallel: 3\n", "utf-8"
+    )
+    problems = dry_run(wrong, full=False).problems
+    assert any("parallel_config.model_parallel" in problem for problem in problems)
+
+
+def test_quick_runs_are_exact_without_activations_and_full_ones_count_their_own(entries):
+    entry = entries[0]
+    stages = all_stages(entry.config)
+    exact = [int(stage.static) for stage in stages]
+    found = DryRun([], exact, [size + 2 * GIB for size in exact])
+    peak = max(stage.peak for stage in stages)
+    assert judge(entry, found, peak + 1, full=False) == []
+    tight = judge(entry, found, peak - 0.01 * GIB, full=False)
+    assert len(tight) == 1 and tight[0].startswith(f"stage {[stage.peak for stage in stages].index(peak)}:")
+    assert judge(entry, found, max(exact) + 2 * GIB, full=True) == []
+    assert judge(entry, found, min(exact), full=True) and judge(entry, DryRun(["no"], [], []), 0, True) == ["no"]

@@ -1,0 +1,94 @@
+"""`tc3 search layout`: make the file that `offset: auto` of a recipe is read from; exit code 1 where nothing fits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.pipeline_layout.plan import counts_of_offset, layout_of
+from tools.ep_report.advise import DEFAULT_HARDWARE
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+from tools.search.budget import Budget, interruptible
+from tools.search.configuration import Configuration
+from tools.search.from_recipe import from_recipe
+from tools.search.layout_file import LayoutFile, path_of, write_layout
+from tools.search.schedules import is_v_shaped
+from tools.search.settle_layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
+
+
+@click.command("layout")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option(
+    "--time-limit",
+    default=TIME_LIMIT,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Of the search; less when the layout is proven best.",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE's name, .layout.yaml.")
+@click.option("--seed", default=0, show_default=True, help="Of the random part of the search.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def layout(
+    recipe: Path,
+    cluster: str,
+    time_limit: float,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Find where RECIPE's layers run and what they recompute, and keep it in a file beside RECIPE.
+
+    A recipe whose model.model_config.offset is `auto` reads that file at every launch. The recipe's own offset and
+    recompute tables play no part; its degrees, batch, schedule and memory limit do: when they change, the file must
+    be made anew. Ctrl-C ends the search with the best layout so far.
+    """
+    loaded = apply_overrides(load_recipe(recipe), overrides)
+    budget = Budget(time_limit)
+    with interruptible(budget), Console(stderr=True).status(f"searching, up to {time_limit:g} s"):
+        try:
+            found = make_layout(loaded, cluster, budget, seed)
+        except NothingFits as error:
+            click.echo(f"tc3: {recipe}: {error}", err=True)
+            sys.exit(1)
+    path = out or path_of(loaded.source)
+    words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
+    write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
+    text = _megatron(from_recipe(even_layout(loaded)), found)
+    if as_json:
+        click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))
+    else:
+        _print(found, text)
+    click.echo(f"written: {path}", err=True)
+    if not is_auto(loaded):
+        click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
+
+
+def _megatron(config: Configuration, found: LayoutFile) -> str | None:
+    """The layout as Megatron writes it; None for a pipeline that runs back up."""
+    if is_v_shaped(config.schedule):
+        return None
+    counts = counts_of_offset(found.offset, config.model.layers, config.pp, config.chunks)
+    return layout_of(counts, config.model.mtp)
+
+
+def _print(found: LayoutFile, text: str | None) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    predicted = found.predicted
+    gap = 1 - predicted["bound_s"] / predicted["step_s"]
+    lines = {"layout (Megatron)": text} if text else {}
+    lines |= {name: getattr(found, name) for name in ("offset", *TABLES)}
+    lines["step"] = f"{predicted['step_s']:.3f} s; no layout is more than {gap:.1%} faster"
+    lines["memory by stage, GiB"] = " ".join(f"{stage:.1f}" for stage in predicted["stage_gib"])
+    lines["memory limit, GiB"] = f"{predicted['cap_gib']:.1f}"
+    for name, value in lines.items():
+        console.print(f"{name:<22} {value}")

@@ -1,0 +1,157 @@
+"""The answer for the terminal: table, why the first is first, what was dropped and why, what is assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.search.memory_model import GIB
+from tools.search.search_entry import Entry, why_faster
+from tools.search.search_run import Found
+from tools.search.search_times import SearchTimes
+
+HEADS = ("", "layout", "dispatch", "sharded", "recompute", "step s", "MFU", "GiB", "bubble", "exposed", "tokens/s")
+_LEFT = ("layout", "dispatch", "sharded", "recompute")
+_NEAR = 0.05  # a difference that the estimator does not tell apart
+
+
+def cells(name: str, entry: Entry) -> list[str]:
+    """A row of the table."""
+    candidate = entry.candidate
+    return [
+        name,
+        entry.layout,
+        entry.config.ep_mode if candidate.ep > 1 else "-",
+        candidate.shard,
+        entry.recompute,
+        f"{entry.seconds:.2f}",
+        f"{100 * entry.mfu:.1f} %",
+        f"{entry.peak / GIB:.1f}",
+        f"{100 * entry.parts['bubble'] / entry.seconds:.1f} %",
+        f"{100 * entry.exposed / entry.seconds:.1f} %",
+        f"{entry.tokens_per_s:,.0f}",
+    ]
+
+
+def table_rows(found: Found) -> list[list[str]]:
+    """The best, then the recipe's own."""
+    rows = [cells(str(number), entry) for number, entry in enumerate(found.entries, 1)]
+    return [*rows, *([cells("recipe", found.own)] if found.own else [])]
+
+
+def reasons(found: Found) -> list[str]:
+    """Why the first is before the second, and what the recipe's own layout would gain."""
+    lines, entries = [], found.entries
+    if len(entries) > 1:
+        near = entries[1].seconds / entries[0].seconds - 1 < _NEAR
+        doubt = " (nearer than the estimator can tell apart: try both)" if near else ""
+        lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}{doubt}")
+    if entries and found.own and not found.request.changed:
+        if found.own.peak > found.request.cap:
+            lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the cap")
+        elif found.own.seconds > entries[0].seconds:
+            lines.append(f"1 before the recipe's own by {why_faster(entries[0], found.own)}")
+        else:
+            lines.append(f"the recipe's own layout is before 1 by {why_faster(found.own, entries[0])}")
+    return lines
+
+
+def lost(found: Found) -> list[str]:
+    """Strategies of the short list that came to nothing, and what dry runs said."""
+    lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
+    lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
+    if found.verified:
+        lines.append(f"dry runs: {found.verified - len(found.failed)} of {found.verified} compile and fit")
+    if not found.whole:
+        best = found.ranking.short_list(1)[0]
+        lines.append(f"interrupted; the best as ranked: {best.candidate.words}, about {best.seconds:.2f} s")
+    return lines
+
+
+def assumptions(found: Found, times: SearchTimes) -> list[str]:
+    """What the numbers rest on."""
+    request, hardware = found.request, times.hardware
+    assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
+    lines = [
+        f"memory: at most {request.cap / GIB:.1f} GiB a device ({request.cap_source})",
+        "predicted memory has errors of its own (benchmarks/RESULTS.md): leave room with --memory, and --verify",
+        "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
+        "exposed is communication that nothing hides; data stalls are taken as zero",
+    ]
+    if assumed:
+        lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")
+    if any(entry.config.shard_gradients for entry in found.entries):
+        lines.append(
+            "sharded gradients are reduced with every micro-batch, half of it beside its computation (not measured)"
+        )
+    if request.changed and found.own:
+        own = request.base
+        lines.append(f"the recipe's own row: as written, {own.devices:,} devices and batch {own.global_batch:,}")
+    return lines + ([f"the recipe's own layout is not predicted: {found.own_why}"] if found.own_why else [])
+
+
+def notes(found: Found) -> list[str]:
+    """The head of the overlay: what it is, from what."""
+    request, best = found.request, found.entries[0]
+    lines = [
+        f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
+        f"Predicted on {request.devices:,} devices of {request.hardware.name}: {best.seconds:.2f} s a step, MFU "
+        f"{100 * best.mfu:.1f} %, {best.peak / GIB:.1f} GiB on the heaviest stage of {request.cap / GIB:.1f}.",
+    ]
+    if best.bound:
+        lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
+    return lines
+
+
+def as_json(found: Found, times: SearchTimes) -> dict[str, Any]:
+    """The answer for machines."""
+    request = found.request
+    return {
+        "devices": request.devices,
+        "cluster": request.hardware.name,
+        "global_batch": request.global_batch,
+        "cap_gib": request.cap / GIB,
+        "ranking_s": found.seconds,
+        "ranked": len(found.ranking.seconds),
+        "whole": found.whole,
+        "verified": found.verified,
+        "strategies": [entry.as_json() for entry in found.entries],
+        "recipe": found.own.as_json() if found.own else None,
+        "reasons": reasons(found),
+        "dropped": [{**one.candidate._asdict(), "why": why} for one, why in found.dropped],
+        "failed": [{**entry.as_json(), "problems": problems} for entry, problems in found.failed],
+        "funnel": [list(line) for line in found.ranking.funnel.lines()],
+        "notes": assumptions(found, times),
+    }
+
+
+def print_text(found: Found, times: SearchTimes, console: Console) -> None:
+    """Print all of it."""
+    request, funnel = found.request, found.ranking.funnel
+    console.print(
+        f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "
+        f"{request.base.sequence:,}: {funnel.total:,} candidates, {len(found.ranking.seconds):,} legal and fitting, "
+        f"ranked in {found.seconds:.0f} s"
+    )
+    console.print(_table(HEADS, table_rows(found)))
+    for line in reasons(found):
+        console.print(f"* {line}")
+    for line in lost(found):
+        console.print(f"* {line}")
+    console.print("\ndropped from the space, by the first rule that a candidate breaks:")
+    console.print(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in funnel.lines()]))
+    for line in assumptions(found, times):
+        console.print(f"- {line}")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        left = head in _LEFT or (len(heads) == 2 and not head)
+        table.add_column(head, justify="left" if left else "right", no_wrap=not left)
+    for row in rows:
+        table.add_row(*row)
+    return table

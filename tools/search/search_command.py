@@ -1,0 +1,191 @@
+"""`tc3 search RECIPE`: exit code 0 with a strategy, 1 when there is none, 2 for a wrong input, 130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from rich.console import Console
+
+from tools.data.signals import terminate_as_interrupt
+from tools.search.budget import Budget
+from tools.search.search_limits import read_limit
+
+if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
+    from tools.recipe.load import Recipe
+    from tools.search.rank import Ranking
+    from tools.search.search_request import Request
+    from tools.search.search_run import Found
+    from tools.search.search_times import SearchTimes
+
+_RESERVE = 10.0  # seconds of the time limit for pictures and files
+_WIDTH = 200  # of tables in a file or pipe
+
+
+@click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--devices", type=click.IntRange(min=1), help="To use, all of them; the recipe's by default.")
+@click.option("--cluster", "cluster_name", default="atlas_800t_a2", show_default=True, metavar="NAME|FILE.yaml")
+@click.option("--gbs", type=click.IntRange(min=1), help="Global batch in samples; the recipe's by default.")
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="A device's for the job; by default the recipe's max_device_memory, or 90 % of the device's.",
+)
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="LIMIT",
+    help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
+)
+@click.option("--top", default=10, show_default=True, type=click.IntRange(min=1), help="Strategies to place and show.")
+@click.option(
+    "--time-limit",
+    default=180.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="For ranking and placing together; the ranking is always finished.",
+)
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OVERLAY.yaml",
+    help="The best, as a child of RECIPE.",
+)
+@click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report.")
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw frontier and timeline (.svg, .png)."
+)
+@click.option(
+    "--verify",
+    "verified",
+    default=0,
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Dry-run the best N; drop what fails.",
+)
+@click.option("--full", is_flag=True, help="With --verify: compile whole stages, many minutes each, not single layers.")
+@click.option("--resume", is_flag=True, help="Go on from what an interrupted search has placed.")
+@click.option(
+    "--state", type=click.Path(path_type=Path, dir_okay=False), help="Where that is kept; the user's cache by default."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
+
+    Every legal combination of data, tensor, pipeline (and interleaved), context and expert parallelism, micro-batch,
+    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. The best are given
+    to the pipeline optimiser, which places their layers and chooses what each recomputes.
+
+    Limits: name, sign, value. Names are dp tp pp vpp cp ep, mbs and m (samples of a micro-batch, and their number),
+    mode (global, hierarchical, deduplicated), shard (none, optimizer, gradients), recompute (none, select,
+    communication, full, planned); signs = != < <= > >= and %N=.
+
+    Exit codes: 0 a strategy; 1 none, with the nearest feasible change; 2 a wrong input; 130 interrupted (the best so
+    far is shown).
+    """
+    from tools.recipe.load import load_recipe
+    from tools.search.pipeline_picture import check_ending
+    from tools.search.search_progress import SpaceProgress
+    from tools.search.search_request import request_of
+    from tools.search.search_run import search
+    from tools.search.search_times import SearchTimes
+    from tools.search.store import Store
+
+    if options["picture"]:
+        check_ending(options["picture"])
+    loaded = load_recipe(recipe)
+    asked = tuple(read_limit(text) for text in limits)
+    request = request_of(loaded, cluster_name, options["devices"], options["gbs"], options["memory"], asked)
+    times = SearchTimes(request.hardware)
+    store = Store(request, times, options["state"], options["resume"])
+    limit = options["time_limit"]
+    budget = Budget(max(limit - _RESERVE, limit / 2))
+    try:
+        with terminate_as_interrupt(), SpaceProgress() as progress:
+            found = search(request, options["top"], budget, store, times, progress.show)
+    except KeyboardInterrupt:
+        click.echo("interrupted while ranking: nothing found yet", err=True)
+        sys.exit(130)
+    if len(found.ranking.seconds) == 0:
+        _infeasible(request, found.ranking, as_json)
+    if options["verified"] and found.whole:
+        _verify(loaded, found, options["verified"], options["full"])
+    _tell(found, times, loaded, options, as_json)
+    if not found.whole:
+        click.echo(f"interrupted; {len(store)} strategies are placed: go on with --resume", err=True)
+        sys.exit(130)
+    sys.exit(0 if found.entries else 1)
+
+
+def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
+    from tools.search.search_infeasible import explain
+
+    click.echo("no strategy; looking for the nearest request that has one", err=True)
+    lines = explain(request, ranking)
+    if as_json:
+        funnel = [list(line) for line in ranking.funnel.lines()]
+        click.echo(json.dumps({"strategies": [], "problems": lines, "funnel": funnel}))
+    else:
+        click.echo("\n".join(lines))
+    sys.exit(1)
+
+
+def _verify(recipe: Recipe, found: Found, count: int, full: bool) -> None:
+    """Drop what does not compile or fit of the best `count`; Ctrl-C keeps what is not tried yet."""
+    from tools.search.verify import verify
+
+    tried = found.entries[:count]
+
+    def told(number: int, problems: list[str], estimate: int) -> None:
+        entry = tried[number]
+        alike = "" if full else ", if all layers recomputed alike"
+        own = f" (its own estimate: {estimate / (1 << 30):.1f} GiB{alike})" if estimate else ""
+        click.echo(f"dry run of {entry.layout}: {'; '.join(problems) or 'compiles and fits'}{own}", err=True)
+        found.verified += 1
+        if problems:
+            found.failed.append((entry, problems))
+            found.entries.remove(entry)
+
+    try:
+        verify(recipe, tried, found.request.cap, told, full)
+    except KeyboardInterrupt:
+        found.whole = False
+
+
+def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
+    """Print and write everything that was asked for."""
+    from tools.search.report_text import as_json as content
+    from tools.search.report_text import notes, print_text
+
+    if as_json:
+        click.echo(json.dumps(content(found, times)))
+    else:
+        console = Console(highlight=False, markup=False)
+        console.width = max(console.width, _WIDTH)
+        print_text(found, times, console)
+    if not found.entries:
+        return
+    if options["write"]:
+        from tools.search.overlay import write_overlay
+
+        write_overlay(recipe, found.entries[0].config, options["write"], notes(found))
+        click.echo(f"written: {options['write']}", err=True)
+    if options["picture"]:
+        from tools.search.frontier import draw
+
+        click.echo(f"drawn: {draw(found, times, options['picture'])}", err=True)
+    if options["html_file"]:
+        from tools.search.pipeline_output import write_atomically
+        from tools.search.report_html import html
+
+        write_atomically(
+            options["html_file"], html(found, times, f"Parallel strategies for {Path(recipe.source).name}")
+        )
+        click.echo(f"written: {options['html_file']}", err=True)

@@ -1,0 +1,72 @@
+"""Why a request has no answer, and the nearest one that has: without a limit, with other devices, or more memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tools.search.funnel import Funnel
+from tools.search.memory_model import GIB
+from tools.search.rank import Ranking, feasible
+from tools.search.search_request import Request
+from tools.search.space import blocks
+
+_MULTIPLES = (2, 3, 4, 6, 8, 16, 32)
+_NEAR = 256  # numbers of devices tried in each direction
+
+
+def explain(request: Request, ranking: Ranking) -> list[str]:
+    """What is missing, and the nearest feasible changes, one a line."""
+    if ranking.least is None:
+        return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
+    least = ranking.least
+    short = [
+        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB a device, the cap is "
+        f"{request.cap / GIB:.1f} GiB ({request.cap_source})",
+        f"nearest: --memory {-(-least.peak * 10 // GIB) / 10:.1f} (GiB), with {least.candidate.words}",
+    ]
+    return [*short, *_without_limits(request), *_more_devices(request)]
+
+
+def _nothing_legal(ranking: Ranking) -> str:
+    limits = {reason: ranking.funnel.dropped[reason] for reason in ranking.funnel.excluded_by_limits()}
+    if limits:
+        words = "; ".join(f"{reason} drops {count:,}" for reason, count in limits.items())
+        return f"no strategy is left: {words} that are legal"
+    dropped = sorted(ranking.funnel.dropped.items(), key=lambda item: -item[1])
+    most = "; ".join(f"{reason} ({count:,})" for reason, count in dropped[:4])
+    return f"none of {ranking.funnel.total:,} strategies is legal; most break: {most}"
+
+
+def _legal(request: Request) -> bool:
+    return bool(blocks(request, Funnel()))
+
+
+def _without_limits(request: Request) -> list[str]:
+    """Limits that alone stand in the way."""
+    lines = []
+    for limit in request.limits:
+        others = tuple(other for other in request.limits if other is not limit)
+        if feasible(replace(request, limits=others)):
+            lines.append(f"without --limit {limit.text!r} there are strategies that fit")
+    if not lines and len(request.limits) > 1 and feasible(replace(request, limits=())):
+        lines.append("without all of the limits there are strategies that fit")
+    return lines
+
+
+def _other_devices(request: Request) -> list[str]:
+    """The nearest numbers of devices, below and above, that some legal strategy uses."""
+    lines = []
+    for step, word in ((-1, "fewer"), (1, "more")):
+        tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
+        devices = next((number for number in tried if _legal(replace(request, devices=number))), None)
+        if devices is not None:
+            lines.append(f"nearest with {word}: --devices {devices}")
+    return lines
+
+
+def _more_devices(request: Request) -> list[str]:
+    """The least multiple of the devices on which something fits."""
+    for times in _MULTIPLES:
+        if feasible(replace(request, devices=times * request.devices)):
+            return [f"--devices {times * request.devices} is the least multiple tried on which a strategy fits"]
+    return [f"nothing fits on up to {_MULTIPLES[-1]} times the devices either"]

@@ -1,0 +1,40 @@
+"""The time model of the search: `TimeModel`, and what sharded gradients cost in MindSpore.
+
+With `gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up
+(MindSpore's documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the
+gradients"), not once a step. As of other communication that overlaps, the share `Efficiency.hidden` of it is taken to
+run beside the micro-batch that made them (assumed: no published run has it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tools.search.configuration import Configuration
+from tools.search.memory_model import stage_weights
+from tools.search.time_model import TimeModel
+
+
+class SearchTimes(TimeModel):
+    """The time of runs on one cluster."""
+
+    def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
+        """Seconds of a stage's weights and gradients: once a step, and again for each micro-batch."""
+        if not config.shard_gradients or config.shard_weights:
+            return super()._data(replace(config, overlap_dp=False), stage, 0.0), 0.0
+        gathered = reduced = 0.0
+        for weight in stage_weights(config, stage):
+            cut = weight.cut(config)
+            copies, size = weight.copies(config), weight.size / cut
+            gathered += self._collective(2 * size, copies, cut)
+            reduced += self._collective((4 if config.wide_gradients else 2) * size, copies, cut)
+        return 2 * gathered, reduced
+
+    def _data(self, config: Configuration, stage: int, micro_batch: float) -> float:
+        if not config.shard_gradients or config.shard_weights:
+            return super()._data(config, stage, micro_batch)
+        once, each = self.once_and_each(config, stage)
+        every = each * config.micro_batches
+        if not config.overlap_dp:
+            return once + every
+        return max((1 - self.reached.hidden) * every, once + every - micro_batch * config.micro_batches)

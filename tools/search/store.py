@@ -1,0 +1,108 @@
+"""What a search has found so far, on disk: interrupted, it goes on from there.
+
+One JSON file for each question (recipe, cluster, devices, batch, memory, limits, and the code that answers), in the
+user's cache. It holds placements, which take minutes; the ranking takes seconds and is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tools.search.configuration import Configuration
+from tools.search.pipeline_output import write_atomically
+from tools.search.placement import Placement
+from tools.search.search_request import Request
+from tools.search.search_times import SearchTimes
+from tools.search.space import Candidate, configuration
+
+_HERE = Path(__file__).parent
+_TABLES = ("full", "select", "communication")
+
+
+class Store:
+    """Placements of one question by candidate.
+
+    Args:
+        path: of the file; the question's own in the cache by default.
+        resume: read what is there; otherwise the file is begun anew.
+    """
+
+    def __init__(self, request: Request, times: SearchTimes, path: Path | None = None, resume: bool = False):
+        self.request = request
+        self.digest = digest_of(request, times)
+        self.path = path or folder() / f"{self.digest}.json"
+        self._placed: dict[str, dict[str, Any]] = self._read() if resume else {}
+
+    def __len__(self) -> int:
+        return len(self._placed)
+
+    def find(self, candidate: Candidate, seconds: float) -> Placement | None:
+        """A placement that was given at least half as many seconds as it would get now."""
+        known = self._placed.get(_key(candidate))
+        if known is None or known["seconds"] < seconds / 2:
+            return None
+        config = None
+        if known["layers"] is not None:
+            config = _with_tables(configuration(self.request, candidate), known)
+        bound = known["bound_s"] if known["bound_s"] is not None else float("inf")
+        step = known["step_s"] if known["step_s"] is not None else float("inf")
+        return Placement(config, step, bound, tuple(known["peak_bytes"]), known["why"])
+
+    def keep(self, candidate: Candidate, placement: Placement, seconds: float) -> None:
+        """Write a placement; the file is whole at any time."""
+        config = placement.configuration
+        tables = {name: getattr(config.recompute, name) if config else None for name in _TABLES}
+        self._placed[_key(candidate)] = {
+            "seconds": seconds,
+            "layers": config.layers if config else None,
+            **tables,
+            "step_s": _finite(placement.step_s),
+            "bound_s": _finite(placement.bound_s),
+            "peak_bytes": placement.peak_bytes,
+            "why": placement.why,
+        }
+        content = {"digest": self.digest, "placed": self._placed}
+        write_atomically(self.path, json.dumps(content) + "\n")
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """What the file holds of this question; nothing where it is missing, broken or of another one."""
+        try:
+            content = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return content["placed"] if content.get("digest") == self.digest else {}
+
+
+def folder() -> Path:
+    """Where states lie: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "search"
+
+
+def digest_of(request: Request, times: SearchTimes) -> str:
+    """Of all that an answer depends on."""
+    digest = hashlib.sha256(repr((request, times.reached)).encode())
+    for file in sorted(_HERE.glob("*.py")):
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _key(candidate: Candidate) -> str:
+    return " ".join(map(str, candidate))
+
+
+def _with_tables(config: Configuration, known: dict[str, Any]) -> Configuration:
+    tables = {name: _table(known[name]) for name in _TABLES}
+    return replace(config, layers=_table(known["layers"]), recompute=replace(config.recompute, **tables))
+
+
+def _table(rows: Any) -> Any:
+    return None if rows is None else tuple(tuple(row) for row in rows)
+
+
+def _finite(number: float) -> float | None:
+    return number if number < float("inf") else None
