@@ -15,7 +15,7 @@ from tests.training import runs
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole")]  # the files that share the run `whole`
+pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parent / "golden" / "tiny.txt"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.training import runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole")]  # the files that share the run `whole`
+pytestmark = pytest.mark.slow
 
 
 def test_losses_and_norms_equal_those_of_one_worker(whole, whole_dp2):

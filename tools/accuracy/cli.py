@@ -11,6 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from plugins.errors import did_you_mean
+from tools.accuracy.align_cli import align
+from tools.accuracy.compare_cli import compare
+from tools.accuracy.dump import dump
+from tools.accuracy.equivalence_cli import equivalence_command
 from tools.accuracy.promotion import DEFAULT, NAMES
 
 
@@ -30,6 +34,12 @@ class DtypeName(click.ParamType):
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def accuracy() -> None:
     """Prove that the arithmetic is right, as the training report does (section 3)."""
+
+
+accuracy.add_command(align)
+accuracy.add_command(dump)
+accuracy.add_command(compare)
+accuracy.add_command(equivalence_command)
 
 
 @accuracy.command()

@@ -1,0 +1,121 @@
+"""`tc3 accuracy dump`: a recipe through the path of `tc3 train`, with msprobe's debugger in every worker.
+
+The command line stands in tools/accuracy/dump.py, which becomes this process:
+
+    python launch/accuracy_dump.py JOB      JOB is `tools.accuracy.dump.Job` as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # started by path; the repository may not be installed
+    sys.path.insert(0, str(ROOT))
+
+from launch import preflight  # noqa: E402
+from launch.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
+from launch.progress import TrainingProgress  # noqa: E402
+from launch.supervise import Outcome, supervise  # noqa: E402
+from launch.train_command import effective_recipe, steps_overrides  # noqa: E402
+from plugins.errors import DataError, TC3Error  # noqa: E402
+from tools.accuracy.dump import Job  # noqa: E402
+from tools.accuracy.dumps import marker  # noqa: E402
+from tools.accuracy.dumps.read import open_dump  # noqa: E402
+from tools.recipe.dump import dump_recipe  # noqa: E402
+from tools.recipe.load import Recipe  # noqa: E402
+from tools.recipe.override import apply_overrides  # noqa: E402
+
+_MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the model is built
+
+
+def main() -> None:
+    """Dump what argv says; exit code 0 dumped, 1 a worker failed, 2 something to mend first."""
+    job = Job(**json.loads(sys.argv[1]))
+    try:
+        sys.exit(run(job))
+    except TC3Error as error:
+        click.echo(f"tc3: {error}", err=True)
+        sys.exit(2)
+
+
+def run(job: Job) -> int:
+    """Check, run, mark the dump as whole; returns the exit code."""
+    out = Path(job.out).absolute()
+    check_folder(out)
+    recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, job.mini)
+    # fewer samples, but the schedule stays: the first steps are those of the real run
+    recipe = apply_overrides(recipe, steps_overrides(recipe, job.steps)[:1])
+    for line in prepare(recipe):
+        click.echo(line, err=True)
+    preflight.check_machine(recipe)
+    preflight.check_sound(recipe)
+    preflight.check_data(recipe)
+    preflight.check_disk(out)
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {**asdict(job), "out": str(out), "workers": worker_count(recipe)}
+    marker.write(out, False, **facts)
+    dump_recipe(recipe, out / "recipe.yaml")
+    outcome = _supervised(recipe, out, job)
+    if outcome.code:
+        _complain(outcome, out)
+        return outcome.code
+    marker.write(out, True, **facts)
+    dump = open_dump(out)
+    size = sum(file.stat().st_size for file in out.glob("**/*.npy") if file.is_file())
+    click.echo(
+        f"dumped: {out}: {job.steps} steps, {len(dump.ranks)} rank(s), {job.level} {job.task}, {size / 1e6:.0f} MB"
+    )
+    return 0
+
+
+def check_folder(out: Path) -> None:
+    """Raise DataError when `out` is no place for a new dump."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"--out {out}: exists and is not empty: a dump wants a new folder")
+    if not _MSPROBE_PATH.fullmatch(str(out)):
+        raise DataError(f"--out {out}: msprobe takes paths of letters, digits and _ . : / - only")
+
+
+def prepare(recipe: Recipe) -> list[str]:
+    """Make `recipe` deterministic and leave out what costs time and is not dumped; says what it changed."""
+    said = []
+    if not recipe.get("train_precision_sync"):
+        recipe["train_precision_sync"] = True
+        said.append("dump: train_precision_sync is set: a rerun must give the same bits")
+    if (recipe.get("plugins") or {}).get("held_out_loss"):
+        recipe["plugins"]["held_out_loss"] = False
+        said.append("dump: plugins.held_out_loss is left out")
+    recipe["callbacks"] = [each for each in recipe.get("callbacks") or [] if each["type"] != "CheckpointMonitor"]
+    return said
+
+
+def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
+    workers = worker_count(recipe)
+    train, ours = (str(ROOT / "launch" / name) for name in ("train.py", "accuracy_worker.py"))
+    command = [ours if word == train else word for word in msrun_command(recipe, out, free_port())]
+    command += ["--level", job.level, "--task", job.task]
+    with TrainingProgress(out, Console(stderr=True)) as progress:
+        return supervise(command, worker_environment(workers, out), out, workers, progress.tick)
+
+
+def _complain(outcome: Outcome, out: Path) -> None:
+    """Why there is no dump."""
+    failure = outcome.failure
+    if failure is None:
+        click.echo(f"tc3: interrupted; the dump in {out} is not whole", err=True)
+        return
+    for line in () if failure.user_error else failure.lines:
+        click.echo(line, err=True)
+    click.echo(f"tc3: {failure.message}. Log: {failure.log}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""What a rank's training did, for `tc3 accuracy equivalence`: gradient norms a step, data, optimizer state at the end.
+
+A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder);
+nothing in the training itself changes. Files below RUN/equivalence, written when training ends, each atomically:
+rank_N.json and rank_N.npz, see `EquivalenceRecord.on_train_end`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable as Function
+from pathlib import Path
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_group_size, get_real_rank
+from mindspore.train.callback import Callback
+
+FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
+START = "start."  # of the names of the weights before training
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class EquivalenceRecord(Callback):
+    """Gradients are read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
+
+    Args:
+        run_dir: the run's folder; beta1: the optimizer's.
+    """
+
+    def __init__(self, run_dir, beta1, **kwargs):
+        super().__init__()
+        self.folder = Path(run_dir) / "equivalence"
+        self.beta1 = beta1
+        self.start: dict[str, np.ndarray] = {}
+        self.moments: dict[str, np.ndarray] = {}
+        self.squares: list[dict[str, float]] = []
+        self.samples: list[list[str]] = []
+
+    def on_train_begin(self, run_context):
+        """The weights that training starts from, and digests of the samples that this rank will read, by batch."""
+        for weight in run_context.original_args().train_network.optimizer.parameters:
+            self.start[START + weight.name] = np.array(weight.asnumpy())
+        data = run_context.original_args().train_dataset
+        for batch in data.create_tuple_iterator(num_epochs=1, output_numpy=True):
+            self.samples.append(
+                [hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest()[:16] for row in batch[0]]
+            )
+
+    def on_train_step_end(self, run_context):
+        """The square of the norm of every weight's gradient (of this rank's part of it)."""
+        squares = {}
+        for name, moment in self._state(run_context).items():
+            if name.startswith(FIRST):
+                before = self.moments.get(name, 0.0)
+                gradient = (moment - self.beta1 * before) / (1 - self.beta1)
+                squares[name.removeprefix(FIRST)] = float(np.square(gradient, dtype=np.float64).sum())
+                self.moments[name] = moment
+        self.squares.append(squares)
+
+    def on_train_end(self, run_context):
+        """Write what was seen, and every weight with its moments and what it was at the start.
+
+        The json holds world_size, samples (digests of each step), squares (weight -> square of its gradient's norm, of
+        each step) and split (weights of which this rank has its own part, along axis 0).
+        """
+        step = run_context.original_args().train_network
+        arrays = {**self.start, **self._state(run_context)}
+        split = []
+        for weight in step.optimizer.parameters:
+            arrays[weight.name] = np.array(weight.asnumpy())
+            if weight.layerwise_parallel:
+                split.append(weight.name)
+        record = {"world_size": get_real_group_size(), "samples": self.samples, "squares": self.squares, "split": split}
+        rank = get_real_rank()
+        _write(self.folder / f"rank_{rank}.npz", lambda out: np.savez(out, **arrays))
+        _write(self.folder / f"rank_{rank}.json", lambda out: out.write(json.dumps(record).encode()))
+
+    def _state(self, run_context):
+        """name -> copy of each moment of the optimizer, float32."""
+        optimizer = run_context.original_args().train_network.optimizer
+        return {
+            param.name: np.array(param.asnumpy())  # a view of a buffer that the next step overwrites
+            for param in optimizer.get_parameters()
+            if param.name.startswith((FIRST, SECOND))
+        }
+
+
+def _write(path: Path, write: Function):
+    """A file that is either whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as out:
+        write(out)
+    os.replace(temporary, path)

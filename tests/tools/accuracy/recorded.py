@@ -1,0 +1,79 @@
+"""What the ranks of a small run record, and ways to spoil it."""
+
+import json
+
+import numpy as np
+
+from tools.accuracy import equivalence_runs as runs
+
+
+def record(folder, workers=1, change=None, steps=2):
+    """What ranks of a small run write; `change(rank, arrays, json, metrics)` spoils it."""
+    rng = np.random.default_rng(0)
+    state = {name: rng.standard_normal((8, 4)).astype(np.float32) for name in WEIGHTS}
+    state |= {f"{runs.START}{name}": value - 0.25 for name, value in state.items()}
+    for prefix in runs.MOMENTS:
+        state |= {f"{prefix}{name}": np.abs(rng.standard_normal((8, 4))).astype(np.float32) for name in WEIGHTS}
+    squares = [{name: float(step + 1) for name in WEIGHTS} for step in range(steps)]
+    digests = [[f"{step}{sample}" for sample in range(4)] for step in range(steps)]
+    losses = {"lm_loss": 2.5, "mtp_loss": None, "load_balancing_loss": 1.0, "global_norm": 1.5}
+    metrics = [
+        {"step": step + 1, "tokens": 64, "learning_rate": 0.1, "loss": 3.0 - step, **losses} for step in range(steps)
+    ]
+    for rank in range(workers):
+        split = ["decoder.layers.1.mlp.experts.weight1"] if workers > 1 else []
+        arrays = {
+            name: value.reshape(workers, -1, 4)[rank] if any(name.endswith(part) for part in split) else value.copy()
+            for name, value in state.items()
+        }
+        shared = [{n: s / workers if n in split else s for n, s in step.items()} for step in squares]
+        own = [step[rank::workers][::-1] for step in digests]
+        content = {"world_size": workers, "samples": [*own, ["more"]], "squares": shared, "split": split}
+        if change:
+            change(rank, arrays, content, metrics)
+        (folder / "equivalence").mkdir(parents=True, exist_ok=True)
+        np.savez(folder / f"equivalence/rank_{rank}.npz", **arrays)
+        (folder / f"equivalence/rank_{rank}.json").write_text(json.dumps(content))
+    (folder / "metrics").mkdir(exist_ok=True)
+    lines = [json.dumps(line) for line in [{"total_steps": steps}, *metrics]]
+    (folder / "metrics/rank_0.jsonl").write_text("\n".join(lines) + "\n")
+    return runs.read_run(folder)
+
+
+WEIGHTS = ("embedding.word_embeddings.weight", "decoder.layers.1.mlp.experts.weight1", "decoder.final_layernorm.weight")
+EXPERTS = WEIGHTS[1]
+
+
+def spoil_data(rank, arrays, content, metrics):
+    content["samples"][0][0] = "another"
+
+
+def spoil_forward(rank, arrays, content, metrics):
+    for line in metrics:
+        line["loss"] += 0.01
+
+
+def spoil_backward(rank, arrays, content, metrics):
+    for step in content["squares"]:
+        step[EXPERTS] *= 1.001
+
+
+def spoil_moment(rank, arrays, content, metrics):
+    arrays[f"adam_m.{EXPERTS}"] *= 1.001
+
+
+def spoil_weight(rank, arrays, content, metrics):
+    arrays[EXPERTS][0, 0] += 0.1
+
+
+def spoil_start(rank, arrays, content, metrics):
+    arrays[f"{runs.START}{EXPERTS}"][0, 0] += 1e-7
+
+
+def spoil_copy(rank, arrays, content, metrics):
+    if rank == 2:
+        arrays[WEIGHTS[0]][0, 0] += 1e-6
+
+
+def spoil_loss_slightly(rank, arrays, content, metrics):
+    metrics[1]["loss"] *= 1 + 5e-5

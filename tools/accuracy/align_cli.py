@@ -1,0 +1,60 @@
+"""`tc3 accuracy align`: exit code 0 when no rung fails, 1 when one does, 2 for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
+              help="Hugging Face's DeepseekV3 of the same architecture (needs torch), or another recipe.")  # fmt: skip
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=2), help="Steps of the loss curves.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, in both recipes.")
+@click.option("--data", metavar="PREFIX", help="A Megatron corpus (PREFIX.bin, .idx) instead of the recipe's.")
+@click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
+              help="Python that has torch and transformers.  [default: this one]")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the starting weights.")
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def align(
+    recipe: Path,
+    against: str,
+    steps: int,
+    overrides: tuple[str, ...],
+    data: str | None,
+    python: str,
+    seed: int,
+    keep: Path | None,
+    as_json: bool,
+) -> None:
+    """Find where RECIPE stops agreeing with a reference, as the report's Figure 1 does.
+
+    Six rungs on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
+    losses of all steps; the recipe's own workers. The ladder stops at the first rung that fails and names the first
+    module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
+
+    Exit codes: 0 no rung failed, 1 one failed, 2 a wrong input.
+    """
+    from tools.accuracy.align import Wanted, climb
+    from tools.accuracy.align_render import print_ladder
+
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise RecipeError(f"--keep {keep}: the folder is not empty")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (keep or Path(temporary)).absolute()
+        wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
+        ladder = climb(wanted, lambda text: click.echo(text, err=True))
+    if as_json:
+        click.echo(json.dumps(ladder.as_json()))
+    else:
+        print_ladder(ladder, Console(highlight=False))
+    sys.exit(0 if ladder.passed else 1)

@@ -1,0 +1,201 @@
+"""MindFormers' side of an alignment, as a callback of its own trainer: weights in, one record out."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import mindspore as ms
+import numpy as np
+from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
+from mindformers.parallel_core.training_graph.transformer.mlp import MLPInterleaved
+from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLPInterleaved
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindspore import Tensor, ops
+from mindspore.ops import Morph
+from mindspore.ops.auto_generate import OneHotExt
+from mindspore.train.callback import Callback
+
+from tools.accuracy.reference.names import STATE
+
+COLUMNS = ("input_ids", "labels", "loss_mask")
+LOAD = ".router.expert_load"
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class AlignRecorder(Callback):
+    """Start from given weights and record what the other side has to agree with.
+
+    Args:
+        weights: .npz of parameters by MindFormers' names; every parameter of it must exist. None keeps the model's own.
+        record: the file to write.
+        columns: `train_dataset.input_columns`.
+    """
+
+    def __init__(self, weights, record, columns, **kwargs):
+        super().__init__()
+        self.weights, self.record, self.columns = weights, Path(record), columns
+        self.out = {}
+        self.batches: dict[str, list] = {name: [] for name in COLUMNS}
+        self.steps = 0
+        self.loads: list = []
+
+    def on_train_begin(self, run_context):
+        """Set the weights before anything is compiled."""
+        network = run_context.original_args().train_network.network
+        parameters = {param.name: param for param in network.get_parameters()}
+        if self.weights:
+            with np.load(self.weights) as file:
+                for name in file.files:
+                    parameters[name].set_data(Tensor(file[name]))
+
+    def on_train_step_begin(self, run_context):
+        """Note the batch; before the first step, run it forward."""
+        arguments = run_context.original_args()
+        self._after_step(arguments)
+        batch = dict(zip(self.columns, arguments.train_dataset_element, strict=True))
+        for name, values in self.batches.items():
+            values.append(batch[name].asnumpy().copy())
+        if self.steps == 0:
+            self.out.update(forward(arguments.train_network.network, arguments.train_dataset_element))
+        self.steps += 1
+
+    def on_train_step_end(self, run_context):
+        """Note how many choices each expert got, before the callback that moves the biases forgets it."""
+        parameters = run_context.original_args().train_network.network.get_parameters()
+        self.loads.append({param.name: copy(param) for param in parameters if param.name.endswith(LOAD)})
+
+    def on_train_end(self, run_context):
+        """Write the record."""
+        self._after_step(run_context.original_args())
+        self.out.update({f"batch/{name}": np.stack(values) for name, values in self.batches.items()})
+        np.savez(self.record, **self.out)
+
+    def _after_step(self, arguments):
+        """Note the state after every callback of the step before has had its turn."""
+        parameters = arguments.train_network.network.get_parameters()
+        weights = {param.name: copy(param) for param in parameters if not param.name.endswith(STATE)}
+        optimizer = arguments.train_network.optimizer
+        self.out.update({f"state/{self.steps}/weight/{name}": array for name, array in weights.items()})
+        for kind, prefix, moments in (
+            ("moment", "adam_m.", optimizer.exp_avg),
+            ("square", "adam_v.", optimizer.exp_avg_sq),
+        ):
+            for param in moments:
+                self.out[f"state/{self.steps}/{kind}/{param.name.removeprefix(prefix)}"] = copy(param)
+        if self.steps:
+            self.out.update({f"load/{self.steps - 1}/{name}": load for name, load in self.loads[-1].items()})
+
+
+def copy(parameter):
+    """A parameter's values; `asnumpy` alone is a view on CPU."""
+    return parameter.asnumpy().copy()
+
+
+def forward(network, batch):
+    """Logits of a batch from the compiled graph, and from PyNative the output of every module of interest.
+
+    The forward pass counts the experts' load; those counters are put back.
+    """
+    counters = [param for param in network.get_parameters() if not param.requires_grad]
+    before = [copy(param) for param in counters]
+    network.set_train(False)
+    out = {"logits/graph": network(*batch).asnumpy().copy()}
+    trace = Trace(network)
+    with pynative():
+        logits = network(*batch)
+    trace.close()
+    network.set_train(True)
+    for param, value in zip(counters, before, strict=True):
+        param.set_data(Tensor(value))
+    length = batch[0].shape[1]
+    trace.out["trace/logits"] = logits.asnumpy().reshape(-1, length, logits.shape[-1])
+    return {**out, **trace.out}
+
+
+@contextmanager
+def pynative():
+    """PyNative mode, with stand-ins for what works in graphs alone.
+
+    `Morph` is its function; `OneHotExt` has no CPU kernel here, `OneHot` has; MindFormers unpacks the three values of a
+    shared expert into two names, which the graph compiler lets pass.
+    """
+    stand_ins = {
+        (Morph, "__call__"): lambda self, *args: self.__morph_fn__(*args),
+        (OneHotExt, "__call__"): lambda self, index, depth, on, off: ops.OneHot()(index, depth, on, off),
+        (SharedExpertMLPInterleaved, "construct"): lambda self, hidden: MLPInterleaved.construct(self, hidden)[:2],
+    }
+    originals = {place: getattr(*place) for place in stand_ins}
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    for place, function in stand_ins.items():
+        setattr(*place, function)
+    try:
+        yield
+    finally:
+        for place, function in originals.items():
+            setattr(*place, function)
+        ms.set_context(mode=ms.GRAPH_MODE)
+
+
+class Trace:
+    """Hooks on the modules of a GPTModel that note their outputs as [B, S, ...]."""
+
+    def __init__(self, network):
+        self.out, self.handles = {}, []
+        gpt = next(cell for _, cell in network.cells_and_names() if isinstance(cell, GPTModel))
+        self._hook(gpt.embedding, "embedding")
+        self._hook(gpt.decoder.final_layernorm, "final_norm")
+        layers = list(gpt.decoder.layers)
+        if gpt.mtp_process:
+            layers += [layer.transformer_layer for layer in gpt.mtp.layers]
+        for number, layer in enumerate(layers):
+            where = f"layers.{number}"
+            self._hook(layer, f"{where}.output")
+            self._hook(layer.input_layernorm, f"{where}.input_norm")
+            self._hook(layer.self_attention, f"{where}.attention")
+            self._hook(layer.pre_mlp_layernorm, f"{where}.post_norm")
+            self._hook(layer.mlp, f"{where}.mlp")
+            core = layer.self_attention.core_attention
+            self.handles.append(core.register_forward_hook(self._attention(where, core.heads)))
+            if hasattr(layer.mlp, "router"):
+                self._hook(layer.mlp.shared_experts, f"{where}.shared_expert")
+                experts = layer.mlp.router.expert_dim
+                self.handles.append(layer.mlp.router.register_forward_hook(self._router(where, experts)))
+
+    def close(self):
+        """Take the hooks off."""
+        for handle in self.handles:
+            handle.remove()
+
+    def _hook(self, cell, name):
+        def note(cell, inputs, output):
+            self._note(name, output[0] if isinstance(output, (tuple, list)) else output)
+
+        self.handles.append(cell.register_forward_hook(note))
+
+    def _attention(self, where, heads):
+        def note(cell, inputs, output):
+            for name, tensor in zip(("query", "key", "value"), inputs[:3], strict=True):
+                self._note(f"{where}.{name}", tensor.reshape(tensor.shape[0], tensor.shape[1], heads, -1))
+            self._note(f"{where}.context", output)
+
+        return note
+
+    def _router(self, where, experts):
+        def note(cell, inputs, output):
+            chosen, weights = (tensor.asnumpy().reshape(-1, tensor.shape[-1]) for tensor in output[:2])
+            dense = np.zeros((len(chosen), experts), np.float32)
+            np.put_along_axis(dense, chosen, weights, axis=1)
+            self.out.setdefault(f"trace/{where}.router", dense)
+
+        return note
+
+    def _note(self, name, tensor):
+        """[S, B, ...] -> [B, S, ...]."""
+        self.out.setdefault(f"trace/{name}", tensor.asnumpy().swapaxes(0, 1).copy())
+
+
+def enable(config, settings) -> None:
+    """Add the recorder before every callback of `config` (a MindFormerConfig)."""
+    columns = list(config.train_dataset.input_columns)
+    config.callbacks.insert(0, {"type": "AlignRecorder", "columns": columns, **settings})

@@ -1,0 +1,154 @@
+"""The error of a dumped tensor, as `judge.errors` measures it, without holding the tensor: chunk by chunk, in float32.
+
+    error = |got - want| / max(|want|, rms(want), smallest)
+
+`judge.errors` is the reference. Here the mean square is summed in float32 within a chunk, so that an error may differ
+from the reference's by about 1e-5 of itself; tensors that float32 cannot square, and those with NaN or infinities, go
+the reference's way in float64. Identical tensors, which are most of a rerun, are only compared bit by bit.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tools.accuracy.dumps.npy import CHUNK, WIDEST, NpyFile
+from tools.accuracy.promotion import SMALLEST
+
+_own = threading.local()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What sets two arrays apart.
+
+    Args:
+        error: the largest; inf where one is not finite and they differ, or for integers that differ.
+        outside: values over the tolerance, or different integers.
+        where: flat index of the worst value; got, want: that value.
+        nans, infinities: in `got`; NaN in both is counted, an infinity that both have is not.
+    """
+
+    error: float = 0.0
+    outside: int = 0
+    where: int = 0
+    got: float = 0.0
+    want: float = 0.0
+    nans: int = 0
+    infinities: int = 0
+
+
+def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
+    """Compare two .npy files of the same shape; `smallest` normal number of the judged type.
+
+    Raises:
+        DataError: a file is missing or broken.
+    """
+    with NpyFile(golden) as want, NpyFile(bench) as got:
+        identical, total = _first_look(want, got)
+        if identical and np.isfinite(total):
+            return Measured()
+        if want.dtype.kind != "f" or got.dtype.kind != "f":
+            return Measured() if identical else _different(want, got)
+        if np.isfinite(total) and max(want.dtype.itemsize, got.dtype.itemsize) <= 4:
+            scale = max((total / max(want.size, 1)) ** 0.5, smallest, SMALLEST["float32"])
+            measured = _fast(want, got, tolerance, scale)
+            if np.isfinite(measured.error):
+                return measured
+        return _slow(want, got, tolerance, smallest)
+
+
+def _buffers() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of this thread: bytes of a piece of either side, and two pieces of float32."""
+    if not hasattr(_own, "buffers"):
+        raw = [np.empty(CHUNK * WIDEST, np.uint8) for _ in range(2)]
+        _own.buffers = (*raw, np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32))
+    return _own.buffers
+
+
+def _pieces(want: NpyFile, got: NpyFile):
+    first, second, *_ = _buffers()
+    return zip(want.chunks(first), got.chunks(second), strict=True)
+
+
+def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
+    """Whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or inf)."""
+    identical, total = want.dtype == got.dtype, 0.0
+    floats = want.dtype.kind == "f"
+    with np.errstate(all="ignore"):
+        for a, b in _pieces(want, got):
+            identical = identical and _same_bits(a, b)
+            if floats:
+                wide = a if a.dtype.itemsize >= 4 else a.astype(np.float32)
+                total += float(np.dot(wide, wide))
+    return identical, total
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Eight bytes at a time where the size allows."""
+    word = np.uint64 if a.nbytes % 8 == 0 else np.uint8
+    return np.array_equal(a.view(word), b.view(word))
+
+
+def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float) -> Measured:
+    """The error in float32; `scale` is the root mean square of `want`."""
+    *_, error_buffer, scale_buffer = _buffers()
+    worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
+    with np.errstate(all="ignore"):
+        for a, b in _pieces(want, got):
+            error, divisor = error_buffer[: len(a)], scale_buffer[: len(a)]
+            np.subtract(b, a, out=error)
+            np.abs(error, out=error)
+            np.abs(a, out=divisor)
+            np.maximum(divisor, np.float32(scale), out=divisor)
+            np.divide(error, divisor, out=error)
+            top = int(error.argmax())  # of a NaN, if there is one
+            if not error[top] <= worst:
+                worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
+            if not error[top] <= tolerance:
+                outside += int((error > tolerance).sum())
+            if not np.isfinite(error[top]):
+                break  # the caller measures again
+            offset += len(a)
+    return Measured(worst, outside, place, *values)
+
+
+def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
+    """As `judge.errors`, in float64."""
+    squares, count = 0.0, 0
+    worst, outside, place, values, offset, nans, infinities = -1.0, 0, 0, (0.0, 0.0), 0, 0, 0
+    with np.errstate(all="ignore"):
+        for a, _ in _pieces(want, got):
+            finite = a[np.isfinite(a)].astype(np.float64)
+            squares, count = squares + float(np.dot(finite, finite)), count + len(finite)
+        scale = max((squares / max(count, 1)) ** 0.5, smallest)
+        for a, b in _pieces(want, got):
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            error = np.abs(b - a) / np.maximum(np.abs(a), scale)
+            usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error)
+            error = np.where(same, 0.0, np.where(usable, error, np.inf))
+            nans += int(np.isnan(b).sum())
+            infinities += int((np.isinf(b) & ~same).sum())
+            top = int(error.argmax())
+            if error[top] > worst:
+                worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
+            outside += int((error > tolerance).sum())
+            offset += len(a)
+    return Measured(worst, outside, place, *values, nans, infinities)
+
+
+def _different(want: NpyFile, got: NpyFile) -> Measured:
+    """Integers and booleans: every difference counts."""
+    outside, place, values, offset = 0, 0, (0.0, 0.0), 0
+    for a, b in _pieces(want, got):
+        differs = a != b
+        if not outside and differs.any():
+            top = int(differs.argmax())
+            place, values = offset + top, (float(b[top]), float(a[top]))
+        outside += int(differs.sum())
+        offset += len(a)
+    return Measured(float("inf") if outside else 0.0, outside, place, *values)

@@ -1,0 +1,1 @@
+"""Folders that msprobe's debugger writes: their names, their completeness, their tensors."""

@@ -1,0 +1,26 @@
+"""Whether a dump is whole: the file that `tc3 accuracy dump` writes first, and again when everything is on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FILE = "tc3_dump.json"
+
+
+def write(folder: Path, complete: bool, **facts: Any) -> None:
+    """State that `folder` is (or is becoming) a dump; whole or not at all, also when we are killed."""
+    part = folder / f".{FILE}.part"
+    with part.open("w", encoding="utf-8") as out:
+        json.dump({"complete": complete, **facts}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    part.rename(folder / FILE)
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """What was stated; None for a dump that msprobe wrote on its own."""
+    file = folder / FILE
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None

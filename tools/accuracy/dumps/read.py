@@ -1,0 +1,168 @@
+"""A dump folder: `stepN/rankM/{dump.json, dump_tensor_data/*.npy}` as msprobe writes it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.accuracy.dumps import kernels, marker
+from tools.accuracy.dumps.names import Name, parse
+from tools.accuracy.dumps.read_items import Entry, Item
+
+TENSORS = ("mindspore.Tensor", "torch.Tensor", "numpy.ndarray")
+ROLES = {
+    "input_args": "input",
+    "input_kwargs": "input",
+    "input": "input",
+    "parameters": "parameters",
+    "output": "output",
+}
+STATISTICS = ("Max", "Min", "Mean", "Norm")
+_RANK = re.compile(r"rank(\d+)$")
+_PROCESS = re.compile(r"proc\d+$")
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump as far as its folders and heads tell.
+
+    Args:
+        folders: step -> rank -> folder with dump.json.
+        level, task: msprobe's.
+        marker: what `tc3 accuracy dump` stated; None for msprobe's own dumps, whose completeness nobody knows.
+    """
+
+    folder: Path
+    folders: dict[int, dict[int, Path]]
+    level: str
+    task: str
+    marker: dict[str, Any] | None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of the first step."""
+        return sorted(next(iter(self.folders.values())))
+
+    def entries(self, step: int, rank: int) -> list[Entry]:
+        """The calls of one step on one rank, in the order in which they ended."""
+        folder = self.folders[step][rank]
+        if self.level == "L2":
+            return kernels.entries(folder, step)
+        data = _content(folder)["data"]
+        return [Entry(_name(folder, key), tuple(_items(key, value, folder))) for key, value in data.items()]
+
+
+def open_dump(folder: Path) -> Dump:
+    """Look at a dump's folders.
+
+    Raises:
+        DataError: it is no dump, or not a whole one.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
+    stated = marker.read(folder)
+    if stated is not None and not stated["complete"]:
+        raise DataError(f"{folder}: the dump was not finished (killed, or it failed): make it again in a new folder")
+    if (folder / kernels.CONFIGURATION).exists():
+        return Dump(folder, _same_ranks(folder, kernels.folders(folder)), "L2", "tensor", stated)
+    folders = {_number(path): _ranks(path) for path in folder.glob("step[0-9]*") if path.is_dir()}
+    folders = {step: ranks for step, ranks in sorted(folders.items()) if ranks}
+    _same_ranks(folder, folders)
+    head = _content(next(iter(next(iter(folders.values())).values())))
+    return Dump(folder, folders, head["level"], head["task"], stated)
+
+
+def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]]) -> dict[int, dict[int, Path]]:
+    """`folders`, if there are any and all steps have the same ranks."""
+    if not folders:
+        raise DataError(f"{folder}: not a dump: it holds no stepN/rankM/dump.json{_elsewhere(folder)}")
+    counts = {step: sorted(ranks) for step, ranks in folders.items()}
+    for step, ranks in counts.items():
+        if ranks != next(iter(counts.values())):
+            raise DataError(f"{folder}: step {step} has ranks {ranks}, the first step {next(iter(counts.values()))}")
+    return folders
+
+
+def _elsewhere(folder: Path) -> str:
+    """Where the dump might be meant."""
+    if (folder / "dump.json").exists():
+        return f"; it is one rank of a dump: give {folder.parent.parent}"
+    if any(folder.glob("*/dump.json")):
+        return f"; it is one step of a dump: give {folder.parent}"
+    inside = next((path.parent for path in sorted(folder.glob("*/step[0-9]*")) if _ranks(path)), None)
+    return f"; did you mean {inside}?" if inside else ""
+
+
+def _number(step: Path) -> int:
+    return int(step.name.removeprefix("step"))
+
+
+def _ranks(step: Path) -> dict[int, Path]:
+    """rank -> folder; a single process that knew no rank (`procPID`) is rank 0."""
+    folders = [path for path in step.iterdir() if (path / "dump.json").exists()]
+    ranks = {int(match[1]): path for path in folders if (match := _RANK.match(path.name))}
+    processes = [path for path in folders if _PROCESS.match(path.name)]
+    if len(processes) > 1 or (processes and ranks):
+        raise DataError(
+            f"{step}: {processes[0].name} says no rank: give start() a rank_id where several processes dump"
+        )
+    return ranks or dict(enumerate(processes))
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    file = folder / "dump.json"
+    try:
+        content = json.loads(file.read_bytes())
+        if not isinstance(content["data"], dict) or not content["data"]:
+            raise DataError(f"{file}: no tensor was dumped: the run ended before its first step, or nothing was hooked")
+        return {"level": content["level"], "task": content["task"], "data": content["data"]}
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: not msprobe's dump.json, or not a whole one ({error})") from None
+
+
+def _name(folder: Path, key: str) -> Name:
+    try:
+        return parse(key)
+    except ValueError:
+        raise DataError(f"{folder / 'dump.json'}: {key!r} is no name of msprobe's") from None
+
+
+def _items(key: str, value: dict[str, Any], folder: Path) -> Iterator[Item]:
+    data = folder / "dump_tensor_data"
+    for group in sorted(value, key=_rank_of):
+        role = ROLES.get(group, "gradient")
+        label = group if role == "gradient" else role
+        yield from _leaves(value[group], label if role != "gradient" else group, role, data)
+
+
+def _rank_of(group: str) -> int:
+    """Inputs and parameters come before outputs."""
+    order = list(ROLES)
+    return order.index(group) if group in order else len(order)
+
+
+def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
+    """Tensors and plain values of a nested list or dictionary."""
+    if isinstance(node, list):
+        for number, child in enumerate(node):
+            yield from _leaves(child, f"{label}.{number}", role, data)
+    elif isinstance(node, dict):
+        kind = node.get("type")
+        if kind in TENSORS:
+            yield _tensor(node, label, role, data)
+        elif isinstance(kind, str):
+            yield Item(label, role, kind, value=node.get("value"))
+        else:
+            for name, child in node.items():
+                yield from _leaves(child, f"{label}.{name}", role, data)
+
+
+def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
+    dtype = node["dtype"].rpartition(".")[2].lower()
+    file = data / node["data_name"] if node.get("data_name") else None
+    return Item(label, role, dtype, tuple(node["shape"]), tuple(node.get(name) for name in STATISTICS), file)

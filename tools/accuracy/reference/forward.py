@@ -1,0 +1,173 @@
+"""The forward pass written out in NumPy, float64: the slow oracle of both frameworks, with the trace's names.
+
+No cache, no fusion, no batching of experts. Equations: DeepSeek-V3 technical report, section 2.1; YaRN: Peng et al.,
+section 3.2, as DeepSeek-V3 applies it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tools.accuracy.reference.names import Arrays
+from tools.accuracy.reference.sizes import Sizes
+
+
+class Forward:
+    """One model. Override a method to make a mistake on purpose.
+
+    Args:
+        sizes: of the model. weights: Hugging Face name -> array.
+    """
+
+    def __init__(self, sizes: Sizes, weights: Arrays):
+        self.sizes, self.hf = sizes, sizes.hf
+        self.weights = {name: array.astype(np.float64) for name, array in weights.items()}
+        self.trace: Arrays = {}
+
+    def run(self, ids: np.ndarray) -> Arrays:
+        """Token ids [B, S] -> the trace: module -> output, and `logits` [B, S, v]."""
+        self.trace = {}
+        hidden = self._note("embedding", self.weights["model.embed_tokens.weight"][ids])
+        for layer in range(self.sizes.layers):
+            hidden = self.layer(layer, hidden)
+        hidden = self._note("final_norm", self.norm("model.norm", hidden))
+        self._note("logits", self.linear("lm_head", hidden))
+        for number in range(self.sizes.layers, self.sizes.layers + self.sizes.mtp_layers):
+            ids = np.concatenate([ids[:, 1:], np.zeros_like(ids[:, :1])], axis=1)
+            hidden = self.mtp(number, ids, hidden)
+        return self.trace
+
+    def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
+        """A transformer layer: [B, S, h] -> [B, S, h]."""
+        name, where = f"model.layers.{layer}", f"layers.{layer}"
+        normed = self._note(f"{where}.input_norm", self.norm(f"{name}.input_layernorm", hidden))
+        hidden = hidden + self._note(f"{where}.attention", self.attention(layer, normed))
+        normed = self._note(f"{where}.post_norm", self.norm(f"{name}.post_attention_layernorm", hidden))
+        mlp = self.experts if self.sizes.is_moe(layer) else self.dense
+        return self._note(f"{where}.output", hidden + self._note(f"{where}.mlp", mlp(layer, normed)))
+
+    def mtp(self, number: int, ids: np.ndarray, hidden: np.ndarray) -> np.ndarray:
+        """Multi-token prediction: the next tokens' ids [B, S] and what the model made of these -> [B, S, h]."""
+        name = f"model.layers.{number}"
+        embedded = self.norm(f"{name}.enorm", self.weights["model.embed_tokens.weight"][ids])
+        joined = np.concatenate([embedded, self.norm(f"{name}.hnorm", hidden)], axis=-1)
+        return self.norm(f"{name}.shared_head.norm", self.layer(number, self.linear(f"{name}.eh_proj", joined)))
+
+    def attention(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Multi-head latent attention: [B, S, h] -> [B, S, h]."""
+        name, where, hf = f"model.layers.{layer}.self_attn", f"layers.{layer}", self.hf
+        heads, nope, rope = hf["num_attention_heads"], hf["qk_nope_head_dim"], hf["qk_rope_head_dim"]
+        rank, shape, latent = hf["kv_lora_rank"], (*x.shape[:2], heads, -1), self.sizes.latent_eps
+        if hf["q_lora_rank"] is None:
+            query = self.linear(f"{name}.q_proj", x)
+        else:
+            down = self.norm(f"{name}.q_a_layernorm", self.linear(f"{name}.q_a_proj", x), latent)
+            query = self.linear(f"{name}.q_b_proj", down)
+        query = query.reshape(shape)
+        down = self.linear(f"{name}.kv_a_proj_with_mqa", x)
+        up = self.linear(f"{name}.kv_b_proj", self.norm(f"{name}.kv_a_layernorm", down[..., :rank], latent))
+        up = up.reshape(shape)
+        rotated = self.rotate(down[..., None, rank:])  # one for all heads
+        key = np.concatenate([up[..., :nope], np.broadcast_to(rotated, (*x.shape[:2], heads, rope))], axis=-1)
+        query = np.concatenate([query[..., :nope], self.rotate(query[..., nope:])], axis=-1)
+        for label, tensor in (("query", query), ("key", key), ("value", up[..., nope:])):
+            self._note(f"{where}.{label}", tensor)
+        context = self._note(f"{where}.context", self.attend(query, key, up[..., nope:]))
+        return self.linear(f"{name}.o_proj", context)
+
+    def attend(self, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+        """Causal softmax attention: [B, S, N, D], [B, S, N, D], [B, S, N, Dv] -> [B, S, N * Dv]."""
+        scores = np.einsum("bqnd,bknd->bnqk", query, key) * self.scale()
+        scores = np.where(np.tri(query.shape[1], dtype=bool), scores, -np.inf)
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        shares /= shares.sum(-1, keepdims=True)
+        return np.einsum("bnqk,bknd->bqnd", shares, value).reshape(*query.shape[:2], -1)
+
+    def scale(self) -> float:
+        """Of the softmax: 1 / sqrt(head), times the square of YaRN's mscale."""
+        scale = 1 / math.sqrt(self.hf["qk_nope_head_dim"] + self.hf["qk_rope_head_dim"])
+        scaling = self.hf["rope_scaling"]
+        return scale * _mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else scale
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """RoPE on pairs of neighbours, [B, S, N, D]; the result has all first members, then all second ones."""
+        angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
+        even, odd = x[..., 0::2], x[..., 1::2]
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
+
+    def positions(self, length: int) -> np.ndarray:
+        """Position of each token."""
+        return np.arange(length)
+
+    def frequencies(self) -> np.ndarray:
+        """Radians a position, [D / 2]; between plain and interpolated ones under YaRN."""
+        size, base, scaling = self.hf["qk_rope_head_dim"], self.hf["rope_theta"], self.hf["rope_scaling"]
+        plain = base ** -(np.arange(0, size, 2) / size)
+        if not scaling:
+            return plain
+
+        def dimension(turns: float) -> float:
+            length = scaling["original_max_position_embeddings"]
+            return size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+        low = max(math.floor(dimension(scaling["beta_fast"])), 0)
+        high = min(math.ceil(dimension(scaling["beta_slow"])), size - 1)
+        ramp = np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+        return plain / scaling["factor"] * ramp + plain * (1 - ramp)
+
+    def dense(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """A dense layer's feed-forward network."""
+        return self.swiglu(f"model.layers.{layer}.mlp", x)
+
+    def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Each token through its experts, weighted, and through the shared expert."""
+        name = f"model.layers.{layer}.mlp"
+        weights = self._note(f"layers.{layer}.router", self.route(layer, x))
+        shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
+        out = np.zeros_like(x)
+        for expert in range(self.hf["n_routed_experts"]):
+            chosen = weights[..., expert] > 0
+            out[chosen] += weights[chosen, expert, None] * self.swiglu(f"{name}.experts.{expert}", x[chosen])
+        return out + shared
+
+    def route(self, layer: int, x: np.ndarray) -> np.ndarray:
+        """Weight of each expert for each token, [B, S, E]: sigmoid scores, chosen by score plus bias, normalised."""
+        name, topk, groups = f"model.layers.{layer}.mlp.gate", self.hf["num_experts_per_tok"], self.hf["n_group"]
+        scores = 1 / (1 + np.exp(-self.linear(name, x)))
+        choice = scores + self.weights[f"{name}.e_score_correction_bias"]
+        if groups > 1:
+            members = np.sort(choice.reshape(*choice.shape[:2], groups, -1), axis=-1)[..., -2:].sum(-1)
+            kept = members >= np.sort(members, axis=-1)[..., -self.hf["topk_group"], None]
+            choice = np.where(np.repeat(kept, choice.shape[-1] // groups, axis=-1), choice, 0.0)
+        chosen = np.zeros_like(scores)
+        np.put_along_axis(chosen, np.argsort(-choice, axis=-1, kind="stable")[..., :topk], 1.0, axis=-1)
+        weights = scores * chosen
+        if self.hf["norm_topk_prob"]:
+            weights /= weights.sum(-1, keepdims=True)
+        return weights * self.hf["routed_scaling_factor"]
+
+    def swiglu(self, name: str, x: np.ndarray) -> np.ndarray:
+        """down(silu(gate(x)) * up(x))."""
+        gate = self.linear(f"{name}.gate_proj", x)
+        return self.linear(f"{name}.down_proj", gate / (1 + np.exp(-gate)) * self.linear(f"{name}.up_proj", x))
+
+    def norm(self, name: str, x: np.ndarray, eps: float | None = None) -> np.ndarray:
+        """RMSNorm over the last axis."""
+        eps = self.hf["rms_norm_eps"] if eps is None else eps
+        return x / np.sqrt(np.mean(np.square(x), axis=-1, keepdims=True) + eps) * self.weights[f"{name}.weight"]
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        """x @ weight.T."""
+        return x @ self.weights[f"{name}.weight"].T
+
+    def _note(self, name: str, value: np.ndarray) -> np.ndarray:
+        self.trace[name] = value
+        return value
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """YaRN's temperature."""
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0

@@ -1,0 +1,111 @@
+"""What Hugging Face computed for a small model, kept in a file, so that MindFormers is held to it without torch.
+
+`python -m tools.accuracy.reference.golden --update` renews it (needs torch): it aligns the recipe first, and keeps
+nothing of what does not align.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from plugins.errors import CheckpointError
+from tools.accuracy.align_record import Record
+from tools.accuracy.reference.sizes import Sizes
+from tools.accuracy.reference.weights import checksum
+from tools.data.index import IndexWriter
+
+HERE = Path(__file__).resolve().parents[3] / "tests" / "tools" / "accuracy" / "golden"
+RECIPE, FILE = HERE / "hf_mini.yaml", HERE / "hf_mini.npz"
+STEPS, SEED = 20, 0
+SAMPLES = 32  # elements kept of each gradient and update
+
+
+def write_corpus(prefix: Path, vocabulary: int) -> None:
+    """The golden corpus as a Megatron .bin/.idx: 400 documents of a seeded random walk, which a model can learn."""
+    random = np.random.default_rng(7)
+    lengths = random.integers(20, 120, 400).astype(np.int32)
+    steps = random.choice([1, 2, 3, 17], size=int(lengths.sum()))
+    tokens = (np.cumsum(steps) % (vocabulary - 1) + 1).astype(np.uint16)
+    writer = IndexWriter(prefix.with_suffix(".bin"), "uint16")
+    writer.add(lengths, tokens)
+    writer.finish(prefix.with_suffix(".idx"))
+    writer.close()
+
+
+def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
+    """What is kept of a record in Hugging Face's names: a few elements and the norm of everything large."""
+    moved = {name: record.updated[name] - record.initial[name] for name in record.initial}
+    kept = {
+        "sizes": np.array(json.dumps(sizes.as_json(), sort_keys=True)),
+        "checksum/weights": np.array(checksum(record.initial)),
+        "checksum/batches": np.array(checksum(record.batch)),
+        "first_ids": record.batch["input_ids"][0].astype(np.int32),
+        "logits": record.trace["logits"][:, ::8, ::16].astype(np.float32),
+        "curve/loss": record.curve["loss"],
+        "curve/global_norm": record.curve["global_norm"],
+    }
+    for kind, arrays in (("gradient", record.gradient), ("update", moved)):
+        names = sorted(arrays)
+        kept[f"{kind}/names"] = np.array(names)
+        kept[f"{kind}/norms"] = np.array([np.linalg.norm(arrays[name]) for name in names], np.float32)
+        kept[f"{kind}/samples"] = np.array([_samples(name, arrays[name]) for name in names], np.float32)
+    return kept
+
+
+def _samples(name: str, array: np.ndarray) -> np.ndarray:
+    """The same elements of an array each time; the whole of a small one, with zeros behind."""
+    places = np.random.default_rng(zlib.crc32(name.encode())).permutation(array.size)[:SAMPLES]
+    return np.pad(array.ravel()[places], (0, SAMPLES - len(places)))
+
+
+def load() -> dict[str, np.ndarray]:
+    """The golden file."""
+    with np.load(FILE) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+@click.command()
+@click.option("--update", is_flag=True, required=True, help="Renew the file.")
+@click.option("--reference-python", default=sys.executable, help="Python that has torch and transformers.")
+def main(update: bool, reference_python: str) -> None:
+    """Renew the golden file."""
+    from tools.accuracy.align import Wanted, climb
+    from tools.accuracy.align_recipe import alone, reference_sizes
+    from tools.accuracy.align_recipe import load as load_recipe
+    from tools.accuracy.align_record import of_reference, read
+    from tools.accuracy.reference.run import below
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        corpus = str(folder / "corpus")
+        recipe = load_recipe(RECIPE, (), corpus, STEPS)
+        write_corpus(Path(corpus), vocabulary_of(recipe))
+        wanted = Wanted(RECIPE, "hf", STEPS, (), corpus, folder, reference_python, SEED)
+        ladder = climb(wanted, lambda text: click.echo(text, err=True))
+        if not ladder.passed or any(rung.status == "undecided" for rung in ladder.rungs):
+            raise CheckpointError(
+                f"not aligned, nothing written: {[(r.name, r.status, r.reason) for r in ladder.rungs]}"
+            )
+        job = read(folder / "reference" / "job.npz")
+        stored = read(folder / "reference" / "record.npz")
+        record = of_reference(stored, below(job, "weights/"), below(job, "batch/"))
+        about = np.array(json.dumps(ladder.about))
+        np.savez_compressed(FILE, **summary(record, reference_sizes(alone(recipe, STEPS))), about=about)
+    click.echo(f"written: {FILE} ({FILE.stat().st_size} bytes)")
+
+
+def vocabulary_of(recipe: dict[str, Any]) -> int:
+    """Tokens that the model knows."""
+    return int(recipe["model"]["model_config"]["vocab_size"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The matrix of `tc3 accuracy equivalence`: every strategy, and how far it can be tried on a CPU (report, Table 3)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tools.accuracy.emulate.strategy import Strategy
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import load_mini
+
+TRAINED, EMULATED, NOT_EXECUTABLE = "trained", "emulated", "not executable here"
+BASELINE, APART = "baseline", "documents_apart"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A training run through MindFormers: the recipe on `workers` CPU workers, with these things switched on.
+
+    Args:
+        mode, chunks: of expert parallelism over all workers; apart: documents do not see each other; balance: the
+            attention_balance plugin; recompute; held_out: the held_out_loss plugin.
+        against: the run it must equal.
+    """
+
+    workers: int = 1
+    mode: str = ""
+    chunks: tuple[int, int] | None = None
+    apart: bool = False
+    balance: bool = False
+    recompute: bool = False
+    held_out: bool = False
+    against: str = BASELINE
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the matrix: a training run, an emulation, or the reason why there is neither."""
+
+    name: str
+    what: str
+    variant: Variant | None = None
+    strategy: Strategy | None = None
+    reason: str = ""
+
+    @property
+    def how(self) -> str:
+        """TRAINED, EMULATED or NOT_EXECUTABLE."""
+        return TRAINED if self.variant else EMULATED if self.strategy else NOT_EXECUTABLE
+
+
+_NO_SEMI_AUTO = "MindSpore 2.9.0 does not execute semi-automatic parallel graphs on CPU"
+_HERE = f"{_NO_SEMI_AUTO}: layers in NumPy"
+_TRAINED = (
+    ("data_parallel_2", "two workers, gradients averaged", Variant(workers=2)),
+    ("expert_parallel_4_global", "experts over four workers, one All-to-All", Variant(workers=4, mode="global")),
+    ("expert_parallel_4_hierarchical", "two nodes of two, AllGather first", Variant(workers=4, mode="hierarchical")),
+    ("expert_parallel_4_deduplicated", "rows once to a node", Variant(workers=4, mode="deduplicated")),
+    (
+        "expert_parallel_4_overlap",
+        "tokens in two chunks (ep_overlap)",
+        Variant(workers=4, mode="hierarchical", chunks=(1, 2)),
+    ),
+    ("recompute", "activations computed again in backward", Variant(recompute=True)),
+    ("held_out_loss", "the plugin evaluates between steps", Variant(held_out=True)),
+    (
+        "attention_balance",
+        "samples dealt by cost to two workers, documents apart",
+        Variant(workers=2, apart=True, balance=True, against=APART),
+    ),
+)
+_EMULATED = (
+    ("gradient_accumulation_2", "two micro-batches a step", Strategy(micro=2)),
+    ("tensor_parallel_2", "heads, FFN columns and vocabulary over 2", Strategy(tp=2)),
+    ("tensor_parallel_4", "the same over 4", Strategy(tp=4)),
+    ("sequence_parallel_2", "norms on halves of the sequence", Strategy(tp=2, sequence_parallel=True)),
+    ("context_parallel_2", "halves of the sequence, keys gathered", Strategy(cp=2)),
+    ("pipeline_2", "two stages, two micro-batches", Strategy(pp=2, micro=2)),
+    ("optimizer_sharding_2", "moments over data parallel (ZeRO-1)", Strategy(dp=2, zero=True)),
+    (
+        "expert_data_parallel",
+        "two copies of the experts over 2 ranks each, their moments sharded",
+        Strategy(dp=4, ep=2, zero=True),
+    ),
+    ("expert_tensor_parallel", "experts over dp, columns over tp", Strategy(dp=2, ep=2, tp=2)),
+    (
+        "expert_sequence_parallel",
+        "experts over dp and tp, hierarchical dispatch",
+        Strategy(dp=2, ep=4, tp=2, sequence_parallel=True, mode="hierarchical"),
+    ),
+    ("expert_overlap", "four chunks of tokens", Strategy(dp=2, ep=2, chunks=(1, 4), mode="deduplicated")),
+    (
+        "all_together",
+        "dp, cp, tp, pp, ep and micro-batches of 2 each",
+        Strategy(micro=2, dp=2, cp=2, tp=2, pp=2, ep=2, sequence_parallel=True),
+    ),
+)
+_NEITHER = (
+    (
+        "pipeline_schedules",
+        "interleaving (vpp, seqvpp), zero bubble",
+        f"{_NO_SEMI_AUTO}; the order of micro-batches is the compiler's: tc3 dryrun compiles it, nothing here runs it",
+    ),
+    (
+        "mtp_and_auxiliary_loss_sharded",
+        "MTP layer and router's auxiliary loss under tensor or context parallelism",
+        f"{_NO_SEMI_AUTO}; the emulation has neither (trained rows have both)",
+    ),
+    ("bfloat16", "the data type of the full-size recipes", "MindSpore 2.9.0 has no bfloat16 matmul on CPU"),
+)
+
+
+def cases() -> list[Case]:
+    """Every row, the trained ones first; runs that only serve as baselines are not among them."""
+    trained = [Case(name, what, variant=variant) for name, what, variant in _TRAINED]
+    emulated = [Case(name, what, strategy=strategy, reason=_HERE) for name, what, strategy in _EMULATED]
+    return [*trained, *emulated, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
+
+
+def baseline_variant(name: str) -> Variant:
+    """The run on one worker that others are compared with."""
+    return Variant(apart=name == APART)
+
+
+def one_worker(path: str) -> Recipe:
+    """The recipe on one CPU worker without plugins, its whole batch on it; recipes for Ascend shrink to their mini.
+
+    Raises:
+        RecipeError: the file is wrong, or cannot be shrunk.
+    """
+    recipe = load_recipe(path)
+    if (recipe.get("context") or {}).get("device_target", "Ascend") != "CPU":
+        recipe = load_mini(path)
+    batch = batch_of(recipe)
+    recipe["plugins"] = {}
+    recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]
+    return _on_workers(recipe, batch, 1)
+
+
+def batch_of(recipe: Mapping[str, Any]) -> int:
+    """Samples of a step over all data-parallel workers of a CPU recipe."""
+    workers = recipe["parallel_config"]["data_parallel"] if recipe.get("use_parallel") else 1
+    return recipe["runner_config"]["batch_size"] * workers
+
+
+def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
+    """A recipe that trains the first `steps` steps of a variant of `base` (of `one_worker`) on a Megatron prefix."""
+    batch = batch_of(base)
+    recipe = _on_workers(copy.deepcopy(base), batch, variant.workers)
+    model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
+    loader["sizes"] = [steps * batch, 0, 0]
+    loader["config"]["data_path"] = ["1", corpus]
+    if variant.apart:
+        loader["config"].update(reset_attention_mask=True, reset_position_ids=True, create_attention_mask=True)
+    recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
+    recipe["recompute_config"] = {**recipe.get("recompute_config", {}), "recompute": variant.recompute}
+    if variant.mode:
+        recipe["parallel_config"]["expert_parallel"] = variant.workers
+        recipe["plugins"]["hierarchical_ep"] = {"mode": variant.mode}
+        model["npu_nums_per_device"] = variant.workers // 2
+    if variant.chunks:
+        recipe["plugins"]["ep_overlap"] = {"chunks": list(variant.chunks)}
+    if variant.balance:
+        recipe["plugins"]["attention_balance"] = {"window": 1}
+    if variant.held_out:
+        recipe["plugins"]["held_out_loss"] = {"data_path": corpus, "samples": 2 * batch, "every": 1}
+    return recipe
+
+
+def _on_workers(recipe: Recipe, batch: int, workers: int) -> Recipe:
+    """Set (in place) every key that says how many workers share a batch."""
+    recipe["use_parallel"] = workers > 1
+    recipe["runner_config"]["batch_size"] = recipe["model"]["model_config"]["batch_size"] = batch // workers
+    recipe["parallel_config"].update(data_parallel=workers, expert_parallel=1)
+    recipe["parallel"]["dataset_strategy"] = [[workers, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
+    return recipe
