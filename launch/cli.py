@@ -11,7 +11,7 @@ from plugins.errors import TC3Error, did_you_mean
 
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
-    "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, every parallel strategy."),
+    "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
     "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens a step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),

@@ -20,6 +20,7 @@ from mindspore.train.callback import Callback
 
 FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
 START = "start."  # of the names of the weights before training
+LEAST = "least."  # of the names of the smallest mean squares of gradients
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -27,15 +28,16 @@ class EquivalenceRecord(Callback):
     """Gradients are read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
 
     Args:
-        run_dir: the run's folder; beta1: the optimizer's.
+        run_dir: the run's folder; betas: the optimizer's.
     """
 
-    def __init__(self, run_dir, beta1, **kwargs):
+    def __init__(self, run_dir, betas, **kwargs):
         super().__init__()
         self.folder = Path(run_dir) / "equivalence"
-        self.beta1 = beta1
+        self.beta1, self.beta2 = betas
         self.start: dict[str, np.ndarray] = {}
         self.moments: dict[str, np.ndarray] = {}
+        self.least: dict[str, np.ndarray] = {}
         self.squares: list[dict[str, float]] = []
         self.samples: list[list[str]] = []
 
@@ -58,16 +60,25 @@ class EquivalenceRecord(Callback):
                 gradient = (moment - self.beta1 * before) / (1 - self.beta1)
                 squares[name.removeprefix(FIRST)] = float(np.square(gradient, dtype=np.float64).sum())
                 self.moments[name] = moment
+            else:
+                self._note_least(name.removeprefix(SECOND), moment / (1 - self.beta2 ** (len(self.squares) + 1)))
         self.squares.append(squares)
 
+    def _note_least(self, weight, square):
+        """Keep the smallest value, other than 0, of the mean square by which AdamW divides."""
+        known = self.least.get(LEAST + weight, np.zeros_like(square))
+        smaller = (square > 0) & ((known == 0) | (square < known))
+        self.least[LEAST + weight] = np.where(smaller, square, known)
+
     def on_train_end(self, run_context):
-        """Write what was seen, and every weight with its moments and what it was at the start.
+        """Write what was seen, and every weight, what it was at the start, its moments and the
+        smallest mean square of its gradients.
 
         The json holds world_size, samples (digests of each step), squares (weight -> square of its gradient's norm, of
         each step) and split (weights of which this rank has its own part, along axis 0).
         """
         step = run_context.original_args().train_network
-        arrays = {**self.start, **self._state(run_context)}
+        arrays = {**self.start, **self.least, **self._state(run_context)}
         split = []
         for weight in step.optimizer.parameters:
             arrays[weight.name] = np.array(weight.asnumpy())

@@ -20,8 +20,10 @@ from tools.recipe.load import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.EquivalenceRecord"}
+BETAS = [0.9, 0.999]  # of MindFormers' AdamW
 MOMENTS = ("adam_m.", "adam_v.")
 START = "start."  # of the names of the weights before training
+LEAST = "least."  # of the names of the smallest mean squares of gradients that AdamW divided by in a step
 # the sum of the losses after its parts: where it alone is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 DOCUMENT = (20, 200)  # tokens of a document of the corpus
@@ -38,7 +40,7 @@ class Trained:
     Args:
         workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted.
         norms: for each step the norm of each weight's gradient, after clipping.
-        state: weights, their moments, and what they were at the start, whole.
+        state: weights, what they were at the start, their moments, and the smallest mean squares of gradients, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
     """
 
@@ -70,7 +72,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     """
     run_dir = run_dir.absolute()
     optimizer = recipe.get("optimizer") or {}
-    record = {**CALLBACK, "run_dir": str(run_dir), "beta1": (optimizer.get("betas") or [0.9])[0]}
+    record = {**CALLBACK, "run_dir": str(run_dir), "betas": optimizer.get("betas") or BETAS}
     recipe["callbacks"] = [*recipe["callbacks"], record]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")
@@ -120,7 +122,7 @@ def _steps_of(record: dict[str, Any]) -> list[list[str]]:
 def layout_of(name: str, split: set[str], workers: int) -> Layout:
     """How a weight or a moment lies on data-parallel workers: experts by axis 0, all else copied."""
     weight = name
-    for prefix in (*MOMENTS, START):
+    for prefix in (*MOMENTS, START, LEAST):
         weight = weight.removeprefix(prefix)
     return Layout({"dp": workers}, {"dp": 0 if weight in split else SAME})
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tools.accuracy.emulate.context import BACKWARD, FORWARD, OPTIMIZER
 from tools.accuracy.equivalence_compare import DTYPE, Comparison, Finding
-from tools.accuracy.equivalence_runs import LOSSES, MOMENTS, START, Trained, group_norms, group_of
+from tools.accuracy.equivalence_runs import LEAST, LOSSES, MOMENTS, START, Trained, group_norms, group_of
 from tools.accuracy.judge import judge
 from tools.accuracy.promotion import ROUNDOFF
 from tools.accuracy.tolerance import tolerance
@@ -109,24 +109,25 @@ def _state(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
     for name in (name.removeprefix(START) for name in reference.state if name.startswith(START)):
         got, want = (side.state[name].astype(np.float64) - side.state[START + name] for side in (run, reference))
         stored = last * 2 * ROUNDOFF[DTYPE] * np.abs(reference.state[name])
-        room = leeway(reference.state[f"{MOMENTS[1]}{name}"], allowed, rate) + stored
+        room = leeway(reference.state[LEAST + name], allowed, rate) + stored
         over = np.sign(got - want) * np.maximum(np.abs(got - want) - room, 0)
         verdict = judge(want + over, want, allowed, DTYPE)
         finding = _finding(run, last, OPTIMIZER, group_of(name), f"change of {name}", verdict.error, allowed, "")
         yield replace(finding, detail=verdict.detail), verdict.error / allowed
 
 
-def leeway(second_moment: np.ndarray, allowed: float, moved: float) -> np.ndarray:
+def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
     """How far a weight may be off because its gradients may err by what Table 2 allows.
 
     AdamW divides a gradient g by its own size, so an error e of it moves a step by up to 2 * e / |g| of the learning
-    rate, and where |g| is smaller than its error the step is the sign of noise: up or down by all of it.
+    rate, and where |g| is smaller than its error the step is the sign of noise: up or down by all of it. As `judge`
+    measures, e is relative to |g| or to the root mean square of the tensor, whichever is larger.
 
     Args:
-        second_moment: of the weight, whose root stands for |g|. moved: sum of the learning rates of all steps.
+        mean_square: the smallest of any step, whose root stands for |g|. moved: sum of the learning rates of all steps.
     """
-    size = np.sqrt(second_moment.astype(np.float64))
-    error = allowed * np.sqrt(np.mean(np.square(size)))
+    size = np.sqrt(mean_square.astype(np.float64))
+    error = allowed * np.maximum(size, np.sqrt(np.mean(np.square(size))))
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.minimum(2.0, 2.0 * error / size)
     return moved * np.where(size > 0, share, 0.0)  # a gradient that is always zero has no error

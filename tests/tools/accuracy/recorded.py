@@ -14,6 +14,7 @@ def record(folder, workers=1, change=None, steps=2):
     state |= {f"{runs.START}{name}": value - 0.25 for name, value in state.items()}
     for prefix in runs.MOMENTS:
         state |= {f"{prefix}{name}": np.abs(rng.standard_normal((8, 4))).astype(np.float32) for name in WEIGHTS}
+    state |= {f"{runs.LEAST}{name}": state[f"{runs.MOMENTS[1]}{name}"] for name in WEIGHTS}
     squares = [{name: float(step + 1) for name in WEIGHTS} for step in range(steps)]
     digests = [[f"{step}{sample}" for sample in range(4)] for step in range(steps)]
     losses = {"lm_loss": 2.5, "mtp_loss": None, "load_balancing_loss": 1.0, "global_norm": 1.5}
