@@ -102,11 +102,14 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Rung 4: what the first step that moves weights did to each, relative to how far it moved.
 
     Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way.
+    A weight that differs in its last place alone does not differ: a norm's weight near 1 moves by few such places.
     """
     steps = [None if side is None else moved(side) for side in (ours, theirs, floor)]
     rows = []
     for name in steps[0] or {}:
         trio = [None if side is None else side.get(name) for side in steps]
+        if name in theirs.updated:
+            trio = [side if side is None else _snapped(side, trio[1], theirs.updated[name]) for side in trio]
         rows.append(_between(name, trimmed, trio, UPDATE, "relative L2 of the step"))
     return Rung("optimizer", rows)
 
@@ -172,6 +175,14 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
     if apart == 0.0:
         return 0.0
     return apart / size if size and np.isfinite(apart) else float("inf")
+
+
+def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """`step` with `want`'s value wherever they differ by no more than one unit in the last place of `weight`."""
+    if step.shape != want.shape:
+        return step
+    unit = np.spacing(np.abs(weight.astype(np.float32))).astype(np.float64)
+    return np.where(np.abs(step - want) <= unit, want, step)
 
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:

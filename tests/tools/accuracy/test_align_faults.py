@@ -211,6 +211,16 @@ def test_what_rounding_does_to_the_reference_itself_is_undecided_and_not_passed(
     assert rungs[0].status == "undecided" and len(rungs) == 4, "an undecided rung does not stop the ladder"
 
 
+def test_a_weight_that_differs_in_its_last_place_does_not_differ():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    name = "model.norm.weight"
+    theirs.updated[name] = theirs.updated[name].astype(np.float32)
+    ours.updated[name] = np.nextafter(theirs.updated[name], np.float32(2))
+    assert climbed(ours, theirs).rungs[2].status == "passed"
+    ours.updated[name] = np.nextafter(np.nextafter(ours.updated[name], np.float32(2)), np.float32(2))
+    assert failed(climbed(ours, theirs))[0] == "optimizer"
+
+
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
 def test_nothing_infinite_passes(spoil):
     ours, theirs = cases.record(MODEL), cases.record(MODEL)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -82,27 +81,9 @@ def test_the_schema_is_printed():
     assert json.loads(run("--schema").stdout)["$schema"].endswith("2020-12/schema")
 
 
-def test_pure_checks_take_less_than_a_second():
-    from tools.check import check_recipe
-
-    check_recipe(MINI)  # reads the schema
-    start = time.perf_counter()
-    check_recipe(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
-    assert time.perf_counter() - start < 1
-
-
 def test_checking_imports_no_mindformers():
     code = (
         f"import sys; from tools.check import check_recipe; check_recipe({MINI!r}); print('mindformers' in sys.modules)"
     )
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output.strip() == "False"
-
-
-@pytest.mark.slow
-def test_the_whole_command_takes_less_than_ten_seconds():
-    recipe = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
-    start = time.perf_counter()
-    code = "from tools.check.cli import check; check()"
-    subprocess.run([sys.executable, "-c", code, recipe], cwd=ROOT, capture_output=True, check=True)
-    assert time.perf_counter() - start < 10

@@ -37,9 +37,15 @@ def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
 
 def from_mindformers(module: str) -> ModuleType:
     """Import a module of MindFormers, which logs to stdout and to ./output/log: to stderr and elsewhere instead."""
-    os.environ.setdefault("LOG_MF_PATH", os.path.join(tempfile.gettempdir(), "tc3_mindformers_log"))
-    with redirect_stdout(sys.__stderr__):
-        return import_module(f"mindformers.{module}")
+    ours = "LOG_MF_PATH" not in os.environ
+    if ours:
+        os.environ["LOG_MF_PATH"] = os.path.join(tempfile.gettempdir(), "tc3_mindformers_log")
+    try:
+        with redirect_stdout(sys.__stderr__):
+            return import_module(f"mindformers.{module}")
+    finally:
+        if ours:
+            del os.environ["LOG_MF_PATH"]
 
 
 def _adamw_call(ms):
