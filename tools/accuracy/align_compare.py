@@ -108,8 +108,9 @@ def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     rows = []
     for name in steps[0] or {}:
         trio = [None if side is None else side.get(name) for side in steps]
-        if name in theirs.updated:
-            trio = [side if side is None else _snapped(side, trio[1], theirs.updated[name]) for side in trio]
+        want = trio[1]
+        if want is not None:
+            trio = [None if side is None else _snapped(side, want, theirs.updated[name]) for side in trio]
         rows.append(_between(name, trimmed, trio, UPDATE, "relative L2 of the step"))
     return Rung("optimizer", rows)
 

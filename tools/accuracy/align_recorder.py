@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import mindspore as ms
 import numpy as np
+from mindformers.core.callback.callback import TopkBiasBalanceCallback
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.mlp import MLPInterleaved
 from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLPInterleaved
@@ -20,6 +22,19 @@ from tools.accuracy.reference.names import STATE
 
 COLUMNS = ("input_ids", "labels", "loss_mask")
 LOAD = ".router.expert_load"
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class CountedBias(TopkBiasBalanceCallback):
+    """`TopkBiasBalanceCallback` that notes how many choices each expert got in every step, before it forgets them."""
+
+    loads: ClassVar[list[dict[str, np.ndarray]]] = []
+
+    def on_train_step_end(self, run_context):
+        """Note the counters, then move the biases."""
+        parameters = run_context.original_args().train_network.network.get_parameters()
+        self.loads.append({param.name: copy(param) for param in parameters if param.name.endswith(LOAD)})
+        super().on_train_step_end(run_context)
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -38,7 +53,6 @@ class AlignRecorder(Callback):
         self.out = {}
         self.batches: dict[str, list] = {name: [] for name in COLUMNS}
         self.steps = 0
-        self.loads: list = []
 
     def on_train_begin(self, run_context):
         """Set the weights before anything is compiled."""
@@ -60,11 +74,6 @@ class AlignRecorder(Callback):
             self.out.update(forward(arguments.train_network.network, arguments.train_dataset_element))
         self.steps += 1
 
-    def on_train_step_end(self, run_context):
-        """Note how many choices each expert got, before the callback that moves the biases forgets it."""
-        parameters = run_context.original_args().train_network.network.get_parameters()
-        self.loads.append({param.name: copy(param) for param in parameters if param.name.endswith(LOAD)})
-
     def on_train_end(self, run_context):
         """Write the record."""
         self._after_step(run_context.original_args())
@@ -83,8 +92,8 @@ class AlignRecorder(Callback):
         ):
             for param in moments:
                 self.out[f"state/{self.steps}/{kind}/{param.name.removeprefix(prefix)}"] = copy(param)
-        if self.steps:
-            self.out.update({f"load/{self.steps - 1}/{name}": load for name, load in self.loads[-1].items()})
+        if CountedBias.loads:
+            self.out.update({f"load/{self.steps - 1}/{name}": load for name, load in CountedBias.loads[-1].items()})
 
 
 def copy(parameter):
@@ -196,6 +205,9 @@ class Trace:
 
 
 def enable(config, settings) -> None:
-    """Add the recorder before every callback of `config` (a MindFormerConfig)."""
+    """Add the recorder to the callbacks of `config` (a MindFormerConfig), and let the one that moves biases count."""
     columns = list(config.train_dataset.input_columns)
+    for callback in config.callbacks:
+        if callback["type"] == "TopkBiasBalanceCallback":
+            callback["type"] = "CountedBias"
     config.callbacks.insert(0, {"type": "AlignRecorder", "columns": columns, **settings})

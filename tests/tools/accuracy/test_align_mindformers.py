@@ -83,6 +83,16 @@ def test_twenty_losses(trained, kept):
     assert kept["curve/loss"][-1] < kept["curve/loss"][0] - 0.5, "20 steps must move far enough to mean something"
 
 
+def test_the_experts_loads_are_those_of_each_step(trained):
+    record, sizes = trained
+    layers = range(sizes.hf["first_k_dense_replace"], sizes.hf["num_hidden_layers"] + sizes.mtp_layers)
+    assert len(record.loads) == 20
+    for loads in record.loads:
+        assert sorted(loads) == [str(layer) for layer in layers]
+        for share in loads.values():
+            assert share.sum() == pytest.approx(1) and share.max() < 1
+
+
 def test_the_whole_ladder_live(tmp_path):
     pytest.importorskip("torch", reason="the live reference needs torch: pip install -e '.[align]'")
     data = str(tmp_path / "corpus")
