@@ -13,6 +13,7 @@ from plugins.errors import DataError
 from tools.data.reporter import TerminalReporter
 from tools.data.signals import terminate_as_interrupt
 from tools.data.sources import FOLDER_SUFFIXES, Corpus
+from tools.output.figure import check_ending
 
 DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -165,7 +166,7 @@ def imbalance_command(
     from tools.recipe.override import apply_overrides
 
     if picture:
-        imbalance_picture.check_picture(picture)
+        check_ending(picture)
     loaded = apply_overrides(load_recipe(recipe), overrides)
     with CountingReporter() as reporter:
         found = imbalance(prefix, loaded, steps, window, reporter)

@@ -7,43 +7,24 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError
 from tools.data.imbalance import Imbalance
 from tools.data.imbalance_steps import OneStep
+from tools.output.figure import new_figure, save_figure
 
-ENDINGS = (".svg", ".png")
 _BEFORE, _AFTER = "tab:orange", "tab:blue"
 
 
-def check_picture(path: Path) -> None:
-    """Raise DataError unless the file's ending is one that is drawn."""
-    if path.suffix not in ENDINGS:
-        raise DataError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
-
-
 def draw(found: Imbalance, path: Path) -> Path:
-    """Draw to `path` (see `check_picture`) and return it; lengths alone where every sample costs the same.
-
-    Matplotlib is imported only here; no display is needed.
-    """
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """Draw to an .svg or .png; returns `path`. Lengths alone where every sample costs the same."""
     panels = 3 if found.result else 1
-    figure = Figure(figsize=(4 + 4.5 * panels, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(4 + 4.5 * panels, 4)
     axes = figure.subplots(1, panels, squeeze=False)[0]
     _lengths(axes[0], found)
     if found.result:
         _ranks(axes[1], found.result.steps.one_step)
         _micro_batches(axes[2], found.result.steps.one_step)
     figure.suptitle(f"{Path(found.prefix).name}, {found.recipe}", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the same numbers give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    return path
+    return save_figure(figure, path)
 
 
 def _lengths(axes: Any, found: Imbalance) -> None:

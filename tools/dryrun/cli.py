@@ -18,10 +18,12 @@ from tools.dryrun import cache
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.job import Job
 from tools.dryrun.jobs import Plan, plan_jobs
+from tools.dryrun.picture import draw
 from tools.dryrun.pool import run_jobs
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
 from tools.ep_report.settle import settle
+from tools.output.figure import check_ending
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.settle_layout import settle_layout
@@ -83,8 +85,6 @@ def dryrun(
     Exit codes: 0 it compiles, fits and runs through; 1 it does not; 2 a wrong input; 130 interrupted.
     """
     if picture:
-        from tools.dryrun.picture import check_ending, draw
-
         check_ending(picture)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses its own ranks and micro-batches")

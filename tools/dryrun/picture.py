@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import RecipeError
 from tools.dryrun.memory import GIB
 from tools.dryrun.traffic import BETWEEN, INSIDE
+from tools.output.figure import new_figure, save_figure
 
-ENDINGS = (".svg", ".png")
 _PARTS = {
     "weights": "weights",
     "state": "optimizer state",
@@ -21,24 +20,9 @@ _PARTS = {
 }
 
 
-def check_ending(path: Path) -> None:
-    """Refuse what cannot be drawn before hours of compiling.
-
-    Raises:
-        RecipeError: the file's ending is neither .svg nor .png.
-    """
-    if path.suffix not in ENDINGS:
-        raise RecipeError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
-
-
 def draw(report: Mapping[str, Any], path: Path) -> Path:
-    """Draw to an .svg or .png; returns `path`. Matplotlib is imported only here; no display is needed."""
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6), layout="constrained")
-    FigureCanvasAgg(figure)
+    """Draw to an .svg or .png; returns `path`."""
+    figure = new_figure(11, 6)
     above, below = figure.subplots(2, 1, sharex=True)
     stages = [stage["stage"] for stage in report["stages"]]
     bottom = [0.0] * len(stages)
@@ -59,11 +43,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     below.set_xticks(stages)
     below.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(f"{report['recipe']}: {report['devices']:,} virtual devices")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the same numbers give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    return path
+    return save_figure(figure, path)
 
 
 def _sent(stage: Mapping[str, Any], link: str) -> int:

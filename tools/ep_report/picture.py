@@ -7,10 +7,9 @@ from typing import Any
 
 from plugins.ep_overlap.plan import WHOLE
 from plugins.ep_overlap.timeline import STREAMS, Timeline
-from plugins.errors import RecipeError
 from tools.ep_report.advise import Advice
+from tools.output.figure import new_figure, save_figure
 
-ENDINGS = (".svg", ".png")
 _ROWS = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
 _GREY = "0.75"
 
@@ -18,20 +17,11 @@ _GREY = "0.75"
 def draw(advice: Advice, path: Path) -> Path:
     """Draw the recommended mode's layer, uncut above and cut below, forward then backward; returns `path`.
 
-    Matplotlib is imported only here; no display is needed.
-
     Raises:
-        RecipeError: the file's ending is neither .svg nor .png.
+        DataError: as `save_figure`.
     """
-    if path.suffix not in ENDINGS:
-        raise RecipeError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     choice = advice.best.choice
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 5)
     above, below = figure.subplots(2, 1, sharex=True)
     b, s = choice.chunks
     _panel(above, choice.before, "uncut")
@@ -40,11 +30,7 @@ def draw(advice: Advice, path: Path) -> Path:
     below.set_xlabel(f"{label}; a colour for each chunk, grey: shared expert")
     shared = ", recomputed" if advice.shape.recompute else ""
     figure.suptitle(f"{advice.mode} dispatch, EP {advice.topology.ep} on {advice.hardware.name}{shared}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the same numbers give the same file
-    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    return path
+    return save_figure(figure, path)
 
 
 def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:

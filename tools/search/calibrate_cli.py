@@ -12,6 +12,7 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.ep_report.advise import DEFAULT_HARDWARE
+from tools.output.whole import write_whole
 from tools.search.calibrate import Calibration, calibrate
 from tools.search.calibrate_file import cluster_text
 from tools.search.efficiency import Efficiency, cluster, efficiency_of
@@ -33,9 +34,7 @@ def calibrate_command(measured: Path, cluster_name: str, like: str | None, out: 
     """
     start = _start(cluster_name, like)
     found = calibrate(read_rows(measured), cluster_name, start)
-    from tools.search.pipeline_output import write_atomically  # brings the solver, which --help need not wait for
-
-    write_atomically(out, cluster_text(cluster_name, out.stem, found, measured.name))
+    write_whole(out, cluster_text(cluster_name, out.stem, found, measured.name))
     if as_json:
         click.echo(json.dumps({**asdict(found), "path": str(out)}))
     else:

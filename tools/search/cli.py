@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from tools.output.figure import check_ending
+from tools.output.whole import write_whole
 from tools.search.budget import Budget, interruptible
 from tools.search.calibrate_cli import calibrate_command
 from tools.search.instance_file import read_instance
@@ -77,8 +79,8 @@ def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: b
     """
     budget = Budget(max(time_limit - _RESERVE, time_limit / 2))
     from tools.search.pipeline import optimise
-    from tools.search.pipeline_output import print_text, report_json, solution_text, write_atomically
-    from tools.search.pipeline_picture import check_ending, draw
+    from tools.search.pipeline_output import print_text, report_json, solution_text
+    from tools.search.pipeline_picture import draw
 
     if picture:
         check_ending(picture)
@@ -90,7 +92,7 @@ def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: b
     if outcome.plan is None:
         click.echo(f"tc3: {instance}: {outcome.why}", err=True)
         sys.exit(1)
-    write_atomically(out, solution_text(outcome))
+    write_whole(out, solution_text(outcome))
     if not as_json:
         print_text(outcome, Console(soft_wrap=True, highlight=False, markup=False))
     click.echo(f"written: {out}", err=True)

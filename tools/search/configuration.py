@@ -6,6 +6,7 @@ everything that predicts memory or time reads this and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -255,8 +256,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 def spread(value: Any, layers: Table) -> Table | None:
     """A flag, or numbers of layers by stage or by chunk and stage, as numbers of layers [chunks][stages].
 
-    One row for several chunks is taken in order: chunk 0 first, as far as each chunk has layers. A list of operators
-    counts as all layers, a mapping of operators as the most layers that one of them names.
+    One number a stage is dealt to its chunks in turns, chunk 0 first, as MindFormers does (LayerSetting). A list of
+    operators counts as all layers, a mapping of operators as the most layers that one of them names. True is all.
     """
     if isinstance(value, dict):
         tables = [table for table in (spread(inner, layers) for inner in value.values()) if table]
@@ -265,15 +266,24 @@ def spread(value: Any, layers: Table) -> Table | None:
         return None
     if not isinstance(value, (list, tuple)) or isinstance(value[0], str):
         return layers
-    if isinstance(value[0], (list, tuple, bool)):
-        rows = [row if isinstance(row, (list, tuple)) else [10**6 if row else 0] * len(layers[0]) for row in value]
-        return tuple(
-            tuple(min(int(want), have) for want, have in zip(row, own, strict=True))
-            for row, own in zip(rows, layers, strict=True)
-        )
-    left, table = list(value), []
-    for own in layers:
-        row = [min(want, have) for want, have in zip(left, own, strict=True)]
-        left = [want - taken for want, taken in zip(left, row, strict=True)]
-        table.append(tuple(row))
-    return tuple(table)
+    if not any(isinstance(row, (list, tuple)) for row in value):
+        columns = [_dealt(want, own) for want, own in zip(value, zip(*layers, strict=True), strict=True)]
+        return tuple(zip(*columns, strict=True))
+    rows = [row if isinstance(row, (list, tuple)) else [row] * len(layers[0]) for row in value]
+    return tuple(
+        tuple(_at_most(*pair) for pair in zip(row, own, strict=True)) for row, own in zip(rows, layers, strict=True)
+    )
+
+
+def _at_most(want: int | bool, have: int) -> int:
+    return have * want if isinstance(want, bool) else min(int(want), have)
+
+
+def _dealt(want: int | bool, own: Sequence[int]) -> list[int]:
+    """`want` layers of a stage whose chunks have `own`: one to each chunk in turn, as long as it has one left."""
+    taken, left = [0] * len(own), _at_most(want, sum(own))
+    while left:
+        for chunk in [chunk for chunk, have in enumerate(own) if taken[chunk] < have][:left]:
+            taken[chunk] += 1
+            left -= 1
+    return taken

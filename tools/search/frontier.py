@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tools.output.figure import new_figure, save_figure, svg_text
 from tools.search import pipeline_picture
 from tools.search.memory_model import GIB
 from tools.search.rank import Ranking
@@ -35,39 +35,18 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
 
 def draw(found: Found, times: SearchTimes, path: Path) -> Path:
     """Both pictures in one file (.svg or .png): the frontier above, the winner's timeline below."""
-    figure = _figure((13, 11))
+    figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_frontier(above, found)
     draw_timeline(below, found.entries[0], times)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _save(figure, path, path.suffix[1:])
-    return path
+    return save_figure(figure, path)
 
 
 def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
     """The `<svg>` element of one picture."""
-    figure, text = _figure(size), io.StringIO()
+    figure = new_figure(*size)
     paint(figure.subplots())
-    _save(figure, text, "svg")
-    written = text.getvalue()
-    return written[written.index("<svg") :]
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _save(figure: Any, target: Any, form: str) -> None:
-    import matplotlib
-
-    # the same answer gives the same file
-    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
-        figure.savefig(target, format=form, metadata={"Date": None} if form == "svg" else None, dpi=120)
+    return svg_text(figure)
 
 
 def draw_frontier(axes: Any, found: Found) -> None:
@@ -124,7 +103,7 @@ def draw_timeline(axes: Any, entry: Entry, times: SearchTimes) -> None:
     sending = 0.0 if config.overlap_pp else times.transfer(config)
     durations = Durations(forward, backward, backward / 2, sending, "none" if sending else "full")
     simulation = simulate(config.schedule, config.micro_batches, durations)
-    pipeline_picture._timeline(axes, simulation, config.chunks)
+    pipeline_picture.draw_timeline(axes, simulation, config.chunks)
     if sum(map(len, simulation.orders)) > _DENSE:
         for bars in axes.collections:
             bars.set_rasterized(True)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError
+from tools.output.whole import write_whole
 from tools.recipe.dump import recipe_text
 
 ENDING = ".layout.yaml"
@@ -60,10 +61,8 @@ def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
     Raises:
         DataError: the folder cannot be written to.
     """
-    from tools.search.pipeline_output import write_atomically  # brings the solver, which readers do not need
-
     head = f"# What `offset: auto` stands for. Made by `{command}`; read at every launch.\n"
-    write_atomically(path, head + recipe_text(asdict(layout)))
+    write_whole(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:

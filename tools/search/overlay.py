@@ -18,6 +18,7 @@ from tools.check.converter import convert
 from tools.check.schema import load_schema
 from tools.check.stages import layers_of
 from tools.check.view import MODEL, PARALLEL, RUNNER, View, look
+from tools.output.whole import write_whole
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
@@ -53,13 +54,11 @@ def write_overlay(recipe: Recipe, config: Configuration, path: str | os.PathLike
         RecipeError: as `overlay`.
         DataError: the folder cannot be written to.
     """
-    from tools.search.pipeline_output import write_atomically  # brings the solver, which `overlay` does not need
-
     target = Path(path)
     keys = _difference(load_recipe(recipe.source), changed(recipe, config))
     base = os.path.relpath(recipe.source, target.parent)
     text = "".join(f"# {line}\n" for note in notes for line in note.splitlines() or [""])
-    write_atomically(target, text + recipe_text({BASE_CONFIG: base, **keys}))
+    write_whole(target, text + recipe_text({BASE_CONFIG: base, **keys}))
 
 
 def changed(recipe: Recipe, config: Configuration) -> Recipe:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from plugins.errors import DataError
 from tools.search.pipeline import Outcome
 
 
@@ -43,28 +39,6 @@ def report_json(outcome: Outcome) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path`: all of it or, when interrupted, nothing.
-
-    Raises:
-        DataError: the folder cannot be written to.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    except OSError as error:
-        raise DataError(f"--out {path}: cannot be written ({error.strerror})") from None
-    try:
-        with open(handle, "w", encoding="utf-8") as stream:
-            stream.write(text)
-        # mkstemp lets only the owner read
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def solution_text(outcome: Outcome) -> str:

@@ -7,57 +7,33 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError
+from tools.output.figure import new_figure, save_figure
 from tools.search.in_flight import memory_over_time
 from tools.search.instance import Instance
 from tools.search.simulate import Durations, Simulation, simulate_timetable
-
-ENDINGS = (".svg", ".png")
-
-
-def check_ending(path: Path) -> None:
-    """Refuse, before the search, a file that cannot be drawn.
-
-    Raises:
-        DataError: the ending is neither .svg nor .png.
-    """
-    if path.suffix not in ENDINGS:
-        raise DataError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
 
 
 def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
     """Draw the timeline and the memory of a plan [K, C]; returns `path`.
 
-    Matplotlib is imported only here; no display is needed.
-
     Raises:
-        DataError: as `check_ending`.
+        DataError: as `save_figure`.
     """
-    check_ending(path)
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     forward, backward = instance.times(plan).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
-    figure = Figure(figsize=(14, 3 + 0.4 * instance.stages), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(14, 3 + 0.4 * instance.stages)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    _timeline(above, simulation, instance.chunks)
+    draw_timeline(above, simulation, instance.chunks)
     _layers(above, instance, plan)
     _memory(below, instance, plan, simulation)
     figure.suptitle(
         f"{instance.name}: step {simulation.makespan:.6g}, bubble {100 * simulation.idle_share:.1f} % of all time "
         "(simulated)"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the same plan gives the same file
-    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=120)
-    return path
+    return save_figure(figure, path)
 
 
-def _timeline(axes: Any, simulation: Simulation, chunks: int) -> None:
+def draw_timeline(axes: Any, simulation: Simulation, chunks: int) -> None:
     """A row for each stage; forwards blue, backwards green, later chunks darker."""
     from matplotlib import colormaps
     from matplotlib.patches import Patch

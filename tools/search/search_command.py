@@ -11,6 +11,8 @@ import click
 from rich.console import Console
 
 from tools.data.signals import terminate_as_interrupt
+from tools.output.figure import check_ending
+from tools.output.whole import write_whole
 from tools.search.budget import Budget
 from tools.search.search_limits import read_limit
 
@@ -91,7 +93,6 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     far is shown).
     """
     from tools.recipe.load import load_recipe
-    from tools.search.pipeline_picture import check_ending
     from tools.search.search_progress import SpaceProgress
     from tools.search.search_request import request_of
     from tools.search.search_run import search
@@ -182,10 +183,7 @@ def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, A
 
         click.echo(f"drawn: {draw(found, times, options['picture'])}", err=True)
     if options["html_file"]:
-        from tools.search.pipeline_output import write_atomically
         from tools.search.report_html import html
 
-        write_atomically(
-            options["html_file"], html(found, times, f"Parallel strategies for {Path(recipe.source).name}")
-        )
+        write_whole(options["html_file"], html(found, times, f"Parallel strategies for {Path(recipe.source).name}"))
         click.echo(f"written: {options['html_file']}", err=True)

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from tools.output.whole import write_whole
 from tools.search.configuration import Configuration
-from tools.search.pipeline_output import write_atomically
 from tools.search.placement import Placement
 from tools.search.search_request import Request
 from tools.search.search_times import SearchTimes
@@ -67,7 +67,7 @@ class Store:
             "why": placement.why,
         }
         content = {"digest": self.digest, "placed": self._placed}
-        write_atomically(self.path, json.dumps(content) + "\n")
+        write_whole(self.path, json.dumps(content) + "\n")
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """What the file holds of this question; nothing where it is missing, broken or of another one."""

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch.cli import tc3
-from plugins.errors import RecipeError
+from plugins.errors import TC3Error
 from tools.dryrun import cache
 from tools.dryrun.cli import resized, without_files
 from tools.dryrun.job import Job
@@ -55,7 +55,7 @@ def test_a_mistake_is_one_line_with_its_key_before_anything_is_compiled(change, 
     ],
 )
 def test_wrong_input(arguments, message):
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(TC3Error, match=message):
         run(LARGE, *arguments)
 
 

@@ -4,10 +4,11 @@ import io
 import pytest
 from rich.console import Console
 
-from plugins.errors import RecipeError
+from plugins.errors import DataError
 from tools.dryrun.memory import GIB
-from tools.dryrun.picture import check_ending, draw
+from tools.dryrun.picture import draw
 from tools.dryrun.render import notes, render
+from tools.output.figure import check_ending
 
 MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1}
 STAGE = {
@@ -76,5 +77,5 @@ def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
     first, second = (draw(REPORT, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
     assert first == second
     assert b"gathered weights" in first and b"between nodes" in first
-    with pytest.raises(RecipeError, match="want a file that ends in"):
+    with pytest.raises(DataError, match="want a file that ends in"):
         check_ending(tmp_path / "a.pdf")

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from plugins.errors import RecipeError
+from plugins.errors import TC3Error
 from tests.tools.check.test_mutations import ROOT
 from tools.ep_report.cli import ep_report
 from tools.ep_report.report_case import DEGREES, MODELS, cases, main, markdown
@@ -73,8 +73,8 @@ def test_the_picture_of_the_same_numbers_is_the_same_file(tmp_path):
 def test_user_errors(arguments, word):
     """`launch.cli.main` turns them into one line and exit code 2."""
     result = run(LARGE, *arguments)
-    assert isinstance(result.exception, RecipeError)
-    with pytest.raises(RecipeError, match=word):
+    assert isinstance(result.exception, TC3Error)
+    with pytest.raises(TC3Error, match=word):
         raise result.exception
 
 

@@ -1,5 +1,7 @@
+import copy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,6 +130,27 @@ def test_recompute_settings_by_layer():
     layers = ((4, 4), (3, 2))
     assert spread(True, layers) == layers
     assert spread(False, layers) is None
-    assert spread([5, 1], layers) == ((4, 1), (1, 0))
+    assert spread([5, 1], layers) == ((3, 1), (2, 0)), "in turns"
+    assert spread([6, 9], layers) == ((3, 4), (3, 2)) and spread([9, 0], layers) == ((4, 0), (3, 0))
+    assert spread([True, False], layers) == ((4, 0), (3, 0)), "flags by stage"
+    assert spread([True, [1, False]], layers) == ((4, 4), (1, 0)), "flags by chunk, and by stage within one"
     assert spread([[1, 9], [0, 1]], layers) == ((1, 4), (0, 1))
     assert spread({"mul": True}, layers) == layers
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=60)
+def test_recompute_lists_are_dealt_as_mindformers_deals_them(data):
+    from mindformers.parallel_core.training_graph.transformer.utils import LayerSetting
+
+    stages, chunks = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
+    number = st.integers(0, 5)
+    layers = data.draw(st.lists(st.tuples(*[number] * stages), min_size=chunks, max_size=chunks))
+    setting = LayerSetting.__new__(LayerSetting)  # its constructor asks the global context
+    setting.layer_list, setting.pp_interleave_num, setting.is_zbv = np.array(layers), chunks, False
+    entry = st.integers(0, 12) | st.booleans()
+    flat = data.draw(st.lists(entry, min_size=stages, max_size=stages))
+    rows = data.draw(st.lists(st.lists(entry, min_size=stages, max_size=stages), min_size=chunks, max_size=chunks))
+    for value in (flat, rows):
+        theirs = setting._format_recompute_list(copy.deepcopy(value))
+        assert np.array_equal(spread(value, tuple(layers)), np.array(theirs)), value

@@ -72,5 +72,5 @@ def test_wrong_input(problem, tmp_path):
 
 def test_out_that_cannot_be_written(problem, tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
-    with pytest.raises(DataError, match=r"--out .* cannot be written"):
+    with pytest.raises(DataError, match=r"s\.json: cannot be written"):
         run(problem, "--out", tmp_path / "file" / "s.json")
