@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable as Function
 from pathlib import Path
 
 import numpy as np
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
+
+from tools.output.whole import whole_file, write_whole
 
 FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
 START = "start."  # of the names of the weights before training
@@ -86,8 +86,9 @@ class EquivalenceRecord(Callback):
                 split.append(weight.name)
         record = {"world_size": get_real_group_size(), "samples": self.samples, "squares": self.squares, "split": split}
         rank = get_real_rank()
-        _write(self.folder / f"rank_{rank}.npz", lambda out: np.savez(out, **arrays))
-        _write(self.folder / f"rank_{rank}.json", lambda out: out.write(json.dumps(record).encode()))
+        with whole_file(self.folder / f"rank_{rank}.npz") as part:
+            np.savez(part, **arrays)
+        write_whole(self.folder / f"rank_{rank}.json", json.dumps(record))
 
     def _state(self, run_context):
         """name -> copy of each moment of the optimizer, float32."""
@@ -97,12 +98,3 @@ class EquivalenceRecord(Callback):
             for param in optimizer.get_parameters()
             if param.name.startswith((FIRST, SECOND))
         }
-
-
-def _write(path: Path, write: Function):
-    """A file that is either whole or not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("wb") as out:
-        write(out)
-    os.replace(temporary, path)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.readings import read_metrics
+from tools.output.figure import new_figure, save_figure
 
 
 def draw_loss_curve(
@@ -22,11 +23,7 @@ def draw_loss_curve(
     curves = {file: read_metrics(file).steps for file in metrics_files}
     if not any(curves.values()):
         raise ValueError(f"no steps to draw in {', '.join(map(str, metrics_files)) or 'no files'}")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 4.5)
     axes = figure.add_subplot()
     for file, steps in curves.items():
         name = "training" if len(curves) == 1 else f"{file.parent.parent.name}/{file.stem}"
@@ -44,9 +41,7 @@ def draw_loss_curve(
             label="held out, language model",
         )
     _dress(axes)
-    out_path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out_path, dpi=120)
-    return out_path
+    return save_figure(figure, out_path)
 
 
 def _dress(axes: Any) -> None:

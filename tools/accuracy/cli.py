@@ -16,6 +16,7 @@ from tools.accuracy.compare_cli import compare
 from tools.accuracy.dump import dump
 from tools.accuracy.equivalence_cli import equivalence_command
 from tools.accuracy.promotion import DEFAULT, NAMES
+from tools.output.whole import write_whole
 
 
 class DtypeName(click.ParamType):
@@ -94,8 +95,7 @@ def ops(
     if page:
         from tools.accuracy.html import html
 
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(html(report), "utf-8")
+        write_whole(page, html(report))
         click.echo(f"written: {page}", err=True)
     if as_json:
         click.echo(json.dumps(report.as_json()))

@@ -12,6 +12,7 @@ from rich.console import Console
 from tools.accuracy.compare_report import Report, as_json
 from tools.accuracy.compare_rows import Row
 from tools.accuracy.dumps.names import PHASES
+from tools.output.whole import whole_file, write_whole
 
 MOST = 8  # findings shown
 
@@ -47,10 +48,9 @@ def finding_text(row: Row) -> str:
 
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
     """compare.json, rows.csv (every row) and, with `page`, compare.html, in the folder `out`."""
-    out.mkdir(parents=True, exist_ok=True)
     files = [out / "compare.json", out / "rows.csv"]
-    files[0].write_text(json.dumps(report.as_json(), indent=1), "utf-8")
-    with files[1].open("w", newline="", encoding="utf-8") as file:
+    write_whole(files[0], json.dumps(report.as_json(), indent=1))
+    with whole_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         for row in report.rows:
@@ -59,5 +59,5 @@ def write_files(report: Report, out: Path, page: bool) -> list[Path]:
         from tools.accuracy.compare_html import html
 
         files.append(out / "compare.html")
-        files[-1].write_text(html(report), "utf-8")
+        write_whole(files[-1], html(report))
     return files

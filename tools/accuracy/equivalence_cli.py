@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
+from tools.output.whole import write_whole
 
 if TYPE_CHECKING:
     from tools.accuracy.equivalence import Matrix
@@ -84,8 +85,7 @@ def equivalence_command(
     matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"))
     lines = _gate(matrix, file, recipe, update, console)
     if page:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(as_html(matrix, lines), "utf-8")
+        write_whole(page, as_html(matrix, lines))
         click.echo(f"written: {page}", err=True)
     if as_json:
         rows = [row.as_json() for row in matrix.rows]

@@ -19,6 +19,7 @@ from tools.accuracy.equivalence_compare import DTYPE
 from tools.accuracy.equivalence_runs import LOSSES, ROOT, Trained, group_norms
 from tools.accuracy.equivalence_trained import COUNTED
 from tools.accuracy.tolerance import tolerance
+from tools.output.whole import write_whole
 
 GOLDEN = ROOT / "golden"
 DIGITS = 7  # of a float32
@@ -68,8 +69,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
         "made_with": {name: version(name) for name in MADE_WITH},
         "runs": dict(sorted({**old, **runs}.items())),
     }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(file, json.dumps(content, indent=1) + "\n")
 
 
 def read_golden(file: Path) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Hashable
-from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tools.output.whole import write_whole
 from tools.recipe.load import KeyPath, Recipe
 
 
@@ -22,14 +22,7 @@ def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         yaml.representer.RepresenterError: a value is no plain YAML value (a bug of the caller).
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(recipe_text(recipe), encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, recipe_text(recipe))
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.errors import DataError
 from tools.recipe.dump import dump_recipe, recipe_text
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -58,8 +59,8 @@ def test_the_file_is_never_half_written(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr("tools.recipe.dump.os.replace", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("tools.output.whole.os.replace", fail)
+    with pytest.raises(DataError, match=r"flat\.yaml: cannot be written \(disk full"):
         dump_recipe({"a": 2}, target)
     assert target.read_text() == "a: 1\n" and os.listdir(tmp_path) == ["flat.yaml"]
 
