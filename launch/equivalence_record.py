@@ -16,7 +16,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
 
-from tools.output.whole import whole_file, write_whole
+from tools.files.whole import whole_file, write_whole
 
 FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
 START = "start."  # of the names of the weights before training

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.readings import read_metrics
-from tools.output.figure import new_figure, save_figure
+from tools.files.figure import new_figure, save_figure
 
 
 def draw_loss_curve(

@@ -16,7 +16,7 @@ from tools.accuracy.compare_cli import compare
 from tools.accuracy.dump import dump
 from tools.accuracy.equivalence_cli import equivalence_command
 from tools.accuracy.promotion import DEFAULT, NAMES
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 
 
 class DtypeName(click.ParamType):

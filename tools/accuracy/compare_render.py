@@ -12,7 +12,7 @@ from rich.console import Console
 from tools.accuracy.compare_report import Report, as_json
 from tools.accuracy.compare_rows import Row
 from tools.accuracy.dumps.names import PHASES
-from tools.output.whole import whole_file, write_whole
+from tools.files.whole import whole_file, write_whole
 
 MOST = 8  # findings shown
 

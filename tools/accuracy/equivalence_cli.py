@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 
 if TYPE_CHECKING:
     from tools.accuracy.equivalence import Matrix

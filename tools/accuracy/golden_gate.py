@@ -19,7 +19,7 @@ from tools.accuracy.equivalence_compare import DTYPE
 from tools.accuracy.equivalence_runs import LOSSES, ROOT, Trained, group_norms
 from tools.accuracy.equivalence_trained import COUNTED
 from tools.accuracy.tolerance import tolerance
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 
 GOLDEN = ROOT / "golden"
 DIGITS = 7  # of a float32

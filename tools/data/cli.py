@@ -13,7 +13,7 @@ from plugins.errors import DataError
 from tools.data.reporter import TerminalReporter
 from tools.data.signals import terminate_as_interrupt
 from tools.data.sources import FOLDER_SUFFIXES, Corpus
-from tools.output.figure import check_ending
+from tools.files.figure import check_ending
 
 DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}

@@ -9,7 +9,7 @@ import numpy as np
 
 from tools.data.imbalance import Imbalance
 from tools.data.imbalance_steps import OneStep
-from tools.output.figure import new_figure, save_figure
+from tools.files.figure import new_figure, save_figure
 
 _BEFORE, _AFTER = "tab:orange", "tab:blue"
 

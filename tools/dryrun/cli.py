@@ -23,7 +23,7 @@ from tools.dryrun.pool import run_jobs
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
 from tools.ep_report.settle import settle
-from tools.output.figure import check_ending
+from tools.files.figure import check_ending
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.settle_layout import settle_layout

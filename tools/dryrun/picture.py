@@ -8,7 +8,7 @@ from typing import Any
 
 from tools.dryrun.memory import GIB
 from tools.dryrun.traffic import BETWEEN, INSIDE
-from tools.output.figure import new_figure, save_figure
+from tools.files.figure import new_figure, save_figure
 
 _PARTS = {
     "weights": "weights",

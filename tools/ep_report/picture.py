@@ -8,7 +8,7 @@ from typing import Any
 from plugins.ep_overlap.plan import WHOLE
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from tools.ep_report.advise import Advice
-from tools.output.figure import new_figure, save_figure
+from tools.files.figure import new_figure, save_figure
 
 _ROWS = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
 _GREY = "0.75"

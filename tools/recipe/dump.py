@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 from tools.recipe.load import KeyPath, Recipe
 
 

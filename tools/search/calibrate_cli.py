@@ -12,7 +12,7 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.ep_report.advise import DEFAULT_HARDWARE
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 from tools.search.calibrate import Calibration, calibrate
 from tools.search.calibrate_file import cluster_text
 from tools.search.efficiency import Efficiency, cluster, efficiency_of

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tools.output.figure import check_ending
-from tools.output.whole import write_whole
+from tools.files.figure import check_ending
+from tools.files.whole import write_whole
 from tools.search.budget import Budget, interruptible
 from tools.search.calibrate_cli import calibrate_command
 from tools.search.instance_file import read_instance

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.output.figure import new_figure, save_figure, svg_text
+from tools.files.figure import new_figure, save_figure, svg_text
 from tools.search import pipeline_picture
 from tools.search.memory_model import GIB
 from tools.search.rank import Ranking

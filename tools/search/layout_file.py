@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 
 ENDING = ".layout.yaml"

@@ -18,7 +18,7 @@ from tools.check.converter import convert
 from tools.check.schema import load_schema
 from tools.check.stages import layers_of
 from tools.check.view import MODEL, PARALLEL, RUNNER, View, look
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.output.figure import new_figure, save_figure
+from tools.files.figure import new_figure, save_figure
 from tools.search.in_flight import memory_over_time
 from tools.search.instance import Instance
 from tools.search.simulate import Durations, Simulation, simulate_timetable

@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 
 from tools.data.signals import terminate_as_interrupt
-from tools.output.figure import check_ending
-from tools.output.whole import write_whole
+from tools.files.figure import check_ending
+from tools.files.whole import write_whole
 from tools.search.budget import Budget
 from tools.search.search_limits import read_limit
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tools.output.whole import write_whole
+from tools.files.whole import write_whole
 from tools.search.configuration import Configuration
 from tools.search.placement import Placement
 from tools.search.search_request import Request

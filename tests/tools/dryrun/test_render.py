@@ -8,7 +8,7 @@ from plugins.errors import DataError
 from tools.dryrun.memory import GIB
 from tools.dryrun.picture import draw
 from tools.dryrun.render import notes, render
-from tools.output.figure import check_ending
+from tools.files.figure import check_ending
 
 MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1}
 STAGE = {

@@ -1,0 +1,68 @@
+import os
+
+import pytest
+
+from plugins.errors import DataError
+from tools.files.figure import new_figure, save_figure
+from tools.files.whole import whole_file, write_whole
+
+
+def test_a_file_and_its_folders_are_made(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    write_whole(path, "ü\n")
+    assert path.read_text("utf-8") == "ü\n" and [file.name for file in path.parent.iterdir()] == ["a.txt"]
+
+
+def test_others_may_read_what_the_umask_lets_them(tmp_path):
+    write_whole(tmp_path / "a", "")
+    (tmp_path / "b").write_text("")
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_what_stood_there_stays_when_the_writer_stops_half_way(tmp_path, error):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with pytest.raises(error), whole_file(path) as part:
+        part.write_text("ne")
+        raise error
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
+    path = tmp_path / "a.txt"
+    with pytest.raises(DataError, match=r"a\.txt: cannot be written \(No space left"), whole_file(path) as part:
+        part.write_text("half")
+        raise OSError(28, os.strerror(28))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_the_place_of_a_folder_is_one_message(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        write_whole(tmp_path / "file" / "a.txt", "")
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_a_picture_is_the_same_for_the_same_numbers(tmp_path, ending):
+    def draw(name):
+        figure = new_figure(2, 1)
+        figure.subplots().plot([1, 2, 3], label="line")
+        return save_figure(figure, tmp_path / f"{name}.{ending}").read_bytes()
+
+    assert draw("a") == draw("b")
+
+
+def test_a_picture_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "a.svg"
+    path.write_text("old")
+    figure = new_figure(2, 1)
+
+    def half(target, **kwargs):
+        target.write_text("<svg")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "savefig", half)
+    with pytest.raises(KeyboardInterrupt):
+        save_figure(figure, path)
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]

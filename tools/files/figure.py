@@ -1,0 +1,60 @@
+"""Pictures by matplotlib without a display: the same numbers give the same file."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.files.whole import whole_file
+
+ENDINGS = (".svg", ".png")
+
+
+def check_ending(path: Path) -> None:
+    """Refuse a file that cannot be drawn, before the long work that would end in it.
+
+    Raises:
+        DataError: the ending is neither .svg nor .png.
+    """
+    if path.suffix not in ENDINGS:
+        raise DataError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches. Matplotlib is imported only here."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write `figure` to an .svg or .png; returns `path`.
+
+    Raises:
+        DataError: as `check_ending`, or the file cannot be written.
+    """
+    check_ending(path)
+    with whole_file(path) as part:
+        _save(figure, part, path.suffix[1:])
+    return path
+
+
+def svg_text(figure: Any) -> str:
+    """The `<svg>` element, to stand in a page."""
+    text = io.StringIO()
+    _save(figure, text, "svg")
+    written = text.getvalue()
+    return written[written.index("<svg") :]
+
+
+def _save(figure: Any, target: Any, form: str) -> None:
+    import matplotlib
+
+    # element ids are random and files dated by default
+    with matplotlib.rc_context({"svg.hashsalt": "tc3", "svg.fonttype": "none"}):
+        figure.savefig(target, format=form, metadata={"Date": None} if form == "svg" else None, dpi=120)

@@ -1,0 +1,42 @@
+"""A file is either whole or not there: nobody reads half a report, plan or picture as the whole of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from plugins.errors import DataError
+
+
+@contextmanager
+def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A path beside `path`, of the same ending, to write to; it takes `path`'s place when the block ends well.
+
+    Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
+
+    Raises:
+        DataError: it cannot be written there.
+    """
+    target = Path(path)
+    part = target.with_name(f".{os.getpid()}.{target.name}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield part
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write `text` to `path` in UTF-8.
+
+    Raises:
+        DataError: as `whole_file`.
+    """
+    with whole_file(path) as part:
+        part.write_text(text, encoding="utf-8")
