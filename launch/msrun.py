@@ -73,13 +73,15 @@ def worker_environment(workers: int, run_dir: Path, environ: Mapping[str, str] =
     """`environ` made fit for `workers` workers on this host; what the user has set stays.
 
     msrun starts the first `python` on PATH, so ours is put there. The threads of all workers together do not
-    exceed the cores. MindSpore logs errors only; MindFormers' log goes into the run's folder.
+    exceed the cores. MindSpore logs errors only; MindFormers' log goes into the run's folder. MindFormers takes a
+    node for one of 8 devices unless told, and refuses to save the checkpoint of more.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
         "GLOG_v": "3",
         "PYTHONUNBUFFERED": "1",
+        "DEVICE_NUM_PER_NODE": str(workers),
         "LOG_MF_PATH": str(run_dir / "logs" / "mindformers"),
     }
     ours = {

@@ -126,7 +126,7 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
         f"# {size}. Written by: {made_by}",
         *(start if cluster.nodes > 1 else []),
         "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint).",
-        "# Exit code: 0 trained, 1 failed, 2 something to mend first, 130 or 143 interrupted.",
+        "# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.",
         "set -euo pipefail",
         "",
     ]
@@ -143,6 +143,7 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
         f"SLOTS={cluster.slots} # workers of a node",
         *_hosts(cluster),
         _default("RUN_DIR", launch.run_dir),
+        f"SAVE_PATH={shlex.quote(str((recipe.get('checkpoint') or {}).get('save_path') or ''))} # empty: in RUN_DIR",
         _default("MASTER_PORT", str(port)),
         _default("RESUME", launch.resume),
     ]
@@ -164,7 +165,14 @@ def _hosts(cluster: Cluster) -> list[str]:
         return [
             *lines,
             "HOSTS=(",
-            *textwrap.wrap(cluster.names, 110, initial_indent=INDENT, subsequent_indent=INDENT),
+            *textwrap.wrap(
+                cluster.names,
+                110,
+                initial_indent=INDENT,
+                subsequent_indent=INDENT,
+                break_on_hyphens=False,
+                break_long_words=False,
+            ),
             ")",
         ]
     return [

@@ -107,6 +107,11 @@ export PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
 # MindFormers' own log, beside msrun's; its default is ./output/log, one folder for all nodes of a shared disk.
 export LOG_MF_PATH=${LOG_MF_PATH:-$LOG_DIR/mindformers}
 
+# Checkpoints of all nodes go to one folder, and MindFormers refuses to save more workers than one node has unless it knows
+# that folder's disk as shared: NFS and DPC it knows, of others (Lustre, GPFS, ...) it has to be told.
+export DEVICE_NUM_PER_NODE=${DEVICE_NUM_PER_NODE:-$SLOTS}
+export SHARED_PATHS=${SHARED_PATHS:-$RUN_DIR${SAVE_PATH:+,$SAVE_PATH}}
+
 # --tail_worker_log: only the last worker, which holds the last pipeline stage and so the loss, prints to the terminal.
 COMMAND=(
     msrun "--worker_num=$WORKERS" "--local_worker_num=$SLOTS" "--node_rank=$RANK"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # 4 workers on 1 node. Written by: tc3 train recipes/mini/pretrain_ep4.yaml --script
 # The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint).
-# Exit code: 0 trained, 1 failed, 2 something to mend first, 130 or 143 interrupted.
+# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.
 set -euo pipefail
 
 RECIPE=recipes/mini/pretrain_ep4.yaml
@@ -11,6 +11,7 @@ WORKERS=4
 SLOTS=4 # workers of a node
 HOSTS=(127.0.0.1)
 [ -n "${RUN_DIR:-}" ] || RUN_DIR=output/mini-pretrain_ep4
+SAVE_PATH='' # empty: in RUN_DIR
 [ -n "${MASTER_PORT:-}" ] || MASTER_PORT=8118
 [ -n "${RESUME:-}" ] || RESUME=''
 
@@ -121,6 +122,11 @@ export GLOG_v=${GLOG_v:-3}
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
 # MindFormers' own log, beside msrun's; its default is ./output/log, one folder for all nodes of a shared disk.
 export LOG_MF_PATH=${LOG_MF_PATH:-$LOG_DIR/mindformers}
+
+# Checkpoints of all nodes go to one folder, and MindFormers refuses to save more workers than one node has unless it knows
+# that folder's disk as shared: NFS and DPC it knows, of others (Lustre, GPFS, ...) it has to be told.
+export DEVICE_NUM_PER_NODE=${DEVICE_NUM_PER_NODE:-$SLOTS}
+export SHARED_PATHS=${SHARED_PATHS:-$RUN_DIR${SAVE_PATH:+,$SAVE_PATH}}
 
 # --tail_worker_log: only the last worker, which holds the last pipeline stage and so the loss, prints to the terminal.
 COMMAND=(

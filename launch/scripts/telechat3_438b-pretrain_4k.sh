@@ -4,7 +4,7 @@
 #   bash SCRIPT [NODE_RANK]      without it the rank is $NODE_RANK, $SLURM_NODEID or the place in HOSTS
 #   srun --nodes=512 --ntasks-per-node=1 --kill-on-bad-exit=1 bash SCRIPT
 # The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint).
-# Exit code: 0 trained, 1 failed, 2 something to mend first, 130 or 143 interrupted.
+# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.
 set -euo pipefail
 
 RECIPE=recipes/telechat3_438b/pretrain_4k.yaml
@@ -18,6 +18,7 @@ if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
     mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 fi
 [ -n "${RUN_DIR:-}" ] || RUN_DIR=output/telechat3_438b-pretrain_4k
+SAVE_PATH='' # empty: in RUN_DIR
 [ -n "${MASTER_PORT:-}" ] || MASTER_PORT=8118
 [ -n "${RESUME:-}" ] || RESUME=''
 
@@ -128,6 +129,11 @@ export GLOG_v=${GLOG_v:-3}
 export PYTHONUNBUFFERED=${PYTHONUNBUFFERED:-1}
 # MindFormers' own log, beside msrun's; its default is ./output/log, one folder for all nodes of a shared disk.
 export LOG_MF_PATH=${LOG_MF_PATH:-$LOG_DIR/mindformers}
+
+# Checkpoints of all nodes go to one folder, and MindFormers refuses to save more workers than one node has unless it knows
+# that folder's disk as shared: NFS and DPC it knows, of others (Lustre, GPFS, ...) it has to be told.
+export DEVICE_NUM_PER_NODE=${DEVICE_NUM_PER_NODE:-$SLOTS}
+export SHARED_PATHS=${SHARED_PATHS:-$RUN_DIR${SAVE_PATH:+,$SAVE_PATH}}
 
 # --tail_worker_log: only the last worker, which holds the last pipeline stage and so the loss, prints to the terminal.
 COMMAND=(

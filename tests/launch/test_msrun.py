@@ -75,6 +75,7 @@ def test_the_environment_keeps_what_the_user_has_set_and_finds_this_python_and_r
     assert environment["PATH"].split(":") == [str(Path(sys.executable).parent), "/bin"]
     assert environment["PYTHONPATH"].split(":") == [str(ROOT), "/mine"]
     assert worker_environment(1, Path("/r"), {})["GLOG_v"] == "3"
+    assert worker_environment(16, Path("/r"), {})["DEVICE_NUM_PER_NODE"] == "16"
 
 
 def test_a_port_in_use_is_refused_and_a_free_one_is_not():

@@ -17,7 +17,10 @@ from launch.script import PORT, SCRIPTS, Launch, launch_script
 from launch.train_command import train
 
 MINI = "recipes/mini/pretrain_dp2.yaml"
-ENVIRONMENT = ("HCCL_CONNECT_TIMEOUT", "ASCEND_PROCESS_LOG_PATH", "LOG_MF_PATH", "TC3_SUPERVISED", "PYTHONPATH")
+ENVIRONMENT = (
+    *("HCCL_CONNECT_TIMEOUT", "ASCEND_PROCESS_LOG_PATH", "LOG_MF_PATH", "TC3_SUPERVISED", "PYTHONPATH"),
+    *("SHARED_PATHS", "DEVICE_NUM_PER_NODE"),
+)
 FAKE = f"""#!{sys.executable}
 import json, os, subprocess, sys, time
 out = os.environ["RECORD"]
@@ -151,6 +154,31 @@ def test_the_mini_script_runs_on_one_node(run, tmp_path):
     assert environment["TC3_SUPERVISED"] == "1"
     assert environment["LOG_MF_PATH"] == f"{tmp_path}/run dir/logs/node_0/mindformers"
     assert environment["HCCL_CONNECT_TIMEOUT"] is None, "nothing of Ascend's on CPU"
+
+
+def test_mindformers_may_save_the_checkpoint_of_many_nodes(run, hosts, tmp_path, monkeypatch):
+    from mindformers.utils import file_utils
+
+    recipe = {**ascend(data_parallel=16), "context": {"device_target": "CPU"}, "checkpoint": {"save_path": "/else"}}
+    code, record, err = run(generate(recipe, hosts("a 8\nb-c 8\n")), "0", MASTER_ADDR="10.0.0.1")
+    assert code == 0, err
+    monkeypatch.setattr(file_utils, "get_real_group_size", lambda: 16)
+    folders = [f"{tmp_path}/run dir/checkpoint", "/else/checkpoint"]
+    assert [file_utils.is_publicly_accessible_path(folder) for folder in folders] == [False, False], "the test bites"
+    for name in ("SHARED_PATHS", "DEVICE_NUM_PER_NODE"):
+        monkeypatch.setenv(name, record["environment"][name])
+    assert [file_utils.is_publicly_accessible_path(folder) for folder in folders] == [True, True]
+    assert record["environment"]["DEVICE_NUM_PER_NODE"] == "8"
+
+
+def test_long_lists_of_names_with_hyphens_stay_whole(hosts, tmp_path):
+    names = [f"gpu-node-{number}.hpc-center.org" for number in range(40)]
+    text = generate(ascend(data_parallel=320), hosts("".join(f"{name} 8\n" for name in names)))
+    values = text[: text.index("# ----")]
+    found = subprocess.run(
+        ["bash", "-c", values + 'printf "%s\\n" "${HOSTS[@]}"'], capture_output=True, text=True, check=True
+    )
+    assert found.stdout.split() == names
 
 
 def test_on_two_nodes_the_rank_comes_from_whoever_knows_it(run, hosts):
