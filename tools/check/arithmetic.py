@@ -20,6 +20,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
     _batches(view, found)
     _dataset(view, built, found)
     _schedule(view, found)
+    _tied(view, found)
     if view.parallel:
         _divisions(view, built, found)
         _nodes(view, built, found)
@@ -70,16 +71,29 @@ def _router(view: View, built: Built, found: Findings) -> None:
         found.error(path, f"{chosen} does not divide num_experts_per_tok {topk}", rule="topk_group_divides")
 
 
+def _tied(view: View, found: Findings) -> None:
+    """The training models of this family have output weights of their own, whatever these keys say."""
+    for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
+        if view.get((*MODEL, key)) is tied:
+            found.warning((*MODEL, key), "does not reach the training model: it ties nothing", f"{not tied}")
+
+
 def _heads(view: View, built: Built, found: Findings) -> None:
     heads, hidden = built.number("num_attention_heads"), built.number("hidden_size")
     tp = view.tp if view.parallel else 1
-    ulysses = view.cp if view.get((*PARALLEL, "context_parallel_algo")) == "ulysses_cp" and view.parallel else 1
+    degree = (*PARALLEL, "ulysses_degree_in_cp")
+    ulysses = view.number(degree, 1) if view.parallel else 1
     if heads % tp:
         wrong = f"{heads} heads cannot be divided over {tp} tensor-parallel ranks"
         found.error((*PARALLEL, "model_parallel"), wrong, rule="heads_tp")
     elif heads % (tp * ulysses):
-        wrong = f"{heads} heads cannot be divided over model_parallel x context_parallel = {tp} x {ulysses}"
-        found.error((*PARALLEL, "context_parallel"), wrong, "colossalai_cp, or fewer", rule="heads_cp")
+        wrong = f"{heads} heads cannot be divided over model_parallel x ulysses_degree_in_cp = {tp} x {ulysses}"
+        found.error(degree, wrong, "fewer", rule="heads_cp")
+    if view.parallel and view.cp % max(ulysses, 1):
+        found.error(degree, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
+    if view.get((*PARALLEL, "context_parallel_algo")) == "ulysses_cp" and view.parallel and ulysses == 1 < view.cp:
+        wrong = "alone changes nothing: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"
+        found.warning((*PARALLEL, "context_parallel_algo"), wrong, f"ulysses_degree_in_cp: {view.cp}", rule="heads_cp")
     if "qk_pos_emb_head_dim" in built.fields:
         query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
         if built.number("v_head_dim") > query:
@@ -93,7 +107,7 @@ def _heads(view: View, built: Built, found: Findings) -> None:
             found.error((*MODEL, "num_key_value_heads"), f"{groups} do not divide {heads} heads")
         if groups and groups % tp:
             found.error((*PARALLEL, "model_parallel"), f"{groups} key-value heads cannot be divided over {tp} ranks")
-        if heads and hidden % heads and not view.has((*MODEL, "head_dim")):
+        if heads and hidden % heads:  # even where head_dim is given
             found.error((*MODEL, "num_attention_heads"), f"{heads} do not divide hidden_size {hidden}")
 
 
@@ -196,15 +210,13 @@ def _handlers(view: View, built: Built, found: Findings) -> None:
 
 
 def _strategy(view: View, found: Findings) -> None:
-    """dataset_strategy against data_parallel, the columns and full_batch."""
+    """dataset_strategy against data_parallel and the columns; MindFormers fills one in where there is none."""
     strategy = view.get(_STRATEGY)
-    if view.flag(("parallel", "full_batch")) or strategy is None:
-        if strategy is None and not view.flag(("parallel", "full_batch")):
-            found.error(("parallel",), "has no dataset_strategy", f"[[{view.dp}, 1], ...]", rule="strategy_list")
+    if strategy is None or (strategy == "full_batch" and view.flag(("parallel", "full_batch"), True)):
         return
     if not isinstance(strategy, list) or not all(_whole(row) for row in strategy):
         wrong = f"{strategy!r} is no list of lists of numbers"
-        found.error(_STRATEGY, wrong, f"[[{view.dp}, 1], ...], or full_batch: True", rule="strategy_list")
+        found.error(_STRATEGY, wrong, f"[[{view.dp}, 1], ...], or none", rule="strategy_list")
         return
     wrong_rows = [row for row in strategy if row[0] != view.dp]
     if wrong_rows:

@@ -24,7 +24,7 @@ class Parts:
     """Weights of one instance of each part, and how many layers there are of each kind."""
 
     embedding: int
-    head: int  # output projection (0 when tied) and the last norm
+    head: int  # output projection and the last norm
     dense_layer: int
     moe_layer: int
     active_moe_layer: int  # what one token uses of it
@@ -86,8 +86,7 @@ def parts_of(fields: Mapping[str, Any]) -> Parts:
     last, used = (moe, active) if pattern and pattern[-1] else (dense, dense)
     depth = fields.get("mtp_num_layers") or 0
     extra = 2 * hidden * hidden + 3 * norm
-    tied = fields.get("tie_word_embeddings") is True or fields.get("untie_embeddings_and_output_weights") is False
-    head = norm + (0 if tied else vocabulary * hidden)
+    head = norm + vocabulary * hidden
     return Parts(vocabulary * hidden, head, dense, moe, active, depth * (last + extra), depth * (used + extra), pattern)
 
 

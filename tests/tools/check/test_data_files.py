@@ -71,9 +71,17 @@ def test_a_truncated_pair(prefix):
     assert "bytes" in wrong(on(prefix))["train_dataset.data_loader.config.data_path"].wrong
 
 
-@pytest.mark.parametrize(("room", "severity"), [(64, "error"), (110, "warning"), (2048, None)])
-def test_documents_of_a_compressed_mask(tmp_path, room, severity):
-    lengths = [10] * 100 + [30] * 100  # 2048 tokens hold 102 documents on average, at most 134
+@pytest.mark.parametrize(
+    ("lengths", "room", "severity"),
+    [
+        ([10] * 100 + [30] * 100, 64, "error"),  # 2048 tokens hold 102 documents on average, at most 136
+        ([10] * 100 + [30] * 100, 110, "warning"),
+        ([10] * 100 + [30] * 100, 2048, None),
+        ([300] * 200, 7, "warning"),  # six whole ones and parts of two
+        ([300] * 200, 8, None),
+    ],
+)
+def test_documents_of_a_compressed_mask(tmp_path, lengths, room, severity):
     recipe = on(write(tmp_path / "data", lengths))
     for key in ("create_compressed_eod_mask", "reset_position_ids"):
         recipe = put(recipe, (*LOADER, "config", key), True)

@@ -74,6 +74,14 @@ def test_interleaved_layouts_pass(changes):
          (*MODEL, "moe_token_dispatcher_type"), "whole nodes"),
         ([(("parallel", "parallel_optimizer_config"), {"optimizer_weight_shard_size": 3})],
          ("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), "does not divide"),
+        ([((*PARALLEL, "context_parallel"), 2), ((*PARALLEL, "ulysses_degree_in_cp"), 4)],
+         (*PARALLEL, "ulysses_degree_in_cp"), "does not divide context_parallel 2"),
+        ([((*PARALLEL, "context_parallel"), 4), ((*PARALLEL, "ulysses_degree_in_cp"), 4)],
+         (*PARALLEL, "ulysses_degree_in_cp"), "= 2 x 4"),
+        ([(("parallel", "full_batch"), True), (("parallel", "dataset_strategy"), [[2, 1]] * 5)],
+         ("parallel", "dataset_strategy"), "data_parallel is 4"),
+        ([(("parallel", "full_batch"), False), (("parallel", "dataset_strategy"), "full_batch")],
+         ("parallel", "dataset_strategy"), "no list"),
         ([(("context", "dataset_broadcast_opt_level"), 1)], ("context", "dataset_broadcast_opt_level"), "wants 3"),
         ([(("runner_config", "gradient_accumulation_steps"), 2)],
          ("runner_config", "gradient_accumulation_steps"), "in silence"),
@@ -82,6 +90,47 @@ def test_interleaved_layouts_pass(changes):
 def test_layouts(changes, key, words):
     found = findings(change(SEMI, *changes))
     assert words in found[dotted(key)].wrong
+
+
+def without(recipe, *keys):
+    left = put(recipe, ("seed",), 1)
+    for key in keys:
+        del left["parallel"][key]
+    return left
+
+
+def test_mindformers_fills_in_a_strategy_and_full_batch():
+    """base_trainer.py, _get_columns_with_strategy and _set_full_batch_with_strategy."""
+    assert findings(without(SEMI, "dataset_strategy")) == {}
+    whole = put(SEMI, ("parallel", "dataset_strategy"), "full_batch")
+    assert findings(without(whole, "full_batch")) == {}
+    assert findings(put(whole, ("parallel", "full_batch"), True)) == {}
+
+
+def test_ulysses_is_its_degree():
+    """The algorithm's name is read nowhere in graph mode: 4 heads over tp 2 x cp 4 gather keys and values."""
+    named = change(SEMI, ((*PARALLEL, "context_parallel"), 4), ((*PARALLEL, "context_parallel_algo"), "ulysses_cp"))
+    assert dotted((*PARALLEL, "ulysses_degree_in_cp")) not in findings(named)
+    assert "alone changes nothing" in findings(named, "warning")[dotted((*PARALLEL, "context_parallel_algo"))].wrong
+    two = change(SEMI, ((*PARALLEL, "context_parallel"), 2), ((*PARALLEL, "ulysses_degree_in_cp"), 2))
+    assert dotted((*PARALLEL, "ulysses_degree_in_cp")) not in findings(two)
+
+
+@pytest.mark.parametrize(("key", "value"), [("tie_word_embeddings", True),
+                                            ("untie_embeddings_and_output_weights", False)])  # fmt: skip
+def test_nothing_is_tied(key, value):
+    dense = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
+    tied = put(dense, (*MODEL, key), value)
+    assert "ties nothing" in findings(tied, "warning")[dotted((*MODEL, key))].wrong
+    tables = [check_recipe(recipe).table for recipe in (dense, tied)]
+    assert tables[0]["parameters_total"] == tables[1]["parameters_total"]
+    assert tables[0]["flops_per_token"] == tables[1]["flops_per_token"]
+
+
+def test_heads_divide_the_width_even_where_a_head_has_its_own():
+    dense = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
+    spoilt = change(dense, ((*MODEL, "num_attention_heads"), 40), ((*MODEL, "head_dim"), 128))
+    assert "do not divide hidden_size" in findings(spoilt)[dotted((*MODEL, "num_attention_heads"))].wrong
 
 
 @pytest.mark.parametrize(
