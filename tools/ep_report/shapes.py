@@ -28,7 +28,6 @@ class Shape:
         rank_sequence: tokens of a sequence that one device holds in the MoE layer, sequence / (tp * cp).
         micro_batches: runs of the pipeline (or accumulation steps) in a step.
         dtype, itemsize: of activations.
-        residual_itemsize: of the residual stream, which the pipeline sends.
         layers, moe_layers: all and MoE layers, MTP layers included.
         recompute: whole layers are recomputed in backward; replay_tp: tensor-parallel communication with them.
         weights_dense, weights_expert: weights of the model outside and inside the routed experts.
@@ -49,7 +48,6 @@ class Shape:
     chunks: int
     dtype: str
     itemsize: int
-    residual_itemsize: int
     hidden: int
     experts: int
     top_k: int
@@ -106,7 +104,6 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep", "chunks")},
         dtype=dtype,
         itemsize=itemsize,
-        residual_itemsize=4 if fields.get("fp32_residual_connection") else itemsize,
         hidden=built.number("hidden_size"),
         experts=built.number("num_moe_experts"),
         top_k=built.number("moe_router_topk"),

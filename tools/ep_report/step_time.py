@@ -9,7 +9,7 @@ Modelled, not measured. Per device and step:
     TP        sequence parallel: 2 AllGather + 2 ReduceScatter of the micro-batch's activations a layer, forward,
               backward, and once more where recomputation replays them
     CP        AllGather of keys and values a layer, their ReduceScatter backward
-    PP        the residual stream to the next stage and its gradient back, each micro-batch and chunk
+    PP        a stage's output in the compute dtype and its gradient back, each micro-batch and chunk
     DP        once a step: ReduceScatter of fp32 gradients and AllGather of weights (AllReduce without the optimizer's
               shards), dense weights over dp x cp, expert weights over dp x tp x cp / ep
     step      (compute + EP exposed + TP + CP + PP) x (1 + (pp - 1) / (chunks x micro-batches)) + DP
@@ -147,7 +147,7 @@ def _context(shape: Shape, hardware: Hardware) -> float:
 def _pipeline(shape: Shape, hardware: Hardware) -> float:
     if shape.pp == 1:
         return 0.0
-    size = shape.rank_tokens * shape.hidden * shape.residual_itemsize
+    size = shape.rank_tokens * shape.hidden * shape.itemsize
     link = _link(shape.devices, hardware)  # a neighbouring stage is devices / pp ranks away
     one = hardware.launch_s + link.latency_s + size / link.reached
     return 2 * one * shape.chunks * shape.micro_batches

@@ -141,7 +141,7 @@ def test_the_rest_of_the_step():
     assert base.compute == pytest.approx(model + permutation)
     assert base.bubble == 1 + 7 / 128
     assert base.communication["tp"] == base.communication["cp"] == 0
-    pipeline = 2 * 2 * 64 * (1e-5 + 5e-6 + 2048 * 5120 * 4 / 22.5e9)
+    pipeline = 2 * 2 * 64 * (1e-5 + 5e-6 + 2048 * 5120 * 2 / 22.5e9)
     assert base.communication["pp"] == pytest.approx(pipeline)
     assert Base(2.0, {"tp": 1.0, "dp": 0.5}, 1.5).step(0.5) == (2 + 1 + 0.5) * 1.5 + 0.5
 
