@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from plugins.errors import RecipeError
 from tools.accuracy import align_bisect, align_compare, align_config, align_recipe, align_sides
-from tools.accuracy.align_compare import FAILED, LOSS, Row, Rung
+from tools.accuracy.align_compare import FAILED, LOSS, PASSED, UNDECIDED, Row, Rung
 from tools.accuracy.align_record import Record, in_hugging_face_names, read_metrics
 from tools.accuracy.reference.hyper import Hyper, hyper_of
 from tools.accuracy.reference.weights import initial_weights
@@ -20,6 +21,7 @@ from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 
 NOT_RUN, SAME = "not run", "same"
+ALIGNED, SAME_NUMBERS, NOT_COMPARED, NOT_ALIGNED = "aligned", "same settings", "not compared", "not aligned"
 RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", "more devices")
 _TC3 = "from launch.cli import main; main()"
 Say = Callable[[str], None]
@@ -36,9 +38,27 @@ class Ladder:
     about: dict[str, str] = field(default_factory=dict)
 
     @property
+    def verdict(self) -> str:
+        """NOT_ALIGNED when a rung failed; ALIGNED when something ran and none did.
+
+        Where nothing ran: SAME_NUMBERS when no setting differs that could change a number, NOT_COMPARED otherwise.
+        """
+        if any(rung.status == FAILED for rung in self.rungs):
+            return NOT_ALIGNED
+        if any(rung.status in (PASSED, UNDECIDED) for rung in self.rungs if rung.name != RUNGS[0]):
+            return ALIGNED
+        same = all(setting.kind == align_config.MAY for setting in self.settings)
+        return SAME_NUMBERS if same else NOT_COMPARED
+
+    @property
     def passed(self) -> bool:
-        """No rung failed; a rung that was not run is said, and does not fail."""
-        return all(rung.status != FAILED for rung in self.rungs)
+        """Nothing failed, and what had to be compared was. A rung that was not run is said, and does not fail."""
+        return self.verdict in (ALIGNED, SAME_NUMBERS)
+
+    @property
+    def broken(self) -> bool:
+        """Whether a run did not come to its end: its rung has no rows."""
+        return any(rung.state == FAILED for rung in self.rungs)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -46,6 +66,7 @@ class Ladder:
             "ours": self.ours,
             "theirs": self.theirs,
             "passed": self.passed,
+            "verdict": self.verdict,
             "about": self.about,
             "settings": [vars(setting) for setting in self.settings],
             "rungs": [
@@ -81,17 +102,18 @@ class Wanted:
 
 
 def climb(wanted: Wanted, say: Say) -> Ladder:
-    """Run the ladder; `say` is told what is being done."""
-    recipe = align_recipe.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
-    if wanted.against == "hf":
-        align_sides.find_torch(wanted.python)
+    """Run the ladder; `say` is told what is being done.
+
+    Raises:
+        TC3Error: a wrong input. A run that breaks down is a failed rung.
+    """
     ladder = Ladder(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
     if align_recipe.is_mini(wanted.path):
         ladder.about["size"] = "the recipe is for Ascend: its CPU mini was run, as `tc3 train --mini` makes it"
-    if wanted.against == "hf":
-        _against_reference(ladder, recipe, wanted, say)
-    else:
-        _against_recipe(ladder, recipe, wanted, say)
+    try:
+        (_against_reference if wanted.against == "hf" else _against_recipe)(ladder, wanted, say)
+    except align_sides.SideFailedError as error:
+        ladder.rungs.append(Rung(RUNGS[len(ladder.rungs)], state=FAILED, reason=f"its run broke down: {error}"))
     done = {rung.name for rung in ladder.rungs}
     stopped = next((rung.name for rung in ladder.rungs if rung.status == FAILED), "")
     ladder.rungs += [
@@ -100,8 +122,10 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
     return ladder
 
 
-def _against_reference(ladder: Ladder, recipe: Recipe, wanted: Wanted, say: Say) -> None:
+def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     """MindFormers and Hugging Face: the same recipe in two frameworks."""
+    recipe = align_recipe.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
+    align_sides.find_torch(wanted.python)
     align_config.corpus_checksum(recipe)
     plain = align_recipe.alone(recipe, wanted.steps)
     sizes, hyper = align_recipe.reference_sizes(plain), hyper_of(plain, wanted.steps)
@@ -120,36 +144,44 @@ def _against_reference(ladder: Ladder, recipe: Recipe, wanted: Wanted, say: Say)
     theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
     ladder.about.update(theirs.about)
     compare_records(ladder, ours, theirs, floor, hyper, align_recipe.rope_dimensions(plain))
-    if ladder.passed:
+    if ladder.rungs[-1].status != FAILED:
         ladder.rungs.append(_more_devices(recipe, None, wanted, say))
 
 
-def _against_recipe(ladder: Ladder, recipe: Recipe, wanted: Wanted, say: Say) -> None:
-    """Two recipes, both by MindFormers."""
-    other = align_recipe.load(Path(wanted.against), wanted.overrides, wanted.data, wanted.steps)
-    settings = align_config.differences(recipe, other)
-    ladder.settings = align_config.same_content(settings, recipe, other)
-    rows = [Row(setting.path, 1, 0.5, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
-            for setting in ladder.settings if setting.kind != align_config.MAY]  # fmt: skip
-    rung = Rung(RUNGS[0], rows or [Row("settings that must match", 0, 0.5, "differ")])
-    if rung.status == FAILED:
-        rung.reason = f"{len(rows)} settings differ that must match, or that nobody has classified"
-    ladder.rungs.append(rung)
-    if rung.status == FAILED:
+def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
+    """Two recipes, both by MindFormers: their settings at their own size, their numbers at a size that CPU runs."""
+    paths = wanted.path, Path(wanted.against)
+    ladder.rungs.append(_configuration(ladder, paths, wanted))
+    if ladder.rungs[-1].status == FAILED:
         return
+    recipe, other = (align_recipe.load(path, wanted.overrides, wanted.data, wanted.steps) for path in paths)
     sides = [align_recipe.alone(side, wanted.steps) for side in (recipe, other)]
-    if _numbers(sides[0]) == _numbers(sides[1]):
-        reason = "on one device the two recipes are the same"
+    if _numbers(sides[0], "parallel") == _numbers(sides[1], "parallel"):
+        reason = f"on one device the {'minis of the ' * align_recipe.is_mini(wanted.path)}two recipes are the same"
         ladder.rungs += [Rung(name, state=SAME, reason=reason) for name in RUNGS[1:5]]
     else:
+        align_config.corpus_checksum(recipe)
         hyper = hyper_of(sides[0], wanted.steps)
         say(f"{wanted.path}: compiling and training")
         ours = align_sides.run_mindformers(sides[0], wanted.folder / "ours", hyper, None)
         say(f"{wanted.against}: compiling and training")
         theirs = align_sides.run_mindformers(sides[1], wanted.folder / "theirs", hyper, ours.initial)
         compare_records(ladder, ours, theirs, None, hyper, align_recipe.rope_dimensions(sides[0]))
-    if ladder.passed:
+    if ladder.rungs[-1].status != FAILED:
         ladder.rungs.append(_more_devices(recipe, other, wanted, say))
+
+
+def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Rung:
+    """Rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their own."""
+    ours, theirs = (align_recipe.written(path, wanted.overrides, wanted.data) for path in paths)
+    ladder.settings = align_config.differences(ours, theirs)
+    wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
+    rows = [Row(setting.path, 1, 0.5, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
+            for setting in wrong]  # fmt: skip
+    rung = Rung(RUNGS[0], rows or [Row("settings that must match", 0, 0.5, "differ")])
+    if rows:
+        rung.reason = f"{len(rows)} settings differ that must match, or that nobody has classified"
+    return rung
 
 
 def compare_records(
@@ -175,8 +207,10 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
     sides = [recipe, other if other is not None else Recipe(align_recipe.alone(recipe, wanted.steps))]
     counts = [align_recipe.workers(side) for side in sides]
     if max(counts) == 1:
-        reason = "one worker on both sides; give a recipe of another layout by --against"
+        reason = "one CPU worker on both sides; give a recipe of another layout by --against"
         return Rung(RUNGS[5], state=NOT_RUN, reason=reason)
+    if _numbers(sides[0]) == _numbers(sides[1]):
+        return Rung(RUNGS[5], state=SAME, reason="what CPU runs of the two recipes is the same, with all workers too")
     losses = []
     for name, side, count in zip(("layout_ours", "layout_theirs"), sides, counts, strict=True):
         say(f"training on {count} worker{'s' * (count > 1)}")
@@ -192,14 +226,21 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
-    """Losses of the first steps by `tc3 train`, in a process of its own."""
+    """Losses of the first steps by `tc3 train`, in a process of its own.
+
+    Raises:
+        SideFailedError: it failed, or was refused: the five rungs before have run, and are not given up for that.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dump_recipe(align_recipe.shortened(recipe, steps), folder / "recipe_in.yaml")
     command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]
-    align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
+    try:
+        align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
+    except RecipeError as error:
+        raise align_sides.SideFailedError(f"`tc3 train` refuses the recipe: {error}") from None
     return [float(step["loss"]) for step in read_metrics(folder / "run")]
 
 
-def _numbers(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe without what says where it writes."""
-    return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", "parallel")}
+def _numbers(recipe: dict[str, Any], *beside: str) -> dict[str, Any]:
+    """A recipe without what says where it writes, and without the sections `beside`."""
+    return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}

@@ -2,7 +2,8 @@
 
 Each rung is a flat tolerance. Beside it stands what rounding alone does to the reference: the distance between two
 of its runs whose weights differ in the last place. Where that exceeds the tolerance a difference proves nothing; such
-a row is `undecided`, which is neither passed nor failed.
+a row is `undecided`, which is neither passed nor failed. So is one that a moved choice of an expert explains, within
+what such a choice can do. What is not finite fails, on whichever side.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
 LOGITS, GRADIENT, UPDATE, LOSS, NORM = 1e-5, 1e-4, 1e-4, 1e-4, 1e-4
 SINGLE_UPDATE, BIAS = 1e-3, 1e-6  # of one step from equal states: a few of Adam's smallest gradients change sign
 TIES = 1e-3  # share of the choices that ties may move
+# What a moved choice may do, with room above what was measured: choices of `recipes/mini/pretrain.yaml` at near-ties,
+# 1 to 12 of 12,288, moved by force in the reference in steps 2 to 20, a layer at a time.
+MOVED_LOSS = 0.3  # nats of one choice, on the sum over a step's tokens (measured: up to 0.036)
+MOVED_UPDATE = 4.0  # times the root of the share that moved: relative L2 of the step's update (measured: up to 1.7)
+DRIFT = 0.02  # of a step's loss, in runs that parted at a tie (measured: up to 0.0034 within 20 steps)
+_NOTHING = 1e-37  # the tolerance beside a zero
 FLOOR_FACTOR = 4  # rounding may hit the other side harder than the reference by so much
 
 
@@ -26,8 +33,8 @@ class Row:
     """One number.
 
     Args:
-        error, floor: in the rung's own measure, which `measure` names.
-        excused: whether an error is undecided for a reason that `detail` names.
+        error, floor: in the rung's own measure, which `measure` names. floor: what rounding does to the reference.
+        excuse: up to where an error is undecided for a reason that `detail` names.
     """
 
     name: str
@@ -36,14 +43,21 @@ class Row:
     measure: str
     floor: float = 0.0
     detail: str = ""
-    excused: bool = False
+    excuse: float = 0.0
 
     @property
     def status(self) -> str:
-        """Passed within the tolerance; undecided where rounding alone explains the error; failed otherwise."""
+        """Passed within the tolerance; undecided where rounding or the excuse explains the error; failed otherwise."""
+        if not (np.isfinite(self.error) and np.isfinite(self.floor)):
+            return FAILED
         if self.error <= self.tolerance:
             return PASSED
-        return UNDECIDED if self.excused or self.error <= FLOOR_FACTOR * self.floor else FAILED
+        return UNDECIDED if self.rounding or self.error <= self.excuse else FAILED
+
+    @property
+    def rounding(self) -> bool:
+        """Whether the reference differs from itself by as much."""
+        return self.error <= FLOOR_FACTOR * self.floor
 
 
 @dataclass
@@ -119,33 +133,46 @@ def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Rung 5: every step by itself where the reference has done so, the loss of every step, the learning rates.
 
     In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
-    right runs drift apart. Such a curve is undecided when every single step, taken from our own state, agrees.
+    right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
+    agrees, and most of them without a tie.
     """
     rows = _single_steps(ours, theirs) if theirs.single else []
-    sound = bool(rows) and all(row.status != FAILED for row in rows)
+    sound = bool(rows) and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)
     for step in range(len(ours.curve["loss"])):
         trio = [None if side is None else side.curve["loss"][step : step + 1] for side in (ours, theirs, floor)]
         row = _between(f"loss of step {step + 1}", largest, trio, LOSS, "|difference|")
-        rows.append(replace(row, excused=sound, detail="each step by itself agrees" * sound))
+        rows.append(replace(row, excuse=DRIFT, detail=row.detail or "each step by itself agrees") if sound else row)
     rates = [None if side is None else side.curve["learning_rate"] for side in (ours, theirs, floor)]
     rows.append(_between("learning rates", relative, rates, 1e-6, "relative"))
     return Rung("steps", rows)
 
 
+def _ties_are_rare(theirs: Record) -> bool:
+    """In most steps no choice moved; a fault of the router moves some in every step."""
+    return bool(np.count_nonzero(theirs.single["moved"]) * 2 < len(theirs.single["moved"]))
+
+
 def _single_steps(ours: Record, theirs: Record) -> list[Row]:
-    """Loss, update and bias of each step from our own state. Few choices that moved to another expert are a tie."""
-    single, rows = theirs.single, []
-    for index, loss in enumerate(single["loss"]):
-        moved, name = float(single["moved"][index]), f"step {index + 1} by itself"
-        tie = 0 < moved <= max(2.0, TIES * float(single["choices"][index]))
-        detail = f"{moved:.0f} of {single['choices'][index]:.0f} choices of an expert differ" if moved else ""
-        error = abs(float(loss) - float(ours.curve["loss"][index]))
-        rows += [
-            Row(f"{name}: loss", error, LOSS / 10, "|difference|", excused=tie, detail=detail),
-            Row(f"{name}: update", float(single["update"][index]), SINGLE_UPDATE, "relative L2", excused=tie,
-                detail=detail),
-            Row(f"{name}: router bias", float(single["bias"][index]), BIAS, "|difference|", excused=tie, detail=detail),
-        ]  # fmt: skip
+    """Loss, update and bias of each step from our own state.
+
+    Few choices that moved to another expert are ties, and excuse as much of loss and update as they can change; many,
+    or some in most steps, are a fault. The biases are not excused: the reference moves them by our counts.
+    """
+    single, rows, rare = theirs.single, [], _ties_are_rare(theirs)
+    for index in range(len(single["loss"])):
+        at, zero = slice(index, index + 1), np.zeros(1)
+        moved, choices, tokens = (float(single[key][index]) for key in ("moved", "choices", "tokens"))
+        ties = max(2.0, TIES * choices)
+        by_loss, by_update = rare * MOVED_LOSS * moved / tokens, rare * MOVED_UPDATE * float(np.sqrt(moved / choices))
+        found = [
+            Row("choices", moved, ties, "choices of an expert that moved"),
+            Row("loss", largest(single["loss"][at], ours.curve["loss"][at]), LOSS / 10, "|difference|", excuse=by_loss),
+            Row("update", largest(single["update"][at], zero), SINGLE_UPDATE, "relative L2", excuse=by_update),
+            Row("router bias", largest(single["bias"][at], zero), BIAS, "|difference|"),
+        ]
+        name = f"step {index + 1} by itself"
+        detail = f"{moved:.0f} of {choices:.0f} choices of an expert differ" if moved else ""
+        rows += [replace(row, name=f"{name}: {row.name}", detail=detail) for row in found]
     return rows
 
 
@@ -188,7 +215,7 @@ def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarr
 
 def trimmed(got: np.ndarray, want: np.ndarray) -> float:
     """`relative` without the worst thousandth of the elements; of all where there are fewer than a thousand."""
-    if got.shape != want.shape:
+    if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
         return float("inf")
     squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
     apart = float(np.sqrt(squares[: squares.size - squares.size // 1000].sum()))
@@ -196,6 +223,12 @@ def trimmed(got: np.ndarray, want: np.ndarray) -> float:
     if apart == 0.0:
         return 0.0
     return apart / size if size and np.isfinite(apart) else float("inf")
+
+
+def _length(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want| in the L2 norm; inf for NaN or another shape."""
+    apart = float(np.linalg.norm(got.astype(np.float64) - want)) if got.shape == want.shape else float("inf")
+    return apart if np.isfinite(apart) else float("inf")
 
 
 def _row(
@@ -218,11 +251,20 @@ def _between(
     tolerance: float,
     words: str,
 ) -> Row:
-    """A row for (ours, theirs, the reference's nudged run or None); what one side lacks fails."""
+    """A row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
+
+    Where the reference is zero nothing is relative to it: only what rounding makes of that zero excuses anything.
+    """
     got, want, nudged = sides
     if got is None or want is None:
         return Row(name, float("inf"), tolerance, words, detail="only one side has it")
-    return Row(name, measure(got, want), tolerance, words, measure(nudged, want) if nudged is not None else 0.0)
+    if measure in (relative, trimmed) and not want.any():
+        measure, tolerance, words = _length, _NOTHING, "L2; the reference's is 0"
+    floor = measure(nudged, want) if nudged is not None else 0.0
+    told = [f"{side} is not finite" for side, array in
+            (("ours", got), ("the reference", want), ("its nudged run", nudged if nudged is not None else want))
+            if not np.isfinite(array).all()]  # fmt: skip
+    return Row(name, measure(got, want), tolerance, words, floor, "; ".join(told))
 
 
 def _different(one: np.ndarray, other: np.ndarray | None) -> float:

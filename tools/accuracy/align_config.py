@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
-from tools.check.view import LOADER, look
+from tools.check.view import LOADER, View, look
 from tools.recipe.diff import ABSENT, Change, compare
 from tools.recipe.load import Recipe
 from tools.recipe.meaning import UNCLASSIFIED
 
-MUST, MAY, UNKNOWN = "must match", "may differ", "unknown"
+MUST, UNKNOWN, LAYOUT, MAY = "must match", "unknown", "another layout", "may differ"
 
 # the first pattern that a path matches tells the class; the report's list, in its words
 CLASSES = (
@@ -28,12 +28,20 @@ CLASSES = (
     (r"^model\.", "architecture"),
 )
 STAYS = "the global batch stays"  # micro-batches: another layout of the same step, which the ladder compares
+SUMS = ("document lengths", "first tokens", "tokenizers", "shares of the blend")
 HEAD = 64 << 20  # bytes of a corpus that the checksum reads; a corpus may have terabytes
+_PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config\.data_path")
+_WEIGHT = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One difference. ours, theirs: as text. kind: MUST, MAY or UNKNOWN."""
+    """One difference.
+
+    Args:
+        ours, theirs: as text. group: the report's class.
+        kind: MUST or UNKNOWN, which fail; LAYOUT, which may change rounding alone, as a run has to show; MAY otherwise.
+    """
 
     path: str
     ours: str
@@ -44,10 +52,15 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Every difference of two flat recipes, what must match first."""
+    """Every difference of two flat recipes, what must match first. Corpora go by their content.
+
+    Raises:
+        DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.
+    """
     found = [_setting(change) for change in compare(ours, theirs).changes]
-    found += _data(ours, theirs)
-    return sorted(found, key=lambda setting: (MUST, UNKNOWN, MAY).index(setting.kind))
+    if all(View(side).on_cpu or has_corpus(side) for side in (ours, theirs)):
+        found = _by_content(found, ours, theirs)
+    return sorted(found, key=lambda setting: (MUST, UNKNOWN, LAYOUT, MAY).index(setting.kind))
 
 
 def group_of(path: str) -> str:
@@ -56,40 +69,41 @@ def group_of(path: str) -> str:
 
 
 def _setting(change: Change) -> Setting:
-    kind = MUST if change.meaning.group == "numbers" and not change.meaning.phrase.endswith(STAYS) else MAY
-    if change.meaning.phrase == UNCLASSIFIED:
+    group, phrase = change.meaning
+    kind = {"numbers": MUST, "layout": LAYOUT}.get(group, MAY)
+    if phrase.endswith(STAYS):
+        kind = LAYOUT
+    if phrase == UNCLASSIFIED:
         kind = UNKNOWN
     ours, theirs = ("absent" if value is ABSENT else repr(value) for value in (change.before, change.after))
-    return Setting(change.path, ours, theirs, kind, group_of(change.path), change.meaning.phrase)
+    return Setting(change.path, ours, theirs, kind, group_of(change.path), phrase)
 
 
-def _data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """Corpora by content: two paths may hold one corpus, and one path in two places two."""
+def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
+    """Two paths may hold one corpus, which may differ; one path in two places may hold two, which must not be."""
     sums = [corpus_checksum(side) for side in (ours, theirs)]
     if sums[0] == sums[1]:
-        return []
-    return [
-        Setting("train_dataset (content)", str(one), str(other), MUST, "data", f"{what} differ")
-        for what, one, other in zip(("document lengths", "first tokens", "tokenizers"), *sums, strict=True)
+        return [
+            replace(setting, kind=MAY, meaning="another path to the same corpus")
+            if _PLACE.match(setting.path)
+            else setting
+            for setting in settings
+        ]
+    return settings + [
+        Setting("train_dataset (content)", one, other, MUST, "data", f"{what} differ")
+        for what, one, other in zip(SUMS, *sums, strict=True)
         if one != other
     ]
 
 
-def same_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
-    """`settings` with a data path that leads to the same corpus as something that may differ."""
-    if corpus_checksum(ours) != corpus_checksum(theirs):
-        return settings
-    place = "train_dataset.data_loader.config.data_path"
-    return [
-        replace(setting, kind=MAY, meaning="another path to the same corpus")
-        if setting.path.startswith(place)
-        else setting
-        for setting in settings
-    ]
+def has_corpus(recipe: Mapping[str, Any]) -> bool:
+    """Whether all files of a recipe's corpus are on this machine."""
+    return all(Path(f"{prefix}{end}").is_file() for prefix in _blend(recipe)[1] for end in (".idx", ".bin"))
 
 
-def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str]:
-    """CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens, and of its tokenizer; of all its prefixes.
+def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens, of its tokenizer, each of all its prefixes;
+    and the shares in which they are blended.
 
     With equal sums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; the ladder
     compares the batches themselves later. The tokenizer's sum is empty where `tc3 data prepare` left none beside.
@@ -97,14 +111,22 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str]:
     Raises:
         DataError: there is no such corpus.
     """
-    prefixes = look(recipe, (*LOADER, "config", "data_path"), []) or []
+    weights, prefixes = _blend(recipe)
     index = tokens = tokenizer = 0
-    for prefix in [word for word in prefixes if not re.fullmatch(r"[\d.]+", str(word))]:
+    for prefix in prefixes:
         index = _crc(Path(f"{prefix}.idx"), index)
         tokens = _crc(Path(f"{prefix}.bin"), tokens)
         beside = Path(f"{prefix}_tokenizer") / "tokenizer.json"
         tokenizer = _crc(beside, tokenizer) if beside.is_file() else tokenizer
-    return f"{index:08x}", f"{tokens:08x}", f"{tokenizer:08x}" if tokenizer else ""
+    shares = " ".join(f"{weight / (sum(weights) or 1):.6f}" for weight in weights)
+    return f"{index:08x}", f"{tokens:08x}", f"{tokenizer:08x}" if tokenizer else "", shares
+
+
+def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
+    """(weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
+    words = [str(word) for word in look(recipe, (*LOADER, "config", "data_path"), []) or []]
+    weights = [float(word) for word in words if _WEIGHT.fullmatch(word)]
+    return weights, [word for word in words if not _WEIGHT.fullmatch(word)]
 
 
 def _crc(file: Path, start: int) -> int:

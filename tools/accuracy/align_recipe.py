@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,35 @@ WATCHERS = ("CheckpointMonitor",)
 _DATA = "train_dataset.data_loader.config.data_path"
 
 
+def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
+    """The recipe at its own size, with overrides applied and `data` as its corpus.
+
+    Raises:
+        RecipeError: the file or an override is wrong.
+    """
+    recipe = load_recipe(path)
+    return apply_overrides(recipe, (*overrides, *_corpus(recipe, data)))
+
+
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int) -> Recipe:
     """The recipe, or the CPU mini of one for Ascend, with overrides applied and `data` as its corpus.
 
     Raises:
         RecipeError: the file or an override is wrong.
     """
-    recipe = load_recipe(path)
-    if not View(recipe).on_cpu:
-        recipe = load_mini(path, data or CORPUS, steps)
-    if data:
-        overrides = (*overrides, f"{_DATA}.1={data}")
-    recipe = apply_overrides(recipe, overrides)
+    recipe = load_mini(path, data or CORPUS, steps) if is_mini(path) else load_recipe(path)
+    recipe = apply_overrides(recipe, (*overrides, *_corpus(recipe, data)))
     settle(recipe)
     return recipe
+
+
+def _corpus(recipe: Recipe, data: str | None) -> list[str]:
+    """The override that makes `data` the recipe's whole corpus; of a blend it replaces the list."""
+    if not data:
+        return []
+    if len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2:
+        return [f"{_DATA}.1={data}"]
+    return [f"{_DATA}={json.dumps(['1', data])}"]
 
 
 def is_mini(path: Path) -> bool:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from tools.accuracy.align import Ladder
+from tools.accuracy.align import ALIGNED, NOT_ALIGNED, NOT_COMPARED, SAME_NUMBERS, Ladder
 from tools.accuracy.align_compare import FAILED, PASSED, UNDECIDED
+from tools.accuracy.align_config import LAYOUT, MAY
 
 STYLES = {PASSED: "green", FAILED: "bold red", UNDECIDED: "yellow"}
+VERDICTS = {
+    ALIGNED: "aligned",
+    SAME_NUMBERS: "nothing was run: no setting differs that could change a number",
+    NOT_COMPARED: "not compared: settings differ that may change rounding, and CPU runs nothing that they change",
+    NOT_ALIGNED: "not aligned",
+}
+BY_ROUNDING = "differ no more than the reference does from itself when its weights change in the last place"
+BY_A_TIE = "differ by more than rounding, but by no more than a choice of an expert that moved at a tie may do"
 MOST = 8  # rows of a failed rung that are printed
 
 
@@ -36,14 +45,14 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
         for row in sorted(failed, key=lambda row: -row.error)[:MOST]:
             text = f"  {row.name}: {row.error:.3g} ({row.measure}; at most {row.tolerance:g}) {row.detail}"
             console.print(text.rstrip(), style="red", markup=False, soft_wrap=True)
-    for setting in [setting for setting in ladder.settings if setting.kind == "may differ"]:
-        text = f"may differ: {setting.path}: {setting.ours} | {setting.theirs} ({setting.meaning})"
+    for setting in [setting for setting in ladder.settings if setting.kind in (LAYOUT, MAY)]:
+        text = f"{setting.kind}: {setting.path}: {setting.ours} | {setting.theirs} ({setting.meaning})"
         console.print(text, style="dim", markup=False, soft_wrap=True)
     undecided = [row for rung in ladder.rungs for row in rung.rows if row.status == UNDECIDED]
-    if undecided:
-        console.print(
-            f"undecided: {len(undecided)} numbers differ no more than the reference does from itself when its weights "
-            "change in the last place",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
-    console.print("aligned" if ladder.passed else "not aligned", style="green" if ladder.passed else "bold red")
+    for rows, words in (([row for row in undecided if row.rounding], BY_ROUNDING),
+                        ([row for row in undecided if not row.rounding], BY_A_TIE)):  # fmt: skip
+        if rows:
+            text = f"undecided: {len(rows)} numbers {words} (largest: {max(rows, key=lambda row: row.error).name})"
+            console.print(text, style="yellow", markup=False, soft_wrap=True)
+    told = VERDICTS[ladder.verdict] + ", but for what is undecided" * bool(ladder.passed and undecided)
+    console.print(told, style="green" if ladder.passed else "bold red", soft_wrap=True)

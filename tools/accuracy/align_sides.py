@@ -13,17 +13,22 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy import align_record
+from tools.accuracy import align_record, child
 from tools.accuracy.align_recipe import write
 from tools.accuracy.align_record import Arrays, Record
 from tools.accuracy.reference.hyper import Hyper
 from tools.accuracy.reference.names import to_mindformers
-from tools.accuracy.reference.run import MISSING, below
+from tools.accuracy.reference.run import MISSING
 from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import nudged
 
 ROOT = Path(__file__).resolve().parents[2]
+REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong
 _FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('torch', 'transformers'))) else 3)"
+
+
+class SideFailedError(Exception):
+    """A side did not come to its end; the message holds its last words and names its log."""
 
 
 def find_torch(python: str) -> None:
@@ -50,7 +55,7 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
         weights: to start from, by MindFormers' names; None for the recipe's own.
 
     Raises:
-        RecipeError: the recipe is refused. ClusterError: the run failed; the end of its log is in the message.
+        RecipeError: the recipe is refused. SideFailedError: the run failed; the end of its log is in the message.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recorder: dict[str, Any] = {"record": str(folder / "record.npz"), "weights": None}
@@ -115,22 +120,19 @@ def start(command: list[str], log: Path, run: Path) -> None:
     """Run one side to its end, its output in `log`.
 
     Raises:
-        RecipeError: it refused what it was given. ClusterError: it failed, or torch is missing.
+        RecipeError: it refused what it was given. ClusterError: torch is missing. SideFailedError: it failed.
     """
     threads = str(len(os.sched_getaffinity(0)))
     quiet = {"GLOG_v": "3", "OMP_NUM_THREADS": threads, "LOG_MF_PATH": str(run / "logs"), **environment()}
     with log.open("w", encoding="utf-8") as out:
-        done = subprocess.run(command, env=quiet, stdout=out, stderr=subprocess.STDOUT, check=False)
-    if done.returncode == 0:
+        code = child.run(command, env=quiet, stdout=out, stderr=subprocess.STDOUT).returncode
+    if code == 0:
         return
-    text = log.read_text("utf-8", errors="replace")
-    if done.returncode == MISSING:
+    if code == MISSING:
         raise ClusterError(_no_torch(command[0]))
-    refused = [line for line in text.splitlines() if line.startswith("tc3: ")]
-    if refused:
-        raise RecipeError(refused[-1].removeprefix("tc3: "))
-    last = " ".join(text.strip().splitlines()[-1:])
-    raise ClusterError(f"{command[2]} ended with exit code {done.returncode}: {last[-300:]} (all of it: {log})")
-
-
-__all__ = ["below", "find_torch", "reference_and_floor", "run_mindformers", "run_reference", "weights_for_mindformers"]
+    lines = [line for line in log.read_text("utf-8", errors="replace").splitlines() if line.strip()]
+    told = [line.removeprefix("tc3: ") for line in lines if line.startswith("tc3: ")]
+    if code == REFUSED and told:
+        raise RecipeError(told[-1])
+    last = (told or lines or [""])[-1]
+    raise SideFailedError(f"{log.stem} ended with exit code {code}: {last[-300:]} (all of it: {log})")

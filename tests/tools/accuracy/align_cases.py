@@ -17,6 +17,8 @@ YARN = {
 }  # fmt: skip
 HYPER = Hyper(rates=[0.0, 1e-3, 2e-3, 3e-3], betas=(0.9, 0.95), eps=1e-8, decay=0.1, clip=1.0)
 
+UPDATE_SAMPLE = 1e-3  # of an element of an update, relative to its tensor's root mean square
+
 
 def sizes(mtp=1, interleaved=True, **changes):
     """One dense and one MoE layer."""
@@ -69,3 +71,12 @@ def adamw(name, weight, gradient, decay=HYPER.decay, rate=HYPER.rates[1]):
 def with_curve(one, name, values):
     """A record with another curve."""
     return replace(one, curve={**one.curve, name: np.asarray(values)})
+
+
+def samples_apart(kind, got, kept, elements):
+    """Largest difference of an element that the golden file keeps of each tensor, relative to its root mean square.
+
+    elements: of each tensor, in the order of the file's names.
+    """
+    scale = np.maximum(kept[f"{kind}/norms"] / np.sqrt(elements), 1e-30)
+    return float((np.abs(got[f"{kind}/samples"] - kept[f"{kind}/samples"]) / scale[:, None]).max())

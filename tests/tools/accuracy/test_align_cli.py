@@ -13,6 +13,7 @@ from tests.tools.accuracy.test_align_faults import ROPE, ScaledSoftmax
 from tools.accuracy import align_sides
 from tools.accuracy.align import Ladder, Wanted, climb, compare_records
 from tools.accuracy.align_render import print_ladder
+from tools.accuracy.align_sides import SideFailedError
 from tools.accuracy.reference.golden import write_corpus
 
 RECIPES = Path(__file__).parents[3] / "recipes" / "mini"
@@ -37,8 +38,12 @@ def test_a_failed_side_is_told_by_its_own_words(tmp_path):
     start("pass")
     with pytest.raises(RecipeError, match=r"^a\.b: must be c$"):
         start("print('noise'); print('tc3: a.b: must be c'); raise SystemExit(2)")
-    with pytest.raises(ClusterError, match=r"exit code 1: ValueError: broken .*log"):
+    with pytest.raises(SideFailedError, match=r"exit code 1: ValueError: broken .*log"):
         start("raise ValueError('broken')")
+    with pytest.raises(SideFailedError, match=r"exit code 1: worker 1 failed"):
+        start("print('tc3: worker 1 failed'); print('its log'); raise SystemExit(1)")
+    with pytest.raises(SideFailedError, match=r"exit code 2: "):  # argparse, click: not our words
+        start("raise SystemExit(2)")
     with pytest.raises(ClusterError, match="needs torch"):
         start("raise SystemExit(3)")
 

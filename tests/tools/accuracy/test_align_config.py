@@ -1,15 +1,19 @@
 """Rung 1: which differences of two configurations must not be."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from plugins.errors import DataError
 from tools.accuracy import align_config
-from tools.accuracy.align_recipe import load
+from tools.accuracy.align_recipe import load, written
 from tools.accuracy.reference.golden import write_corpus
+from tools.recipe.dump import dump_recipe
+from tools.recipe.override import apply_overrides
 
-MINI = Path(__file__).parents[3] / "recipes" / "mini" / "pretrain.yaml"
+RECIPES = Path(__file__).parents[3] / "recipes"
+MINI = RECIPES / "mini" / "pretrain.yaml"
 
 
 @pytest.fixture
@@ -22,8 +26,7 @@ def corpora(tmp_path):
 
 def differences(corpora, *overrides, data="one"):
     ours, theirs = load(MINI, (), corpora["one"], 4), load(MINI, overrides, corpora[data], 4)
-    settings = align_config.differences(ours, theirs)
-    return {setting.path: setting for setting in align_config.same_content(settings, ours, theirs)}
+    return {setting.path: setting for setting in align_config.differences(ours, theirs)}
 
 
 def test_nothing_differs_from_itself(corpora):
@@ -54,6 +57,41 @@ def test_a_corpus_goes_by_its_content(corpora):
     other = differences(corpora, data="other")
     assert other["train_dataset (content)"].kind == "must match"
     assert any(path.startswith("train_dataset.data_loader.config.data_path") for path in other)
+
+
+def blended(corpora, shares):
+    words = [word for pair in zip(shares, ("one", "other"), strict=True) for word in (pair[0], corpora[pair[1]])]
+    return apply_overrides(load(MINI, (), None, 4), [f"train_dataset.data_loader.config.data_path={json.dumps(words)}"])
+
+
+def test_the_shares_of_a_blend_are_part_of_its_content(corpora):
+    ours = blended(corpora, ("0.7", "0.3"))
+    found = align_config.differences(ours, blended(corpora, ("0.1", "0.9")))
+    assert {(setting.kind, setting.meaning) for setting in found} == {
+        ("must match", "other data"), ("must match", "shares of the blend differ"),
+    }  # fmt: skip
+    found = align_config.differences(ours, blended(corpora, ("7", "3")))
+    assert {setting.meaning for setting in found} == {"another path to the same corpus"}
+
+
+def test_data_takes_the_place_of_a_whole_blend(corpora, tmp_path):
+    dump_recipe(blended(corpora, ("0.7", "0.3")), tmp_path / "blended.yaml")
+    recipe = load(tmp_path / "blended.yaml", (), corpora["same"], 4)
+    assert recipe["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", corpora["same"]]
+
+
+def test_the_corpus_of_a_recipe_for_ascend_may_be_elsewhere():
+    ours, theirs = (
+        written(
+            RECIPES / "telechat3_105b" / "pretrain_4k.yaml",
+            (f"train_dataset.data_loader.config.data_path.1={path}",),
+            None,
+        )
+        for path in ("/elsewhere/one", "/elsewhere/other")
+    )
+    assert [(setting.kind, setting.meaning) for setting in align_config.differences(ours, theirs)] == [
+        ("must match", "other data")
+    ]
 
 
 def test_a_missing_corpus_is_named(tmp_path):

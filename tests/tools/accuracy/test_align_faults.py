@@ -1,5 +1,6 @@
 """Seeded faults, each of which must fail at its own rung and be told by its place."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,11 @@ import pytest
 from tests.tools.accuracy import align_cases as cases
 from tools.accuracy import align_compare
 from tools.accuracy.align import Ladder, compare_records
+from tools.accuracy.align_recipe import alone, load
+from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
+from tools.accuracy.reference.hyper import hyper_of
+from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import initial_weights
 
 MODEL = cases.sizes(mtp=0)
@@ -161,6 +166,19 @@ def test_faults_of_the_optimizer(update, group, told):
     assert ("group weight_decay" in reason and "group no_weight_decay" in reason) == (update is too_fast)
 
 
+def test_the_golden_samples_of_updates_show_a_missing_decay():
+    """`test_align_mindformers` holds MindFormers to them; norms hardly change."""
+    kept = golden.load()
+    model = Sizes(**json.loads(str(kept["sizes"])))
+    hyper = hyper_of(alone(load(golden.RECIPE, (), None, golden.STEPS), golden.STEPS), golden.STEPS)
+    weights, shrink = initial_weights(model, golden.SEED), hyper.rates[hyper.first_update - 1] * hyper.decay
+    names = [str(name) for name in kept["update/names"]]
+    back = [shrink * golden.samples(name, weights[name]) * (weights[name].ndim > 1) for name in names]
+    got = {"update/samples": kept["update/samples"] + np.array(back)}
+    elements = [weights[name].size for name in names]
+    assert cases.samples_apart("update", got, kept, elements) > 2 * cases.UPDATE_SAMPLE
+
+
 def test_a_router_bias_that_stays_is_told_apart_from_the_weights():
     ours, theirs = cases.record(MODEL), cases.record(MODEL)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -179,7 +197,8 @@ def test_a_curve_that_parts_later():
 def single(ours, **changes):
     """A reference that took every step by itself and agrees."""
     zero = np.zeros(4)
-    parts = {"loss": ours.curve["loss"], "update": zero, "bias": zero, "moved": zero, "choices": zero + 4096}
+    parts = {"loss": ours.curve["loss"], "update": zero, "bias": zero, "moved": zero, "choices": zero + 4096,
+             "tokens": zero + 1024}  # fmt: skip
     return {**parts, **changes}
 
 
@@ -202,6 +221,41 @@ def test_few_choices_are_a_tie_and_many_are_a_fault(moved, status):
     assert climbed(ours, theirs).rungs[-1].status == status
 
 
+TIE = np.array([0, 0, 1.0, 0])  # one choice moved in step 3, out of 4096, with 1024 tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"moved": TIE}, "passed"),
+        ({"moved": TIE, "loss": 2e-4 * TIE}, "undecided"),
+        ({"moved": TIE, "loss": 1e-3 * TIE}, "failed"),  # a tenth of what a step of training changes
+        ({"moved": TIE, "loss": 6.0 * TIE}, "failed"),
+        ({"moved": TIE, "update": 0.03 * TIE}, "undecided"),
+        ({"moved": TIE, "update": 0.1 * TIE}, "failed"),
+        ({"moved": TIE, "bias": 1e-3 * TIE}, "failed"),
+        ({"update": np.nan * TIE}, "failed"),
+        ({"moved": TIE, "loss": np.nan * TIE}, "failed"),
+        ({"moved": 1 - TIE, "update": 0.03 * TIE}, "failed"),  # in most steps: no tie any more
+    ],
+)
+def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    loss = ours.curve["loss"] + changes.pop("loss", 0)
+    theirs.single = single(ours, loss=loss, **changes)
+    assert climbed(ours, theirs).rungs[-1].status == status
+
+
+def test_a_moved_choice_excuses_no_curve_that_is_far_off():
+    ours = cases.record(MODEL)
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 6.0]))
+    theirs.single = single(ours, moved=TIE)
+    assert failed(climbed(ours, theirs))[1].startswith("loss of step 4 is the first to differ")
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
+    theirs.single = single(ours, moved=1 - TIE)
+    assert failed(climbed(ours, theirs))[1].startswith("loss of step 4"), "ties in most steps"
+
+
 def test_what_rounding_does_to_the_reference_itself_is_undecided_and_not_passed():
     ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
     ours.trace["logits"] = ours.trace["logits"] + 3e-5
@@ -222,11 +276,30 @@ def test_a_weight_that_differs_in_its_last_place_does_not_differ():
 
 
 @pytest.mark.parametrize("spoil", [np.nan, np.inf])
-def test_nothing_infinite_passes(spoil):
-    ours, theirs = cases.record(MODEL), cases.record(MODEL)
-    ours.gradient["lm_head.weight"][0, 0] = spoil
-    name, reason = failed(climbed(ours, theirs))
+@pytest.mark.parametrize("side", [0, 1, 2])
+def test_nothing_infinite_passes(spoil, side):
+    """Neither ours, nor the reference, nor its run that says what rounding does."""
+    sides = [cases.record(MODEL) for _ in range(3)]
+    sides[side].gradient["lm_head.weight"][0, 0] = spoil
+    name, reason = failed(climbed(*sides))
     assert name == "backward" and "lm_head.weight" in reason
+
+
+def test_nan_among_the_worst_thousandth_of_an_update_is_seen():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    assert ours.updated["lm_head.weight"].size > 2000
+    ours.updated["lm_head.weight"][0, 0] = np.nan
+    assert failed(climbed(ours, theirs))[0] == "optimizer"
+
+
+@pytest.mark.parametrize(("got", "nudged", "status"), [(1, 1e-12, "failed"), (1e-9, 1e-12, "failed"),
+                                                       (1e-3, 1e-3, "undecided"), (0, 1, "passed")])  # fmt: skip
+def test_beside_a_zero_gradient_of_the_reference_only_its_own_rounding_counts(got, nudged, status):
+    ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
+    for side, value in ((ours, got), (theirs, 0), (floor, nudged)):
+        side.gradient["lm_head.weight"] = np.full_like(side.gradient["lm_head.weight"], value)
+    rung = next(rung for rung in climbed(ours, theirs, floor).rungs if rung.name == "backward")
+    assert next(row for row in rung.rows if row.name == "lm_head.weight").status == rung.status == status
 
 
 def test_a_thousandth_of_an_update_is_left_out_and_no_more():

@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from tests.tools.accuracy import align_cases as cases
 from tools.accuracy import align_sides
 from tools.accuracy.align import Wanted, climb
 from tools.accuracy.align_compare import GRADIENT, LOGITS, LOSS, first_difference, moved
@@ -62,11 +63,8 @@ def test_every_gradient(trained, kept):
     got = golden.summary(record, sizes)
     assert list(got["gradient/names"]) == list(kept["gradient/names"])
     np.testing.assert_allclose(got["gradient/norms"], kept["gradient/norms"], rtol=GRADIENT)
-    # an element, relative to the tensor's root mean square
-    shapes = [record.gradient[name].size for name in got["gradient/names"]]
-    scale = (kept["gradient/norms"] / np.sqrt(shapes))[:, None]
-    apart = np.abs(got["gradient/samples"] - kept["gradient/samples"]) / np.maximum(scale, 1e-30)
-    assert apart.max() < 10 * GRADIENT
+    elements = [record.gradient[name].size for name in got["gradient/names"]]
+    assert cases.samples_apart("gradient", got, kept, elements) < 10 * GRADIENT
 
 
 def test_the_first_update(trained, kept):
@@ -74,6 +72,8 @@ def test_the_first_update(trained, kept):
     got = golden.summary(record, sizes)
     assert list(got["update/names"]) == list(kept["update/names"]) == sorted(moved(record))
     np.testing.assert_allclose(got["update/norms"], kept["update/norms"], rtol=1e-3, atol=1e-9)
+    elements = [record.initial[name].size for name in got["update/names"]]
+    assert cases.samples_apart("update", got, kept, elements) < cases.UPDATE_SAMPLE
 
 
 def test_twenty_losses(trained, kept):

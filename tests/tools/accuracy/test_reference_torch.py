@@ -126,6 +126,28 @@ def test_each_step_by_itself_from_its_own_states():
     assert single["update"][2] > 1e-3 and not single["update"][:2].any()
 
 
+def test_the_rule_of_the_bias_is_judged_by_the_other_sides_counts():
+    """A choice that moved is no fault of the rule; a bias that goes the wrong way is one, tie or no tie."""
+    model = cases.sizes(mtp=0)
+    reference = Reference(model, initial_weights(model, 0))
+    bias, batch = "model.layers.1.mlp.gate.e_score_correction_bias", batches(model, 1)
+    reference.losses(train.batch_of(batch, 0))
+    before, counts = reference.model.state_dict()[bias].clone(), reference.counts(1).numpy()
+    share = counts.sum() / len(counts)
+    high, low = (int(np.flatnonzero(side)[0]) for side in (counts > share, counts < share))
+    counts[[high, low]] = counts[[low, high]]  # as if the other side had sent them elsewhere
+    hyper = Hyper(rates=[0.0], betas=HYPER.betas, eps=HYPER.eps, decay=0.0, clip=0.0)
+    weights = {name: train.array(value) for name, value in reference.model.state_dict().items()}
+    by_counts = before.numpy() + np.float32(model.bias_rate) * np.sign(share - counts).astype(np.float32)
+    loads = [{"1": (counts / counts.sum()).astype(np.float32)}]
+    for sign, apart in ((1, 0.0), (-1, 2 * model.bias_rate)):
+        after = {**weights, bias: before.numpy() + sign * (by_counts - before.numpy())}
+        states = [{"weight": weights}, {"weight": after}]
+        single = train.single_steps(reference, hyper, batch, states, loads)
+        assert single["bias"][0] == pytest.approx(apart, abs=1e-7)
+        assert single["moved"][0] == abs(counts[high] - counts[low]) and single["tokens"][0] == batch["loss_mask"].sum()
+
+
 def test_an_expert_without_tokens_still_decays():
     """PyTorch leaves out a weight without gradient; MindFormers' gradient is zero, and its AdamW goes on."""
     model = cases.sizes(mtp=0)

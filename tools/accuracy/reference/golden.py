@@ -56,11 +56,11 @@ def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
         names = sorted(arrays)
         kept[f"{kind}/names"] = np.array(names)
         kept[f"{kind}/norms"] = np.array([np.linalg.norm(arrays[name]) for name in names], np.float32)
-        kept[f"{kind}/samples"] = np.array([_samples(name, arrays[name]) for name in names], np.float32)
+        kept[f"{kind}/samples"] = np.array([samples(name, arrays[name]) for name in names], np.float32)
     return kept
 
 
-def _samples(name: str, array: np.ndarray) -> np.ndarray:
+def samples(name: str, array: np.ndarray) -> np.ndarray:
     """The same elements of an array each time; the whole of a small one, with zeros behind."""
     places = np.random.default_rng(zlib.crc32(name.encode())).permutation(array.size)[:SAMPLES]
     return np.pad(array.ravel()[places], (0, SAMPLES - len(places)))

@@ -5,8 +5,10 @@ Needs torch and transformers.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
@@ -16,6 +18,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 from tools.accuracy.reference.names import Arrays
 from tools.accuracy.reference.sizes import Sizes
 
+Loads = Mapping[int, np.ndarray]
 _ATTENTION = "tc3_traced"
 
 
@@ -97,10 +100,21 @@ class Reference:
         frequency = experts / topk * picked.float().mean(1)
         return self.sizes.aux_coefficient * (frequency * share).sum(-1).mean()
 
-    def move_bias(self) -> None:
-        """The aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa."""
+    def counts(self, layer: int) -> torch.Tensor:
+        """How often the last forward pass chose each expert of a layer, [E]."""
+        scores, chosen, _ = self.routed[layer]
+        return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
+
+    def move_bias(self, loads: Loads) -> None:
+        """The aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa.
+
+        loads: layer -> share of the choices that each expert got, [E], of the other side, which then decides: this is
+            about the rule, the counts are compared by themselves. Other layers go by the last forward pass.
+        """
         for layer, (scores, chosen, _) in self.routed.items():
-            counts = torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
+            counts = self.counts(layer)
+            if layer in loads:
+                counts = torch.from_numpy(np.round(loads[layer] * chosen.numel()))
             short = torch.sign(chosen.numel() - counts * scores.shape[-1])  # integers: equal is exactly equal
             gate = self.model.model.layers[layer].mlp.gate
             gate.e_score_correction_bias += self.sizes.bias_rate * short.float()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tools.accuracy.reference.hyper import Hyper
-from tools.accuracy.reference.model import Reference
+from tools.accuracy.reference.model import Loads, Reference
 from tools.accuracy.reference.names import Arrays
 
 PARTS = ("loss", "lm_loss", "mtp_loss", "aux_loss")
@@ -51,11 +51,12 @@ def single_steps(
 
     Returns:
         `loss` of each step; `update`, how far the next weights are from the other side's, relative to how far they
-        moved (L2 over all); `bias`, the largest difference of a router's bias; `moved`, choices of an expert that went
-        to another one, out of `choices`. Each [steps].
+        moved (L2 over all); `bias`, the largest difference of a router's bias, moved by the other side's counts where
+        these differ; `moved`, choices of an expert that went to another one, out of `choices`; `tokens` that count in
+        the loss. Each [steps].
     """
     model = reference.model
-    out: dict[str, list[float]] = {name: [] for name in ("loss", "update", "bias", "moved", "choices")}
+    out: dict[str, list[float]] = {name: [] for name in ("loss", "update", "bias", "moved", "choices", "tokens")}
     for index, rate in enumerate(hyper.rates):
         before, after = states[index]["weight"], states[index + 1]["weight"]
         model.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in before.items()}, strict=True)
@@ -66,8 +67,10 @@ def single_steps(
                 "exp_avg": torch.from_numpy(states[index]["moment"][name].copy()),
                 "exp_avg_sq": torch.from_numpy(states[index]["square"][name].copy()),
             }
-        losses, _ = differentiate(reference, optimizer, batch_of(batches, index))
-        step(reference, optimizer, hyper, rate)
+        batch = batch_of(batches, index)
+        losses, _ = differentiate(reference, optimizer, batch)
+        theirs = {int(layer): load for layer, load in loads[index].items()}
+        step(reference, optimizer, hyper, rate, theirs)
         got = {name: array(value) for name, value in model.state_dict().items()}
         out["loss"].append(losses["loss"])
         out["update"].append(_relative_step(got, before, after))
@@ -75,6 +78,7 @@ def single_steps(
         moved, choices = _moved(reference, loads[index])
         out["moved"].append(moved)
         out["choices"].append(choices)
+        out["tokens"].append(float(batch["loss_mask"].sum()))
     return {name: np.array(values) for name, values in out.items()}
 
 
@@ -93,15 +97,17 @@ def differentiate(
     return {name: float(losses[name].detach()) for name in PARTS}, float(norm)
 
 
-def step(reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float) -> None:
-    """Clip, update the weights, move the routers' biases."""
+def step(
+    reference: Reference, optimizer: torch.optim.Optimizer, hyper: Hyper, rate: float, loads: Loads | None = None
+) -> None:
+    """Clip, update the weights, move the routers' biases; `loads` as in `Reference.move_bias`."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     if hyper.clip:
         torch.nn.utils.clip_grad_norm_(reference.model.parameters(), hyper.clip)
     optimizer.step()
     with torch.no_grad():
-        reference.move_bias()
+        reference.move_bias(loads or {})
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
@@ -148,9 +154,9 @@ def _relative_step(got: Arrays, before: Arrays, after: Arrays) -> float:
 def _moved(reference: Reference, loads: Arrays) -> tuple[float, float]:
     """(choices that went to another expert, choices) of the last forward pass, over all layers."""
     moved = choices = 0.0
-    for layer, (scores, chosen, _) in reference.routed.items():
-        counts = torch.bincount(chosen.flatten(), minlength=scores.shape[-1]).numpy()
+    for layer, (_, chosen, _) in reference.routed.items():
         choices += chosen.numel()
         if str(layer) in loads:
-            moved += float(np.abs(counts - np.round(loads[str(layer)] * chosen.numel())).sum()) / 2
+            theirs = torch.from_numpy(np.round(loads[str(layer)] * chosen.numel()))
+            moved += float((reference.counts(layer) - theirs).abs().sum()) / 2
     return moved, choices
