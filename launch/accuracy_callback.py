@@ -9,8 +9,11 @@ from mindformers.tools.utils import get_real_rank
 from mindspore.train.callback import Callback
 
 from launch import accuracy_pynative
+from tools.accuracy.dumps.read import WEIGHTS
 from tools.accuracy.msprobe_debugger import debugger
 from tools.accuracy.msprobe_weights import dump_weights
+
+WITHOUT_WEIGHTS = ("L1", "L2")  # levels at which msprobe hooks no cell
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -31,6 +34,8 @@ class AccuracyDump(Callback):
     def on_train_step_begin(self, run_context):
         """Hook the network that the train step differentiates; the optimizer's cells are not msprobe's."""
         network = run_context.original_args().train_network.network
+        if not self.steps and self.level in WITHOUT_WEIGHTS:
+            self._dump_weights(network)
         if self.level == "L2":
             self.debugger.start()
         else:
@@ -43,10 +48,13 @@ class AccuracyDump(Callback):
         self.steps += 1
 
     def on_train_end(self, run_context):
-        """The weights that the last step has made; a graph's own dump has no place for them."""
-        if self.level != "L2":
-            folder = self.run_dir / f"step{self.steps}" / f"rank{get_real_rank()}"
-            dump_weights(run_context.original_args().train_network.network, folder, self.level, self.task)
+        """The weights that the last step has made."""
+        self._dump_weights(run_context.original_args().train_network.network)
+
+    def _dump_weights(self, network):
+        """Of now: what the next step would start from. Where msprobe shows weights, they are one step more."""
+        folder = self.run_dir / WEIGHTS if self.level in WITHOUT_WEIGHTS else self.run_dir
+        dump_weights(network, folder / f"step{self.steps}" / f"rank{get_real_rank()}", self.level, self.task)
 
 
 def enable(config, settings) -> None:

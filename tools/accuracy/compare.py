@@ -31,12 +31,12 @@ def compare_dumps(
         progress: called with tensors done and in all.
 
     Raises:
-        DataError: the dumps are not of the same kind, or one is broken.
+        DataError: the dumps are not of the same kind, one is broken, or neither holds a tensor.
     """
     check_alike(golden, bench)
     found: list[Pair] = []
-    for step, ranks in golden.folders.items():
-        for rank in sorted(ranks):
+    for step in golden.steps:
+        for rank in golden.ranks:
             found += pairs(step, rank, golden.entries(step, rank), bench.entries(step, rank))
     batches = [found[start : start + BATCH] for start in range(0, len(found), BATCH)]
     rows: list[Row | None] = []
@@ -44,10 +44,12 @@ def compare_dumps(
         for batch in pool.map(lambda batch: [judged(pair, promoted) for pair in batch], batches):
             rows += batch
             progress(len(rows), len(found))
-    rows = judge_updates(found, rows)
+    rows, updates = judge_updates(found, rows)
     sound = golden.marker is not None and bench.marker is not None
     kept = [row for row in rows if row is not None]
-    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept)
+    if not kept:
+        raise DataError(f"{golden.folder} and {bench.folder} hold no tensor: nothing to compare")
+    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates)
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:
@@ -65,8 +67,12 @@ def check_alike(golden: Dump, bench: Dump) -> None:
         )
     if golden.ranks != bench.ranks:
         raise DataError(f"{golden.folder} has ranks {golden.ranks}, {bench.folder} {bench.ranks}: the same are needed")
-    if list(golden.folders) != list(bench.folders):
+    if golden.steps != bench.steps:
         raise DataError(
-            f"{golden.folder} has steps {list(golden.folders)}, {bench.folder} {list(bench.folders)}: "
-            "dump both with the same --steps"
+            f"{golden.folder} has steps {golden.steps}, {bench.folder} {bench.steps}: dump both with the same --steps"
+        )
+    if list(golden.weights) != list(bench.weights):
+        raise DataError(
+            f"{golden.folder} has weights of steps {list(golden.weights)}, {bench.folder} of {list(bench.weights)}: "
+            "dump both with this version of `tc3 accuracy dump`"
         )

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from tools.accuracy.dumps.npy import CHUNK, WIDEST, NpyFile
-from tools.accuracy.promotion import SMALLEST
+
+SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
 
 _own = threading.local()
 
@@ -30,6 +31,8 @@ class Measured:
         outside: values over the tolerance, or different integers.
         where: flat index of the worst value; got, want: that value.
         nans, infinities: in `got`; NaN in both is counted, an infinity that both have is not.
+        sums: for `compare_scale`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
+            identical arrays and for integers.
     """
 
     error: float = 0.0
@@ -39,6 +42,7 @@ class Measured:
     want: float = 0.0
     nans: int = 0
     infinities: int = 0
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
 
 def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
@@ -53,9 +57,9 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
             return Measured()
         if want.dtype.kind != "f" or got.dtype.kind != "f":
             return Measured() if identical else _different(want, got)
-        if np.isfinite(total) and max(want.dtype.itemsize, got.dtype.itemsize) <= 4:
-            scale = max((total / max(want.size, 1)) ** 0.5, smallest, SMALLEST["float32"])
-            measured = _fast(want, got, tolerance, scale)
+        mean_square = total / max(want.size, 1)
+        if SQUARED <= mean_square < np.inf and max(want.dtype.itemsize, got.dtype.itemsize) <= 4:
+            measured = _fast(want, got, tolerance, max(mean_square**0.5, smallest), total)
             if np.isfinite(measured.error):
                 return measured
         return _slow(want, got, tolerance, smallest)
@@ -93,14 +97,17 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return np.array_equal(a.view(word), b.view(word))
 
 
-def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float) -> Measured:
-    """The error in float32; `scale` is the root mean square of `want`."""
+def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: float) -> Measured:
+    """The error in float32; `scale` is the root mean square of `want`, `total` the sum of its squares."""
     *_, error_buffer, scale_buffer = _buffers()
+    along = apart = 0.0
     worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
     with np.errstate(all="ignore"):
         for a, b in _pieces(want, got):
             error, divisor = error_buffer[: len(a)], scale_buffer[: len(a)]
             np.subtract(b, a, out=error)
+            apart += float(np.dot(error, error))
+            along += float(np.dot(a if a.dtype == np.float32 else a.astype(np.float32), error))
             np.abs(error, out=error)
             np.abs(a, out=divisor)
             np.maximum(divisor, np.float32(scale), out=divisor)
@@ -113,13 +120,14 @@ def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float) -> Measur
             if not np.isfinite(error[top]):
                 break  # the caller measures again
             offset += len(a)
-    return Measured(worst, outside, place, *values)
+    return Measured(worst, outside, place, *values, sums=(total, along, apart))
 
 
 def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
     """As `judge.errors`, in float64."""
     squares, count = 0.0, 0
     worst, outside, place, values, offset, nans, infinities = -1.0, 0, 0, (0.0, 0.0), 0, 0, 0
+    sums = np.zeros(3)
     with np.errstate(all="ignore"):
         for a, _ in _pieces(want, got):
             finite = a[np.isfinite(a)].astype(np.float64)
@@ -130,6 +138,8 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
             same = (a == b) | (np.isnan(a) & np.isnan(b))
             error = np.abs(b - a) / np.maximum(np.abs(a), scale)
             usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error)
+            w, d = a[usable], b[usable] - a[usable]
+            sums += np.dot(w, w), np.dot(w, d), np.dot(d, d)
             error = np.where(same, 0.0, np.where(usable, error, np.inf))
             nans += int(np.isnan(b).sum())
             infinities += int((np.isinf(b) & ~same).sum())
@@ -138,7 +148,7 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
                 worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
             outside += int((error > tolerance).sum())
             offset += len(a)
-    return Measured(worst, outside, place, *values, nans, infinities)
+    return Measured(worst, outside, place, *values, nans, infinities, tuple(sums.tolist()))
 
 
 def _different(want: NpyFile, got: NpyFile) -> Measured:

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 
 from tools.accuracy.compare_count import Counter
 from tools.accuracy.compare_errors import Measured, measure
-from tools.accuracy.compare_statistics import statistics_error
+from tools.accuracy.compare_scale import scaled
+from tools.accuracy.compare_statistics import scaled_norm, statistics_error
 from tools.accuracy.dumps.names import BACKWARD, GRADIENT, WEIGHTS
 from tools.accuracy.dumps.read_items import Entry, Item
 from tools.accuracy.promotion import SMALLEST
 from tools.accuracy.tolerance import tolerance
 
 # kinds of finding; a row without one passed
-VALUE, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
+VALUE, SCALED, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
     "value",
+    "scaled",
     "update",
     "shape",
     "dtype",
@@ -40,10 +42,10 @@ class Row:
         name: msprobe's name.
         role: input, output, parameters or gradient; call for a call that only one side has.
         count, tolerance: accumulation count and row of Table 2.
-        error: the largest of `judge.errors`; of statistics or of an update where `by` says so.
+        error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
         kind: of finding; empty when it passed.
         detail: the worst value, or what is wrong.
-        by: values, statistics, or update.
+        by: values, statistics, update, or factor (of all values together, compare_scale.py).
     """
 
     step: int
@@ -176,10 +178,18 @@ def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) 
         return Row(**fixed, error=math.inf, kind=SHAPE, detail=detail)
     if golden.file and bench.file:
         found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
+        scale = scaled(found.sums, golden.file, bench.file, dtype)
     else:
         found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics"
+        scale = None if exact else scaled_norm(golden, bench, allowed, dtype)
     kind = NAN if found.nans else INF if found.infinities else VALUE if found.error > allowed else ""
     detail = _detail(found, bench.shape, golden, bench) if kind else ""
+    if scale and kind == VALUE:
+        detail += f"; all of it scaled by {scale.factor:.6g}"
+    if scale and not kind:
+        fixed["tolerance"] = scale.allowed
+        detail = f"scaled by {scale.factor:.6g}; value by value within Table 2's {allowed:.3g}"
+        return Row(**fixed, error=scale.error, kind=SCALED, detail=detail, by="factor")
     wider = _WIDTH.get(golden.dtype, 0) >= _WIDTH.get(bench.dtype, 0)
     if not kind and golden.dtype != bench.dtype and not (promoted and wider):
         kind, detail = DTYPE, f"{bench.dtype}, should be {golden.dtype}"

@@ -7,6 +7,9 @@ With n values and rms = norm / sqrt(n), the error is the largest of
     |mean - mean'| / (2 rms)
     |norm - norm'| / (sqrt(2) norm)
 
+and the factor of `compare_scale` is that of the norms. Independent errors d of values w, within Table 2's t, move it by
+sum(d^2) / 2 sum(w^2) <= t^2 and by sum(w d) / sum(w^2), whose standard deviation is at most t max|w| / norm.
+
 A tensor that Table 2 passes value by value passes here too: the factors 2 and sqrt(2) are the most by which errors of
 `tolerance * max(|want|, rms)` can move mean and norm. The reverse does not hold: values that changed places, a few
 wrong ones among many, and errors that cancel are not seen.
@@ -16,7 +19,9 @@ from __future__ import annotations
 
 import math
 
+from tools.accuracy.compare_scale import Scale
 from tools.accuracy.dumps.read_items import Item
+from tools.accuracy.tolerance import systematic
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
@@ -34,3 +39,16 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
     rms = max(norm / math.sqrt(max(math.prod(golden.shape), 1)), smallest)
     scales = (max(abs(numbers[0][0]), rms), max(abs(numbers[1][0]), rms), 2 * rms, math.sqrt(2) * max(norm, rms))
     return max(abs(a - b) / scale for (a, b), scale in zip(numbers, scales, strict=True))
+
+
+def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
+    """The factor between two tensors, if their norms tell one; `tolerance` is Table 2's."""
+    largest, smallest, _, norm = golden.statistics
+    other = bench.statistics[3]
+    if not norm or other is None or largest is None or smallest is None:
+        return None
+    floor, sigmas = systematic(dtype)
+    allowed = floor + tolerance**2 + sigmas * tolerance * max(abs(largest), abs(smallest)) / norm
+    factor = other / norm
+    error = abs(factor - 1)
+    return Scale(factor, error, allowed) if allowed < error < math.inf else None

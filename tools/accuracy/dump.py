@@ -41,7 +41,8 @@ def dump(recipe: Path, out: Path, mini: bool, steps: int, level: str, task: str,
 
     No edit to model or recipe is needed. L0 hooks cells, L1 functions, mix both: these run in PyNative, which is 20 to
     40 times slower than a graph; L2 dumps the kernels of the compiled graph. The weights after the last step are
-    dumped too, so that one update is seen even of a single step.
+    dumped too, and at L1 and L2, which show no weights, those before the first, so that `compare` can judge the
+    optimizer's updates, even that of a single step. It cannot from statistics.
 
     Exit codes: 0 dumped, 1 a worker failed, 2 something to mend first, 130/143 interrupted.
     """

@@ -1,4 +1,4 @@
-"""The weights after the last step, which msprobe never shows: in its own layout, as one step more."""
+"""Weights that msprobe does not show, in its own layout: those after the last step, and at L1 and L2 all."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from tools.accuracy.msprobe_debugger import statistics
 def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
     """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`).
 
-    A cell's key is the one under which msprobe keeps its parameters in other steps. bfloat16 is written as float32.
+    A cell's key is the one under which msprobe keeps its parameters at L0. bfloat16 is written as float32. Weights that
+    do not exist yet (they are made when the graph of several devices is compiled) are left out.
     """
     import mindspore as ms
 
     values = folder / "dump_tensor_data"
-    values.mkdir(parents=True)
     data: dict[str, Any] = {}
     for path, cell in network.cells_and_names():
-        for full, parameter in cell.parameters_dict(recurse=False).items() if path else ():
+        own = cell.parameters_dict(recurse=False) if path else {}
+        for full, parameter in ((full, each) for full, each in own.items() if not each.has_init):
+            values.mkdir(parents=True, exist_ok=True)
             key, label = f"Cell.{path}.{type(cell).__name__}.forward.0", full.rpartition(".")[2]
             array = (parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter).asnumpy()
             found = dict(zip(("Max", "Min", "Mean", "Norm"), statistics(array), strict=False))
@@ -31,5 +33,7 @@ def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
                 node["data_name"] = f"{key}.parameters.{label}.npy"
                 np.save(values / node["data_name"], array)
             data.setdefault(key, {"parameters": {}})["parameters"][label] = node
+    if not data:
+        return
     head = {"task": task, "level": level, "framework": "mindspore", "dump_data_dir": str(values)}
     (folder / "dump.json").write_text(json.dumps({**head, "data": data}, indent=1), "utf-8")

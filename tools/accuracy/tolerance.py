@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """The file's content: columns, alias, lower_bound."""
+    """The file's content: columns, alias, systematic, lower_bound."""
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 
@@ -33,6 +33,13 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
     rows = content["columns"][content["alias"].get(dtype, dtype)]
     reached = [row["tolerance"] for row in rows if row["count"] <= count]
     return reached[-1] + (roundings - 1) * ROUNDOFF[dtype]
+
+
+def systematic(dtype: str) -> tuple[float, float]:
+    """(floor, sigmas) of the factor that all elements of a tensor share: see tools/accuracy/compare_scale.py."""
+    content = table()
+    found = content["systematic"]
+    return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
 
 
 def lower_bound() -> float:

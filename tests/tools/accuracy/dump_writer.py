@@ -1,11 +1,12 @@
-"""Dumps in msprobe's layout, written without msprobe. `test_dump_run.py` holds them against a real one."""
+"""Dumps in msprobe's layout, written without msprobe. `test_compare_faults.py` holds them against a real one."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 
-from tools.accuracy.dumps import marker
+from tools.accuracy.dumps import kernels, marker
+from tools.accuracy.dumps.read import open_dump
 from tools.accuracy.msprobe_debugger import statistics
 
 DTYPES = {"float32": "Float32", "float16": "Float16", "int32": "Int32", "bool": "Bool", "float64": "Float64"}
@@ -44,13 +45,39 @@ def write_rank(folder, calls, level="L0", task="tensor"):
     (folder / "dump.json").write_text(json.dumps({**head, "data": data}))
 
 
-def write_dump(folder, steps, level="L0", task="tensor", ranks=1, complete=True):
-    """A whole dump of the same calls on every rank; steps is a list of calls."""
+def write_dump(folder, steps, level="L0", task="tensor", ranks=1, complete=True, weights=None):
+    """A whole dump of the same calls on every rank; steps: a list of calls, weights: step -> calls that stand apart."""
     for step, calls in enumerate(steps):
         for rank in range(ranks):
             write_rank(Path(folder) / f"step{step}" / f"rank{rank}", calls, level, task)
+    for step, calls in (weights or {}).items():
+        for rank in range(ranks):
+            write_rank(Path(folder) / "weights" / f"step{step}" / f"rank{rank}", calls, level, task)
     marker.write(Path(folder), complete)
     return Path(folder)
+
+
+def write_kernels(folder, values):
+    """A dump of level L2: forward, backward and optimizer, one name too long for a file, one kernel run twice."""
+    folder.mkdir()
+    marker.write(folder, True)
+    (folder / kernels.CONFIGURATION).write_text("{}")
+    graph = folder / "rank_0" / "Net" / "0" / "0"
+    graph.mkdir(parents=True)
+    where = {
+        "MatMul.Default_layers-CellList_0_MatMul-op0.0.0.{}.output.0.DefaultFormat.Float32.npy": (10, 40),
+        "Mul.Gradients_Default_Mul-op1.0.0.{}.output.0.DefaultFormat.Float32.npy": (50,),
+        "Sub.Default_optimizer-AdamW_Sub-op2.0.0.{}.output.0.DefaultFormat.Float32.npy": (60,),
+        "Add.Default_" + "long_" * 60 + "Add-op3.0.0.{}.output.0.DefaultFormat.Float32.npy": (20,),
+    }
+    for name, times in where.items():
+        for time in times:
+            full = name.format(time)
+            short = full if len(full) < 200 else "123.npy"
+            np.save(graph / short, values[full.split(".")[0], time])
+            if short != full:
+                (graph / "mapping.csv").write_text(f"{short},{full}\n")
+    return open_dump(folder)
 
 
 def weights(seed=0):

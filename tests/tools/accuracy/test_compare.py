@@ -15,7 +15,8 @@ from tests.tools.accuracy import dump_writer
 from tests.tools.accuracy.dump_writer import run, write_dump
 from tools.accuracy.cli import accuracy
 from tools.accuracy.compare import compare_dumps
-from tools.accuracy.dumps import marker
+from tools.accuracy.compare_report import Report
+from tools.accuracy.dumps import kernels, marker
 from tools.accuracy.dumps.read import open_dump
 
 
@@ -269,6 +270,17 @@ def test_unlike_dumps_are_refused(tmp_path, settings, words):
     golden, bench = write_dump(tmp_path / "a", run()), write_dump(tmp_path / "b", run(), **settings)
     with pytest.raises(DataError, match=words):
         compare_dumps(open_dump(golden), open_dump(bench))
+
+
+def test_dumps_without_a_tensor_are_refused(tmp_path):
+    for name in "ab":
+        folder = tmp_path / name
+        (folder / "rank_0" / "Net" / "0" / "0").mkdir(parents=True)
+        (folder / kernels.CONFIGURATION).write_text("{}")
+        marker.write(folder, True)
+    result = invoke(tmp_path / "a", tmp_path / "b")
+    assert isinstance(result.exception, DataError) and "hold no tensor" in str(result.exception)
+    assert not Report("a", "b", "L2", "tensor", True, []).passed
 
 
 def test_wrong_folders_get_one_message(tmp_path):

@@ -57,6 +57,17 @@ def test_errors_are_those_of_judge(folder, pair, tolerance):
         assert found.nans == int(np.isnan(got).sum())
 
 
+@pytest.mark.parametrize("size", [1e-25, 1e-20, 1e-16, 1e15, 1e25])
+def test_values_whose_squares_float32_cannot_hold(folder, size):
+    """Next to zero an error is relative to the root mean square, whatever that is."""
+    rng = np.random.default_rng(0)
+    want = (size * rng.normal(size=500)).astype(np.float32)
+    want[::10] *= np.float32(1e-3)
+    got = want + (1e-5 * size * rng.normal(size=500)).astype(np.float32)
+    found = measure(*files(folder, want, got), 1e-4, TINY)
+    assert found.error == pytest.approx(float(judge.errors(got, want, TINY).max()), rel=1e-4)
+
+
 def test_many_chunks(folder, monkeypatch):
     """The worst value is found in whatever chunk it is, and the scale is that of the whole tensor."""
     monkeypatch.setattr(npy, "CHUNK", 100)

@@ -7,12 +7,12 @@ from click.testing import CliRunner
 
 from launch import accuracy_dump
 from plugins.errors import DataError
+from tests.tools.accuracy.dump_writer import write_kernels
 from tools.accuracy.cli import accuracy
 from tools.accuracy.compare import compare_dumps
 from tools.accuracy.dump import SCRIPT, Job
-from tools.accuracy.dumps import kernels, marker
+from tools.accuracy.dumps import marker
 from tools.accuracy.dumps.names import parse
-from tools.accuracy.dumps.read import open_dump
 from tools.accuracy.msprobe_debugger import statistics
 from tools.recipe.load import Recipe
 
@@ -97,29 +97,6 @@ def test_other_names_are_refused(text):
 def test_statistics():
     assert statistics(np.array([3.0, -4.0], np.float32)) == (3.0, -4.0, -0.5, 5.0)
     assert statistics(np.array([True, False])) == (True, False) and statistics(np.zeros(0)) == ()
-
-
-def write_kernels(folder, values):
-    """A dump of level L2: forward, backward and optimizer, one name too long for a file, one kernel run twice."""
-    folder.mkdir()
-    marker.write(folder, True)
-    (folder / kernels.CONFIGURATION).write_text("{}")
-    graph = folder / "rank_0" / "Net" / "0" / "0"
-    graph.mkdir(parents=True)
-    where = {
-        "MatMul.Default_layers-CellList_0_MatMul-op0.0.0.{}.output.0.DefaultFormat.Float32.npy": (10, 40),
-        "Mul.Gradients_Default_Mul-op1.0.0.{}.output.0.DefaultFormat.Float32.npy": (50,),
-        "Sub.Default_optimizer-AdamW_Sub-op2.0.0.{}.output.0.DefaultFormat.Float32.npy": (60,),
-        "Add.Default_" + "long_" * 60 + "Add-op3.0.0.{}.output.0.DefaultFormat.Float32.npy": (20,),
-    }
-    for name, times in where.items():
-        for time in times:
-            full = name.format(time)
-            short = full if len(full) < 200 else "123.npy"
-            np.save(graph / short, values[full.split(".")[0], time])
-            if short != full:
-                (graph / "mapping.csv").write_text(f"{short},{full}\n")
-    return open_dump(folder)
 
 
 def test_kernels(tmp_path):

@@ -1,4 +1,8 @@
-"""A dump folder: `stepN/rankM/{dump.json, dump_tensor_data/*.npy}` as msprobe writes it."""
+"""A dump folder: `stepN/rankM/{dump.json, dump_tensor_data/*.npy}` as msprobe writes it.
+
+At L1 and L2, where msprobe shows no weights, `tc3 accuracy dump` adds `weights/stepN/rankM/` of the same layout: the
+weights before step N.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ ROLES = {
     "parameters": "parameters",
     "output": "output",
 }
+WEIGHTS = "weights"
 STATISTICS = ("Max", "Min", "Mean", "Norm")
 _RANK = re.compile(r"rank(\d+)$")
 _PROCESS = re.compile(r"proc\d+$")
@@ -35,6 +40,7 @@ class Dump:
         folders: step -> rank -> folder with dump.json.
         level, task: msprobe's.
         marker: what `tc3 accuracy dump` stated; None for msprobe's own dumps, whose completeness nobody knows.
+        weights: step -> rank -> folder with the dump.json of weights that msprobe did not show.
     """
 
     folder: Path
@@ -42,6 +48,12 @@ class Dump:
     level: str
     task: str
     marker: dict[str, Any] | None
+    weights: dict[int, dict[int, Path]]
+
+    @property
+    def steps(self) -> list[int]:
+        """All of which there is something."""
+        return sorted({*self.folders, *self.weights})
 
     @property
     def ranks(self) -> list[int]:
@@ -49,12 +61,12 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """The calls of one step on one rank, in the order in which they ended."""
-        folder = self.folders[step][rank]
-        if self.level == "L2":
-            return kernels.entries(folder, step)
-        data = _content(folder)["data"]
-        return [Entry(_name(folder, key), tuple(_items(key, value, folder))) for key, value in data.items()]
+        """The calls of one step on one rank, in the order in which they ended; then weights that stand apart."""
+        found = []
+        if step in self.folders:
+            folder = self.folders[step][rank]
+            found = kernels.entries(folder, step) if self.level == "L2" else _entries(folder)
+        return found + (_entries(self.weights[step][rank]) if step in self.weights else [])
 
 
 def open_dump(folder: Path) -> Dump:
@@ -68,24 +80,32 @@ def open_dump(folder: Path) -> Dump:
     stated = marker.read(folder)
     if stated is not None and not stated["complete"]:
         raise DataError(f"{folder}: the dump was not finished (killed, or it failed): make it again in a new folder")
+    weights = _steps(folder / WEIGHTS)
     if (folder / kernels.CONFIGURATION).exists():
-        return Dump(folder, _same_ranks(folder, kernels.folders(folder)), "L2", "tensor", stated)
+        folders, level, task = kernels.folders(folder), "L2", "tensor"
+        _same_ranks(folder, folders, weights)
+    else:
+        folders = _steps(folder)
+        _same_ranks(folder, folders, weights)
+        head = _content(next(iter(next(iter(folders.values())).values())))
+        level, task = head["level"], head["task"]
+    return Dump(folder, folders, level, task, stated, weights)
+
+
+def _steps(folder: Path) -> dict[int, dict[int, Path]]:
+    """step -> rank -> folder with a dump.json."""
     folders = {_number(path): _ranks(path) for path in folder.glob("step[0-9]*") if path.is_dir()}
-    folders = {step: ranks for step, ranks in sorted(folders.items()) if ranks}
-    _same_ranks(folder, folders)
-    head = _content(next(iter(next(iter(folders.values())).values())))
-    return Dump(folder, folders, head["level"], head["task"], stated)
+    return {step: ranks for step, ranks in sorted(folders.items()) if ranks}
 
 
-def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]]) -> dict[int, dict[int, Path]]:
-    """`folders`, if there are any and all steps have the same ranks."""
+def _same_ranks(folder: Path, folders: dict[int, dict[int, Path]], weights: dict[int, dict[int, Path]]) -> None:
+    """Raise DataError unless there are steps, and all have the same ranks."""
     if not folders:
         raise DataError(f"{folder}: not a dump: it holds no stepN/rankM/dump.json{_elsewhere(folder)}")
-    counts = {step: sorted(ranks) for step, ranks in folders.items()}
-    for step, ranks in counts.items():
-        if ranks != next(iter(counts.values())):
-            raise DataError(f"{folder}: step {step} has ranks {ranks}, the first step {next(iter(counts.values()))}")
-    return folders
+    first = sorted(next(iter(folders.values())))
+    for step, ranks in (*folders.items(), *weights.items()):
+        if sorted(ranks) != first:
+            raise DataError(f"{folder}: step {step} has ranks {sorted(ranks)}, the first step {first}")
 
 
 def _elsewhere(folder: Path) -> str:
@@ -123,6 +143,11 @@ def _content(folder: Path) -> dict[str, Any]:
         return {"level": content["level"], "task": content["task"], "data": content["data"]}
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise DataError(f"{file}: not msprobe's dump.json, or not a whole one ({error})") from None
+
+
+def _entries(folder: Path) -> list[Entry]:
+    data = _content(folder)["data"]
+    return [Entry(_name(folder, key), tuple(_items(key, value, folder))) for key, value in data.items()]
 
 
 def _name(folder: Path, key: str) -> Name:
