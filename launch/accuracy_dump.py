@@ -23,6 +23,7 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
 from launch import preflight  # noqa: E402
 from launch.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
 from launch.progress import TrainingProgress  # noqa: E402
+from launch.readings import loss_rank  # noqa: E402
 from launch.supervise import Outcome, supervise  # noqa: E402
 from launch.train_command import effective_recipe, steps_overrides  # noqa: E402
 from plugins.errors import DataError, TC3Error  # noqa: E402
@@ -52,7 +53,8 @@ def run(job: Job) -> int:
     check_folder(out)
     recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, job.mini)
     # fewer samples, but the schedule stays: the first steps are those of the real run
-    recipe = apply_overrides(recipe, steps_overrides(recipe, job.steps)[:1])
+    shorter = steps_overrides(recipe, job.steps)
+    recipe = apply_overrides(recipe, [each for each in shorter if not each.startswith("lr_schedule.")])
     for line in prepare(recipe):
         click.echo(line, err=True)
     preflight.check_machine(recipe)
@@ -102,7 +104,7 @@ def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
     train, ours = (str(ROOT / "launch" / name) for name in ("train.py", "accuracy_worker.py"))
     command = [ours if word == train else word for word in msrun_command(recipe, out, free_port())]
     command += ["--level", job.level, "--task", job.task]
-    with TrainingProgress(out, Console(stderr=True)) as progress:
+    with TrainingProgress(out, Console(stderr=True), loss_rank(recipe)) as progress:
         return supervise(command, worker_environment(workers, out), out, workers, progress.tick)
 
 

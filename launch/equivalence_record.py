@@ -1,6 +1,7 @@
 """What a rank's training did, for `tc3 accuracy equivalence`: gradient norms a step, data, optimizer state at the end.
 
-A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder);
+A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder),
+before any other, since loading this file puts `CountedBias` in the place of MindFormers' TopkBiasBalanceCallback;
 nothing in the training itself changes. Files below RUN/equivalence, written when training ends, each atomically:
 rank_N.json and rank_N.npz, see `EquivalenceRecord.on_train_end`.
 """
@@ -10,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+from mindformers.core.callback.callback import TopkBiasBalanceCallback
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
@@ -21,6 +24,21 @@ from tools.files.whole import whole_file, write_whole
 FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
 START = "start."  # of the names of the weights before training
 LEAST = "least."  # of the names of the smallest mean squares of gradients
+LOAD, BIAS = "load.", "bias."  # of the names of routers: [steps, experts], and [steps + 1, experts] with the start
+
+
+class CountedBias(TopkBiasBalanceCallback):
+    """`TopkBiasBalanceCallback` that notes which share of this rank's choices each expert got, before it forgets."""
+
+    loads: ClassVar[list[dict[str, np.ndarray]]] = []
+
+    def on_train_step_end(self, run_context):
+        """Note the counters, then move the biases."""
+        self.loads.append(_routers(run_context, ".expert_load"))
+        super().on_train_step_end(run_context)
+
+
+MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alias="TopkBiasBalanceCallback")
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -40,11 +58,13 @@ class EquivalenceRecord(Callback):
         self.least: dict[str, np.ndarray] = {}
         self.squares: list[dict[str, float]] = []
         self.samples: list[list[str]] = []
+        self.biases: list[dict[str, np.ndarray]] = []
 
     def on_train_begin(self, run_context):
         """The weights that training starts from, and digests of the samples that this rank will read, by batch."""
         for weight in run_context.original_args().train_network.optimizer.parameters:
             self.start[START + weight.name] = np.array(weight.asnumpy())
+        self.biases.append(_routers(run_context, ".expert_bias"))
         data = run_context.original_args().train_dataset
         for batch in data.create_tuple_iterator(num_epochs=1, output_numpy=True):
             self.samples.append(
@@ -63,6 +83,7 @@ class EquivalenceRecord(Callback):
             else:
                 self._note_least(name.removeprefix(SECOND), moment / (1 - self.beta2 ** (len(self.squares) + 1)))
         self.squares.append(squares)
+        self.biases.append(_routers(run_context, ".expert_bias"))  # MindFormers lets the biases move before any other
 
     def _note_least(self, weight, square):
         """Keep the smallest value, other than 0, of the mean square by which AdamW divides."""
@@ -72,13 +93,15 @@ class EquivalenceRecord(Callback):
 
     def on_train_end(self, run_context):
         """Write what was seen, and every weight, what it was at the start, its moments and the
-        smallest mean square of its gradients.
+        smallest mean square of its gradients; the routers' biases and loads of all steps.
 
         The json holds world_size, samples (digests of each step), squares (weight -> square of its gradient's norm, of
         each step) and split (weights of which this rank has its own part, along axis 0).
         """
         step = run_context.original_args().train_network
         arrays = {**self.start, **self.least, **self._state(run_context)}
+        for prefix, steps in ((LOAD, CountedBias.loads), (BIAS, self.biases)):
+            arrays.update({prefix + name: np.stack([step[name] for step in steps]) for name in steps[0]})
         split = []
         for weight in step.optimizer.parameters:
             arrays[weight.name] = np.array(weight.asnumpy())
@@ -98,3 +121,9 @@ class EquivalenceRecord(Callback):
             for param in optimizer.get_parameters()
             if param.name.startswith((FIRST, SECOND))
         }
+
+
+def _routers(run_context, end):
+    """router -> copy of its parameter with this end of a name, float32 [experts]; `asnumpy` alone is a view."""
+    parameters = run_context.original_args().train_network.network.get_parameters()
+    return {param.name.removesuffix(end): np.array(param.asnumpy()) for param in parameters if param.name.endswith(end)}

@@ -6,9 +6,11 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import click
 
 from launch.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
@@ -19,6 +21,7 @@ from tools.recipe.load import Recipe
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
 PARTS = ("recipe.yaml", "logs", "metrics", "checkpoint", "strategy")  # what a run's folder holds that --force removes
+LOCK = ".lock"
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
 _HELD_OUT = "plugins.held_out_loss.data_path"
 
@@ -104,7 +107,7 @@ def check_disk(folder: Path) -> None:
     while not existing.exists():
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise ClusterError(f"{folder}: {existing} is not a folder one can write to; choose another --run-dir")
+        raise ClusterError(f"{folder}: {existing} is not a folder one can write to; choose another")
     free = shutil.disk_usage(existing).free
     if free < MIN_FREE:
         raise ClusterError(f"{folder}: {free / 1e9:.1f} GB free, a run needs {MIN_FREE / 1e9:.1f}: make room first")
@@ -115,7 +118,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
     if not run_dir.exists() or not any(run_dir.iterdir()):
         return
     if not (run_dir / "recipe.yaml").exists():
-        strange = [path.name for path in run_dir.iterdir() if path.name not in (*PARTS, ".lock")]
+        strange = [path.name for path in run_dir.iterdir() if path.name not in (*PARTS, LOCK)]
         if strange:
             raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
     elif not (resume or force):
@@ -126,26 +129,49 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
 
 
 def clear_run_dir(run_dir: Path) -> None:
-    """Remove what an earlier run left in its folder, and nothing else."""
+    """Remove what an earlier run left in its folder, and nothing else; a lock stays, for it is held."""
     for name in PARTS:
         path = run_dir / name
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            _clear(path)
         else:
             path.unlink(missing_ok=True)
 
 
+def _clear(folder: Path) -> None:
+    """Remove a folder, or all that is in it but its lock."""
+    if not (folder / LOCK).exists():
+        shutil.rmtree(folder)
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
+
+
 @contextmanager
-def only_run_in(run_dir: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the kernel frees even if we are killed; ClusterError when a run has it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise ClusterError(f"{run_dir}: a run is in progress there (pid {lock.read().strip()})") from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+def only_run_in(*folders: Path) -> Iterator[None]:
+    """Hold the locks of a run's folders, which the kernel frees even if we are killed; ClusterError when a run has one.
+
+    A file system without locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
+    """
+    with ExitStack() as held:
+        for folder in dict.fromkeys(folder.resolve() for folder in folders):
+            folder.mkdir(parents=True, exist_ok=True)
+            _lock(folder, held.enter_context((folder / LOCK).open("a+")))
         yield
+
+
+def _lock(folder: Path, lock: TextIO) -> None:
+    """Take a lock and write down who has it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise ClusterError(f"{folder}: a run is in progress there (pid {lock.read().strip()})") from None
+    except OSError as error:
+        click.echo(f"{folder}: its file system has no locks ({error.strerror}): start no second run there", err=True)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()

@@ -15,13 +15,13 @@ COMPILING = "compiling…"  # until the first step is done
 
 
 class TrainingProgress:
-    """Follows `RUN/metrics/rank_0.jsonl`. Use as a context; call `tick` a few times a second."""
+    """Follows `RUN/metrics/rank_N.jsonl`. Use as a context; call `tick` a few times a second."""
 
-    def __init__(self, run_dir: Path, console: Console):
-        """Show what the run writes from now on (not the steps before a resume) on `console`."""
+    def __init__(self, run_dir: Path, console: Console, rank: int = 0):
+        """Show what rank `rank` of the run writes from now on (not the steps before a resume) on `console`."""
         self.console = console
         self.readings = Readings()
-        self.follower = Follower(run_dir / "metrics" / "rank_0.jsonl", from_end=True)
+        self.follower = Follower(run_dir / "metrics" / f"rank_{rank}.jsonl", from_end=True)
         self.started = time.monotonic()
         self.shown = -1  # tenths of the run printed so far
         self.bar = _bar(console) if console.is_terminal else None

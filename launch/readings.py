@@ -8,6 +8,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tools.check.view import View
+from tools.recipe.load import Recipe
+
+
+def loss_rank(recipe: Recipe) -> int:
+    """The rank whose loss is the run's: with pipeline stages the last one's, says MindFormers' MFLossMonitor.
+
+    Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
+    """
+    view = View(recipe)
+    return view.devices - 1 if view.parallel and view.pp > 1 and view.scheduler != "zero_bubble_v" else 0
+
 
 @dataclass
 class Readings:

@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import shlex
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
+from launch.data_order import most_steps
 from launch.picture import draw_loss_curve
-from launch.readings import read_held_out, read_metrics
+from launch.readings import loss_rank, read_held_out, read_metrics
 from launch.supervise import Outcome
 from tools.checkpoint.scan import scan_checkpoints
+from tools.recipe.load import Recipe
 
 
 def summarize(
-    run_dir: Path, checkpoints: Path, outcome: Outcome, again: Sequence[str], wanted: int | None = None
+    run_dir: Path,
+    recipe: Recipe,
+    outcome: Outcome,
+    again: Callable[[Path | None], list[str]],
+    wanted: int | None = None,
 ) -> dict[str, Any]:
-    """The run in plain values, fit for JSON; draws the loss curve into `run_dir`.
+    """The run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
-    `again` is the command that resumes, to which a number of steps is added: the `wanted` one (the user's --steps)
-    after an interruption, twice as many as there are after the end. Absent things are None.
+    Absent things are None. `again` gives the command that resumes, or that starts a new run from a checkpoint's
+    weights; see `_next_command`.
     """
-    metrics = run_dir / "metrics" / "rank_0.jsonl"
+    metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
     readings, held_out = read_metrics(metrics), read_held_out(run_dir)
-    best, _ = scan_checkpoints(checkpoints)
+    best, _ = scan_checkpoints(Path(recipe["checkpoint"]["save_path"]))
     steps, points = sorted(readings.steps), sorted(held_out)
-    target = wanted if outcome.code else 2 * (readings.total_steps or 0)
-    more = [*again, "--steps", str(target)] if target else list(again)
+    if outcome.code:
+        more = _resuming(again, wanted)
+    else:
+        more = _next_command(recipe, readings.total_steps or 0, best.path if best else None, again)
     failure = outcome.failure
     return {
         "exit_code": outcome.code,
@@ -50,6 +58,23 @@ def summarize(
         "picture": str(draw_loss_curve([metrics], run_dir / "loss.png", held_out)) if steps else None,
         "next_command": shlex.join(more),
     }
+
+
+def _next_command(
+    recipe: Recipe, total: int, weights: Path | None, again: Callable[[Path | None], list[str]]
+) -> list[str]:
+    """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
+
+    After the last such step it is a new run from the weights: GPTDataset would shuffle what is trained already anew.
+    """
+    most = most_steps(recipe, 2 * total)
+    if most is not None and most <= total and weights:
+        return [*again(weights), "--steps", str(total)] if total else again(weights)
+    return _resuming(again, 2 * total if most is None else most)
+
+
+def _resuming(again: Callable[[Path | None], list[str]], steps: int | None) -> list[str]:
+    return [*again(None), "--steps", str(steps)] if steps else again(None)
 
 
 def print_summary(summary: dict[str, Any]) -> None:

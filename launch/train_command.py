@@ -13,14 +13,16 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from launch import preflight
+from launch import checkpoints, preflight
 from launch.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
 from launch.progress import TrainingProgress
+from launch.readings import loss_rank
 from launch.script import Launch, in_checkout, launch_script
 from launch.summary import print_failure, print_summary, summarize
 from launch.supervise import Outcome, supervise
-from plugins.errors import CheckpointError, RecipeError, TC3Error, did_you_mean
-from tools.checkpoint.scan import scan_checkpoints
+from plugins.errors import RecipeError, TC3Error
+from tools.check.view import LOADER, RUNNER, View
+from tools.checkpoint.scan import CheckpointInfo
 from tools.ep_report.settle import settle
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -36,7 +38,7 @@ class Plan:
     recipe: Recipe
     run_dir: Path
     workers: int
-    resume: Path | None
+    resume: CheckpointInfo | None
     command: list[str]
 
 
@@ -89,13 +91,19 @@ def train(
         return
     for check in _checks(flat, run_dir, resume, port, force):
         check()
-    with preflight.only_run_in(run_dir):
+    saves = checkpoints.save_path(flat)
+    with preflight.only_run_in(run_dir, saves):
         if force:
             preflight.clear_run_dir(run_dir)
+            checkpoints.clear_save_path(saves)
         plan = make_plan(flat, run_dir, resume, port)
+        if plan.resume:
+            checkpoints.check_data_order(flat, run_dir, plan.resume)
+            if resume != "auto":
+                checkpoints.leave_behind(saves, plan.resume)
         dump_recipe(flat, run_dir / "recipe.yaml")
         outcome = _run(plan, as_json)
-    _report(plan, outcome, _again(recipe, overrides, run_dir, mini), steps, as_json)
+    _report(plan, outcome, partial(_again, recipe, overrides, run_dir, mini), steps, as_json)
     sys.exit(outcome.code)
 
 
@@ -116,99 +124,85 @@ def effective_recipe(
 
     `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
     """
-    flat = load_mini(path) if mini else load_recipe(path)
-    for override in overrides:
-        if others := also_changed(flat, override):
-            click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
-    flat = apply_overrides(flat, [*overrides, *(steps_overrides(apply_overrides(flat, overrides), steps))])
-    say = partial(click.echo, err=True)
-    for line in [*settle_layout(flat, make_here(say) if make_layout else None), *settle(flat)]:
-        say(line)
+    flat = _chosen_recipe(path, overrides, mini)
+    flat = _settled(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
     checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")
     return flat
 
 
+def _chosen_recipe(path: Path, overrides: tuple[str, ...], mini: bool = False) -> Recipe:
+    """The recipe, or its mini, with the user's overrides."""
+    flat = load_mini(path) if mini else load_recipe(path)
+    for override in overrides:
+        if others := also_changed(flat, override):
+            click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
+    return apply_overrides(flat, overrides)
+
+
+def _settled(flat: Recipe, make_layout: bool) -> Recipe:
+    """The recipe with its layout settled, which it says."""
+    say = partial(click.echo, err=True)
+    for line in [*settle_layout(flat, make_here(say) if make_layout else None), *settle(flat)]:
+        say(line)
+    return flat
+
+
 def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
-    """The overrides that make a recipe train `steps` steps: samples of the dataset, length of the schedule."""
+    """The overrides that make a recipe train `steps` steps: samples of the dataset, one pass over it, the schedule."""
     if steps is None:
         return []
-    try:
-        sizes = recipe["train_dataset"]["data_loader"]["sizes"]
-        samples = steps * recipe["runner_config"]["batch_size"]
-    except (KeyError, TypeError):
-        sizes = []
-    if not sizes:
+    view = View(recipe)
+    sizes = view.get((*LOADER, "sizes"))
+    if not (isinstance(sizes, list) and sizes and view.has((*RUNNER, "batch_size"))):
         raise RecipeError(
             f"{recipe.source}: --steps needs train_dataset.data_loader.sizes and runner_config.batch_size"
         )
-    parallel = recipe.get("parallel_config") or {}
-    if recipe.get("use_parallel"):
-        samples *= parallel.get("data_parallel", 1)
-    if parallel.get("pipeline_stage", 1) > 1:
-        samples *= parallel.get("micro_batch_num", 1)
-    samples *= recipe.get("micro_batch_interleave_num", 1)
-    found = [f"train_dataset.data_loader.sizes.0={samples}"]
-    if (
-        isinstance((recipe.get("lr_schedule") or {}).get("total_steps"), int)
-        and recipe["lr_schedule"]["total_steps"] > 0
-    ):
+    found = [f"train_dataset.data_loader.sizes.0={steps * view.global_batch}"]  # stays the first
+    if view.number((*RUNNER, "epochs"), 1) > 1:
+        found.append("runner_config.epochs=1")
+    if view.number(("lr_schedule", "total_steps"), 0):
         found.append(f"lr_schedule.total_steps={steps}")
     return found
 
 
 def make_plan(recipe: Recipe, run_dir: Path, resume: str | None, port: int | None) -> Plan:
     """Everything that `recipe` needs to start: checkpoint to go on from, port, argv."""
-    checkpoint = find_checkpoint(resume, Path(recipe["checkpoint"]["save_path"])) if resume else None
-    command = msrun_command(recipe, run_dir, port or free_port(), checkpoint)
+    checkpoint = checkpoints.find_checkpoint(resume, checkpoints.save_path(recipe)) if resume else None
+    command = msrun_command(recipe, run_dir, port or free_port(), checkpoint.path if checkpoint else None)
     return Plan(recipe, run_dir, worker_count(recipe), checkpoint, command)
-
-
-def find_checkpoint(resume: str, root: Path) -> Path | None:
-    """The iteration's folder to go on from; None when `auto` finds no complete one. Says what it skips, and why.
-
-    Raises:
-        CheckpointError: `resume` names a folder that does not exist.
-    """
-    if resume != "auto":
-        if not Path(resume).is_dir():
-            known = [str(path) for path in [*root.glob("iteration_*"), *Path(resume).parent.glob("iteration_*")]]
-            raise CheckpointError(f"--resume {resume}: no such folder{did_you_mean(resume, ['auto', *known])}")
-        return Path(resume).absolute()
-    best, skipped = scan_checkpoints(root)
-    for path, reason in skipped:
-        click.echo(f"skipping checkpoint {path}: {reason}", err=True)
-    if best is None:
-        click.echo(f"no complete checkpoint in {root}: starting from the beginning", err=True)
-        return None
-    click.echo(f"going on from step {best.step}: {best.path}", err=True)
-    return best.path.absolute()
 
 
 def _checks(
     recipe: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool
 ) -> list[Callable[[], None]]:
     """What must hold on this machine, in the order in which a user would want to hear of it."""
+    saves = checkpoints.save_path(recipe)
     return [
         lambda: preflight.check_machine(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
         lambda: preflight.check_run_dir(run_dir, bool(resume), force),
+        lambda: checkpoints.check_save_path(saves, bool(resume), force),
         lambda: preflight.check_disk(run_dir),
+        lambda: preflight.check_disk(saves),
         lambda: check_port(port) if port is not None else None,
     ]
 
 
 def _dry_run(flat: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool, as_json: bool) -> None:
     """Print the argv; what would stop the run here goes to stderr and does not stop the dry run."""
-    command = make_plan(flat, run_dir, resume, port).command
-    for check in _checks(flat, run_dir, resume, port, force):
+    plan = make_plan(flat, run_dir, resume, port)
+    checks = _checks(flat, run_dir, resume, port, force)
+    if plan.resume:
+        checks.append(partial(checkpoints.check_data_order, flat, run_dir, plan.resume))
+    for check in checks:
         try:
             check()
         except TC3Error as error:
             click.echo(f"would be refused here: {error}", err=True)
-    click.echo(json.dumps(command) if as_json else shlex.join(command))
+    click.echo(json.dumps(plan.command) if as_json else shlex.join(plan.command))
 
 
 def _script(
@@ -220,12 +214,18 @@ def _script(
     port: int | None,
     resume: str | None,
 ) -> None:
-    """Print the bash script that does on every node what `tc3 train` does on this host."""
+    """Print the bash script that does on every node what `tc3 train` does on this host.
+
+    The recipe is checked here; its data and devices are looked for where the script runs.
+    """
     if resume == "auto":
         raise click.UsageError("--script wants --resume DIR: which checkpoint is the newest is not known yet")
     folder = run_dir or default_run_dir(recipe)
-    flat = effective_recipe(recipe, overrides, steps, folder)
-    settings = (*overrides, *steps_overrides(flat, steps))
+    chosen = _chosen_recipe(recipe, overrides)
+    more = steps_overrides(chosen, steps)
+    flat = _settled(apply_overrides(chosen, more), make_layout=True)
+    preflight.check_sound(flat)
+    settings = (*overrides, *more)
     checkpoint = in_checkout(Path(resume)) if resume else ""
     place = in_checkout(folder) if run_dir else str(folder)
     launch = Launch(in_checkout(recipe), place, settings, port, checkpoint)
@@ -238,21 +238,28 @@ def _run(plan: Plan, as_json: bool) -> Outcome:
     workers = f"{plan.workers} worker{'s' * (plan.workers > 1)}"
     console.print(f"{plan.recipe.source}: {workers}, run folder {plan.run_dir}", highlight=False, soft_wrap=True)
     environment = worker_environment(plan.workers, plan.run_dir)
-    with TrainingProgress(plan.run_dir, console) as progress:
+    with TrainingProgress(plan.run_dir, console, loss_rank(plan.recipe)) as progress:
         return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
 
 
-def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool) -> list[str]:
-    """The command that goes on with this run, without its number of steps."""
-    again = ["tc3", "train", str(recipe), *["--mini"] * mini, "--resume", "auto"]
-    if run_dir != default_run_dir(recipe, mini).absolute():
-        again += ["--run-dir", str(run_dir)]
+def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None) -> list[str]:
+    """The command that goes on with this run, or starts another from `weights`; without its number of steps."""
+    again = ["tc3", "train", str(recipe), *["--mini"] * mini]
+    if weights:
+        again += ["--run-dir", f"{run_dir}-next"]
+        overrides = (*overrides, f"checkpoint.load_path={weights}")
+    else:
+        again += ["--resume", "auto"]
+        if run_dir != default_run_dir(recipe, mini).absolute():
+            again += ["--run-dir", str(run_dir)]
     return again + [word for override in overrides for word in ("--set", override)]
 
 
-def _report(plan: Plan, outcome: Outcome, again: list[str], steps: int | None, as_json: bool) -> None:
+def _report(
+    plan: Plan, outcome: Outcome, again: Callable[[Path | None], list[str]], steps: int | None, as_json: bool
+) -> None:
     """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
-    summary = summarize(plan.run_dir, Path(plan.recipe["checkpoint"]["save_path"]), outcome, again, steps)
+    summary = summarize(plan.run_dir, plan.recipe, outcome, again, steps)
     if outcome.code:
         print_failure(plan.run_dir, outcome, summary)
     if as_json:

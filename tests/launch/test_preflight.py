@@ -1,5 +1,6 @@
 """What is refused before anything starts."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -156,6 +157,17 @@ def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     other.wait()
     with preflight.only_run_in(tmp_path):
         assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, capsys, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(preflight.fcntl, "flock", flock)
+    with preflight.only_run_in(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+    assert f"its file system has no locks ({os.strerror(number)})" in capsys.readouterr().err
 
 
 MINI = Path(__file__).resolve().parents[2] / "recipes/mini/pretrain.yaml"

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from launch.picture import draw_loss_curve
 from launch.progress import TrainingProgress
-from launch.readings import Follower, read_held_out, read_metrics
+from launch.readings import Follower, loss_rank, read_held_out, read_metrics
+from tools.recipe.load import Recipe
 
 
 def step(number, loss=5.0, seconds=0.5):
@@ -68,6 +69,36 @@ def test_a_follower_waits_for_whole_lines_and_leaves_out_broken_ones(tmp_path):
 def test_held_out_losses_count_as_last_written(tmp_path, metrics):
     append(tmp_path / "metrics" / "held_out.jsonl", *({"step": 0, "held_out_loss": loss} for loss in (7.0, 6.5)))
     assert read_held_out(tmp_path) == {0: 6.5}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rank"),
+    [
+        ({}, 0),
+        ({"use_parallel": True, "parallel_config": {"data_parallel": 4}}, 0),
+        ({"use_parallel": True, "parallel_config": {"data_parallel": 2, "pipeline_stage": 4}}, 7),
+        ({"use_parallel": False, "parallel_config": {"pipeline_stage": 4}}, 0),
+        (
+            {
+                "use_parallel": True,
+                "parallel_config": {"pipeline_stage": 4},
+                "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
+            },
+            0,
+        ),
+    ],
+)
+def test_the_loss_is_that_of_the_rank_that_has_it(recipe, rank):
+    assert loss_rank(Recipe(recipe)) == rank
+
+
+def test_the_progress_follows_the_rank_it_is_told(tmp_path):
+    out = io.StringIO()
+    (tmp_path / "metrics").mkdir()
+    with TrainingProgress(tmp_path, Console(file=out, force_terminal=False), rank=3):
+        append(tmp_path / "metrics" / "rank_0.jsonl", header(1), step(1, loss=0.0))
+        append(tmp_path / "metrics" / "rank_3.jsonl", header(1), step(1, loss=3.0))
+    assert "step 1/1  loss 3.0000" in out.getvalue()
 
 
 def shown(tmp_path, terminal, *parts):

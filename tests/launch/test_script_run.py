@@ -108,7 +108,7 @@ def run(start, tmp_path):
 
 def test_the_command_prints_the_script_and_passes_everything_on(monkeypatch, hosts, tmp_path, run):
     monkeypatch.chdir(tmp_path)
-    given = [str(ROOT / MINI), "--script", "--nodes", str(hosts("a 1\nb 1\n")), "--port", "6000", "--steps", "5"]
+    given = [str(ROOT / MINI), "--script", "--nodes", str(hosts("a 1\nb 1\n")), "--port", "6000", "--steps", "50"]
     given += ["--set", "plugins.held_out_loss.data_path=a b'c", "--run-dir", "here", "--resume", "old/iteration_1"]
     result = CliRunner().invoke(train, given)
     assert result.exit_code == 0 and not list(tmp_path.glob("here"))
@@ -129,7 +129,7 @@ def test_the_command_prints_the_script_and_passes_everything_on(monkeypatch, hos
     assert argv[argv.index("--config") :] == [
         *("--config", MINI, "--run-dir", f"{tmp_path}/here"),
         *("--set", "plugins.held_out_loss.data_path=a b'c"),
-        *("--set", "train_dataset.data_loader.sizes.0=40", "--set", "lr_schedule.total_steps=5"),
+        *("--set", "train_dataset.data_loader.sizes.0=400", "--set", "lr_schedule.total_steps=50"),
         *("--resume", f"{tmp_path}/old/iteration_1"),
     ]
 

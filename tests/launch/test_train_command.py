@@ -11,81 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli, preflight, train_command
+from launch import checkpoints, cli, preflight
 from launch.failure import Failure
+from launch.msrun import ROOT
 from launch.supervise import Outcome
+from plugins.errors import ClusterError
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.load import load_recipe
-
-RECIPE = """\
-output_dir: ./elsewhere
-use_parallel: True
-context: {device_target: CPU}
-runner_config: {batch_size: &bs 4}
-lr_schedule: {total_steps: 40}
-train_dataset:
-  data_loader:
-    type: BlendedMegatronDatasetDataLoader
-    sizes: [160, 8, 0]
-    config: {data_path: ['1', ./corpus]}
-parallel_config: {data_parallel: 2, micro_batch_num: 3}
-model: {model_config: {batch_size: *bs}}
-checkpoint: {save_path: '', load_path: ''}
-"""
-
-
-@pytest.fixture(autouse=True)
-def workplace(tmp_path, monkeypatch):
-    """A working folder with a toy recipe, too small for `tc3 check`, and its (empty) dataset."""
-    monkeypatch.setattr(preflight, "check_sound", lambda recipe: None)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mini").mkdir()
-    (tmp_path / "mini" / "toy.yaml").write_text(RECIPE)
-    for end in (".bin", ".idx"):
-        (tmp_path / f"corpus{end}").touch()
-    return tmp_path
-
-
-@pytest.fixture
-def runs(monkeypatch):
-    """Commands given to the supervisor, which writes `runs.steps` steps and answers `runs.outcome`."""
-
-    class Runs(list):
-        steps = 3
-        outcome = Outcome(0)
-
-    runs = Runs()
-
-    def supervise(command, environment, run_dir, workers, tick):
-        assert (run_dir / "recipe.yaml").exists(), "the effective recipe is saved before anything runs"
-        runs.append(command)
-        if runs.steps:
-            (run_dir / "metrics").mkdir(exist_ok=True)
-            with (run_dir / "metrics" / "rank_0.jsonl").open("a") as out:
-                out.write(json.dumps({"total_steps": runs.steps, "start_step": 0, "world_size": workers}) + "\n")
-                for step in range(1, runs.steps + 1):
-                    record = {"step": step, "loss": 6.0 - step, "tokens": 100, "seconds": 0.5}
-                    out.write(json.dumps(record) + "\n")
-        tick()
-        return runs.outcome
-
-    monkeypatch.setattr(train_command, "supervise", supervise)
-    return runs
-
-
-def tc3(capsys, monkeypatch, *arguments):
-    """(exit code, stdout, stderr) of `tc3 train ...`, through the real main()."""
-    monkeypatch.setattr(sys, "argv", ["tc3", "train", *arguments])
-    with pytest.raises(SystemExit) as end:
-        cli.main()
-        sys.exit(0)
-    out = capsys.readouterr()
-    return end.value.code or 0, out.out, out.err
-
-
-@pytest.fixture
-def train(capsys, monkeypatch):
-    return lambda *arguments: tc3(capsys, monkeypatch, *arguments)
 
 
 def test_a_dry_run_prints_the_exact_argv_and_writes_nothing(train, runs, workplace):
@@ -182,7 +114,7 @@ def test_a_run_that_fails_before_its_first_step_has_no_picture(train, runs):
 def test_resume_auto_takes_the_newest_complete_checkpoint_and_names_the_skipped(train, runs, workplace, monkeypatch):
     root = workplace / "output" / "mini-toy" / "checkpoint"
     found = (CheckpointInfo(root / "iteration_2", 2), [(root / "iteration_3", "truncated")])
-    monkeypatch.setattr(train_command, "scan_checkpoints", lambda given: found if given == root else (None, []))
+    monkeypatch.setattr(checkpoints, "scan_checkpoints", lambda given: found if given == root else (None, []))
     train("mini/toy.yaml")
     code, _, err = train("mini/toy.yaml", "--resume", "auto")
     assert code == 0 and runs[-1][-2:] == ["--resume", str(root / "iteration_2")]
@@ -255,3 +187,34 @@ def test_planning_a_run_imports_neither_mindspore_nor_matplotlib(workplace):
     environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
     run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
     assert run.stdout.splitlines()[-1] == "[]", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.model_config.num_experts_per_tok=100", "model.model_config.num_experts_per_tok"),
+        ("runner_config.batch_size=eight", "runner_config.batch_size"),
+    ],
+)
+def test_a_script_of_an_unsound_recipe_is_not_written(train, monkeypatch, change, message):
+    monkeypatch.undo()
+    code, out, err = train(str(ROOT / "recipes/mini/pretrain_dp2.yaml"), "--script", "--set", change)
+    assert code == 2 and not out and message in err and "Traceback" not in err
+
+
+def test_a_script_of_ranks_that_would_wait_for_ever_is_not_written(train, monkeypatch):
+    def check_dispatch(recipe):
+        raise ClusterError("they would wait")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "check_dispatch", check_dispatch)
+    code, out, err = train(str(ROOT / "recipes/mini/pretrain_dp2.yaml"), "--script")
+    assert code == 2 and not out and err == "tc3: they would wait\n"
+
+
+def test_the_last_stages_loss_is_the_runs(train, runs, workplace):
+    text = (workplace / "mini" / "toy.yaml").read_text().replace("{data_parallel: 2", "{pipeline_stage: 2")
+    (workplace / "mini" / "toy.yaml").write_text(text)
+    runs.rank = 1
+    summary = json.loads(train("mini/toy.yaml", "--json")[1])
+    assert (summary["first_loss"], summary["steps"]) == (5.0, 3) and summary["picture"]

@@ -1,5 +1,5 @@
 from plugins.sealed_checkpoint.plan import write_seal
-from tools.checkpoint.scan import scan_checkpoints
+from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
 
 
 def save(root, step, sealed=True):
@@ -38,3 +38,17 @@ def test_only_faulty_ones(tmp_path):
     save(tmp_path, 4, sealed=False)
     best, skipped = scan_checkpoints(tmp_path)
     assert best is None and len(skipped) == 1
+
+
+def test_what_is_left_behind_is_what_comes_after_or_all_of_another_run(tmp_path):
+    first, second, third = (save(tmp_path / "own", step) for step in (4, 8, 100))
+    assert later_than(tmp_path / "own", second) == [third]
+    assert later_than(tmp_path / "own", save(tmp_path / "else", 50)) == [third, second, first]
+
+
+def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):
+    kept = save(tmp_path, 4)
+    aside = set_aside(save(tmp_path, 8)), set_aside(save(tmp_path, 8)), set_aside(save(tmp_path, 8))
+    assert scan_checkpoints(tmp_path)[0].path == kept
+    assert len(set(aside)) == 3 and all(is_sealed(folder) for folder in aside)
+    assert not is_sealed(save(tmp_path, 9, sealed=False))

@@ -1,0 +1,106 @@
+"""Which checkpoint a run goes on from, and what of other runs its folder of checkpoints may hold."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.data_order import differences
+from plugins.errors import CheckpointError, did_you_mean
+from plugins.sealed_checkpoint.plan import fault
+from tools.checkpoint.scan import (
+    CheckpointInfo,
+    is_sealed,
+    iteration,
+    iterations,
+    later_than,
+    scan_checkpoints,
+    set_aside,
+)
+from tools.recipe.load import Recipe, load_recipe
+
+
+def save_path(recipe: dict[str, Any]) -> Path:
+    """Where an effective recipe's checkpoints go."""
+    return Path(recipe["checkpoint"]["save_path"]).absolute()
+
+
+def find_checkpoint(resume: str, root: Path) -> CheckpointInfo | None:
+    """The iteration to go on from; None when `auto` finds no complete one. Says what it skips, and why.
+
+    Raises:
+        CheckpointError: `resume` names no folder, none of one iteration, or one that is not whole.
+    """
+    if resume != "auto":
+        return _named(resume, root)
+    best, skipped = scan_checkpoints(root)
+    for path, reason in skipped:
+        click.echo(f"skipping checkpoint {path}: {reason}", err=True)
+    if best is None:
+        click.echo(f"no complete checkpoint in {root}: starting from the beginning", err=True)
+        return None
+    click.echo(f"going on from step {best.step}: {best.path}", err=True)
+    return CheckpointInfo(best.path.absolute(), best.step)
+
+
+def _named(resume: str, root: Path) -> CheckpointInfo:
+    """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
+    folder = Path(resume).absolute()
+    if not folder.is_dir():
+        known = [str(path) for path in [*root.glob("iteration_*"), *Path(resume).parent.glob("iteration_*")]]
+        raise CheckpointError(f"--resume {resume}: no such folder{did_you_mean(resume, ['auto', *known])}")
+    inside = [*iterations(folder), *iterations(folder / "checkpoint")]
+    if inside:
+        raise CheckpointError(
+            f"--resume {resume}: holds checkpoints and is none; name one of them, such as {inside[0]}"
+        )
+    reason = fault(folder)
+    if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
+        raise CheckpointError(
+            f"--resume {resume}: not a whole checkpoint: {reason}; --resume auto takes the newest one"
+        )
+    if reason:
+        click.echo(f"{folder}: has no seals, so that nobody can tell whether it is whole", err=True)
+    return CheckpointInfo(folder, iteration(folder))
+
+
+def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
+    """Raise CheckpointError when going on from `checkpoint` would see the data in another order than the run before."""
+    stored = run_dir / "recipe.yaml"
+    if checkpoint.path.resolve().parent != save_path(recipe).resolve():
+        stored = checkpoint.path.parent.parent / "recipe.yaml"
+    if not stored.exists():
+        click.echo(f"{stored} is not there: nobody can tell whether the data's order stays the same", err=True)
+        return
+    found = differences(load_recipe(stored), recipe, checkpoint.step)
+    if found:
+        raise CheckpointError(
+            f"going on from step {checkpoint.step} would repeat samples and leave others out, for their order changes "
+            f"from that of {stored}: {'; '.join(found)}. Go on with what it was; or start a new run from the weights: "
+            f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+        )
+
+
+def check_save_path(root: Path, resume: bool, force: bool) -> None:
+    """Raise CheckpointError when a new run would save among the checkpoints of another one."""
+    found = next(filter(is_sealed, iterations(root)), None)
+    if found and not (resume or force):
+        raise CheckpointError(
+            f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), which --resume auto would "
+            "take for this one's; name another folder, go on with --resume auto, or remove them with --force"
+        )
+
+
+def clear_save_path(root: Path) -> None:
+    """Remove the sealed iterations of an earlier run, and nothing else."""
+    for folder in filter(is_sealed, iterations(root)):
+        shutil.rmtree(folder)
+
+
+def leave_behind(root: Path, checkpoint: CheckpointInfo) -> None:
+    """Put the checkpoints aside that are of another branch than the one that goes on from `checkpoint`."""
+    for folder in later_than(root, checkpoint.path):
+        click.echo(f"{folder} is of the run that is left behind here: renamed {set_aside(folder).name}", err=True)

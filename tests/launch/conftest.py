@@ -1,0 +1,112 @@
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch import cli, preflight, train_command
+from launch.supervise import Outcome
+from plugins.sealed_checkpoint.plan import write_seal
+from tools.data.index import IndexWriter
+
+RECIPE = """\
+output_dir: ./elsewhere
+use_parallel: True
+context: {device_target: CPU}
+runner_config: {batch_size: &bs 4}
+lr_schedule: {total_steps: 40}
+train_dataset:
+  data_loader:
+    type: BlendedMegatronDatasetDataLoader
+    sizes: [160, 8, 0]
+    config: {data_path: ['1', ./corpus], seq_length: 8, seed: 1, split: '1, 0, 0'}
+parallel_config: {data_parallel: 2, micro_batch_num: 3}
+model: {model_config: {batch_size: *bs}}
+checkpoint: {save_path: '', load_path: ''}
+plugins: {attention_balance: {window: 1}}
+seed: 1
+"""
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A working folder with a toy recipe, too small for `tc3 check`, and its dataset: 1,012 samples an epoch."""
+    monkeypatch.setattr(preflight, "check_sound", lambda recipe: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mini").mkdir()
+    (tmp_path / "mini" / "toy.yaml").write_text(RECIPE)
+    write_index(tmp_path / "corpus", [81] * 100)
+    return tmp_path
+
+
+def write_index(prefix, lengths):
+    writer = IndexWriter(Path(f"{prefix}.bin"), "uint16")
+    lengths = np.array(lengths, np.int32)
+    writer.add(lengths, np.zeros(lengths.sum(), np.uint16))
+    writer.finish(Path(f"{prefix}.idx"))
+
+
+@pytest.fixture(scope="session")
+def write_corpus():
+    return write_index
+
+
+@pytest.fixture(scope="session")
+def save():
+    """Write a checkpoint as a run of one worker does."""
+
+    def save(root, step, sealed=True):
+        folder = Path(root) / f"iteration_{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights %d" % step)
+        for name in ("common.json", "metadata.json"):
+            (folder / name).write_text("{}")
+        (folder / "mini-opt-0000000-0000001.safetensors").write_bytes(b"moments %d" % step)
+        if sealed:
+            write_seal(folder, 0, world_size=1, step=step)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+def runs(workplace, monkeypatch):
+    """Commands given to the supervisor, which writes `steps` steps of rank `rank` and answers `outcome`."""
+
+    class Runs(list):
+        steps, rank = 3, 0
+        outcome = Outcome(0)
+
+    runs = Runs()
+
+    def supervise(command, environment, run_dir, workers, tick):
+        assert (run_dir / "recipe.yaml").exists(), "the effective recipe is saved before anything runs"
+        runs.append(command)
+        if runs.steps:
+            (run_dir / "metrics").mkdir(exist_ok=True)
+            with (run_dir / "metrics" / f"rank_{runs.rank}.jsonl").open("a") as out:
+                out.write(json.dumps({"total_steps": runs.steps, "start_step": 0, "world_size": workers}) + "\n")
+                for step in range(1, runs.steps + 1):
+                    record = {"step": step, "loss": 6.0 - step, "tokens": 100, "seconds": 0.5}
+                    out.write(json.dumps(record) + "\n")
+        tick()
+        return runs.outcome
+
+    monkeypatch.setattr(train_command, "supervise", supervise)
+    return runs
+
+
+def tc3(capsys, monkeypatch, *arguments):
+    """(exit code, stdout, stderr) of `tc3 train ...`, through the real main()."""
+    monkeypatch.setattr(sys, "argv", ["tc3", "train", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+        sys.exit(0)
+    out = capsys.readouterr()
+    return end.value.code or 0, out.out, out.err
+
+
+@pytest.fixture
+def train(runs, capsys, monkeypatch):
+    return lambda *arguments: tc3(capsys, monkeypatch, *arguments)
