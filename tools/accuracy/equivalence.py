@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import DataError, RecipeError, did_you_mean
 from tools.accuracy.emulate.run import Emulated, emulate
 from tools.accuracy.emulate.sizes import Sizes, sizes_of
 from tools.accuracy.emulate.strategy import Strategy
@@ -18,6 +18,7 @@ from tools.accuracy.equivalence_runs import RunFailedError, Trained, make_corpus
 from tools.accuracy.equivalence_trained import compare_trained
 from tools.accuracy.strategies import (
     BASELINE,
+    CLIP,
     EMULATED,
     NOT_EXECUTABLE,
     TRAINED,
@@ -62,7 +63,7 @@ class Row:
         """Everything; an infinite number is the string "inf"."""
         findings = [dataclasses.asdict(finding) | {"meaning": finding.meaning} for finding in self.findings]
         for finding in findings:
-            finding["error"] = "inf" if math.isinf(finding["error"]) else finding["error"]
+            finding["error"] = finding["error"] if math.isfinite(finding["error"]) else "inf"
         return {
             "name": self.case.name,
             "how": self.case.how,
@@ -143,7 +144,7 @@ def equivalence(
     if trained or BASELINE in names:
         runner = _Runner(base, steps, work, started, matrix.runs)
         if BASELINE in names:
-            runner.run(BASELINE, baseline_variant(BASELINE))
+            matrix.rows += runner.alone(BASELINE)
         matrix.rows += [runner.row(case) for case in trained]
     matrix.rows += _emulated_rows(sizes_for(base), [case for case in chosen if case.strategy], steps, started)
     matrix.rows += [Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE]
@@ -153,12 +154,13 @@ def equivalence(
 def sizes_for(base: Any) -> Sizes:
     """The sizes that are emulated for a recipe of `one_worker`: its widths, on a step that takes seconds."""
     sizes = sizes_of(base, batch_of(base))
-    return dataclasses.replace(sizes, **{name: min(getattr(sizes, name), most) for name, most in MOST.items()})
+    least = {name: min(getattr(sizes, name), most) for name, most in MOST.items()}
+    return dataclasses.replace(sizes, **least, clip=CLIP)
 
 
 @dataclass
 class _Runner:
-    """Trains variants of one recipe, baselines when they are first needed."""
+    """Trains variants of one recipe, each once: baselines when they are first needed."""
 
     base: Any
     steps: int
@@ -166,14 +168,34 @@ class _Runner:
     started: Callable[[str], None]
     runs: dict[str, Trained]
     corpus: str = ""
+    failures: dict[str, RunFailedError] = field(default_factory=dict)
 
     def run(self, name: str, variant: Variant) -> Trained:
-        """Train, unless it has been."""
+        """Train, unless it has been.
+
+        Raises:
+            RunFailedError: the training failed, now or when it was first needed, or its record cannot be read.
+        """
         self.corpus = self.corpus or make_corpus((self.work / "corpus").absolute(), self.base, self.steps)
+        if name in self.failures:
+            raise self.failures[name]
         if name not in self.runs:
             self.started(name)
-            self.runs[name] = train(derive(self.base, variant, self.steps, self.corpus), self.work / name)
+            try:
+                self.runs[name] = train(derive(self.base, variant, self.steps, self.corpus), self.work / name)
+            except (RunFailedError, DataError) as error:
+                self.failures[name] = RunFailedError(f"the training of {name} failed: {error}")
+                raise self.failures[name] from error
         return self.runs[name]
+
+    def alone(self, name: str) -> list[Row]:
+        """A baseline that is asked for by itself: a row if it fails."""
+        variant = baseline_variant(name)
+        try:
+            self.run(name, variant)
+        except RunFailedError as error:
+            return [Row(Case(name, "one worker", variant=variant), FAIL, str(error))]
+        return []
 
     def row(self, case: Case) -> Row:
         """The comparison of a case with its baseline."""
@@ -185,7 +207,7 @@ class _Runner:
             reference = self.run(variant.against, baseline_variant(variant.against))
             run = self.run(case.name, variant)
         except RunFailedError as error:
-            return Row(case, FAIL, f"the training failed: {error}")
+            return Row(case, FAIL, str(error))
         return _judged(case, compare_trained(run, reference))
 
 

@@ -80,6 +80,8 @@ def equivalence_command(
             click.echo(f"{case.name}: {case.how}")
         return
     file = golden_gate.golden_file(golden or golden_gate.GOLDEN, recipe)
+    if golden and not update and not file.exists():
+        raise RecipeError(f"--golden {golden}: there is no {file.name} for this recipe; --update writes it")
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
     matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"))
@@ -89,8 +91,8 @@ def equivalence_command(
         click.echo(f"written: {page}", err=True)
     if as_json:
         rows = [row.as_json() for row in matrix.rows]
-        found = {"recipe": recipe, "steps": steps, "rows": rows, "golden": lines}
-        click.echo(json.dumps({**found, "passed": _passed(matrix, lines)}))
+        found = {"recipe": recipe, "steps": steps, "rows": rows, "golden_file": str(file) if file.exists() else None}
+        click.echo(json.dumps({**found, "golden": lines, "passed": _passed(matrix, lines)}))
     else:
         print_matrix(matrix, lines, Console(highlight=False))
     sys.exit(0 if _passed(matrix, lines) else 1)

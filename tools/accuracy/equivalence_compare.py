@@ -30,14 +30,22 @@ MEANINGS = (
     (FORWARD, "mtp_loss", "the forward pass of the MTP layer"),
     (FORWARD, "load_balancing_loss", "routing: tokens go to other experts"),
     (FORWARD, "loss", "loss scaling: not divided by the ranks that share it"),
-    (FORWARD, "out", "a missing or doubled reduction behind this module, or its combine"),
+    (
+        FORWARD,
+        "out",
+        "a missing or doubled reduction behind this module, its combine, or what a pipeline stage was sent",
+    ),
     (BACKWARD, "gradient of logits", "loss scaling: the seed is not divided by the ranks that share it"),
     (BACKWARD, "accumulated", "accumulation over micro-batches, for instance in 16 bits"),
     (BACKWARD, "reduced", "gradient aggregation: a missing AllReduce, or over the wrong group"),
     (BACKWARD, "global norm", "the backward pass, or the norm: shards counted twice or not at all"),
+    (BACKWARD, "clipping", "a max_grad_norm above the norms, or clipping switched off"),
     (BACKWARD, "gradient norm", "gradient aggregation or scaling of this group"),
     (BACKWARD, "gradient", "the backward of this module, or the collective in front of it"),
     (OPTIMIZER, "global norm", "norm: shards counted twice or not at all"),
+    (OPTIMIZER, "loads of experts", "routing: tokens go to other experts, or are counted twice or not at all"),
+    (OPTIMIZER, "moves of the bias", "the routers' bias: moved by the load of one rank, or the wrong way"),
+    (OPTIMIZER, "bias", "the routers' bias: another rate, or another load"),
     (OPTIMIZER, "change", "weight decay of the wrong group, or the learning rate"),
     (OPTIMIZER, "", "the optimizer's update"),
 )
@@ -111,6 +119,8 @@ def _judged(entry: Entry, want: np.ndarray, allowed: float) -> tuple[Verdict, tu
         merged = entry.layout.merge(entry.parts)
     except ValueError as error:
         return Verdict(False, math.inf, want.size, str(error)), tuple(range(len(entry.parts)))
+    if not np.isfinite(merged.value).all():  # which `judge` lets pass where the reference is not finite either
+        return Verdict(False, math.inf, want.size, "not every element is finite"), merged.differing
     return judge(merged.value, want, allowed, DTYPE), merged.differing
 
 
@@ -124,9 +134,10 @@ def _finding(
             total = np.sum([entry.parts[rank] for rank in group], 0)
             if not judge(total, pieces[group[0]], allowed, DTYPE).passed:
                 wrong.update(group)
-    ranks = sorted({entry.stage * strategy.stage_ranks + rank % strategy.stage_ranks for rank in wrong})
+    if entry.stage is not None:
+        wrong = {entry.stage * strategy.stage_ranks + rank % strategy.stage_ranks for rank in wrong}
     detail = verdict.detail or "copies that should be equal are not"
-    return Finding(*entry.key, verdict.error, allowed, tuple(ranks), detail)
+    return Finding(*entry.key, verdict.error, allowed, tuple(sorted(wrong)), detail)
 
 
 def describe_ranks(ranks: Iterable[int], strategy: Strategy) -> str:

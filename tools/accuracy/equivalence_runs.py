@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
-from tools.accuracy.merge import SAME, Layout
+from tools.accuracy import child
+from tools.accuracy.merge import SAME, SUM, Layout
 from tools.data.synthetic import write_corpus
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
@@ -24,6 +25,10 @@ BETAS = [0.9, 0.999]  # of MindFormers' AdamW
 MOMENTS = ("adam_m.", "adam_v.")
 START = "start."  # of the names of the weights before training
 LEAST = "least."  # of the names of the smallest mean squares of gradients that AdamW divided by in a step
+# of the names of routers: shares of the choices that each expert got [steps, experts], and the biases by which choices
+# are steered, at the start and after each step [steps + 1, experts]
+LOAD, BIAS = "load.", "bias."
+PREFIXES = (*MOMENTS, START, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where it alone is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 DOCUMENT = (20, 200)  # tokens of a document of the corpus
@@ -40,7 +45,8 @@ class Trained:
     Args:
         workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted.
         norms: for each step the norm of each weight's gradient, after clipping.
-        state: weights, what they were at the start, their moments, and the smallest mean squares of gradients, whole.
+        state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
+            routers' biases and loads, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
     """
 
@@ -68,12 +74,12 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     """Train a recipe by `tc3 train`, its ranks recording, and read the record.
 
     Raises:
-        RunFailedError: the training failed.
+        RunFailedError: the training failed. DataError: it left no whole record.
     """
     run_dir = run_dir.absolute()
     optimizer = recipe.get("optimizer") or {}
     record = {**CALLBACK, "run_dir": str(run_dir), "betas": optimizer.get("betas") or BETAS}
-    recipe["callbacks"] = [*recipe["callbacks"], record]
+    recipe["callbacks"] = [record, *recipe["callbacks"]]
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")
     dump_recipe(recipe, file)
@@ -81,7 +87,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
         stale.unlink()
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
     environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = child.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))
     return read_run(run_dir)
@@ -91,7 +97,7 @@ def read_run(run_dir: Path) -> Trained:
     """Put together what the ranks of a finished run recorded.
 
     Raises:
-        DataError: there is no record, or not of every rank.
+        DataError: there is no record, or not of every rank, or no metrics.
     """
     folder = run_dir / "equivalence"
     if not (folder / "rank_0.json").exists():
@@ -100,16 +106,19 @@ def read_run(run_dir: Path) -> Trained:
     missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
     if missing:
         raise DataError(f"{folder}: rank {missing[0]} of {workers} has recorded nothing")
+    metrics = run_dir / "metrics" / "rank_0.jsonl"
+    if not metrics.exists():
+        raise DataError(f"{metrics}: missing; the run has noted no step")
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])
     merged = {name: layout_of(name, split, workers).merge([part[name] for part in parts]) for name in sorted(parts[0])}
     return Trained(
         workers,
-        read_steps(run_dir / "metrics" / "rank_0.jsonl"),
+        read_steps(metrics),
         [sorted(digest for rank in step for digest in rank) for step in zip(*map(_steps_of, records), strict=True)],
         _norms([record["squares"] for record in records], split),
-        {name: whole.value for name, whole in merged.items()},
+        {name: whole.value / (workers if name.startswith(LOAD) else 1) for name, whole in merged.items()},
         {name: whole.differing for name, whole in merged.items() if whole.differing},
     )
 
@@ -120,11 +129,14 @@ def _steps_of(record: dict[str, Any]) -> list[list[str]]:
 
 
 def layout_of(name: str, split: set[str], workers: int) -> Layout:
-    """How a weight or a moment lies on data-parallel workers: experts by axis 0, all else copied."""
-    weight = name
-    for prefix in (*MOMENTS, START, LEAST):
-        weight = weight.removeprefix(prefix)
-    return Layout({"dp": workers}, {"dp": 0 if weight in split else SAME})
+    """How a tensor lies on data-parallel workers: experts by axis 0, loads of a rank's own tokens, all else copied."""
+    rule = 0 if weight_of(name) in split else SUM if name.startswith(LOAD) else SAME
+    return Layout({"dp": workers}, {"dp": rule})
+
+
+def weight_of(name: str) -> str:
+    """The weight (or router) that a recorded tensor belongs to."""
+    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
 def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[str, float]]:

@@ -1,4 +1,4 @@
-"""Compare two training runs of one recipe: data, losses, gradient norms by group, optimizer state at the end.
+"""Compare two training runs of one recipe: data, losses, gradient norms by group, optimizer state, routers' biases.
 
 In the order in which a difference arises: other samples explain everything; a loss of step 1 is the forward pass, a
 gradient norm of step 1 the backward pass, the state (and the losses of later steps) the optimizer (report 3.2.1).
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from tools.accuracy.emulate.context import BACKWARD, FORWARD, OPTIMIZER
+from tools.accuracy.equivalence_bias import bias_rows
 from tools.accuracy.equivalence_compare import DTYPE, Comparison, Finding
-from tools.accuracy.equivalence_runs import LEAST, LOSSES, MOMENTS, START, Trained, group_norms, group_of
+from tools.accuracy.equivalence_runs import LEAST, LOSSES, MOMENTS, START, Trained, group_norms, group_of, weight_of
 from tools.accuracy.judge import judge
 from tools.accuracy.promotion import ROUNDOFF
 from tools.accuracy.tolerance import tolerance
@@ -21,19 +23,20 @@ from tools.accuracy.tolerance import tolerance
 # the auxiliary loss counts tokens: one at a tie between experts that goes to the other moves it by 2e-4
 # (seen with the EP-4 mini, tests/training/test_expert_parallel.py)
 COUNTED = {"load_balancing_loss": 2e-3}
+CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this share of it
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
     """Findings in the order above; `used` is the largest share of a tolerance."""
     data = list(_data(run, reference))
     rows = list(_rows(run, reference))
-    findings = [finding for finding, _ in rows if finding.error > finding.allowed]
+    findings = [finding for finding, _ in rows if not finding.error <= finding.allowed]
     copies = [
-        _finding(run, len(run.steps), OPTIMIZER, group_of(name), name, np.inf, 0.0, "copies differ", ranks)
+        _finding(run, len(run.steps), OPTIMIZER, group_of(weight_of(name)), name, np.inf, 0.0, "copies differ", ranks)
         for name, ranks in run.differing.items()
     ]
     used = max(share for _, share in rows)
-    return Comparison(len(rows), used, (*data, *findings, *copies))
+    return Comparison(len(rows), used, (*data, *findings, *copies, *_unclipped(run)))
 
 
 def _finding(
@@ -63,11 +66,25 @@ def _data(run: Trained, reference: Trained) -> Iterator[Finding]:
             yield _finding(run, 1, FORWARD, group_of(weight), f"start of {weight}", np.inf, 0.0, "other weights")
 
 
+def _unclipped(run: Trained) -> Iterator[Finding]:
+    """A run in which no gradient was clipped proves nothing about the clipping; global norms are those before it."""
+    norms = [(step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values()))) for step, after in _steps(run)]
+    if not any(after < (1 - CLIPPED) * before for before, after in norms):
+        before = max(before for before, _ in norms)
+        detail = f"no step was clipped (norms up to {before:.4g}), so that a wrong clipping would change nothing"
+        yield _finding(run, len(norms), BACKWARD, "gradients", "clipping", np.inf, 0.0, detail)
+
+
+def _steps(run: Trained) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
+    """Metrics of each step, and the norm of each weight's gradient."""
+    return zip(run.steps, run.norms, strict=True)
+
+
 def _rows(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
     """(what would be a finding if it is over what is allowed, share of the tolerance), in order."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         phase = FORWARD if step == 1 else OPTIMIZER
-        for name in (name for name in LOSSES if name != "global_norm" and theirs[name] is not None):
+        for name in (name for name in LOSSES if name != "global_norm" and (mine[name], theirs[name]) != (None, None)):
             allowed = COUNTED.get(name, mean_tolerance(theirs["tokens"]))
             yield _number(run, step, phase, "loss", name, mine[name], theirs[name], allowed)
         phase = BACKWARD if step == 1 else OPTIMIZER
@@ -79,6 +96,10 @@ def _rows(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
         for group, want in groups.items():
             yield _number(run, step, phase, group, "gradient norm", found[group], want, allowed)
     yield from _state(run, reference)
+    for row in bias_rows(run, reference):
+        numbers = (row.error, row.allowed, row.detail)
+        share = row.error / row.allowed if row.allowed else np.inf if row.error else 0.0
+        yield _finding(run, row.step, OPTIMIZER, group_of(row.router), row.tensor, *numbers), share
 
 
 def mean_tolerance(tokens: int) -> float:
@@ -91,8 +112,10 @@ def mean_tolerance(tokens: int) -> float:
 
 
 def _number(run, step, phase, module, tensor, got, want, allowed) -> tuple[Finding, float]:
-    """A scalar, relative to what it should be."""
-    error = abs(got - want) / max(abs(want), 1e-30)
+    """A scalar, relative to what it should be; one that is missing, or not finite on either side, is wrong."""
+    got, want = (np.nan if value is None else value for value in (got, want))
+    finite = np.isfinite(got) and np.isfinite(want)
+    error = abs(got - want) / max(abs(want), 1e-30) if finite else np.inf
     detail = f"{got:.9g}, should be {want:.9g}"
     return _finding(run, step, phase, module, tensor, error, allowed, detail), error / allowed
 

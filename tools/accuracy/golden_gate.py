@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -62,7 +63,15 @@ def digest(samples: list[list[str]]) -> str:
 
 
 def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Renew the numbers of `runs` (name -> `numbers_of`); those of other runs stay."""
+    """Renew the numbers of `runs` (name -> `numbers_of`); those of other runs stay.
+
+    Raises:
+        DataError: a number is not finite.
+    """
+    for name, run in runs.items():
+        for where, value in _numbers(run):
+            if not math.isfinite(value):
+                raise DataError(f"{name}: {where} is {value}; golden numbers have to be finite")
     old = json.loads(file.read_text())["runs"] if file.exists() else {}
     content = {
         "recipe": recipe,
@@ -70,6 +79,13 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
         "runs": dict(sorted({**old, **runs}.items())),
     }
     write_whole(file, json.dumps(content, indent=1) + "\n")
+
+
+def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every number of a run, and where it stands."""
+    for number, step in enumerate(run["steps"], 1):
+        yield from ((f"step {number} {key}", value) for key, value in step.items() if key != "norms")
+        yield from ((f"step {number} gradient norm of {group}", norm) for group, norm in step.get("norms", {}).items())
 
 
 def read_golden(file: Path) -> dict[str, Any]:
@@ -116,5 +132,5 @@ def _difference(where: str, want: float | None, got: float | None, key: str, tok
         return
     allowed = 0.0 if key == "tokens" else COUNTED.get(key, tolerance(DTYPE, tokens))
     off = abs(got - want) / max(abs(want), 1e-30)
-    if off > allowed + 10.0**-DIGITS:
+    if not off <= allowed + 10.0**-DIGITS:  # true of NaN too
         yield f"{where}: {got:.{DIGITS}g}, golden {want:.{DIGITS}g} (off by {off:.2g}, allowed {allowed:.2g})"

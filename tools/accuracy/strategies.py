@@ -13,6 +13,7 @@ from tools.recipe.mini import load_mini
 
 TRAINED, EMULATED, NOT_EXECUTABLE = "trained", "emulated", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
+CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ _EMULATED = (
     ("tensor_parallel_4", "the same over 4", Strategy(tp=4)),
     ("sequence_parallel_2", "norms on halves of the sequence", Strategy(tp=2, sequence_parallel=True)),
     ("context_parallel_2", "halves of the sequence, keys gathered", Strategy(cp=2)),
-    ("pipeline_2", "two stages, two micro-batches", Strategy(pp=2, micro=2)),
+    ("pipeline_2", "two stages, 1F1B, two micro-batches sent on", Strategy(pp=2, micro=2)),
     ("optimizer_sharding_2", "moments over data parallel (ZeRO-1)", Strategy(dp=2, zero=True)),
     (
         "expert_data_parallel",
@@ -150,6 +151,7 @@ def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:
     batch = batch_of(base)
     recipe = _on_workers(copy.deepcopy(base), batch, variant.workers)
     model, loader = recipe["model"]["model_config"], recipe["train_dataset"]["data_loader"]
+    recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=CLIP)
     loader["sizes"] = [steps * batch, 0, 0]
     loader["config"]["data_path"] = ["1", corpus]
     if variant.apart:

@@ -39,6 +39,24 @@ class WithoutCollective(World):
         return [np.concatenate([parts[group[0]]] * len(group), dim) for group in self.groups([axis]) for _ in group]
 
 
+class OtherMicroBatch(World):
+    """Micro-batches are handed over in each other's place, two by two."""
+
+    def __init__(self, mesh, tag, group=None):
+        super().__init__(mesh)
+        self.tag = tag
+
+    def send(self, parts, tag, turn):
+        super().send(parts, tag, turn ^ 1 if tag == self.tag else turn)
+
+
+class OneBufferForActivations(Kernels):
+    """A stage that goes forward with the next micro-batch forgets what it kept of the one before."""
+
+    def activations_of(self, turn, newest):
+        return newest
+
+
 class DecayOfNorms(Kernels):
     """The wrong group decays: norms too."""
 
@@ -110,9 +128,10 @@ class Mutation:
     kernels: Kernels = field(default_factory=Kernels)
     tag: str = ""
     group: int | None = None
+    communication: type[World] = WithoutCollective
 
     def world(self):
-        return WithoutCollective(self.strategy.mesh, self.tag, self.group)
+        return self.communication(self.strategy.mesh, self.tag, self.group)
 
     def expected_ranks(self):
         return tuple(range(self.strategy.pp * self.strategy.stage_ranks)) if self.ranks is None else self.ranks
@@ -124,6 +143,7 @@ DP2_TP2 = Strategy(dp=2, tp=2)
 SP2 = Strategy(tp=2, sequence_parallel=True)
 ZERO2 = Strategy(dp=2, zero=True)
 MICRO4 = Strategy(micro=4)
+PP2, PP2_TP2 = Strategy(micro=2, pp=2), Strategy(micro=2, pp=2, tp=2)
 
 MUTATIONS = {
     "weight decay applied to the wrong group": Mutation(
@@ -170,6 +190,18 @@ MUTATIONS = {
         MICRO4, BACKWARD, "head", "accumulated gradient of weight", kernels=AccumulationInBfloat16()
     ),
     "softmax scaled by 1.01": Mutation(TP2, FORWARD, "layers.0.attention", "softmax", kernels=SoftmaxScaled()),
+    "a pipeline stage is sent another micro-batch": Mutation(
+        PP2_TP2, FORWARD, "layers.1.input_norm", "out", (2, 3), tag="stages.0.forward", communication=OtherMicroBatch
+    ),
+    "a pipeline stage is sent another micro-batch's gradient": Mutation(
+        PP2, BACKWARD, "layers.0.mlp", "gradient of inner", (0,), tag="stages.1.backward", communication=OtherMicroBatch
+    ),
+    "one buffer for the activations of all micro-batches": Mutation(
+        PP2, BACKWARD, "layers.0.mlp", "gradient of down", (0,), kernels=OneBufferForActivations()
+    ),
+    "missing AllReduce of the global norm over stages": Mutation(
+        PP2_TP2, OPTIMIZER, "optimizer", "global norm", tag="global_norm.stages"
+    ),
     "a swapped expert weight": Mutation(
         EP4, FORWARD, "layers.1.experts", "output of each expert", (1,), kernels=SwappedExperts()
     ),

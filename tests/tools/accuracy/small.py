@@ -19,6 +19,7 @@ STRATEGIES = (
     Strategy(cp=2),
     Strategy(cp=4, dp=2),
     Strategy(pp=2, micro=2),
+    Strategy(pp=2, micro=4),
     Strategy(dp=2, ep=2),
     Strategy(dp=4, ep=4),
     Strategy(dp=4, ep=4, mode="hierarchical"),

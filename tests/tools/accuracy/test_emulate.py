@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plugins.cpu_backend import reference as cpu_reference
 from plugins.errors import RecipeError
@@ -9,9 +11,9 @@ from plugins.hierarchical_ep import reference as moe_reference
 from tests.tools.accuracy.small import SMALL, STRATEGIES, reference
 from tests.training.runs import ROOT
 from tools.accuracy.emulate import kernels
-from tools.accuracy.emulate.context import Context
+from tools.accuracy.emulate.context import BACKWARD, FORWARD, Context
 from tools.accuracy.emulate.kernels import Kernels
-from tools.accuracy.emulate.network import Network, layouts_of, make_weights, shapes_of
+from tools.accuracy.emulate.network import Network, layouts_of, make_weights, schedule, shapes_of
 from tools.accuracy.emulate.run import ONE_RANK
 from tools.accuracy.emulate.sizes import sizes_of
 from tools.accuracy.emulate.strategy import Strategy
@@ -88,6 +90,39 @@ def test_rope_depends_on_the_distance_alone():
         (kernels.rope(q, np.array([at + 3]), 1e4) * kernels.rope(k, np.array([at]), 1e4)).sum() for at in (0, 5, 100)
     ]
     np.testing.assert_allclose(products, products[0], rtol=1e-10)
+
+
+@given(stages=st.integers(1, 6), micro=st.integers(1, 8))
+def test_every_stage_passes_each_micro_batch_once_and_none_waits_for_ever(stages, micro):
+    waiting = [schedule(stage, stages, micro) for stage in range(stages)]
+    for stage, passes in enumerate(waiting):
+        assert [turn for phase, turn in passes if phase == FORWARD] == list(range(micro))
+        assert [turn for phase, turn in passes if phase == BACKWARD] == list(range(micro))
+        kept = np.cumsum([1 if phase == FORWARD else -1 for phase, _ in passes])
+        assert kept.min() == 0 and kept.max() == min(micro, stages - stage), "as 1F1B"
+    done = {(phase, stage, turn) for phase, stage in ((FORWARD, -1), (BACKWARD, stages)) for turn in range(micro)}
+    while any(waiting):
+        ready = [
+            stage
+            for stage, passes in enumerate(waiting)
+            if passes and (passes[0][0], stage + (1 if passes[0][0] == BACKWARD else -1), passes[0][1]) in done
+        ]
+        assert ready
+        for stage in ready:
+            phase, turn = waiting[stage].pop(0)
+            done.add((phase, stage, turn))
+
+
+def test_a_stage_holds_nothing_of_another():
+    """Each weight is used by one stage, and what crosses is sent."""
+    strategy = Strategy(pp=2, micro=2)
+    weights = {name: [value] for name, value in make_weights(SMALL, 0).items()}
+    context = Context(SMALL, strategy, World(strategy.mesh), Kernels(), layouts_of(SMALL, strategy), weights)
+    first, last = Network(context).stages
+    assert (first.embedding is None, first.head is None, last.embedding is None, last.head is None) == (0, 1, 1, 0)
+    assert [layer.residual.name for stage in (first, last) for layer in stage.layers] == ["layers.0", "layers.1"]
+    with pytest.raises(KeyError):
+        last.forward([], [])
 
 
 def test_gradients_are_clipped():

@@ -6,12 +6,14 @@ import pytest
 from click.testing import CliRunner
 
 from launch.msrun import worker_count
+from plugins.errors import DataError, RecipeError
 from tests.tools.accuracy.recorded import record, spoil_backward
 from tests.training.runs import ROOT
 from tools.accuracy import equivalence_runs as runs
 from tools.accuracy import strategies
 from tools.accuracy.cli import accuracy
 from tools.accuracy.emulate.kernels import Kernels
+from tools.accuracy.emulate.run import emulate
 from tools.accuracy.equivalence import FAIL, NONE, PASS, Matrix, Row, equivalence, failure_lines, sizes_for
 from tools.accuracy.equivalence_render import as_html, share
 from tools.recipe.dump import dump_recipe
@@ -46,10 +48,42 @@ def test_runs_are_compared_with_their_own_baselines(trained, tmp_path):
     }  # fmt: skip
     assert not matrix.passed and "2 fail, 1 not compared" in matrix.summary()
     failed = {row.case.name: failure_lines(row) for row in matrix.with_status(FAIL)}
-    assert failed["recompute"] == ["the training failed: no kernel"]
+    assert failed["recompute"] == ["the training of recompute failed: no kernel"]
     assert failed["expert_parallel_4_global"][0].startswith("backward of step 1, layers.1.experts: gradient norm, all")
     page = as_html(matrix, ["a line"])
     assert "differences found" in page and "a line" in page and "no bfloat16" in page
+
+
+def test_a_baseline_that_fails_is_trained_once(monkeypatch, tmp_path):
+    seen = []
+
+    def train(recipe, run_dir):
+        seen.append(run_dir.name)
+        if run_dir.name == "baseline":
+            raise runs.RunFailedError("no kernel")
+        return record(run_dir, worker_count(recipe))
+
+    monkeypatch.setattr("tools.accuracy.equivalence.train", train)
+    matrix = equivalence(MINI, ("baseline", "data_parallel_2", "recompute", "attention_balance"), 2, tmp_path)
+    assert seen == ["baseline", "documents_apart", "attention_balance"]
+    assert [(row.case.name, row.status) for row in matrix.rows] == [
+        ("baseline", FAIL), ("data_parallel_2", FAIL), ("recompute", FAIL), ("attention_balance", PASS)
+    ]  # fmt: skip
+    assert {row.reason for row in matrix.with_status(FAIL)} == {"the training of baseline failed: no kernel"}
+    done = invoke(MINI, "--only", "baseline", "--work", tmp_path, "--json")
+    assert done.exit_code == 1 and json.loads(done.stdout)["rows"][0]["status"] == FAIL
+
+
+def test_a_run_without_its_record_is_one_failing_row(monkeypatch, tmp_path):
+    def train(recipe, run_dir):
+        if run_dir.name == "data_parallel_2":
+            raise DataError("rank 1 of 2 has recorded nothing")
+        return record(run_dir, worker_count(recipe))
+
+    monkeypatch.setattr("tools.accuracy.equivalence.train", train)
+    matrix = equivalence(MINI, ("data_parallel_2", "recompute"), 2, tmp_path)
+    assert [row.status for row in matrix.rows] == [FAIL, PASS]
+    assert matrix.rows[0].reason == "the training of data_parallel_2 failed: rank 1 of 2 has recorded nothing"
 
 
 def invoke(*arguments):
@@ -60,7 +94,8 @@ def test_golden_numbers_are_renewed_and_then_hold(trained, tmp_path):
     folders = ("--golden", tmp_path / "golden", "--work", tmp_path / "work")
     only = ("--only", "data_parallel_2", "--steps", 2)
     missing = invoke(MINI, *only, *folders)
-    assert missing.exit_code == 0 and "--update writes them" in missing.stderr
+    assert isinstance(missing.exception, RecipeError) and trained == []
+    assert "there is no mini-pretrain.json for this recipe; --update writes it" in str(missing.exception)
     assert invoke(MINI, *only, *folders, "--update").exit_code == 0
     done = invoke(MINI, *only, *folders, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["passed"] is True
@@ -70,6 +105,13 @@ def test_golden_numbers_are_renewed_and_then_hold(trained, tmp_path):
     assert moved.exit_code == 1
     assert "golden: baseline: step 1 loss: 3, golden 3.1 (off by 0.032, allowed 0.0001)" in moved.stdout
     assert "differences found" in (tmp_path / "page.html").read_text()
+
+
+def test_a_recipe_without_golden_numbers_is_told(trained, monkeypatch, tmp_path):
+    monkeypatch.setattr("tools.accuracy.golden_gate.GOLDEN", tmp_path)
+    done = invoke(MINI, "--only", "data_parallel_2", "--steps", 2, "--work", tmp_path / "work", "--json")
+    assert done.exit_code == 0 and "--update writes them" in done.stderr
+    assert json.loads(done.stdout)["golden_file"] is None
 
 
 def test_numbers_of_a_strategy_that_differs_are_not_kept(trained, tmp_path):
@@ -116,6 +158,7 @@ def test_what_cannot_be_cut_is_told(tmp_path):
 def test_widths_are_the_recipes():
     sizes = sizes_for(strategies.one_worker(MINI))
     assert (sizes.hidden, sizes.experts, sizes.layers, sizes.length, sizes.vocabulary) == (128, 16, 3, 16, 128)
+    assert emulate(sizes).norms[0] > 2 * sizes.clip, "or a wrong clipping would change nothing"
 
 
 @pytest.mark.parametrize(

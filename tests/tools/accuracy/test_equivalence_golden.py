@@ -5,7 +5,14 @@ import json
 import pytest
 
 from plugins.errors import DataError
-from tests.tools.accuracy.recorded import record, spoil_backward, spoil_data, spoil_forward, spoil_loss_slightly
+from tests.tools.accuracy.recorded import (
+    record,
+    spoil_backward,
+    spoil_data,
+    spoil_forward,
+    spoil_loss_slightly,
+    spoil_number,
+)
 from tests.training.runs import ROOT
 from tools.accuracy import golden_gate
 
@@ -58,6 +65,18 @@ def test_what_moved_is_told(one, tmp_path, spoil, lines):
     assert len(found) == len(lines)
     for got, line in zip(found, lines, strict=True):
         assert got.startswith(f"baseline: {line}")
+
+
+@pytest.mark.parametrize("name", ["loss", "global_norm"])
+def test_a_number_that_is_not_finite_is_told_and_never_kept(one, tmp_path, name):
+    golden = {"baseline": golden_gate.numbers_of(one)}
+    broken = {"baseline": golden_gate.numbers_of(record(tmp_path / "b", 1, spoil_number(name)))}
+    for want, got in ((golden, broken), (broken, golden), (broken, broken)):
+        (line,) = golden_gate.differences(want, got)
+        assert line.startswith(f"baseline: step 2 {name}: ") and "nan" in line
+    with pytest.raises(DataError, match=f"baseline: step 2 {name} is nan"):
+        golden_gate.write_golden(tmp_path / "x.json", MINI, broken)
+    assert not (tmp_path / "x.json").exists()
 
 
 def test_another_number_of_steps_is_told(one, tmp_path):

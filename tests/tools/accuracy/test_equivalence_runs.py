@@ -1,23 +1,37 @@
 """Runs that ranks recorded: put together, compared, traced to a phase."""
 
 import dataclasses
+import subprocess
+import sys
+import time
 
 import numpy as np
+import psutil
 import pytest
 
 from plugins.errors import DataError
 from tests.tools.accuracy.recorded import (
     EXPERTS,
+    ROUTER,
     WEIGHTS,
     record,
     spoil_backward,
+    spoil_bias_by_own_load,
+    spoil_bias_copy,
+    spoil_bias_direction,
+    spoil_bias_rate,
+    spoil_clipping,
     spoil_copy,
     spoil_data,
     spoil_forward,
+    spoil_loads,
     spoil_moment,
+    spoil_number,
     spoil_start,
     spoil_weight,
+    tie,
 )
+from tests.training.runs import ROOT
 from tools.accuracy import equivalence_runs as runs
 from tools.accuracy.equivalence_trained import compare_trained, leeway
 
@@ -35,7 +49,7 @@ def test_ranks_are_put_together(one, tmp_path):
     for mine, theirs in zip(four.norms, one.norms, strict=True):
         assert mine == pytest.approx(theirs)
     comparison = compare_trained(four, one)
-    assert comparison.findings == () and comparison.tensors == 2 * (3 + 1 + 3) + 9
+    assert comparison.findings == () and comparison.tensors == 2 * (3 + 1 + 3) + 9 + 4
 
 
 @pytest.mark.parametrize(
@@ -48,11 +62,74 @@ def test_ranks_are_put_together(one, tmp_path):
         (spoil_moment, (2, "optimizer", "layers.1.experts", f"adam_m.{EXPERTS}", (0, 1, 2, 3))),
         (spoil_weight, (2, "optimizer", "layers.1.experts", f"change of {EXPERTS}", (0, 1, 2, 3))),
         (spoil_copy, (2, "optimizer", "embedding", WEIGHTS[0], (2,))),
+        (spoil_bias_copy, (2, "optimizer", "layers.1.router", f"bias.{ROUTER}", (1,))),
+        (spoil_bias_direction, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
+        (spoil_bias_rate, (1, "optimizer", "layers.1.router", "bias", (0, 1, 2, 3))),
+        (spoil_bias_by_own_load, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
+        (spoil_loads, (2, "optimizer", "layers.1.router", "loads of experts", (0, 1, 2, 3))),
+        (spoil_number("loss"), (2, "optimizer", "loss", "loss", (0, 1, 2, 3))),
+        (spoil_number("mtp_loss"), (2, "optimizer", "loss", "mtp_loss", (0, 1, 2, 3))),
+        (spoil_number("global_norm"), (2, "optimizer", "gradients", "global norm", (0, 1, 2, 3))),
     ],
 )
 def test_the_first_difference_names_the_phase(one, tmp_path, spoil, expected):
     first = compare_trained(record(tmp_path / "four", 4, spoil), one).findings[0]
     assert (first.step, first.phase, first.module, first.tensor, first.ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensor"),
+    [
+        (spoil_bias_direction, "moves of the bias"),
+        (spoil_clipping, "clipping"),
+        (spoil_number("loss"), "loss"),
+        (spoil_number("global_norm"), "global norm"),
+    ],
+)
+def test_what_is_wrong_on_both_sides_is_found(tmp_path, spoil, tensor):
+    both = [record(tmp_path / str(workers), workers, spoil) for workers in (1, 4)]
+    assert [finding.tensor for finding in compare_trained(both[1], both[0]).findings] == [tensor]
+
+
+def test_a_norm_of_a_weight_that_is_no_number_is_found(one):
+    norms = [one.norms[0], {**one.norms[1], EXPERTS: float("nan")}]
+    run = dataclasses.replace(one, norms=norms)
+    assert [finding.tensor for finding in compare_trained(run, run).findings] == ["gradient norm"]
+
+
+def test_a_token_at_a_tie_may_move_a_bias_but_not_later_ones(one, tmp_path):
+    assert compare_trained(record(tmp_path / "four", 4, tie), one).findings == ()
+    moved = record(tmp_path / "moved", 4, tie)
+    moved.state[f"bias.{ROUTER}"][2, 2] += np.float32(0.001)
+    assert [finding.tensor for finding in compare_trained(moved, one).findings] == ["bias"]
+
+
+def test_a_training_ends_with_the_command(tmp_path):
+    """`tc3` is the one beside Python: here a script that tells its number and sleeps."""
+    mark = tmp_path / "number"
+    (tmp_path / "tc3").write_text(f"#!/bin/sh\necho $$ > {mark}.part; mv {mark}.part {mark}; exec sleep 60\n")
+    (tmp_path / "tc3").chmod(0o755)
+    code = """
+import pathlib, sys
+from tools.accuracy import equivalence_runs
+sys.executable = sys.argv[1] + "/python"
+equivalence_runs.train({"callbacks": []}, pathlib.Path(sys.argv[1], "run"))
+"""
+    ours = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 20
+    while not mark.exists():
+        assert time.monotonic() < until and ours.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.5)  # the child may run before whoever started it knows of it
+    ours.terminate()
+    assert ours.wait(timeout=10) != 0
+    until = time.monotonic() + 2
+    while left := psutil.pid_exists(number := int(mark.read_text())):
+        if time.monotonic() > until:
+            psutil.Process(number).kill()
+            break
+        time.sleep(0.02)
+    assert not left
 
 
 def test_a_sign_of_noise_is_no_difference(one):
@@ -76,6 +153,9 @@ def test_a_run_without_a_record_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"no rank_0\.json"):
         runs.read_run(tmp_path)
     record(tmp_path, workers=2)
+    (tmp_path / "metrics/rank_0.jsonl").unlink()
+    with pytest.raises(DataError, match=r"rank_0\.jsonl: missing"):
+        runs.read_run(tmp_path)
     (tmp_path / "equivalence/rank_1.npz").unlink()
     with pytest.raises(DataError, match="rank 1 of 2 has recorded nothing"):
         runs.read_run(tmp_path)

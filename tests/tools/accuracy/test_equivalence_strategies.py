@@ -62,6 +62,8 @@ def test_every_run_is_a_sound_recipe_with_the_same_data_and_weights(path, name, 
     for recipe in (changed, reference):
         assert strategies.batch_of(recipe) == strategies.batch_of(base)
         assert steps_overrides(recipe, 3)[0] == f"train_dataset.data_loader.sizes.0={3 * strategies.batch_of(base)}"
+        assert recipe["runner_wrapper"]["use_clip_grad"] is True
+        assert recipe["runner_wrapper"]["max_grad_norm"] == strategies.CLIP < 0.1
         dump_recipe(recipe, tmp_path / "recipe.yaml")
         assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == []
     for key in ("seed", "optimizer", "lr_schedule", "train_dataset", "runner_wrapper"):

@@ -1,9 +1,11 @@
 """Every named fault is found, and found where it is; what is right is not."""
 
+import numpy as np
 import pytest
 
 from tests.tools.accuracy.mutations import MUTATIONS
 from tests.tools.accuracy.small import SMALL, STRATEGIES, reference
+from tools.accuracy.emulate.kernels import Kernels
 from tools.accuracy.emulate.run import emulate
 from tools.accuracy.emulate.strategy import Strategy
 from tools.accuracy.equivalence_compare import compare, describe_ranks, finding_text
@@ -23,6 +25,16 @@ def test_the_group_that_decays_wrongly_is_named_whole():
     findings = compare(emulate(SMALL, fault.strategy, kernels=fault.kernels), reference(0, 1)).findings
     changed = {f"{f.module}.{f.tensor}" for f in findings if f.tensor.startswith("change of")}
     assert len(changed) == 2 * 4 + 1 and all("norm" in name for name in changed)
+
+
+def test_what_is_not_finite_on_both_sides_is_found():
+    class Broken(Kernels):
+        def softmax(self, rank, scores):
+            return super().softmax(rank, scores) * np.nan
+
+    both = [emulate(SMALL, strategy, kernels=Broken()) for strategy in (Strategy(tp=2), Strategy())]
+    first = compare(*both).findings[0]
+    assert (first.module, first.tensor, first.error) == ("layers.0.attention", "softmax", np.inf)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,16 @@ class Entry:
     """One recorded tensor.
 
     Args:
-        step: from 1; phase: FORWARD, BACKWARD or OPTIMIZER; module, tensor: names; stage: of the pipeline;
-        parts: one array a rank (and micro-batch); count: terms that an element accumulates, for Table 2.
+        step: from 1; phase: FORWARD, BACKWARD or OPTIMIZER; module, tensor: names; stage: of the pipeline, whose
+        ranks the parts are; None: of all stages; parts: one array a rank (and micro-batch, the slowest);
+        count: terms that an element accumulates, for Table 2.
     """
 
     step: int
     phase: str
     module: str
     tensor: str
-    stage: int
+    stage: int | None
     parts: Sequence[np.ndarray]
     layout: Layout | Rows
     count: int
@@ -51,14 +52,23 @@ class Entry:
         """What the entry of another run must have to be compared."""
         return self.step, self.phase, self.module, self.tensor
 
+    def joined(self, later: Entry) -> Entry:
+        """With the parts of a micro-batch whose turn came later."""
+        layout = self.layout
+        if isinstance(layout, Rows) and isinstance(later.layout, Rows):
+            layout = replace(layout, index=[*layout.index, *later.layout.index])
+        return replace(self, parts=[*self.parts, *later.parts], layout=layout)
+
 
 @dataclass
 class Context:
     """One run of the emulation.
 
     Args:
-        weights, gradients: name -> one shard a rank; layouts: name -> how a weight is cut.
+        weights: name -> one shard for each rank of the stage that holds it; layouts: name -> how a weight is cut;
+        gradients: name -> one for each rank and micro-batch.
         kernels: what ranks compute; world: how they communicate.
+        turn: the micro-batch that is computed; newest: stage -> the last one that went forward there.
     """
 
     sizes: Sizes
@@ -68,23 +78,41 @@ class Context:
     layouts: dict[str, Layout]
     weights: dict[str, Parts]
     gradients: dict[str, Parts] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    recorded: dict[Key, Entry] = field(default_factory=dict)
     step: int = 1
     phase: str = FORWARD
-    stage: int = 0
+    stage: int | None = 0
+    turn: int = 0
+    newest: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that was recorded, in order of execution."""
+        return list(self.recorded.values())
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Axes of the parts of a tensor: micro-batches come first, as ranks that take their turns."""
+        return {"micro": self.strategy.micro, **self.world.mesh}
+
+    def of_turn(self, parts: Parts) -> Parts:
+        """The parts of the micro-batch whose turn it is."""
+        return parts[self.turn * self.world.ranks : (self.turn + 1) * self.world.ranks]
 
     def tokens(self, **more: Any) -> Layout:
         """Layout of [B, S, ...] outside the tensor-parallel region."""
         tp = {"tp": 1} if self.strategy.sequence_parallel else {}
-        return Layout(self.world.mesh, {"micro": 0, "dp": 0, "cp": 1, **tp, **more})
+        return Layout(self.mesh, {"micro": 0, "dp": 0, "cp": 1, **tp, **more})
 
     def inside(self, **more: Any) -> Layout:
         """Layout of [B, S, ...] inside the region, where each tp rank has the whole sequence of its cp rank."""
-        return Layout(self.world.mesh, {"micro": 0, "dp": 0, "cp": 1, **more})
+        return Layout(self.mesh, {"micro": 0, "dp": 0, "cp": 1, **more})
 
     def record(self, module: str, tensor: str, parts: Sequence[np.ndarray], layout: Layout | Rows, count: int) -> None:
-        """Add a tensor to the record."""
-        self.entries.append(Entry(self.step, self.phase, module, tensor, self.stage, parts, layout, count))
+        """Add a tensor to the record, or the parts of a micro-batch to those of the ones before."""
+        entry = Entry(self.step, self.phase, module, tensor, self.stage, parts, layout, count)
+        before = self.recorded.get(entry.key)
+        self.recorded[entry.key] = before.joined(entry) if before else entry
 
     # the two ends of the tensor-parallel region, and their adjoints
 
@@ -108,11 +136,20 @@ class Context:
 
 
 class Module:
-    """A part of the network: `forward` keeps what `backward` needs."""
+    """A part of the network: `forward` keeps what `backward` of the same micro-batch needs."""
 
     def __init__(self, context: Context, name: str, stage: int):
         self.context, self.name, self.stage = context, name, stage
-        self.kept: dict[str, Any] = {}
+        self.kept_of_turn: dict[int, dict[str, Any]] = {}
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What is kept of the micro-batch whose turn it is."""
+        context = self.context
+        turn = context.turn
+        if context.phase == BACKWARD:
+            turn = context.kernels.activations_of(turn, context.newest[self.stage])
+        return self.kept_of_turn.setdefault(turn, {})
 
     def weight(self, name: str) -> Parts:
         """One shard a rank."""
@@ -125,7 +162,7 @@ class Module:
             count: tokens of the step whose gradients are added up.
         """
         full = f"{self.name}.{name}"
-        self.context.gradients[full] = gradients
+        self.context.gradients.setdefault(full, []).extend(gradients)
         self.record(f"gradient of {name}", gradients, partial(self.context, full), count)
 
     def record(self, tensor: str, parts: Sequence[np.ndarray], layout: Layout | Rows, count: int) -> None:
@@ -135,7 +172,13 @@ class Module:
 
 
 def partial(context: Context, name: str) -> Layout:
-    """Layout of a weight's gradient before any reduction: sums over the ranks that saw other tokens."""
+    """Layout of a weight's gradients before any reduction: sums over micro-batches and ranks that saw other tokens."""
+    layout = accumulated(context, name)
+    return Layout({"micro": context.strategy.micro, **layout.mesh}, {"micro": SUM, **layout.rules})
+
+
+def accumulated(context: Context, name: str) -> Layout:
+    """The same when those of all micro-batches have been added up."""
     layout = context.layouts[name]
     rules: dict[str, int | str] = {axis: SUM for axis in layout.mesh if axis != "tp"}
     if context.strategy.sequence_parallel and not name.endswith(tuple(CUT)):

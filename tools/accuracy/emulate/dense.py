@@ -8,7 +8,7 @@ from plugins.hierarchical_ep.reference import swiglu, swiglu_backward
 from tools.accuracy.emulate.context import Module
 from tools.accuracy.emulate.kernels import linear, linear_backward, rms_norm, rms_norm_backward
 from tools.accuracy.emulate.world import Parts, each, each_pair
-from tools.accuracy.merge import Layout
+from tools.accuracy.merge import SUM, Layout
 
 
 class Norm(Module):
@@ -115,7 +115,7 @@ class Head(Module):
     """Logits by columns of the vocabulary, and a cross entropy that needs the whole row of none of them."""
 
     def forward(self, x: Parts, targets: Parts) -> float:
-        """Tokens [B, S, h] and target ids [B, S] of each cp rank -> the mean loss over all tokens."""
+        """Tokens [B, S, h] and target ids [B, S] of each cp rank -> the micro-batch's share of the mean loss."""
         context, strategy = self.context, self.context.strategy
         self.kept["x"] = x = context.enter(x, f"{self.name}.in")
         logits = each(linear, x, self.weight("weight"))
@@ -134,7 +134,7 @@ class Head(Module):
         divisor = context.kernels.loss_divisor(strategy.micro, strategy.dp, strategy.cp, strategy.tp)
         means = [np.asarray(local.mean() / divisor) for local in losses]
         loss = context.world.all_reduce(means, list(context.world.mesh), f"{self.name}.mean")
-        self.record("loss", loss, Layout(context.world.mesh, {}), _tokens(context.sizes))
+        self.record("loss", loss, Layout(context.mesh, {"micro": SUM}), _tokens(context.sizes))
         return float(loss[0])
 
     def _hot(self, rank, ids, logits):

@@ -77,6 +77,10 @@ class Kernels:
         """The same of the gradient with which backward begins."""
         return micro * dp * cp * tp
 
+    def activations_of(self, turn: int, newest: int) -> int:
+        """The micro-batch whose activations the backward pass of `turn` uses; `newest` was the last to go forward."""
+        return turn
+
     def accumulate(self, total: Array, gradient: Array) -> Array:
         """The gradient of one more micro-batch added."""
         return total + gradient

@@ -65,15 +65,14 @@ class Experts(Module):
         super().__init__(context, name, stage)
         sizes, mesh = context.sizes, context.strategy.expert_mesh
         self.topology = of_mesh(mesh["ep"], max(1, min(mesh["ep"], sizes.devices_per_node)), sizes.experts)
-        number = np.arange(context.world.ranks).reshape(*mesh.values())
-        self.groups = np.moveaxis(number, 2, 3).reshape(-1, mesh["ep"]).tolist()
+        self.groups = context.world.on(mesh).groups(["ep"])
         self.split = mesh["tp"] > 1
 
     def forward(self, x: Parts, probs: Parts, chosen: Parts) -> Parts:
         """Tokens [B, S, h], probabilities and experts [B, S, k] -> [B, S, h]."""
         context, sizes = self.context, self.context.sizes
         local = np.arange(sizes.batch * sizes.length).reshape(sizes.batch, sizes.length)
-        self.kept.update(ids=context.tokens().pieces(local), shape=x[0].shape)
+        self.kept.update(ids=context.of_turn(context.tokens().pieces(local)), shape=x[0].shape)
         self.kept["x"] = [part.reshape(-1, sizes.hidden) for part in x]
         self.kept["probs"] = [part.reshape(-1, sizes.top_k) for part in probs]
         self.kept["chosen"] = chosen = [part.reshape(-1, sizes.top_k) for part in chosen]

@@ -122,31 +122,86 @@ class Layer:
         return d_x
 
 
+class Stage:
+    """The layers of one pipeline stage; embedding at the first, head at the last. It knows others by what they send."""
+
+    def __init__(self, context: Context, number: int):
+        strategy, layers = context.strategy, context.sizes.layers
+        self.context, self.number, last = context, number, strategy.pp - 1
+        self.embedding = Embedding(context, "embedding", 0) if number == 0 else None
+        self.layers = [Layer(context, layer) for layer in range(layers) if strategy.stage_of(layer, layers) == number]
+        self.norm = Norm(context, "final_norm", last) if number == last else None
+        self.head = Head(context, "head", last) if number == last else None
+
+    def source(self, phase: str) -> str:
+        """Tag of what a pass starts from; empty where it starts here."""
+        if phase == FORWARD:
+            return "" if self.embedding else f"stages.{self.number - 1}.forward"
+        return "" if self.head else f"stages.{self.number + 1}.backward"
+
+    def forward(self, ids: Parts, targets: Parts) -> float:
+        """The micro-batch whose turn it is; its share of the loss where that is computed, 0 elsewhere."""
+        world, turn = self.context.world, self.context.turn
+        x = self.embedding.forward(ids) if self.embedding else world.receive(self.source(FORWARD), turn)
+        for layer in self.layers:
+            x = layer.forward(x)
+        if self.norm and self.head:
+            return self.head.forward(self.norm.forward(x), targets)
+        world.send(x, f"stages.{self.number}.forward", turn)
+        return 0.0
+
+    def backward(self) -> None:
+        """Hand in the gradients of the micro-batch whose turn it is, and hand its input's on."""
+        world, turn = self.context.world, self.context.turn
+        if self.norm and self.head:
+            d_x = self.norm.backward(self.head.backward())
+        else:
+            d_x = world.receive(self.source(BACKWARD), turn)
+        for layer in reversed(self.layers):
+            d_x = layer.backward(d_x)
+        if self.embedding:
+            self.embedding.backward(d_x)
+        else:
+            world.send(d_x, f"stages.{self.number}.backward", turn)
+
+
 class Network:
-    """All layers. A pipeline stage hands its output on as it is, so stages differ in whose tensors they are."""
+    """All stages. Each works off its own order of passes, and waits for what others send."""
 
     def __init__(self, context: Context):
         self.context = context
-        last = context.strategy.pp - 1
-        self.embedding = Embedding(context, "embedding", 0)
-        self.layers = [Layer(context, number) for number in range(context.sizes.layers)]
-        self.norm = Norm(context, "final_norm", last)
-        self.head = Head(context, "head", last)
+        self.stages = [Stage(context, number) for number in range(context.strategy.pp)]
 
     def gradients(self, ids: np.ndarray, targets: np.ndarray) -> float:
         """Loss of token ids and targets [B, S]; gradients are handed in to the context.
 
         Every cp rank has its part of the sequence, every tp rank the same.
         """
-        cut = self.context.inside()
-        self.context.phase = FORWARD
-        x = self.embedding.forward(cut.pieces(ids))
-        for layer in self.layers:
-            x = layer.forward(x)
-        loss = self.head.forward(self.norm.forward(x), cut.pieces(targets))
-        self.context.phase = BACKWARD
-        d_x = self.norm.backward(self.head.backward())
-        for layer in reversed(self.layers):
-            d_x = layer.backward(d_x)
-        self.embedding.backward(d_x)
+        context, strategy = self.context, self.context.strategy
+        cut, loss = context.inside(), 0.0
+        context.gradients.clear()
+        waiting = [schedule(stage.number, strategy.pp, strategy.micro) for stage in self.stages]
+        while any(waiting):
+            before = sum(map(len, waiting))
+            for stage, passes in zip(self.stages, waiting, strict=True):
+                while passes and self._can_start(stage, *passes[0]):
+                    context.phase, context.turn = passes.pop(0)
+                    if context.phase == FORWARD:
+                        context.newest[stage.number] = context.turn
+                        loss += stage.forward(context.of_turn(cut.pieces(ids)), context.of_turn(cut.pieces(targets)))
+                    else:
+                        stage.backward()
+            assert sum(map(len, waiting)) < before, "the stages wait for each other"
         return loss
+
+    def _can_start(self, stage: Stage, phase: str, turn: int) -> bool:
+        tag = stage.source(phase)
+        return not tag or self.context.world.arrived(tag, turn)
+
+
+def schedule(stage: int, stages: int, micro: int) -> list[tuple[str, int]]:
+    """(phase, micro-batch) of a stage's passes: one forward, one backward, after those that fill the pipeline."""
+    ahead = min(stages - 1 - stage, micro)
+    forward, backward = ([(phase, turn) for turn in range(micro)] for phase in (FORWARD, BACKWARD))
+    both = [step for pair in zip(forward[ahead:], backward, strict=False) for step in pair]
+    return [*forward[:ahead], *both, *backward[micro - ahead :]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tools.accuracy.emulate.context import BACKWARD, OPTIMIZER, Context, partial
+from tools.accuracy.emulate.context import BACKWARD, OPTIMIZER, Context, accumulated
 from tools.accuracy.emulate.network import stage_of_weight
 from tools.accuracy.emulate.world import Parts
 from tools.accuracy.merge import SUM, Layout
@@ -49,12 +49,16 @@ class Optimizer:
         context.phase = BACKWARD
         gradients = {name: self._reduce(name, parts) for name, parts in context.gradients.items()}
         context.phase = OPTIMIZER
-        norm = self._norm(gradients)
-        scale = min(context.sizes.clip / max(norm, context.sizes.clip), 1.0)
+        norms = self._norms(gradients)
+        scales = [context.sizes.clip / max(norm, context.sizes.clip) for norm in norms]
         for name, parts in gradients.items():
-            self._update(name, [scale * part for part in parts])
+            self._update(name, [scales[rank] * part for rank, part in enumerate(parts, self._first(name))])
         context.step += 1
-        return norm
+        return norms[0]
+
+    def _first(self, name: str) -> int:
+        """The first rank, of those of all stages, of the stage that holds a weight."""
+        return stage_of_weight(name, self.context.sizes, self.context.strategy) * self.context.world.ranks
 
     def _record(self, name: str, tensor: str, parts: Parts, layout: Layout, count: int) -> None:
         module, _, weight = name.rpartition(".")
@@ -63,38 +67,37 @@ class Optimizer:
 
     def _reduce(self, name: str, parts: Parts) -> Parts:
         """Gradients of each rank's tokens: micro-batches accumulated, then summed over the ranks that saw others."""
-        context, layout = self.context, partial(self.context, name)
+        context, layout = self.context, accumulated(self.context, name)
         tokens = context.sizes.batch * context.sizes.length
-        ranks, micro = context.strategy.stage_ranks, context.strategy.micro
+        ranks, micro = context.world.ranks, context.strategy.micro
         totals = []
         for rank in range(ranks):
             total = np.zeros_like(parts[rank])
             for turn in range(micro):
                 total = context.kernels.accumulate(total, parts[turn * ranks + rank])
             totals.append(total)
-        after = Layout({**layout.mesh, "micro": 1}, layout.rules)
-        self._record(name, "accumulated gradient", totals, after, tokens)
-        axes = [axis for axis, rule in layout.rules.items() if rule == SUM and axis != "micro"]
-        whole = context.world.on(layout.mesh).all_reduce(totals * micro, axes, f"{name}.gradient")
+        self._record(name, "accumulated gradient", totals, layout, tokens)
+        axes = [axis for axis, rule in layout.rules.items() if rule == SUM]
+        whole = context.world.on(layout.mesh).all_reduce(totals, axes, f"{name}.gradient")
         self._record(name, "reduced gradient", whole, context.layouts[name], tokens)
         return whole
 
-    def _norm(self, gradients: dict[str, Parts]) -> float:
-        """Of all gradients; what several ranks hold is counted once."""
+    def _norms(self, gradients: dict[str, Parts]) -> list[float]:
+        """The norm of all gradients, as each rank of each stage knows it; what several ranks hold is counted once."""
         context = self.context
-        squares = [0.0] * context.world.ranks
+        world = context.world.on({"pp": context.strategy.pp, **context.world.mesh})
+        squares = [np.zeros(()) for _ in range(world.ranks)]
         for name, parts in gradients.items():
             copies = context.layouts[name].copies()
-            squares = [
-                total + float(np.square(part).sum()) / copies for total, part in zip(squares, parts, strict=True)
-            ]
-        total = context.world.all_reduce([np.asarray(s) for s in squares], list(context.world.mesh), "global_norm")
-        norms = [np.sqrt(value) for value in total]
-        context.stage = 0
+            for rank, part in enumerate(parts, self._first(name)):
+                squares[rank] = squares[rank] + np.square(part).sum() / copies
+        of_stage = world.all_reduce(squares, list(context.world.mesh), "global_norm")
+        norms = [np.sqrt(value) for value in world.all_reduce(of_stage, ["pp"], "global_norm.stages")]
+        context.stage = None
         # squares add up without cancelling: relative to the sum, they err as the gradients do
         tokens = context.sizes.batch * context.sizes.length
-        context.record("optimizer", "global norm", norms, Layout(context.world.mesh, {}), tokens)
-        return float(norms[0])
+        context.record("optimizer", "global norm", norms, Layout(world.mesh, {}), tokens)
+        return [float(norm) for norm in norms]
 
     def _update(self, name: str, gradients: Parts) -> None:
         """Moments, the change of the weight, and the weight."""

@@ -30,8 +30,8 @@ class Strategy:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Axes of a stage's ranks; micro-batches come first, as ranks that take their turns."""
-        return {"micro": self.micro, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+        """Axes of the ranks of one pipeline stage."""
+        return {"dp": self.dp, "cp": self.cp, "tp": self.tp}
 
     @property
     def stage_ranks(self) -> int:
@@ -47,7 +47,7 @@ class Strategy:
     def expert_mesh(self) -> dict[str, int]:
         """The same ranks by expert-parallel group; without sequence parallelism tp cuts the experts themselves."""
         inner = 1 if self.sequence_parallel else self.tp
-        return {"micro": self.micro, "edp": self.token_ranks // self.ep, "ep": self.ep, "tp": inner}
+        return {"edp": self.token_ranks // self.ep, "ep": self.ep, "tp": inner}
 
     def misfit(self, sizes: Sizes) -> str:
         """Why a model of these sizes cannot be cut this way; empty when it can."""

@@ -1,4 +1,7 @@
-"""Ranks in one process, and their collectives: a tensor of the world is a list with one array a rank."""
+"""Ranks in one process, and how they communicate: a tensor of the world is a list with one array a rank.
+
+The ranks are those of one pipeline stage. Between stages every rank sends to the one in the same place of the next.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ Parts = list[Array]
 class World:
     """Ranks on a mesh.
 
-    Every collective has a tag, the place in the model that calls it, so that a test can break a single one.
+    Every collective and hand-over has a tag, the place in the model that calls it, so that a test can break just one.
 
     Args:
         mesh: axis -> size, slowest first. Collectives run side by side in all groups along the axes they name.
@@ -24,12 +27,25 @@ class World:
     def __init__(self, mesh: dict[str, int]):
         self.mesh = mesh
         self.ranks = math.prod(mesh.values())
+        self.mail: dict[tuple[str, int], Parts] = {}
 
     def on(self, mesh: Mapping[str, int]) -> World:
-        """The same ranks with other names for their places."""
+        """The same ranks with other names for their places, or those of all stages where `mesh` has them."""
         other = copy.copy(self)
-        other.mesh = dict(mesh)
+        other.mesh, other.ranks = dict(mesh), math.prod(mesh.values())
         return other
+
+    def send(self, parts: Parts, tag: str, turn: int) -> None:
+        """Hand a micro-batch over to another stage, rank to rank; `turn` is the micro-batch's number."""
+        self.mail[tag, turn] = list(parts)
+
+    def arrived(self, tag: str, turn: int) -> bool:
+        """Whether `receive` would not have to wait."""
+        return (tag, turn) in self.mail
+
+    def receive(self, tag: str, turn: int) -> Parts:
+        """What the other stage has sent."""
+        return self.mail.pop((tag, turn))
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
         """The ranks of each group along `axes`, in rank order."""
