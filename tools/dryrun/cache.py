@@ -40,7 +40,9 @@ def find(job: Job) -> dict[str, Any] | None:
 
 
 def keep(job: Job, result: dict[str, Any]) -> None:
-    """Store a result, whole or not at all; refusals too are results."""
+    """Store a result, whole or not at all; refusals too are results, but for those of the host."""
+    if result.get("of_the_host"):
+        return
     folder().mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder(), suffix=".part", delete=False) as part:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,7 @@ def dryrun(
         settle(loaded)
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         results = compile_all(plan, jobs, not no_cache)
-        refused = [
-            f"rank {result['rank']}: {diagnose(*result['error'].values())}" for result in results if "error" in result
-        ]
+        refused = [_refusal(result) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
     report = report_of(loaded, plan, results, View(loaded).number((*MODEL, "npu_nums_per_device"), 8))
@@ -148,7 +146,11 @@ def without_files(recipe: Recipe) -> Recipe:
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool) -> list[dict[str, Any]]:
     """Results of the plan's jobs in their order, from the cache where it has them."""
-    known = {place: found for place, job in enumerate(plan.jobs) if use_cache and (found := cache.find(job))}
+    known = {
+        place: {**found, "cached": True}
+        for place, job in enumerate(plan.jobs)
+        if use_cache and (found := cache.find(job))
+    }
     missing = [place for place in range(len(plan.jobs)) if place not in known]
     try:
         results = _compile([plan.jobs[place] for place in missing], at_once)
@@ -181,6 +183,12 @@ def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
                     click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
 
         return run_jobs(jobs, told, at_once)
+
+
+def _refusal(result: Mapping[str, Any]) -> str:
+    """Why a rank did not compile, in one line."""
+    again = " (cached; --no-cache)" if result.get("cached") else ""
+    return f"rank {result['rank']}: {diagnose(*result['error'].values())}{again}"
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:

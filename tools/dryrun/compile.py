@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import resource
 import tempfile
 import time
@@ -17,9 +18,11 @@ from tools.check.view import MODEL, View
 from tools.dryrun.graph_report import report_graph
 from tools.dryrun.graph_text import read_graph
 from tools.dryrun.job import Job
-from tools.dryrun.layout import Held, kind_of
+from tools.dryrun.layout import STATE, Held, kind_of
 from tools.dryrun.training_step import inputs_of, training_step
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
+
+_HOST = re.compile(r"can't start new thread|No space left on device|Cannot allocate memory|bad_alloc")  # from C++, too
 
 
 def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -> dict[str, Any]:
@@ -30,8 +33,8 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
         enable_plugins: see `training_step`.
 
     Returns:
-        {"rank", "stage"} with {"error"}, or with {"seconds", "held"} for a recipe of the CPU, or with {"seconds",
-        "peak_mib", "groups", "held", "graph"}.
+        {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
+        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "graph"}.
     """
     report: dict[str, Any] = {"rank": job.rank, "stage": job.stage}
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
@@ -46,10 +49,11 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
                 if view.on_cpu:  # data parallel: each rank has what it builds, MindSpore shards nothing
                     report["held"] = [dataclasses.asdict(item) for item in _built(step, view)]
                     return report | {"seconds": {"build": round(time.monotonic() - started, 1)}}
-                parameters = _parameters(step)
+                parameters = parameters_of(step)
                 _compile(cluster, step, job)
             except Exception as error:  # whatever MindSpore or MindFormers raises is the finding
-                return report | {"error": {"type": type(error).__name__, "message": str(error)}}
+                refused = {"error": {"type": type(error).__name__, "message": str(error)}}
+                return report | refused | ({"of_the_host": True} if of_the_host(error) else {})
         report["seconds"] = {"build": round(built - started, 1), "compile": round(time.monotonic() - built, 1)}
         report["groups"] = list(cluster.groups.items())
         report["held"] = [dataclasses.asdict(item) for item in _held(step, parameters, cluster, view)]
@@ -59,10 +63,22 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
     return report
 
 
-def _parameters(cell: Any) -> dict[str, tuple[str, bool]]:
-    """Type of each parameter, and whether the optimizer updates it; compiling cuts shapes in place, not types."""
+def of_the_host(error: Exception) -> bool:
+    """Whether an error may be one of this machine at this moment: a full disk, too little memory, a broken package."""
+    return isinstance(error, (OSError, MemoryError, ImportError)) or _HOST.search(str(error)) is not None
+
+
+def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
+    """Kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes in place, not types.
+
+    What an optimizer has beside the weights is its state, whatever the optimizer and its names.
+    """
     trained = {item.name for item in cell.optimizer.parameters}
-    return {item.name: (str(item.dtype), item.name in trained) for item in cell.get_parameters()}
+    state = {item.name for item in cell.optimizer.get_parameters()} - trained
+    return {
+        item.name: (STATE if item.name in state else kind_of(item.name), str(item.dtype), item.name in trained)
+        for item in cell.get_parameters()
+    }
 
 
 def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
@@ -74,26 +90,26 @@ def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
     _cell_graph_executor.compile(cell, *inputs, phase="train")
 
 
-def _held(cell: Any, parameters: dict[str, tuple[str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
+def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
     """What the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the whole."""
     held = []
     for name, layout in cell.parameter_layout_dict.items():
         if name not in parameters:
             continue  # an input
-        dtype, trainable = parameters[name]
+        kind, dtype, trainable = parameters[name]
         shards = _shards(layout[5], cluster, view) if layout[5] else 1
-        held.append(Held(name, kind_of(name), dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable))
+        held.append(Held(name, kind, dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable))
     return held
 
 
 def _built(cell: Any, view: View) -> list[Held]:
     """What a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
-    held, parameters = [], _parameters(cell)
+    held, parameters = [], parameters_of(cell)
     for item in cell.get_parameters():
         part = tuple(item.shape)
         whole = (part[0] * view.devices, *part[1:]) if item.layerwise_parallel else part
-        dtype, trained = parameters[item.name]
-        held.append(Held(item.name, kind_of(item.name), dtype, whole, part, 1, trained))
+        kind, dtype, trained = parameters[item.name]
+        held.append(Held(item.name, kind, dtype, whole, part, 1, trained))
     return held
 
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 BYTES = {"Float64": 8, "Int64": 8, "Float32": 4, "Int32": 4, "Float16": 2, "BFloat16": 2, "Int8": 1, "UInt8": 1}
 BYTES |= {"Bool": 1, "Int16": 2, "UInt16": 2, "UInt32": 4, "UInt64": 8}
 WEIGHT, STATE, ACCUMULATED = "weight", "state", "accumulated"
-_PREFIXES = {"adam_m": STATE, "adam_v": STATE, "accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers
+_PREFIXES = {"accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers' wrapper and optimizers
+_PREFIXES |= dict.fromkeys(("adam_m", "adam_v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "muon_m"), STATE)
+_AVERAGES = "pma_weight_"  # and the way of averaging
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,8 @@ class Held:
 
 def kind_of(name: str) -> str:
     """What a parameter of a training step is, by its name."""
-    return _PREFIXES.get(name.partition(".")[0], WEIGHT)
+    prefix = name.partition(".")[0]
+    return STATE if prefix.startswith(_AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
 
 
 def total(held: Iterable[Held], kind: str) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
-from tools.dryrun.passes import Pass, in_flight
+from tools.dryrun.passes import Pass, most_saved
 
 GIB = 1 << 30
 
@@ -53,14 +53,13 @@ class Memory:
 
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
     """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order."""
-    waiting = in_flight(list(passes))
     chunks = graph["activations"]
     return Memory(
         weights=total(held, WEIGHT),
         state=total(held, STATE),
         accumulated=total(held, ACCUMULATED),
         gathered=sum(graph["kept"].values()),
-        saved=sum(count * chunks[chunk]["saved"] for chunk, count in waiting.items()),
+        saved=most_saved(passes, [chunk["saved"] for chunk in chunks]),
         working=max((max(chunk["forward"], chunk["backward"]) for chunk in chunks), default=0),
         limit=limit,
     )

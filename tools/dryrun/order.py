@@ -78,6 +78,12 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
     return found or _play(programs)
 
 
+def count_groups(programs: Mapping[int, Sequence[Call]]) -> dict[str, int]:
+    """Groups that the compiled ranks call ("all"), and those with more than one of them as members ("compared")."""
+    groups = {call.members for program in programs.values() for call in program if call.op != "p2p"}
+    return {"all": len(groups), "compared": sum(len(programs.keys() & set(members)) > 1 for members in groups)}
+
+
 def _difference(first: int, ours: list[Call], other: int, theirs: list[Call], members: tuple[int, ...]) -> str:
     """The first call in which two members of a group part."""
     name = _name(members)

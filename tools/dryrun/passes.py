@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tools.dryrun.graph_text import GraphText
@@ -44,12 +45,10 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
     return [(name, backward[name]) for name in dict.fromkeys(called)]
 
 
-def in_flight(passes: list[Pass]) -> dict[int, int]:
-    """Chunk -> how many of its micro-batches wait for their backward, where all chunks together hold the most."""
-    now: dict[int, int] = {}
-    most: dict[int, int] = {}
+def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
+    """Bytes that wait for their backward at the fullest moment, when a micro-batch leaves `sizes[chunk]` in a chunk."""
+    now = most = 0
     for item in passes:
-        now[item.chunk] = now.get(item.chunk, 0) + (1 if item.kind == "F" else -1)
-        if sum(now.values()) > sum(most.values()):
-            most = dict(now)
+        now += sizes[item.chunk] if item.kind == "F" else -sizes[item.chunk]
+        most = max(most, now)
     return most

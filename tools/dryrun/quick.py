@@ -16,13 +16,12 @@ from tools.check.view import View
 from tools.dryrun.job import Job
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import Held
-from tools.dryrun.stages import DENSE, MOE, Stage, stages_of
+from tools.dryrun.stages import DENSE, EXCLUDE, MOE, RECOMPUTE, Stage, stages_of, swaps
 from tools.recipe.load import Recipe
 from tools.search.activations import saved
 from tools.search.from_recipe import from_recipe
 
 _LAYER = "decoder.layers."
-_RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
 
 
 def quick_plan(recipe: Recipe) -> Plan:
@@ -41,8 +40,10 @@ def _reduced(recipe: Recipe, view: View) -> Recipe:
     kinds = _front(stages_of(view))
     pp = 2 if view.pp > 1 else 1
     model["num_hidden_layers"] = len(kinds) + (pp == 2)
-    if "first_k_dense_replace" in model:
-        model["first_k_dense_replace"] = kinds.count(DENSE) if MOE in kinds else 0
+    if MOE in kinds:  # whichever way the recipe spells its layers, or leaves to a default
+        model |= {"first_k_dense_replace": kinds.count(DENSE), "moe_layer_freq": 1}
+    elif "first_k_dense_replace" in model:
+        model["first_k_dense_replace"] = min(model["first_k_dense_replace"] or 0, model["num_hidden_layers"])
     if pp == 2:
         model["offset"] = [len(kinds) - 1, 0] if len(kinds) > 1 else 0
         model["pp_interleave_num"] = 1
@@ -50,8 +51,9 @@ def _reduced(recipe: Recipe, view: View) -> Recipe:
         small["parallel"]["pipeline_config"] = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
     else:
         model["offset"] = 0
-    for key in _RECOMPUTE:
-        small["recompute_config"][key] = _flat(small["recompute_config"].get(key, False))
+    section = small.get("recompute_config") or {}
+    keys = EXCLUDE if swaps(view) else (*RECOMPUTE, *EXCLUDE)  # lists of layers' numbers hold for fewer layers as well
+    section |= {key: _flat(section[key]) for key in keys if key in section}
     return small
 
 

@@ -40,7 +40,27 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     if not report["compiled"]:
         console.print("a recipe of the CPU: built, not compiled; its workers send what plugins/cpu_backend sends")
     elif not report["problems"]:
-        console.print("every Send has its Receive, and the compiled ranks call their groups in the same order")
+        console.print(_together(report), highlight=False)
+
+
+def _together(report: Mapping[str, Any]) -> str:
+    """Which of the pipeline's links, and which ranks, were found to fit."""
+    links = report["links"]
+    groups = report["groups"]
+    same = (
+        f"the compiled ranks call in the same order the {groups['compared']} of {groups['all']} groups that they share"
+    )
+    every = sum(links.values())
+    if not every:
+        return same
+    if report["quick"]:
+        return f"{same}; of the pipeline's {every} links none was compared: leave out --quick"
+    seen = links["exact"] + links["alike"]
+    left = f"; of {links['unknown']} links no end was compiled, nor a stage like it" if links["unknown"] else ""
+    return (
+        f"{seen} of {every} links between stages compared: their Sends and Receives fit ({links['exact']} with both "
+        f"ends compiled, {links['alike']} by stages like theirs){left}; {same}"
+    )
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:

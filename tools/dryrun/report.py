@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
+from tools.check.stages import runs_back
 from tools.check.view import View
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
+from tools.dryrun.links import check_links
 from tools.dryrun.memory import limit_of, memory_of, over_limit
-from tools.dryrun.order import check_order, programs_of
+from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.passes import Pass
 from tools.dryrun.quick import compose, layer_shares
 from tools.dryrun.stages import Stage
@@ -58,7 +60,10 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
     )
     limit = limit_of(recipe)
     stages = [_stage(one, view, plan, limit, node, known) for one in found]
-    problems = check_order(programs_of([result for result in results if "graph" in result]))
+    compiled = [result for result in results if "graph" in result]
+    programs = programs_of(compiled)
+    links = check_links(plan, compiled, view.devices // view.pp, alike=not runs_back(view))
+    problems = check_order(programs) + links.problems
     problems += over_limit(stages, limit) + _uneven(found, view.devices // view.pp)
     return {
         "recipe": recipe.source,
@@ -71,6 +76,8 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
         "micro_batches": {"step": view.micro_batches, "compiled": plan.micro_batches},
         "parameters": _parameters(found, len(plan.stages), view),
         "stages": stages,
+        "links": links.as_json(),
+        "groups": count_groups(programs),
         "ranks": [_rank(result) for result in results],
         "problems": problems,
         "seconds": [result["seconds"] for result in results],
@@ -103,7 +110,6 @@ def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: b
         passes = [Pass(*item) for item in order]
     else:
         passes = [Pass(*item) for item in found.graph["passes"]]
-    scale = view.micro_batches / plan.micro_batches
     return {
         "stage": number,
         "compiled_rank": found.rank,
@@ -114,7 +120,7 @@ def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: b
         "parameters": sum(math.prod(item.shape) for item in _trained(found.held)),
         "memory": memory_of(found.held, found.graph, passes, limit).as_json(),
         "flops": _flops(found.graph, view.micro_batches),
-        "traffic": traffic_of(found.graph, scale, node),
+        "traffic": traffic_of(found.graph, view.micro_batches, plan.micro_batches, node),
     }
 
 

@@ -1,7 +1,8 @@
-"""Which pipeline stages have the same graph: those with the same layers, chunk by chunk, and the same recomputation."""
+"""Which pipeline stages have the same graph: those with the same layers by chunks, recomputed and swapped alike."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,9 @@ from tools.check.stages import layers_of
 from tools.check.view import MODEL, View
 
 DENSE, MOE = "dense", "moe"
-_RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
+RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
+EXCLUDE = ("select_recompute_exclude", "select_comm_recompute_exclude")  # by stage, always
+_SWAP = ("layer_swap", "op_swap")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Stage:
         number: place in the pipeline.
         chunks: for each chunk its layers as (first layer, kinds of its layers).
         ends: what it holds beside layers: "embedding", "head" (with the MTP layers).
-        recompute: what the recipe's recompute settings say of this stage.
+        recompute: what the recipe's settings of recomputation and swapping say of this stage.
     """
 
     number: int
@@ -71,7 +74,7 @@ def stages_of(view: View) -> list[Stage]:
             number,
             tuple(chunks),
             (("embedding",) if number == 0 else ()) + (("head",) if number == last else ()),
-            tuple(_setting(view.get(("recompute_config", key)), number) for key in _RECOMPUTE),
+            _settings(view, number, tuple(chunks)),
         )
         for number, chunks in enumerate(found)
     ]
@@ -80,6 +83,35 @@ def stages_of(view: View) -> list[Stage]:
 def _runs_back(view: View, chunk: int) -> bool:
     """In zero_bubble_v the second chunk goes from the last stage to the first."""
     return view.scheduler == "zero_bubble_v" and chunk == 1
+
+
+def swaps(view: View) -> bool:
+    """Whether activations are swapped to the host: then recompute lists name layers instead of counting them."""
+    return view.get(("swap_config", "swap"), False) is True
+
+
+def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]], ...]) -> tuple[Any, ...]:
+    """All that the recipe says of one stage's recomputation and swapping, as something to compare."""
+    excluded = tuple(_setting(view.get(("recompute_config", key)), stage) for key in EXCLUDE)
+    written = [view.get(("recompute_config", key)) for key in RECOMPUTE]
+    if not swaps(view):
+        return tuple(_setting(value, stage) for value in written) + excluded
+    layers = {
+        first + place: (chunk, place) for chunk, (first, kinds) in enumerate(chunks) for place in range(len(kinds))
+    }
+    written += [view.get(("swap_config", key)) for key in _SWAP]
+    return tuple(_own_layers(value, layers) for value in written) + excluded
+
+
+def _own_layers(value: Any, layers: Mapping[int, tuple[int, int]]) -> Any:
+    """A setting that names layers, with those of one stage by their places in its chunks."""
+    if isinstance(value, dict):
+        return tuple(sorted((key, _own_layers(inner, layers)) for key, inner in value.items()))
+    if isinstance(value, list):
+        if all(type(item) is int for item in value):
+            return tuple(layers[item] for item in sorted(value) if item in layers)
+        return tuple(_own_layers(item, layers) for item in value)
+    return value
 
 
 def _setting(value: Any, stage: int) -> Any:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,10 @@ from click.testing import CliRunner
 from launch.cli import tc3
 from plugins.errors import TC3Error
 from tools.dryrun import cache
+from tools.dryrun import compile as compiling
 from tools.dryrun.cli import resized, without_files
 from tools.dryrun.job import Job
+from tools.dryrun.quick import quick_plan
 from tools.recipe.load import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,6 +88,42 @@ def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):
     assert cache.find(job) == {"rank": 0}
 
 
+@pytest.mark.parametrize(
+    ("error", "host"),
+    [
+        (PermissionError("/tmp is full"), True),
+        (MemoryError(), True),
+        (ModuleNotFoundError("No module named 'x'"), True),
+        (RuntimeError("can't start new thread"), True),
+        (RuntimeError("dump failed: No space left on device"), True),
+        (RuntimeError("the expert num 6 cannot be divided"), False),
+        (ValueError("offset"), False),
+    ],
+)
+def test_an_error_of_the_host_is_no_result(error, host, tmp_path, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(compiling, "training_step", fail)
+    monkeypatch.setattr(compiling, "virtual_cluster", lambda *_: nullcontext())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    job = Job(load_recipe(LARGE), 0, 0)
+    result = compiling.compile_job(job, tmp_path, None)
+    assert result["error"]["message"] == str(error)
+    cache.keep(job, result)
+    assert cache.find(job) == (None if host else result)
+
+
+def test_a_refusal_from_the_cache_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = load_recipe(LARGE)
+    for job in quick_plan(without_files(recipe)).jobs:
+        cache.keep(job, {"rank": job.rank, "stage": job.stage, "error": {"type": "ValueError", "message": "offset"}})
+    done = run(LARGE, "--quick")
+    assert done.exit_code == 1
+    assert done.output.splitlines()[0].endswith("model.model_config.offset: ValueError: offset (cached; --no-cache)")
+
+
 def start(folder, *arguments):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder)}
     command = [str(Path(sys.executable).with_name("tc3")), "dryrun", *arguments]
@@ -149,6 +188,7 @@ def whole(tmp_path_factory):
 def test_a_pipeline_is_compiled_stage_by_stage(whole):
     assert whole["problems"] == []
     assert whole["schedule_model_equals_graph"]
+    assert whole["links"] == {"exact": 1, "alike": 0, "unknown": 0}
     assert whole["micro_batches"] == {"step": 8, "compiled": 4}
     assert whole["parameters"]["compiled"] == whole["parameters"]["check"]
     assert [stage["kinds"] for stage in whole["stages"]] == [[["dense", "moe"], ["moe"]], [["moe"], ["moe", "moe"]]]

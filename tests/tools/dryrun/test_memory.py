@@ -1,6 +1,10 @@
+from types import SimpleNamespace
+from typing import NamedTuple
+
 import pytest
 
 from plugins.errors import RecipeError
+from tools.dryrun.compile import parameters_of
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
 from tools.dryrun.memory import GIB, limit_of, memory_of, over_limit
 from tools.dryrun.passes import Pass
@@ -19,7 +23,13 @@ def test_a_rank_keeps_its_slice_over_the_shards():
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("adam_m.a.b", STATE), ("adam_v.a", STATE), ("accu_grads.a", ACCUMULATED), ("decoder.adam", WEIGHT)],
+    [
+        *((f"{prefix}.a.b", STATE) for prefix in ("adam_m", "adam_v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        *((f"{prefix}.a", STATE) for prefix in ("muon_m", "pma_weight_wma", "pma_weight_sma")),
+        ("accu_grads.a", ACCUMULATED),
+        ("decoder.adam", WEIGHT),
+        ("decoder.pma_weight_x", WEIGHT),
+    ],
 )
 def test_kind_of_a_name(name, kind):
     assert kind_of(name) == kind
@@ -65,3 +75,25 @@ def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():
         in over_limit([{"stage": 3, "memory": memory}], 55 * GIB)[0]
     )
     assert over_limit([{"stage": 3, "memory": memory}], 0) == []
+
+
+class Parameter(NamedTuple):
+    name: str
+    dtype: str = "Float32"
+
+
+def test_what_an_optimizer_has_beside_the_weights_is_its_state():
+    """Whatever it calls it."""
+    weights = [Parameter("decoder.w"), Parameter("head.w")]
+    own = [Parameter("second_moments.decoder.w"), Parameter("global_step", "Int32")]
+    rest = [Parameter("accu_grads.decoder.w"), Parameter("decoder.bias", "BFloat16")]
+    optimizer = SimpleNamespace(parameters=weights, get_parameters=lambda: [*weights, *own])
+    step = SimpleNamespace(optimizer=optimizer, get_parameters=lambda: [*weights, *own, *rest])
+    assert parameters_of(step) == {
+        "decoder.w": (WEIGHT, "Float32", True),
+        "head.w": (WEIGHT, "Float32", True),
+        "second_moments.decoder.w": (STATE, "Float32", False),
+        "global_step": (STATE, "Int32", False),
+        "accu_grads.decoder.w": (ACCUMULATED, "Float32", False),
+        "decoder.bias": (WEIGHT, "BFloat16", False),
+    }

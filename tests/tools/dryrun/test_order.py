@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.dryrun.order import Call, check_order, programs_of
+from tools.dryrun.order import Call, check_order, count_groups, programs_of
 
 HIERARCHICAL = "hierarchical_ep/dispatcher.py:10"
 DISPATCHER = "moe/token_dispatcher.py:321"
@@ -22,6 +22,11 @@ def p2p(source, destination, tag):
 def test_equal_programs_pass():
     group = (0, 1, 2, 3)
     assert check_order({0: [gather(group)] * 3, 2: [gather(group)] * 3}) == []
+
+
+def test_groups_with_several_compiled_members_are_counted():
+    programs = {0: [gather((0, 1)), gather((0, 4)), p2p(0, 4, 1)], 4: [gather((0, 4)), gather((4, 5))]}
+    assert count_groups(programs) == {"all": 3, "compared": 1}
 
 
 def test_ranks_that_were_not_compiled_come_when_needed():

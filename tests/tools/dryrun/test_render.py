@@ -36,6 +36,8 @@ REPORT = {
     "micro_batches": {"step": 256, "compiled": 4},
     "parameters": {"compiled": 1000, "check": 1000},
     "stages": [STAGE, {**STAGE, "stage": 1, "compiled": False}],
+    "links": {"exact": 1, "alike": 0, "unknown": 0},
+    "groups": {"all": 14, "compared": 2},
     "problems": [],
 }
 
@@ -54,7 +56,7 @@ def test_a_clean_report():
         *("1=", "6", "1.00", "2.00", "6.00", "3.00", "1.00", "1.00", "14.00", "20.00", "4.00"),
     ]
     assert "5.00*" in text and "1,000 (as tc3 check counts)" in text
-    assert "every Send has its Receive" in text
+    assert "1 of 1 links between stages compared" in text and "2 of 14 groups" in text
 
 
 def test_what_was_concluded_is_said():
@@ -70,7 +72,16 @@ def test_problems_and_a_count_that_differs():
     report |= {"problems": ["parallel: group of 2 [0, 1]: wrong"], "parameters": {"compiled": 1000, "check": 999}}
     text = shown(report)
     assert "parallel: group of 2 [0, 1]: wrong" in text and "tc3 check: 999" in text
-    assert "every Send" not in text
+    assert "links" not in text
+
+
+def test_links_that_were_not_compared_are_counted():
+    some = shown({**REPORT, "links": {"exact": 2, "alike": 1, "unknown": 4}})
+    assert "3 of 7 links between stages compared" in some and "of 4 links no end was compiled" in some
+    quick = shown({**REPORT, "quick": True, "links": {"exact": 0, "alike": 0, "unknown": 7}})
+    assert "of the pipeline's 7 links none was compared" in quick and "fit" not in quick
+    alone = shown({**REPORT, "links": {"exact": 0, "alike": 0, "unknown": 0}})
+    assert "links" not in alone and "in the same order" in alone
 
 
 def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):

@@ -38,6 +38,24 @@ def test_recompute_of_a_stage_sets_it_apart():
     assert plan.job_of == [0, 1, 2, 1, 1, 3, 3, 4]
 
 
+@pytest.mark.parametrize("key", ["select_recompute_exclude", "select_comm_recompute_exclude"])
+def test_what_a_stage_excludes_sets_it_apart(key):
+    loaded = recipe("telechat3_105b/pretrain_4k.yaml")
+    loaded["recompute_config"][key] = {r"mlp\.mul": [0, 0, 0, 6, 0, 0, 0, 0]}
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 2, 1, 3, 3, 4]
+
+
+def test_swapped_layers_are_named_and_set_their_stage_apart():
+    loaded = recipe("telechat3_105b/pretrain_4k.yaml")
+    loaded["recompute_config"]["recompute"] = [7, 13]  # with swapping, numbers of layers: the second of stages 1 and 2
+    swapped = [{"backward_prefetch": 1, "layers": [8, 14, 26]}]  # the third of stages 1 and 2
+    loaded["swap_config"] = {"swap": True, "layer_swap": swapped, "op_swap": {r"mlp\.mul": swapped}}
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 2, 3, 4, 4, 5]
+    loaded["swap_config"]["swap"] = False
+    loaded["recompute_config"]["recompute"] = True
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 1, 1, 2, 2, 3]
+
+
 def test_interleaved_chunks_follow_each_other_through_all_stages():
     stages = stages_of(View(recipe("telechat3_438b/pretrain_4k.yaml")))
     assert [stage.chunks[0][0] for stage in stages] == [0, 4, 8, 12, 16, 20, 24, 28]
