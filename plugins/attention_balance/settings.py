@@ -16,6 +16,7 @@ from plugins.errors import RecipeError, did_you_mean
 
 KEY = "plugins.attention_balance"
 SETTINGS = ("window", "per_pair", "per_token")
+INTERLEAVE = "micro_batch_interleave_num"
 LOADER = "BlendedMegatronDatasetDataLoader"
 # MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
 OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
@@ -109,8 +110,14 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
     semi-auto parallel, where MindFormers switches accumulation off.
 
     Raises:
-        RecipeError: EP groups that do not consist of whole data-parallel ranks.
+        RecipeError: EP groups that do not consist of whole data-parallel ranks, or interleaved parts of micro-batches.
     """
+    interleaved = _number(recipe, INTERLEAVE)
+    if interleaved > 1:
+        raise RecipeError(
+            f"{INTERLEAVE}: {interleaved}; MindFormers then takes as many times more samples and cuts each micro-batch "
+            f"again, which {KEY} does not follow; write 1"
+        )
     parallel = recipe.get("use_parallel") is True
     split = parallel and _lower(_at(recipe, "parallel.parallel_mode", 1)) in _SEMI_AUTO
     stages = _number(recipe, "parallel_config.pipeline_stage") if split else 1

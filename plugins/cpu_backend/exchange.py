@@ -176,6 +176,13 @@ class Net:
 class Rows(nn.Cell):
     """Row operations with static shapes."""
 
+    limit = 2**31  # of int32
+
+    @staticmethod
+    def numbers(kinds, count):
+        """How many numbers `sort` tells apart for `count` keys of `kinds` values."""
+        return kinds * count
+
     def __init__(self):
         super().__init__(auto_prefix=False)
         self.ascending = P.Sort(axis=0)
@@ -189,6 +196,11 @@ class Rows(nn.Cell):
         # unique keys make the order independent of the sort's stability
         unique, order = self.ascending(keys * count + Tensor(np.arange(count), ms.int32))
         return unique // count, order
+
+    def invert(self, order):
+        """A permutation int32 [n] -> its inverse."""
+        _, inverse = self.ascending(order)
+        return inverse
 
     def keep(self, values, mask):
         """Rows not in use stay: they are last and nothing sends them."""

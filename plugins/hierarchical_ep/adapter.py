@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore.communication import get_rank
@@ -10,6 +11,7 @@ from mindspore.communication import get_rank
 from plugins import telechat3_moe
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep import settings as reader
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 
 # MindFormers' class -> ours, which differs in nothing but where its experts come from
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "RoutedTeleChat3MoeForCausalLM"}
@@ -33,12 +35,13 @@ def enable(config, settings) -> None:
     ours = reader.read(
         settings,
         config.parallel_config.expert_parallel,
-        model_config.npu_nums_per_device,
+        model_config.get("npu_nums_per_device") or DEVICES_PER_NODE,
         model_config.n_routed_experts,
         get_rank() if config.use_parallel else 0,
     )
     if ours.mode == "auto":
         raise RecipeError("plugins.hierarchical_ep.mode: launch/train.py settles 'auto'; without it, write a mode")
+    ours.slices = partial(reader.uncut, config.runner_config.batch_size)
     _current[:] = [ours]
     if config.context.device_target == "CPU":
         _on_cpu(ours)

@@ -84,6 +84,13 @@ class Net:
 class Rows(nn.Cell):
     """Row operations with shapes that follow the data."""
 
+    limit = 2**24  # of whole numbers in float32
+
+    @staticmethod
+    def numbers(kinds, count):
+        """How many numbers `sort` and `invert` tell apart for `count` keys of `kinds` values."""
+        return max(kinds, count)
+
     def __init__(self):
         super().__init__(auto_prefix=False)
         self.ascending = SortExt()
@@ -94,9 +101,14 @@ class Rows(nn.Cell):
 
     def sort(self, keys):
         """int [n] -> sorted int32 keys, and where each came from."""
-        # float32 as in MindFormers' dispatchers; exact below 2**24
+        # float32 as in MindFormers' dispatchers; exact up to the limit
         ordered, order = self.ascending(ops.cast(keys, ms.float32))
         return ops.cast(ordered, ms.int32), ops.cast(order, ms.int32)
+
+    def invert(self, order):
+        """A permutation int32 [n] -> its inverse."""
+        _, inverse = self.sort(order)
+        return inverse
 
     def keep(self, values, mask):
         """[n], bool [n] -> those where the mask holds."""

@@ -170,7 +170,7 @@ class Exchange(nn.Cell):
             copies = ops.concat((ops.zeros((self.pads, self.hidden), copies.dtype), copies), 0)
         ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :1]), ms.int32), (-1,))
         _, by_expert = self.rows.sort(ops.select(ids > 0, ids, ops.full_like(ids, self.local + 1)))
-        _, inverse = self.rows.sort(by_expert)
+        inverse = self.rows.invert(by_expert)
         ends = self.rows.cumulate(arriving, self.pads > 0)
         # a sum, not a slice: see Beside
         weights = ops.reshape(ops.reduce_sum(self.rows.take(meta, by_expert) * self.probability, 1), (-1, 1))

@@ -7,6 +7,7 @@ from mindspore import ops
 
 from plugins.hierarchical_ep.dispatcher import Dispatcher
 from plugins.hierarchical_ep.layer import UNCUT, RoutedLayer, cut
+from plugins.hierarchical_ep.room import check_room
 from plugins.hierarchical_ep.settings import Settings
 
 
@@ -18,11 +19,15 @@ class RoutedExperts(FFNGroupedGEMM):
         settings: see `Settings`.
         net, rows: the device's collectives (of this rank's EP group) and row operations.
         streams: see `RoutedLayer`.
+
+    Raises:
+        RecipeError: more rows could meet here than the device sorts, see `check_room`.
     """
 
     def __init__(self, config, settings: Settings, net, rows, streams):
         super().__init__(config)
         slices = settings.slices(config)
+        check_room(settings.mode, settings.topology, max(map(len, slices)), config.moe_router_topk, rows)
         dispatchers = [
             Dispatcher(
                 settings.mode,

@@ -15,8 +15,13 @@ from plugins.hierarchical_ep.topology import Topology, of_mesh
 SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/search/hardware, for `mode: auto` alone
 
 
-def _one_chunk(config) -> list[np.ndarray]:
-    return [np.arange(0)]
+def uncut(batch: int, config: Any) -> list[np.ndarray]:
+    """A rank's token indices in one piece; arguments as in `plugins.ep_overlap.settings.slices`."""
+    return [np.arange(batch * config.seq_length // (config.tensor_model_parallel_size * config.context_parallel_size))]
+
+
+def _no_slices(config: Any):
+    raise AssertionError("nobody said how many tokens a rank has")
 
 
 def _no_order(chunks: int):
@@ -30,14 +35,14 @@ class Settings:
     Attributes:
         mode: one of `plan.MODES`; topology: of its EP group; rank: its index there; ranks: the group's global ranks;
         slices: TransformerConfig -> token indices of each chunk; order: number of chunks -> (chunk, step) pairs.
-            `ep_overlap` replaces both.
+            The adapter sets the first, and `ep_overlap` replaces both.
     """
 
     mode: str
     topology: Topology
     rank: int
     ranks: tuple[int, ...]
-    slices: Any = field(default=_one_chunk)
+    slices: Any = field(default=_no_slices)
     order: Any = field(default=_no_order)
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from plugins.errors import RecipeError
 
+DEVICES_PER_NODE = 8  # where a recipe has no `npu_nums_per_device`, as in MindFormers' TransformerConfig
+
 
 @dataclass(frozen=True)
 class Topology:

@@ -9,7 +9,7 @@ from mindformers.core.callback.callback import CheckpointMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
-from plugins.sealed_checkpoint.plan import write_seal
+from plugins.sealed_checkpoint.plan import expected_files, write_seal
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
@@ -25,6 +25,9 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         """Save, and seal at once unless the save goes on in the background."""
         if cb_params.cur_step_num == self._last_triggered_step:
             return
+        if self.unsealed is not None:  # in the background still: the next save waits for it too, but seals nothing
+            self.async_save_manager.maybe_finalize(wait_finish=True)
+            self._seal_finished_save()
         super()._save_megatron_ckpt_file_format(cb_params)
         self.unsealed = self.common_info.step_num
         if not self._config.async_save:
@@ -45,7 +48,9 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         if self.unsealed is None:
             return
         folder = Path(get_checkpoint_iter_dir(self.directory, self.unsealed))
-        write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed)
+        rank, world_size = get_real_rank(), get_real_group_size()
+        expected = expected_files(self.origin_prefix, rank, world_size, self.save_optimizer)
+        write_seal(folder, rank, world_size, self.unsealed, expected)
         self.unsealed = None
 
 

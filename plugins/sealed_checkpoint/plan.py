@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+from plugins.errors import CheckpointError
 
 CHUNK = 1 << 22  # bytes read at a time
 
@@ -32,22 +34,46 @@ def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
     return own + [path for path in shared if path.exists()]
 
 
-def write_seal(folder: Path, rank: int, world_size: int, step: int) -> Path:
+def expected_files(prefix: str, rank: int, world_size: int, optimizer: bool) -> list[str]:
+    """The names of all that rank `rank` writes in a whole save (MindFormers 1.9.0, `checkpoint/checkpoint.py`).
+
+    Weights, the optimizer's state where `optimizer` (not `checkpoint.no_save_optim`), and for rank 0 common.json and,
+    with several ranks, metadata.json. `checkpoint.save_remove_redundancy` changes what is in the files, not their
+    names: MindFormers counts the ranks that have a share, and breaks off in one that has none.
+    """
+    kinds = ("model", "opt") if optimizer else ("model",)
+    shared = ["common.json", "metadata.json"][: min(world_size, 2)] if rank == 0 else []
+    return [f"{prefix}-{kind}-{rank:07d}-{world_size:07d}.safetensors" for kind in kinds] + shared
+
+
+def write_seal(folder: Path, rank: int, world_size: int, step: int, expected: Sequence[str] = ()) -> Path:
     """Seal what rank `rank` wrote into `folder`; atomic. Returns the seal's path.
 
+    Args:
+        folder: of one iteration.
+        rank, world_size: of this training; step: that the checkpoint holds.
+        expected: names of what must be there, see `expected_files`.
+
     Raises:
-        FileNotFoundError: the rank has no safetensors there.
+        CheckpointError: one of those is not there, or the rank has no safetensors at all.
     """
     files = files_of_rank(folder, rank, world_size)
+    missing = sorted({*expected} - {path.name for path in files})
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {', '.join(missing)} not written, so this checkpoint cannot be resumed; is the disk full? "
+            "MindFormers' log of this worker has the reason"
+        )
     if not any(path.suffix == ".safetensors" for path in files):
-        raise FileNotFoundError(f"{folder}: no safetensors of rank {rank} of {world_size} to seal")
+        raise CheckpointError(f"{folder}: no safetensors of rank {rank} of {world_size} to seal")
     seal = {
         "step": step,
         "rank": rank,
         "world_size": world_size,
         "files": {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files},
     }
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".seal_", delete=False, encoding="utf-8") as out:
+    # open, not tempfile: the seal is for whoever may read the folder, as the umask says
+    with (folder / f".seal_rank_{rank}.tmp").open("w", encoding="utf-8") as out:
         json.dump(seal, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
@@ -75,6 +101,8 @@ def fault(folder: Path) -> str | None:
         return next(filter(None, faults), None)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing: the save did not finish"
+    except OSError as error:
+        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a seal is unreadable ({error})"
 

@@ -1,7 +1,9 @@
 import json
+import os
 
 import pytest
 
+from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint import plan
 
 
@@ -52,6 +54,26 @@ def test_truncation_and_one_flipped_bit_are_named(checkpoint):
     assert plan.fault(checkpoint).startswith(f"{victim.name} has {len(data) - 1} bytes instead of {len(data)}")
 
 
+def test_what_cannot_be_read_is_named(checkpoint, monkeypatch):
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(plan, "checksum", refused)
+    assert plan.fault(checkpoint) == "mini-model-0000000-0000002.safetensors cannot be read (Permission denied)"
+    plan.seal_file(checkpoint, 0).unlink()
+    plan.seal_file(checkpoint, 0).mkdir()
+    assert plan.fault(checkpoint) == "seal_rank_0.json cannot be read (Is a directory)"
+
+
+def test_a_seal_is_for_whoever_the_umask_allows(checkpoint):
+    before = os.umask(0o027)
+    try:
+        seal = plan.write_seal(checkpoint, 1, world_size=2, step=7)
+    finally:
+        os.umask(before)
+    assert seal.stat().st_mode & 0o777 == 0o640
+
+
 def test_a_broken_seal_is_a_fault_not_a_crash(checkpoint):
     plan.seal_file(checkpoint, 0).write_text('{"world_size": ')
     assert "unreadable" in plan.fault(checkpoint)
@@ -60,6 +82,29 @@ def test_a_broken_seal_is_a_fault_not_a_crash(checkpoint):
 
 
 def test_nothing_to_seal_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="rank 0 of 1"):
+    with pytest.raises(CheckpointError, match="rank 0 of 1"):
         plan.write_seal(tmp_path, 0, world_size=1, step=1)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "optimizer", "names"),
+    [
+        (0, 1, True, ["x-model-0000000-0000001.safetensors", "x-opt-0000000-0000001.safetensors", "common.json"]),
+        (0, 1, False, ["x-model-0000000-0000001.safetensors", "common.json"]),
+        (0, 16, False, ["x-model-0000000-0000016.safetensors", "common.json", "metadata.json"]),
+        (11, 16, True, ["x-model-0000011-0000016.safetensors", "x-opt-0000011-0000016.safetensors"]),
+    ],
+)
+def test_nothing_is_sealed_unless_all_is_there(tmp_path, rank, world_size, optimizer, names):
+    assert plan.expected_files("x", rank, world_size, optimizer) == names
+    for absent in names:
+        for name in names:
+            (tmp_path / name).write_text(name)
+        (tmp_path / absent).rename(tmp_path / f"{absent}.tmp")
+        with pytest.raises(CheckpointError, match=f"{absent} not written"):
+            plan.write_seal(tmp_path, rank, world_size, 3, names)
+        assert not plan.seal_file(tmp_path, rank).exists()
+    (tmp_path / absent).write_text("")
+    seal = plan.write_seal(tmp_path, rank, world_size, 3, names)
+    assert sorted(json.loads(seal.read_text())["files"]) == sorted(names)
