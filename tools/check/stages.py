@@ -18,7 +18,10 @@ Layers = list[list[int]]
 
 
 def layers_of(view: View, built: Built) -> Layers | None:
-    """Layers [chunk][stage]; None when the offset does not fit. Without a pipeline ``[[all layers]]``."""
+    """MindFormers' layer_list [chunk][stage]; None when the offset does not fit. Without a pipeline ``[[all layers]]``.
+
+    Not always where layers run: see `stage_layers_of`.
+    """
     total = built.number("num_layers")
     if not view.parallel or view.pp * view.chunks <= 1:
         return [[total]]
@@ -29,9 +32,25 @@ def layers_of(view: View, built: Built) -> Layers | None:
     layers = [[base + extra for extra in row] for row in offset]
     if sum(map(sum, layers)) != total or any(count < 0 for row in layers for count in row):
         return None
-    if view.scheduler == "zero_bubble_v" and len(layers) > 1:
+    if runs_back(view):
         layers[1] = layers[1][::-1]
     return layers
+
+
+def stage_layers_of(view: View, built: Built) -> Layers | None:
+    """Layers [chunk][stage] where they run; None as `layers_of`.
+
+    In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
+    """
+    layers = layers_of(view, built)
+    if layers is None or not runs_back(view):
+        return layers
+    return [layers[0], layers[1][::-1], *layers[2:]]
+
+
+def runs_back(view: View) -> bool:
+    """Whether the second chunk goes from the last stage to the first."""
+    return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
 
 
 def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from tools.check.converter import Built
 from tools.check.parameters import Parts, parts_of
-from tools.check.stages import layers_of
+from tools.check.stages import Layers, layers_of, runs_back, stage_layers_of
 from tools.check.view import LOADER, View
 
 FORMULA = "6 x (active + MTP + its head - embedding) + 3 x seq x heads x (d_qk + d_v) x (layers + MTP layers)"
@@ -19,7 +19,7 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
 
     Keys in units: parameters, layers, tokens, FLOPs; lists are per pipeline stage.
     """
-    layers = layers_of(view, built)
+    layers = stage_layers_of(view, built)
     try:
         parts = parts_of(built.fields)
         if parts.total <= 0:
@@ -40,13 +40,22 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
         "tokens_per_step": tokens,
         "stage_layers": [sum(rows) for rows in zip(*layers, strict=True)] if layers else None,
         "stage_chunk_layers": layers,
-        "stage_parameters": parts.per_stage(layers) if layers else None,
+        "stage_parameters": _stage_parameters(view, built, parts) if layers else None,
         "flops_per_token": flops,
         "flops_formula": FORMULA,
         "flops_per_step": flops * tokens,
         "token_budget": budget,
         "steps": -(-budget // tokens) if budget else None,
     }
+
+
+def _stage_parameters(view: View, built: Built, parts: Parts) -> list[int]:
+    """Weights on each stage; where the pipeline runs back up, the end is on the first."""
+    in_order: Layers = layers_of(view, built) or []
+    if not runs_back(view):
+        return parts.per_stage(in_order)
+    chunks = parts.per_stage([[*in_order[0], *in_order[1]]])
+    return [down + up for down, up in zip(chunks[: view.pp], reversed(chunks[view.pp :]), strict=True)]
 
 
 def flops_per_token(built: Built, parts: Parts) -> int:
@@ -61,9 +70,8 @@ def flops_per_token(built: Built, parts: Parts) -> int:
         width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
     else:
         width = 2 * fields["kv_channels"]
-    tied = fields.get("tie_word_embeddings") is True
     again = depth * fields["vocab_size"] * fields["hidden_size"]  # the head, for the MTP layer's prediction
-    matrices = parts.active + parts.active_mtp + again - (0 if tied else parts.embedding)
+    matrices = parts.active + parts.active_mtp + again - parts.embedding
     return int(6 * matrices + 3 * seq * heads * width * (len(parts.pattern) + depth))
 
 

@@ -6,11 +6,10 @@ this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism,
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from tools.search.activations_graph import kept
+from tools.search.activations_graph import kept, layer_pass, loss_pass
 from tools.search.configuration import Configuration, Model
 from tools.search.layer_model import ITEM
+from tools.search.schedules import is_v_shaped
 
 _SCORE = 5  # bytes kept for each score of an unfused attention: softmax, its dropout and the mask
 
@@ -84,11 +83,32 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> f
     return copies + rows * model.shared_ffn * _units(config, cheap) + 2 * 4 * held * model.experts
 
 
+def mtp_option(config: Configuration) -> str:
+    """What MTP layers recompute: "full", if the last layer does, or "none".
+
+    MindFormers sets them up as the last layer; the operators of a partial recomputation are none of an MTP layer's own.
+    """
+    places = []
+    for chunk, row in enumerate(config.layers):
+        order = range(len(row))
+        turned = is_v_shaped(config.schedule) and chunk % 2
+        places += [(chunk, stage) for stage in (reversed(order) if turned else order) if row[stage]]
+    chunk, stage = places[-1]
+    return "full" if config.recompute.layers("full", chunk, stage) >= config.layers[chunk][stage] else "none"
+
+
 def working(config: Configuration, kinds: list[str]) -> float:
     """Most bytes that one pass of a chunk needs beside what is kept: a layer run again, or the loss."""
-    whole = replace(config, recompute=replace(config.recompute, full=None))
-    layers = [saved(whole, kind) for kind in kinds if kind in ("dense", "moe", "mtp")]
-    # activations of one layer and their gradients; without recomputation the activations are among what is kept
-    again = max(layers, default=0.0) * (2 if config.recompute.full else 1)
-    loss = config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp if "head" in kinds else 0.0
-    return max(again, loss)
+    found = [0.0]
+    for kind in kinds:
+        again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")
+        if kind in ("dense", "moe", "mtp") and config.training_graph:
+            found.append(layer_pass(config, kind, again))
+        elif kind in ("dense", "moe", "mtp"):
+            # activations of one layer and their gradients; without recomputation the former are among what is kept
+            found.append(saved(config, kind) * (2 if again else 1))
+        elif kind == "head" and config.training_graph:
+            found.append(loss_pass(config, "mtp" in kinds))
+        elif kind == "head":
+            found.append(config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp)
+    return max(found)

@@ -5,23 +5,31 @@ fused kernels; it is more than the mathematics needs:
 
 * norms compute in fp32 and keep input and result; the MLP's first product is kept in fp32, in bf16 in routed experts;
 * SwiGLU repeats itself: its result is not kept, whatever is recomputed;
+* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again;
 * of the routed copies every permutation and exchange is kept: their number is known to the routing alone, and the
   backward of each asks the tensor for its shape;
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows.
 
-Within 1 % of the graphs of the 438B recipe. MindFormers' alltoall pads the copies (105B's by 38 %), which is not
-counted: 6 to 9 % of a layer's bytes.
+In backward the gradient of the largest weight is there in the type that computes and in fp32, before it is added up.
+
+What is kept is within 1 % of the graphs of the 438B recipe, what a pass needs beside it within -15 and +14 % of
+those of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the copies (105B's by 38 %), which is not counted: 6
+to 9 % of a layer's bytes.
 """
 
 from __future__ import annotations
 
+import math
+
 from tools.search.configuration import Configuration
+from tools.search.layer_model import weights
 
 _LOW, _WIDE = 2, 4  # bytes of a number in the type that computes, and in fp32
 # of the routed rows: permuted and gathered, exchanged, sorted by expert, made by the experts, sorted back, sent back;
 # plugins/hierarchical_ep's two steps each way, and fp32 sums: counted as if no row were dropped as a duplicate
 _ROUTED = {"global": 6, "hierarchical": 6, "deduplicated": 13}
 _LOGIT = 8  # bytes of a logit between the loss's forward and backward: log-softmax in fp32 and one-hot labels
+_GRADIENTS = 1 / 3  # of what a layer keeps: the gradients that are there at once
 _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside its result
 
 
@@ -45,10 +53,43 @@ def kept(config: Configuration, kind: str, option: str = "none") -> float:
     return norms + _attention(config, tokens, held) + mlp
 
 
+def layer_pass(config: Configuration, kind: str, again: bool) -> float:
+    """Most bytes that a layer's backward needs beside what is kept, where its forward runs again in it or does not."""
+    every = weights(config.model, kind, config.shared_whole)
+    largest = max(weight.size / weight.cut(config) for weight in every if weight.multiplies)
+    own = kept(config, kind) - (kept(config, "head") if kind == "mtp" else 0.0)
+    return (_LOW + _WIDE) * largest + (own if again else _GRADIENTS * own)
+
+
+def loss_pass(config: Configuration, mtp: bool) -> float:
+    """Most bytes that the loss needs beside what is kept; the gradient of MTP's logits waits for it."""
+    local = config.rank_tokens * config.model.vocab / config.tp
+    moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
+    return max(3 * _WIDE * local, 2 * moved) + _LOW * local * mtp
+
+
+def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
+    """(bytes of the result, ranks, stride) of every exchange of one micro-batch's logits on their way to the loss.
+
+    Logits come as [sequence, batch] and the loss takes [batch, sequence]. Where both are cut, MindSpore moves all of
+    them to ranks in another order to turn them, and back: an AllGather or AlltoAll over every digit of the rank, twice,
+    with digits to the largest base of which dp and cp are powers (8 of 8 x 8; 2 of 32 x 4, 16 x 8 and 64 x 2, as
+    compiled graphs show; assumed for numbers that are no such powers).
+    """
+    if not config.training_graph or config.cp == 1 or config.dp == 1:
+        return []
+    large, base = max(config.dp, config.cp), min(config.dp, config.cp)
+    while large > base and large % base == 0:
+        large, base = max(large // base, base), min(large // base, base)
+    local = _LOW * config.rank_tokens * config.model.vocab / config.tp
+    digits = math.ceil(round(math.log(config.dp * config.cp, base), 6))
+    return 2 * [(base * local, base, config.tp * base**digit) for digit in range(digits)]
+
+
 def _attention(config: Configuration, tokens: float, held: float) -> float:
     """Queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and not."""
     model = config.model
-    keys = model.heads if model.latent else model.kv_heads
+    keys = config.cp * (model.heads if model.latent else model.kv_heads)
     heads = model.heads * (model.qk_dim + 2 * model.v_dim) + keys * (model.qk_dim + model.v_dim)
     ranks = model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     gathered = tokens * (ranks if model.latent else model.hidden)

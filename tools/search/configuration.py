@@ -124,6 +124,7 @@ class Configuration:
             enable_parallel_optimizer); shard_gradients: accumulated gradients, too; shard_weights: and the weights
             that compute (FSDP).
         shard_threshold: bytes below which a weight is not sharded.
+        shard_size: copies that share one weight's shards (optimizer_weight_shard_size); 0: all of them.
         wide_gradients: gradients are reduced and summed in fp32.
         flash: attention is one fused kernel; fused: elementwise operators are fused (a compiler or fused kernels).
         overlap_tp, overlap_dp, overlap_pp, overlap_ep: this communication runs beside computation.
@@ -156,6 +157,7 @@ class Configuration:
     shard_gradients: bool = False
     shard_weights: bool = False
     shard_threshold: int = 0
+    shard_size: int = 0
     wide_gradients: bool = True
     flash: bool = True
     fused: bool = True

@@ -7,11 +7,14 @@ An operation counts from its start: a chunk's activations are there while its fo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tools.search.schedules import Op
 from tools.search.simulate import Simulation
+
+_IRREGULAR = ("gpipe", "seqvpp", "seqsmartvpp")
 
 
 def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
@@ -24,6 +27,17 @@ def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
         elif op.kind == "W" or (op.micro_batch, op.chunk) not in split:
             freed[index + 1, op.chunk] += 1
     return taken.cumsum(axis=0) - freed[:-1].cumsum(axis=0)
+
+
+def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
+    """Micro-batches of a run (a number or an array) that is as full as one of `micro_batches`, but short.
+
+    What does not fill a round of most schedules is added to their first round, and later ones repeat the second. GPipe
+    has one round; seqvpp and seqsmartvpp spread the rest over rounds, so that the first depends on their number.
+    """
+    if schedule in _IRREGULAR:
+        return micro_batches
+    return np.minimum(micro_batches, 4 * stages + micro_batches % stages)
 
 
 def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:

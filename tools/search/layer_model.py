@@ -53,12 +53,17 @@ class Weight:
         """Ranks of a stage that hold the same part of it."""
         return config.dp * config.tp * config.cp // self.cut(config)
 
+    def group(self, config: Configuration) -> int:
+        """How many of these share shards; MindSpore shards nothing where `shard_size` does not divide them."""
+        copies, size = self.copies(config), config.shard_size
+        return copies if not config.shard_optimizer or not size else 1 if copies % size else size
+
     def shards(self, config: Configuration) -> int:
-        """Over how many of these the optimizer spreads it: all, or none where it does not divide or is small."""
-        copies = self.copies(config)
+        """Over how many the optimizer spreads it: its group, or none where it does not divide or is small."""
+        group = self.group(config)
         rows = self.rows // (1 if self.split == "columns" else self.cut(config))
         small = 4 * self.size // self.cut(config) < config.shard_threshold
-        return 1 if not config.shard_optimizer or small or rows % copies else copies
+        return 1 if not config.shard_optimizer or small or rows % group else group
 
 
 @lru_cache(maxsize=4096)

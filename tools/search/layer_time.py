@@ -7,12 +7,13 @@ Forward:
     attention     FLOPs / (peak x attention)
     elementwise   bytes / (HBM bandwidth x memory)
     tp            AllGathers and ReduceScatters over the slowest link of the group
-    cp            keys and values once round the group
+    cp            keys and values once round the group; logits on their way to the loss (`logit_exchanges`)
     ep            the EP planner's expected bytes (`plugins.hierarchical_ep.traffic`), dispatch and combine
     fixed         host and launches, more for MoE layers
 
 Backward is twice the matmuls, elementwise traffic and fixed time, 2.5 times fused attention (it computes scores again)
-and the same communication; recomputation adds forward.
+and the same communication (keys and values are sent again, but for MindFormers' training_graph, which keeps them);
+recomputation adds forward.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from functools import lru_cache
 
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import expected_steps, hit_probability
+from tools.search.activations_graph import logit_exchanges
 from tools.search.configuration import Configuration
 from tools.search.efficiency import Efficiency, efficiency_of
 from tools.search.hardware import Hardware, Link
@@ -65,36 +67,43 @@ class LayerTimes:
 
     def layer(self, config: Configuration, kind: str) -> LayerTime:
         """Seconds of one layer of a kind."""
-        done = work(config, kind)
-        forward = Parts(
-            matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
-            attention=done.attention / self._attention_flops(config),
-            elementwise=self._elementwise(config, done) + (self._scores(config) if done.attention else 0.0),
-            tp=done.collectives * self._tensor(config, done.gathered),
-            cp=self._context(config, done),
-            ep=self._experts(config, done),
-            fixed=self._fixed(config, kind, done),
-        )
+        forward = self._forward(config, kind)
         backward = Parts(
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
             elementwise=2 * forward.elementwise,
             tp=forward.tp * self._backward_tp(config),
-            cp=2 * forward.cp,
+            cp=(1 if config.training_graph else 2) * forward.cp,
             ep=forward.ep,
             fixed=2 * forward.fixed,
         )
-        return LayerTime(forward, backward, self._again(config, done, forward))
+        return LayerTime(forward, backward, self._again(config, kind, forward))
 
-    def _again(self, config: Configuration, done: Work, forward: Parts) -> dict[str, float]:
-        """Seconds that each recompute option adds to a layer's backward."""
+    def _forward(self, config: Configuration, kind: str) -> Parts:
+        done = work(config, kind)
+        return Parts(
+            matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
+            attention=done.attention / self._attention_flops(config),
+            elementwise=self._elementwise(config, done) + (self._scores(config) if done.attention else 0.0),
+            tp=done.collectives * self._tensor(config, done.gathered),
+            cp=self._context(config, done) + self._logits(config, kind),
+            ep=self._experts(config, done),
+            fixed=self._fixed(config, kind, done),
+        )
+
+    def _again(self, config: Configuration, kind: str, forward: Parts) -> dict[str, float]:
+        """Seconds that each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
+        if kind not in ("dense", "moe"):
+            repeated = 0.0
+            if kind == "mtp":
+                repeated = _repeated(config, forward) - _repeated(config, self._forward(config, "head"))
+            return {"none": 0.0, "select": 0.0, "communication": 0.0, "full": repeated}
         cheap = {
             "norms": forward.elementwise / 2,
             "attention": 0.0 if config.flash else forward.attention + self._scores(config),
             "operators": forward.elementwise + forward.matmul / 2,
         }[config.recompute.selective]
-        full = forward.total - (0 if config.recompute.replay_tp else forward.tp)
-        return {"none": 0.0, "select": cheap, "communication": forward.tp / 2, "full": full}
+        return {"none": 0.0, "select": cheap, "communication": forward.tp / 2, "full": _repeated(config, forward)}
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
@@ -179,6 +188,11 @@ class LayerTimes:
         whole = self._collective(done.moved_keys * config.cp, config.cp, config.tp)
         return whole * self._exposed(True)
 
+    def _logits(self, config: Configuration, kind: str) -> float:
+        """Forward seconds of logits on their way to the loss, with nothing beside them."""
+        moved = logit_exchanges(config) if kind in ("head", "mtp") else []
+        return sum(self._collective(size, ranks, stride) for size, ranks, stride in moved)
+
     def _experts(self, config: Configuration, done: Work) -> float:
         """Dispatch and combine, forward."""
         if not done.copies or config.ep == 1:
@@ -198,6 +212,11 @@ class LayerTimes:
             inside = once * intra_bytes / self._speed(intra) + (intra.latency_s if intra_peers else 0.0)
             total += max(outside, inside) + self.hardware.launch_s
         return total * (1 - self.reached.hidden_ep * config.overlap_ep)
+
+
+def _repeated(config: Configuration, forward: Parts) -> float:
+    """Seconds of a forward that runs again."""
+    return forward.total - (0 if config.recompute.replay_tp else forward.tp)
 
 
 @lru_cache(maxsize=65536)

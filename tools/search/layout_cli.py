@@ -18,6 +18,7 @@ from tools.search.budget import Budget, interruptible
 from tools.search.configuration import Configuration
 from tools.search.from_recipe import from_recipe
 from tools.search.layout_file import LayoutFile, path_of, write_layout
+from tools.search.overlay_files import keep_files_of
 from tools.search.schedules import is_v_shaped
 from tools.search.settle_layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
 
@@ -53,6 +54,7 @@ def layout(
     be made anew. Ctrl-C ends the search with the best layout so far.
     """
     loaded = apply_overrides(load_recipe(recipe), overrides)
+    keep_files_of(recipe, "--out", out)
     budget = Budget(time_limit)
     with interruptible(budget), Console(stderr=True).status(f"searching, up to {time_limit:g} s"):
         try:

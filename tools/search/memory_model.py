@@ -16,9 +16,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from tools.search.activations import saved, working
+from tools.search.activations import mtp_option, saved, working
 from tools.search.configuration import Configuration
-from tools.search.in_flight import peak_vectors
+from tools.search.in_flight import enough, peak_vectors
 from tools.search.layer_model import Weight, weights, work
 from tools.search.schedules import operations
 
@@ -106,9 +106,8 @@ def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
     """[vectors, chunks] micro-batches in flight at the schedule's fullest moments."""
     if config.pp == 1:
         return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
-    most = 4 * config.pp  # later rounds repeat the first ones
-    count = min(config.micro_batches, most + config.micro_batches % config.pp)
-    return _peaks(config.schedule, stage, config.pp, config.chunks, count)
+    count = enough(config.schedule, config.pp, config.micro_batches)
+    return _peaks(config.schedule, stage, config.pp, config.chunks, int(count))
 
 
 def chunk_activations(config: Configuration, stage: int) -> list[float]:
@@ -119,8 +118,7 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
         options = layer_options(config, chunk, stage, len(layers))
         total = sum(saved(config, kind, option) for kind, option in zip(layers, options, strict=True))
         ends = [kind for kind in kinds if kind not in ("dense", "moe")]
-        whole = "full" if config.recompute.full else "none"
-        totals.append(total + sum(saved(config, kind, whole) for kind in ends))
+        totals.append(total + sum(saved(config, kind, mtp_option(config)) for kind in ends))
     return totals
 
 

@@ -16,61 +16,85 @@ from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import offset_of
 from tools.check.converter import convert
 from tools.check.schema import load_schema
-from tools.check.stages import layers_of
+from tools.check.stages import stage_layers_of
 from tools.check.view import MODEL, PARALLEL, RUNNER, View, look
 from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
-from tools.search.configuration import Configuration, Table, spread
+from tools.search.configuration import Configuration
 from tools.search.overlay_dispatch import dispatch_values
+from tools.search.overlay_files import keep_files_of
+from tools.search.overlay_recompute import has_counts, not_empty, plain_value, table_of, with_patterns
+from tools.search.overlay_site import Site, site_values
 
 _PIPELINE = ("parallel", "pipeline_config")
 _SHARD = ("parallel", "parallel_optimizer_config")
 _STRATEGY = ("parallel", "dataset_strategy")
 _SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
-# the operators of a partial `select_recompute`: MindFormers' default names mlp.mul and mlp.activation_func.silu alone,
-# which a fused SwiGLU has not: `tc3 dryrun` sees no byte less
-SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shared_experts\.activation_func\.silu")
 _CHUNKS, _OFFSET = (*MODEL, "pp_interleave_num"), (*MODEL, "offset")
 _BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
 
 
-def overlay(recipe: Recipe, config: Configuration) -> dict[str, Any]:
+def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
     """The keys, nested, by which a child of `recipe` runs `config`; {} where the recipe does already.
 
     Raises:
         RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
     """
-    return _difference(recipe, changed(recipe, config))
+    return _difference(recipe, changed(recipe, config, site))
 
 
-def write_overlay(recipe: Recipe, config: Configuration, path: str | os.PathLike[str], notes: Sequence[str]) -> None:
+def write_overlay(
+    recipe: Recipe,
+    config: Configuration,
+    path: str | os.PathLike[str],
+    notes: Sequence[str],
+    site: Site | None = None,
+) -> None:
     """Write, atomically, a child of the recipe's own file, with `notes` as comments at its head.
 
-    What was changed in `recipe` since it was read is written, too.
+    What was changed in `recipe` since it was read is written, too. Where a mapping takes the place of a plain value or
+    list, which no child can say, the file is the whole recipe instead.
 
     Raises:
-        RecipeError: as `overlay`.
+        RecipeError: as `overlay`, or `path` is a file that the recipe is made of.
         DataError: the folder cannot be written to.
     """
+    keep_files_of(recipe.source, "overlay", path)
     target = Path(path)
-    keys = _difference(load_recipe(recipe.source), changed(recipe, config))
-    base = os.path.relpath(recipe.source, target.parent)
-    text = "".join(f"# {line}\n" for note in notes for line in note.splitlines() or [""])
-    write_whole(target, text + recipe_text({BASE_CONFIG: base, **keys}))
+    before, after = load_recipe(recipe.source), changed(recipe, config, site)
+    lines = [line for note in notes for line in note.splitlines() or [""]]
+    if (key := _not_for_a_child(before, after)) is not None:
+        lines.append(f"The whole of {os.path.basename(recipe.source)}: a child cannot turn its {key} into a mapping.")
+        text = recipe_text(after)
+    else:
+        base = os.path.relpath(recipe.source, target.parent)
+        text = recipe_text({BASE_CONFIG: base, **_difference(before, after)})
+    write_whole(target, "".join(f"# {line}\n" for line in lines) + text)
 
 
-def changed(recipe: Recipe, config: Configuration) -> Recipe:
-    """A copy of `recipe` that runs `config`; errors as `overlay`."""
-    view = View(recipe)
-    if not view.parallel and config.devices > 1:
+def require_layouts(recipe: Recipe, devices: int) -> None:
+    """Refuse a recipe that can be given no layout for so many devices.
+
+    Raises:
+        RecipeError: it does not split its model.
+    """
+    if not View(recipe).parallel and devices > 1:
         raise RecipeError(f"{recipe.source}: use_parallel: True and parallel.parallel_mode: 1 are what layouts are for")
+
+
+def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
+    """A copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
+    view = View(recipe)
+    require_layouts(recipe, config.devices)
     if config.schedule == _BY_ENVIRONMENT:
         raise RecipeError(
             f"schedule {_BY_ENVIRONMENT}: the environment asks for it (ENABLE_LESS_MEM_VPP=1), no key does"
         )
-    values = {**_degrees(view, config), **_pipeline(view, config), **dispatch_values(view, config)}
+    values = {**_degrees(view, config), **_pipeline(view, config)}
+    values |= dispatch_values(view, config, site.node if site else None)
+    values |= site_values(view, config, site) if site else {}
     result = copy.deepcopy(recipe)
     for path, value in values.items():
         for other in shared_paths(recipe, path)[1:]:
@@ -123,49 +147,21 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     if view.number(_CHUNKS, 1) != chunks:
         values[_CHUNKS] = chunks
     same_shape = (view.pp, view.chunks) == (config.pp, chunks)
-    if not same_shape or layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
+    if not same_shape or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
         values[_OFFSET] = offset_of([list(row) for row in config.layers])
-    for key, table in {
+    for key, wanted in {
         "recompute": config.recompute.full,
         "select_recompute": config.recompute.select,
         "select_comm_recompute": config.recompute.communication,
     }.items():
+        table = not_empty(wanted)
         now = view.get(("recompute_config", key))
-        if (isinstance(now, list) and not same_shape) or _read(now, config.layers) != table:
-            values["recompute_config", key] = recompute_value(table, config.layers, operators_of(key, now))
+        if (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
+            values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
     return values
-
-
-def _read(value: Any, layers: Table) -> Table | None:
-    """The table of a recompute key; of a mapping of patterns that agree, theirs."""
-    if isinstance(value, dict):
-        tables = {_read(inner, layers) for inner in value.values()}
-        return tables.pop() if len(tables) == 1 else ()
-    return spread(value, layers)
-
-
-def operators_of(key: str, now: Any) -> Any:
-    """What stands at a recompute key; of a `select_recompute` that says nothing the operators that save memory."""
-    return dict.fromkeys(SELECTED, False) if key == "select_recompute" and now is None else now
-
-
-def recompute_value(table: Table | None, layers: Table, now: Any) -> Any:
-    """A recompute key: a flag, or numbers of layers in offset's shape; for the operator patterns that stand there.
-
-    Raises:
-        RecipeError: a list of operators, which a child can only replace by a plain value.
-    """
-    value: Any = [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
-    value = True if table == layers else value
-    if isinstance(now, list) and now and isinstance(now[0], str) and isinstance(value, list):
-        raise RecipeError(
-            f"recompute_config: {now} says nothing of layers, and a child cannot turn it into a mapping: write "
-            f"{{{now[0]}: True, ...}}"
-        )
-    return dict.fromkeys(now, value) if isinstance(now, dict) else value
 
 
 def _set(recipe: Any, path: KeyPath, value: Any) -> None:
@@ -187,3 +183,15 @@ def _difference(before: Any, after: Any) -> dict[str, Any]:
         elif key not in before or type(old) is not type(value) or old != value:
             found[key] = value
     return found
+
+
+def _not_for_a_child(before: Any, after: Any, path: KeyPath = ()) -> str | None:
+    """The first key where `after` has a mapping and `before` a plain value or list, which MindFormers cannot merge."""
+    for key, value in after.items():
+        old = look(before, (key,))
+        if isinstance(value, dict) and old is not None:
+            where = (*path, key)
+            found = _not_for_a_child(old, value, where) if isinstance(old, dict) else ".".join(map(str, where))
+            if found is not None:
+                return found
+    return None

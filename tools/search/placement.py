@@ -24,7 +24,7 @@ from tools.search.placement_instance import pipeline_instance
 from tools.search.schedules import is_v_shaped
 from tools.search.time_model import TimeModel
 
-_WITHOUT_FULL = 0.35  # share of the time for plans in which no layer recomputes everything
+_SHARE = 0.35  # of the time, for each instance but the last
 _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
 
 
@@ -59,12 +59,15 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
     candidates = [config]
-    for full in () if is_v_shaped(config.schedule) else (False, True):
-        instance = pipeline_instance(config, model, cap_bytes, full)
-        outcome = optimise(instance, budget if full else budget.part(_WITHOUT_FULL), seed)
+    # no layer recomputes everything; some do; the last one does, and MTP with it
+    ways = [] if is_v_shaped(config.schedule) else [(False, False), (True, False)]
+    ways += [(True, True)] if ways and config.model.mtp else []
+    for full, mtp in ways:
+        instance = pipeline_instance(config, model, cap_bytes, full, mtp)
+        outcome = optimise(instance, budget if (full, mtp) == ways[-1] else budget.part(_SHARE), seed)
         outcomes.append(outcome)
         if outcome.plan is not None:
-            plan = in_order(instance, outcome.plan)
+            plan = in_order(instance, last_full(instance, outcome.plan) if mtp else outcome.plan)
             candidates += [] if plan is None else [configuration_of(config, instance, plan)]
     best: Placement | None = None
     bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
@@ -104,6 +107,17 @@ def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray
         tables[option] = _table(instance, np.where(count > 0, so_far, 0)) if count.any() else None
     recompute = replace(config.recompute, **tables)
     return replace(config, layers=layers, recompute=recompute)
+
+
+def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
+    """The plan [K, C] with all layers of its last chunk recomputed fully, as far as their types can."""
+    found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
+    for index, kind in enumerate(instance.types):
+        names, columns = [option.name for option in kind.options], instance.type_columns(index)
+        if "full" in names:
+            found[columns, chunk] = 0
+            found[columns.start + names.index("full"), chunk] = plan[columns, chunk].sum()
+    return found
 
 
 def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:

@@ -14,9 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
-from tools.search.activations import saved, working
+from tools.search.activations import mtp_option, saved, working
 from tools.search.configuration import Configuration, Table
 from tools.search.instance import CAP_TOLERANCE, Instance, LayerType, Option
+from tools.search.layer_time import LayerTime
 from tools.search.memory_model import GIB, held_micro_batches, stage_memory, static_memory
 from tools.search.time_model import TimeModel
 
@@ -45,19 +46,23 @@ class PlacedInstance(Instance):
         return fixed
 
 
-def pipeline_instance(config: Configuration, model: TimeModel, cap_bytes: float, full: bool) -> PlacedInstance:
+def pipeline_instance(
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False
+) -> PlacedInstance:
     """The problem of placing `config`'s layers anew; its own layers and recomputation are not read.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
-            repetition, and MTP layers recompute, too, whether a stage uses it or not.
+            repetition, whether a stage uses it or not.
+        mtp: MTP layers recompute everything, which holds for plans whose last layer does.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
-    some = table_of(config, [1] * (config.pp * config.chunks)) if full else None
+    some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
+    some = config.layers if mtp else some
     probe = replace(config, recompute=replace(config.recompute, full=some, select=None, communication=None))
     static, parameters = _parameters(probe, kinds)
     times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
-    tail = [times["head"]] + [model.layer(probe, "mtp")] * config.model.mtp
+    tail = [times["head"]] + [_mtp(probe, model)] * config.model.mtp
     ends = [times["embedding"]]
     if config.pp == 1:
         ends, tail = ends + tail, []
@@ -103,6 +108,13 @@ def _both(times: list) -> tuple[float, float]:
     return sum(t.forward.total for t in times) * _MS, sum(t.backward.total for t in times) * _MS
 
 
+def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
+    """An MTP layer's times, with what it repeats in its backward."""
+    layer = model.layer(config, "mtp")
+    again = layer.again[mtp_option(config)]
+    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + again))
+
+
 def _options(config: Configuration, kind: str, again: Mapping[str, float], full: bool) -> tuple[Option, ...]:
     """The recompute options of a kind, without those that another beats in time and memory."""
     found: list[Option] = []
@@ -139,7 +151,7 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
 def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
     """[stages] bytes of buffers, of working memory and of the ends' activations in flight."""
     buffers = max(stage_memory(config, stage).buffers for stage in range(config.pp))
-    whole = "full" if config.recompute.full else "none"
+    whole = mtp_option(config)
     found = []
     for stage in range(config.pp):
         ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == config.pp - 1)

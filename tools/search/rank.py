@@ -138,10 +138,13 @@ def fitting(peaks: np.ndarray, cap: float, recompute: tuple[str, ...]) -> np.nda
 
 
 def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
-    heaviest = peaks.min(axis=1).max(axis=1)
-    row = int(heaviest.argmin())
-    if ranking.least is None or heaviest[row] < ranking.least.peak:
-        ranking.least = Ranked(block.candidate(row, PLANNED), 0.0, float(heaviest[row]))
+    """Of what limits leave, the candidate whose heaviest stage holds least."""
+    for word in reversed(block.recompute):  # of equals the planned one
+        stages = peaks.min(axis=1) if word == PLANNED else peaks[:, POLICIES.index(word)]
+        heaviest = stages.max(axis=1)
+        row = int(heaviest.argmin())
+        if ranking.least is None or heaviest[row] < ranking.least.peak:
+            ranking.least = Ranked(block.candidate(row, word), 0.0, float(heaviest[row]))
 
 
 def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray]:

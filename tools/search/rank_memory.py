@@ -4,7 +4,7 @@ Memory is a sum whose terms depend on few degrees each:
 
     static        weights, gradients, optimizer state      by stage, tp, ep, sharding (and devices of a stage)
     activations   kept by micro-batches in flight          by stage, tp, cp, samples, number of micro-batches, policy
-    working       of one pass                              by stage, tp, cp, samples, whether whole layers run again
+    working       of one pass                              by stage, all degrees, samples, whether layers run again
     buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
 
 Each term is computed once by the functions of `memory_model` and looked up for all candidates. The reference is
@@ -21,6 +21,7 @@ import numpy as np
 
 from tools.search.activations import saved, working
 from tools.search.configuration import Configuration
+from tools.search.in_flight import enough
 from tools.search.layer_model import KINDS
 from tools.search.memory_model import held_micro_batches, stage_memory, static_memory
 from tools.search.search_limits import POLICIES
@@ -75,7 +76,7 @@ class MemoryTable:
         static = np.array([self._static(self._config(block, row)) for row in first])[place]
         first, place = groups(block, "tp", "cp", "mbs", "mode", spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
-        first, place = groups(block, "tp", "cp", "mbs", "mode")
+        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
         work = self._working(block, first, example)[place]
         return self._activations(block, example) + work + (static + buffers)[:, None, :]
 
@@ -109,7 +110,7 @@ class MemoryTable:
     def _activations(self, block: Block, example: Configuration) -> np.ndarray:
         """[rows, policies, stages] kept for backward."""
         m = block.columns["m"]
-        classes = np.minimum(m, 4 * block.pp + m % block.pp)  # later rounds repeat the first ones
+        classes = enough(example.schedule, block.pp, m)
         first, place = groups(block, "tp", "cp", "mbs", "mode", m=classes)
         kinds = np.array([self._saved(block, row) for row in first])
         found = np.empty((len(first), len(POLICIES), block.pp))
@@ -130,7 +131,7 @@ class MemoryTable:
         distinct = sorted(set().union(*stages), key=sorted)
         found = np.empty((len(rows), len(POLICIES), block.pp))
         for place, row in enumerate(rows):
-            degrees = self._degrees(block, row)
+            degrees = (*self._degrees(block, row), *(int(block.columns[name][row]) for name in ("dp", "ep")))
             each = [
                 self._memo.get(("working", kinds, *degrees), self._of, _working, block, row, kinds)
                 for kinds in distinct

@@ -1,8 +1,8 @@
 """Seconds of a step for a whole block of candidates at once, with the numbers of `time_model`.
 
-A layer's time depends on tp, cp, ep, samples and dispatch mode, a stage's gradients and optimizer on what it holds and
-how that is spread; both are computed once by the functions of `time_model` and looked up for all candidates. The
-reference is `SearchTimes.step` of a candidate's configuration (the closed form of the pipeline).
+A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
+on what it holds and how that is spread; both are computed once by the functions of `time_model` and looked up for all
+candidates. The reference is `SearchTimes.step` of a candidate's configuration (the closed form of the pipeline).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tools.search.search_request import Request
 from tools.search.search_times import SearchTimes
 from tools.search.space import Block, configuration
 
-_LAYERS = [KINDS.index("dense"), KINDS.index("moe")]
+_LAYERS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,9 @@ class TimeTable(SearchTimes):
         tp, cp, ep, mbs, mode = (int(block.columns[name][row]) for name in ("tp", "cp", "ep", "mbs", "mode"))
         works, again = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
         for kind in self.kinds:
-            # what has no experts knows neither ep nor mode
+            # what has no experts knows neither ep nor mode, what has no logits does not know dp
             key = (kind, tp, cp, mbs, *((ep, mode) if kind in ("moe", "mtp") else ()))
+            key += (int(block.columns["dp"][row]),) if kind in ("head", "mtp") else ()
             layer = self._memo.get(key, self._one_layer, block, row, kind)
             index = KINDS.index(kind)
             works[index] = layer.forward.total + layer.backward.total

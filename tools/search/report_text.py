@@ -15,6 +15,7 @@ from tools.search.search_times import SearchTimes
 
 HEADS = ("", "layout", "dispatch", "sharded", "recompute", "step s", "MFU", "GiB", "bubble", "exposed", "tokens/s")
 _LEFT = ("layout", "dispatch", "sharded", "recompute")
+NOT_VERIFIED = "it had no dry run before the search was interrupted"
 _NEAR = 0.05  # a difference that the estimator does not tell apart
 
 
@@ -64,7 +65,9 @@ def lost(found: Found) -> list[str]:
     lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
     lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
     if found.verified:
-        lines.append(f"dry runs: {found.verified - len(found.failed)} of {found.verified} compile and fit")
+        lines.append(f"dry runs: {len(found.passed)} of {found.verified} compile and fit")
+    if found.unverified:
+        lines.append(f"1 is not verified: {NOT_VERIFIED}")
     if not found.whole:
         best = found.ranking.short_list(1)[0]
         lines.append(f"interrupted; the best as ranked: {best.candidate.words}, about {best.seconds:.2f} s")
@@ -103,6 +106,10 @@ def notes(found: Found) -> list[str]:
     ]
     if best.bound:
         lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
+    if found.unverified:
+        lines.append(f"NOT VERIFIED: {NOT_VERIFIED}.")
+    elif found.passed:
+        lines.append("Its dry run compiles and fits.")
     return lines
 
 
@@ -118,6 +125,7 @@ def as_json(found: Found, times: SearchTimes) -> dict[str, Any]:
         "ranked": len(found.ranking.seconds),
         "whole": found.whole,
         "verified": found.verified,
+        "best_is_verified": bool(found.passed) and not found.unverified,
         "strategies": [entry.as_json() for entry in found.entries],
         "recipe": found.own.as_json() if found.own else None,
         "reasons": reasons(found),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.console import Console
 
+from plugins.errors import DataError, RecipeError
 from tools.data.signals import terminate_as_interrupt
 from tools.files.figure import check_ending
 from tools.files.whole import write_whole
@@ -70,7 +72,7 @@ _WIDTH = 200  # of tables in a file or pipe
     default=0,
     metavar="N",
     type=click.IntRange(min=0),
-    help="Dry-run the best N; drop what fails.",
+    help="Dry-run the best N, and more until one passes; drop what fails.",
 )
 @click.option("--full", is_flag=True, help="With --verify: compile whole stages, many minutes each, not single layers.")
 @click.option("--resume", is_flag=True, help="Go on from what an interrupted search has placed.")
@@ -93,6 +95,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     far is shown).
     """
     from tools.recipe.load import load_recipe
+    from tools.search.overlay import require_layouts
+    from tools.search.overlay_files import keep_files_of
     from tools.search.search_progress import SpaceProgress
     from tools.search.search_request import request_of
     from tools.search.search_run import search
@@ -102,8 +106,12 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     if options["picture"]:
         check_ending(options["picture"])
     loaded = load_recipe(recipe)
+    for option, name in {"--write": "write", "--html": "html_file", "--state": "state"}.items():
+        keep_files_of(recipe, option, options[name])
     asked = tuple(read_limit(text) for text in limits)
     request = request_of(loaded, cluster_name, options["devices"], options["gbs"], options["memory"], asked)
+    if options["write"] or options["verified"]:  # before the search takes its minutes
+        require_layouts(loaded, request.devices)
     times = SearchTimes(request.hardware)
     store = Store(request, times, options["state"], options["resume"])
     limit = options["time_limit"]
@@ -116,8 +124,9 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
         sys.exit(130)
     if len(found.ranking.seconds) == 0:
         _infeasible(request, found.ranking, as_json)
-    if options["verified"] and found.whole:
-        _verify(loaded, found, options["verified"], options["full"])
+    found.to_verify = options["verified"]
+    if found.to_verify and found.whole:
+        _verify(loaded, found, options["full"])
     _tell(found, times, loaded, options, as_json)
     if not found.whole:
         click.echo(f"interrupted; {len(store)} strategies are placed: go on with --resume", err=True)
@@ -138,11 +147,14 @@ def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
     sys.exit(1)
 
 
-def _verify(recipe: Recipe, found: Found, count: int, full: bool) -> None:
-    """Drop what does not compile or fit of the best `count`; Ctrl-C keeps what is not tried yet."""
+def _verify(recipe: Recipe, found: Found, full: bool) -> None:
+    """Drop what does not compile or fit of the best asked for, and of the next ones until one does.
+
+    Ctrl-C keeps what is not tried yet.
+    """
     from tools.search.verify import verify
 
-    tried = found.entries[:count]
+    tried = list(found.entries)
 
     def told(number: int, problems: list[str], estimate: int) -> None:
         entry = tried[number]
@@ -153,18 +165,24 @@ def _verify(recipe: Recipe, found: Found, count: int, full: bool) -> None:
         if problems:
             found.failed.append((entry, problems))
             found.entries.remove(entry)
+        else:
+            found.passed.append(entry)
 
     try:
-        verify(recipe, tried, found.request.cap, told, full)
+        verify(recipe, tried, found.to_verify, found.request, told, full)
     except KeyboardInterrupt:
         found.whole = False
 
 
 def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
     """Print and write everything that was asked for."""
+    from tools.search.frontier import draw
+    from tools.search.overlay import write_overlay
+    from tools.search.report_html import html
+    from tools.search.report_text import NOT_VERIFIED, notes, print_text
     from tools.search.report_text import as_json as content
-    from tools.search.report_text import notes, print_text
 
+    name = Path(recipe.source).name
     if as_json:
         click.echo(json.dumps(content(found, times)))
     else:
@@ -173,17 +191,19 @@ def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, A
         print_text(found, times, console)
     if not found.entries:
         return
-    if options["write"]:
-        from tools.search.overlay import write_overlay
-
-        write_overlay(recipe, found.entries[0].config, options["write"], notes(found))
-        click.echo(f"written: {options['write']}", err=True)
-    if options["picture"]:
-        from tools.search.frontier import draw
-
-        click.echo(f"drawn: {draw(found, times, options['picture'])}", err=True)
-    if options["html_file"]:
-        from tools.search.report_html import html
-
-        write_whole(options["html_file"], html(found, times, f"Parallel strategies for {Path(recipe.source).name}"))
-        click.echo(f"written: {options['html_file']}", err=True)
+    if found.unverified:
+        click.echo(f"the best is not verified: {NOT_VERIFIED}", err=True)
+    writers: dict[str, Callable[[Path], object]] = {
+        "picture": lambda path: draw(found, times, path),
+        "html_file": lambda path: write_whole(path, html(found, times, f"Parallel strategies for {name}")),
+        "write": lambda path: write_overlay(recipe, found.entries[0].config, path, notes(found), found.request.site),
+    }
+    failed: list[ValueError] = []
+    for option in (option for option in writers if options[option]):
+        try:
+            writers[option](options[option])
+            click.echo(f"written: {options[option]}", err=True)
+        except (DataError, RecipeError) as error:  # the others are written all the same: the search took minutes
+            failed.append(error)
+    if failed:
+        raise failed[0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tools.search.funnel import Funnel
 from tools.search.memory_model import GIB
-from tools.search.rank import Ranking, feasible
+from tools.search.rank import Ranked, Ranking, feasible
 from tools.search.search_request import Request
 from tools.search.space import blocks
 
@@ -22,9 +22,17 @@ def explain(request: Request, ranking: Ranking) -> list[str]:
     short = [
         f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB a device, the cap is "
         f"{request.cap / GIB:.1f} GiB ({request.cap_source})",
-        f"nearest: --memory {-(-least.peak * 10 // GIB) / 10:.1f} (GiB), with {least.candidate.words}",
+        more_memory(request, least),
     ]
     return [*short, *_without_limits(request), *_more_devices(request)]
+
+
+def more_memory(request: Request, least: Ranked) -> str:
+    """The memory that would be enough, where a device has it."""
+    gib, device = -(-least.peak * 10 // GIB) / 10, request.hardware.hbm_bytes / GIB
+    if gib > device:
+        return f"no --memory is enough: a device has {device:.1f} GiB; the least is {least.candidate.words}"
+    return f"nearest: --memory {gib:.1f} (GiB), with {least.candidate.words}"
 
 
 def _nothing_legal(ranking: Ranking) -> str:

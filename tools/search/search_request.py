@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
+from tools.check.view import PARALLEL, View
 from tools.dryrun.memory import limit_of
+from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.recipe.load import Recipe
 from tools.search.configuration import Configuration
-from tools.search.efficiency import cluster
+from tools.search.efficiency import CLUSTERS, cluster
 from tools.search.from_recipe import from_recipe
-from tools.search.hardware import Hardware
+from tools.search.hardware import Hardware, known_hardware
 from tools.search.memory_model import GIB
+from tools.search.overlay_site import Site
 from tools.search.search_limits import Limit
 from tools.search.settle_layout import even_layout, is_auto, settle_layout
 
@@ -32,8 +36,11 @@ class Request:
         global_batch: samples a step.
         cap: bytes that a job may use on a device.
         cap_source: where `cap` comes from.
-        ulysses: context parallelism cuts heads (MindFormers' `ulysses_cp`).
+        ulysses: how many parts of the heads context parallelism cuts (MindFormers' ulysses_degree_in_cp; graph mode
+            reads no other key for it).
         limits: the user's.
+        hardware_file: name or file of `hardware`, as a recipe names it.
+        own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
     """
 
     base: Configuration
@@ -42,13 +49,20 @@ class Request:
     global_batch: int
     cap: float
     cap_source: str
-    ulysses: bool = False
+    ulysses: int = 1
     limits: tuple[Limit, ...] = ()
+    hardware_file: str = DEFAULT_HARDWARE
+    own_cap: bool = True
 
     @property
     def node(self) -> int:
         """Devices of a node."""
         return self.hardware.devices_per_node
+
+    @property
+    def site(self) -> Site:
+        """What overlays say of the machine."""
+        return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     @property
     def changed(self) -> bool:
@@ -86,9 +100,19 @@ def request_of(
         global_batch=global_batch or base.global_batch,
         cap=cap,
         cap_source=source,
-        ulysses=recipe.get("parallel_config", {}).get("context_parallel_algo") == "ulysses_cp",
+        ulysses=View(recipe).number((*PARALLEL, "ulysses_degree_in_cp"), 1),
         limits=limits,
+        hardware_file=file_of(cluster_name),
+        own_cap=memory_gib is None and limit <= hardware.hbm_bytes,
     )
+
+
+def file_of(cluster_name: str) -> str:
+    """A cluster as recipes name it: the name of a hardware file, or the path of another."""
+    if cluster_name in known_hardware():
+        return cluster_name
+    own = CLUSTERS / f"{cluster_name}.yaml"
+    return os.path.abspath(own if own.is_file() else cluster_name)
 
 
 def _with_layout(recipe: Recipe) -> Recipe:

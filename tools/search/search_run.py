@@ -28,7 +28,8 @@ class Found:
         entries: the best, by simulated step time.
         own: the recipe's own run; None with `own_why` where it has no model.
         dropped: candidates of the short list that came to nothing, with the reason.
-        failed: what dry runs dropped of the `verified` best, with what they found.
+        failed: what dry runs dropped of the `verified` best, with what they found; passed: what they found good.
+        to_verify: dry runs that were asked for.
         whole: False when the search was interrupted; candidates that were not placed are then missing.
         seconds: of the ranking.
     """
@@ -40,9 +41,16 @@ class Found:
     own_why: str = ""
     dropped: list[tuple[Ranked, str]] = field(default_factory=list)
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
+    passed: list[Entry] = field(default_factory=list)
     verified: int = 0
+    to_verify: int = 0
     whole: bool = True
     seconds: float = 0.0
+
+    @property
+    def unverified(self) -> bool:
+        """Whether dry runs were asked for, but the best has had none."""
+        return bool(self.to_verify and self.entries) and self.entries[0] not in self.passed
 
 
 def search(

@@ -3,7 +3,8 @@
 With `gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up
 (MindSpore's documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the
 gradients"), not once a step. As of other communication that overlaps, the share `Efficiency.hidden` of it is taken to
-run beside the micro-batch that made them (assumed: no published run has it).
+run beside the micro-batch that made them (assumed: no published run has it). Where `optimizer_weight_shard_size` makes
+groups, the groups' shards are summed once a step.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ class SearchTimes(TimeModel):
         """Seconds of a stage's weights and gradients: once a step, and again for each micro-batch."""
         if not config.shard_gradients or config.shard_weights:
             return super()._data(replace(config, overlap_dp=False), stage, 0.0), 0.0
-        gathered = reduced = 0.0
+        gathered = reduced = summed = 0.0
+        item = 4 if config.wide_gradients else 2
         for weight in stage_weights(config, stage):
-            cut = weight.cut(config)
-            copies, size = weight.copies(config), weight.size / cut
-            gathered += self._collective(2 * size, copies, cut)
-            reduced += self._collective((4 if config.wide_gradients else 2) * size, copies, cut)
-        return 2 * gathered, reduced
+            cut, group = weight.cut(config), weight.group(config)
+            size, groups = weight.size / cut, weight.copies(config) // group
+            gathered += self._collective(2 * size, group, cut)
+            reduced += self._collective(item * size, group, cut)
+            summed += 2 * self._collective(item * size / group, groups, cut * group)
+        return 2 * gathered + summed, reduced
 
     def _data(self, config: Configuration, stage: int, micro_batch: float) -> float:
         if not config.shard_gradients or config.shard_weights:

@@ -23,19 +23,24 @@ from tools.recipe.load import Recipe
 from tools.search.budget import Budget
 from tools.search.configuration import even_layers
 from tools.search.from_recipe import from_recipe
-from tools.search.layout_file import LayoutFile, differences, digest_of, path_of, read_layout, write_layout
+from tools.search.layout_file import (
+    MODEL_VERSION,
+    LayoutFile,
+    differences,
+    digest_of,
+    path_of,
+    read_layout,
+    write_layout,
+)
 from tools.search.memory_model import GIB
-from tools.search.overlay import SELECTED, recompute_value
+from tools.search.overlay_recompute import plain_value, with_patterns
 from tools.search.schedules import is_v_shaped
 
 AUTO = "auto"
 TIME_LIMIT = 60.0  # seconds, where nobody says
 TABLES = ("recompute", "select_recompute", "select_comm_recompute")
 _KEY = ".".join((*MODEL, "offset"))
-_INPUTS = (
-    *("dp", "tp", "pp", "cp", "ep", "chunks", "schedule", "sequence", "batch", "micro_batches", "dtype", "ep_mode"),
-    *("sequence_parallel", "shard_optimizer", "shard_gradients", "shard_threshold", "flash", "fp32_residual"),
-)
+_ANSWERS = ("layers", "recompute")  # what of a run is asked for
 
 
 class NothingFits(RecipeError):
@@ -109,23 +114,17 @@ def _from_file(recipe: Recipe, make: Callable[[Recipe], LayoutFile] | None) -> l
     recipe["model"]["model_config"]["offset"] = layout.offset
     section = recipe["recompute_config"] = {**(recipe.get("recompute_config") or {})}
     for name in TABLES:
-        section[name] = _for_operators(name, view.get(("recompute_config", name)), getattr(layout, name))
+        section[name] = with_patterns(name, getattr(layout, name), view.get(("recompute_config", name)))
     return [f"{_KEY}: auto -> {layout.offset}, recompute_config with it ({path})"]
 
 
-def _for_operators(name: str, now: Any, value: Any) -> Any:
-    """A recompute key's new value for the operator patterns that it has; `select_recompute` wants some."""
-    named = isinstance(now, dict) or (isinstance(now, list) and bool(now) and isinstance(now[0], str))
-    if name == "select_recompute" and value and not named:
-        return dict.fromkeys(SELECTED, value)
-    return dict.fromkeys(now, value) if named else value
-
-
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
-    """What the answer depends on, but for the cluster: all that the model of time and memory reads in the recipe."""
+    """What the answer depends on, but for the cluster: all that the model of time and memory reads, and its version."""
     config = from_recipe(even_layout(recipe))
-    model = {f"model.{name}": value for name, value in asdict(config.model).items()}
-    return {**{name: getattr(config, name) for name in _INPUTS}, **model, "max_device_memory": limit_of(recipe)}
+    run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, "model")}
+    sizes = {f"model.{name}": value for name, value in asdict(config.model).items()}
+    run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}
+    return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}
 
 
 def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> LayoutFile:
@@ -151,9 +150,9 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> 
         inputs=inputs,
         cluster=cluster,
         offset=offset_of([list(row) for row in laid.layers]),
-        recompute=recompute_value(full, laid.layers, None),
-        select_recompute=recompute_value(select, laid.layers, None),
-        select_comm_recompute=recompute_value(again, laid.layers, None),
+        recompute=plain_value(full, laid.layers),
+        select_recompute=plain_value(select, laid.layers),
+        select_comm_recompute=plain_value(again, laid.layers),
         predicted={
             "step_s": round(found.step_s, 4),
             "bound_s": round(found.bound_s, 4),

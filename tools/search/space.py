@@ -8,6 +8,7 @@ The rules, in the order in which they are asked; a candidate counts for the firs
 
     what MindFormers cannot build (each is an error of `tc3 check`)
         tp: heads, key-value heads, vocabulary, hidden size, MLP and shared-expert widths; cp: sequence, flash attention
+        the recipe's ulysses_degree_in_cp: divides cp, and heads with tp; its optimizer_weight_shard_size: dp x cp
         sequence parallelism (on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer) cuts
         the sequence into tp x cp; pp: layers; vpp: needs a pipeline and a layer for each chunk; ep: dp x tp
         batch: dp x samples divides it, with a micro-batch for each stage
@@ -171,6 +172,8 @@ class _Axes:
         vpp, ep, mbs, mode = (self.along(name) for name in ("vpp", "ep", "mbs", "mode"))
         yield "vpp: chunks without a pipeline", (vpp == 1) | np.bool_(pp > 1)
         yield "ep: does not divide dp x tp", dp * tp % ep == 0
+        aligned = (ep % request.node == 0) | (request.node % ep == 0)
+        yield "ep: straddles nodes, which ep_overlap does not", aligned | np.bool_(not request.base.overlap_ep)
         yield "batch: dp x samples of a micro-batch do not divide it", request.global_batch % (dp * mbs) == 0
         yield "batch: fewer micro-batches than stages", request.global_batch // (dp * mbs) >= pp
         whole = (ep > request.node) & (ep % request.node == 0)
@@ -204,15 +207,18 @@ class _Axes:
 def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
     """(rule, whether the mesh keeps it), in order."""
     model, sequence = request.base.model, request.base.sequence
-    _, tp, pp, cp = mesh
+    dp, tp, pp, cp = mesh
+    size = request.base.shard_size
     yield "tp: does not divide the heads", model.heads % tp == 0
     yield "tp: does not divide the key-value heads", bool(model.latent) or model.kv_heads % tp == 0
     widths = (model.vocab, model.hidden, model.ffn, model.shared_ffn)
     yield "tp: does not divide vocabulary, hidden size or an MLP's width", all(width % tp == 0 for width in widths)
     yield "cp: does not divide the sequence, or the part of it that tp cuts", sequence % (cp * tp) == 0
     yield "cp: needs flash attention", cp == 1 or request.base.flash
-    yield "cp: with tp does not divide the heads (ulysses_cp)", not request.ulysses or model.heads % (tp * cp) == 0
+    yield "cp: ulysses_degree_in_cp does not divide it", cp % request.ulysses == 0
+    yield "tp: with ulysses_degree_in_cp does not divide the heads", model.heads % (tp * request.ulysses) == 0
     yield "pp: more stages than layers", pp <= model.layers
+    yield "dp x cp: optimizer_weight_shard_size does not divide it", not size or dp * cp % size == 0
 
 
 def schedule_of(request: Request, pp: int, vpp: int) -> str:

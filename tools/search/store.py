@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plugins.hierarchical_ep import plan
 from tools.files.whole import write_whole
 from tools.search.configuration import Configuration
 from tools.search.placement import Placement
@@ -21,6 +22,7 @@ from tools.search.search_times import SearchTimes
 from tools.search.space import Candidate, configuration
 
 _HERE = Path(__file__).parent
+_CODE = (_HERE, Path(plan.__file__).parent)  # the second counts the bytes of dispatch modes
 _TABLES = ("full", "select", "communication")
 
 
@@ -83,10 +85,15 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "search"
 
 
+def code() -> list[Path]:
+    """The files that make an answer."""
+    return [file for place in _CODE for file in sorted(place.glob("*.py"))]
+
+
 def digest_of(request: Request, times: SearchTimes) -> str:
     """Of all that an answer depends on."""
     digest = hashlib.sha256(repr((request, times.reached)).encode())
-    for file in sorted(_HERE.glob("*.py")):
+    for file in code():
         digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()[:32]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tools.search.activations import mtp_option
 from tools.search.configuration import Configuration
 from tools.search.layer_model import KINDS
 from tools.search.layer_time import LayerTimes, Parts
@@ -61,7 +62,7 @@ class TimeModel(LayerTimes):
                 options = iter(layer_options(config, chunk, stage, len(every)))
                 for kind in every:
                     layer = times[kind]
-                    again = layer.again[next(options)] if kind in ("dense", "moe") else 0.0
+                    again = layer.again[next(options) if kind in ("dense", "moe") else mtp_option(config)]
                     forward[chunk, stage] += layer.forward.total
                     backward[chunk, stage] += layer.backward.total + again
                     parts["recompute"][stage] += again
@@ -106,8 +107,10 @@ class TimeModel(LayerTimes):
         gather = 2 * (2 * runs if config.shard_weights else 1) if config.shard_optimizer else 0
         reduce = (4 if config.wide_gradients else 2) * (1 if config.shard_optimizer else 2) * runs
         for weight in stage_weights(config, stage):
-            cut = weight.cut(config)
-            total += self._collective(weight.size / cut * (gather + reduce), weight.copies(config), cut)
+            cut, group = weight.cut(config), weight.group(config)
+            local, groups = weight.size / cut, weight.copies(config) // group
+            total += self._collective(local * (gather + reduce), group, cut)
+            total += 2 * self._collective(local / group * reduce, groups, cut * group)  # sums of the groups' shards
         # weights travel during the first forward and gradients during the last backward, FSDP's all the time; a chunk
         # of several is done with its micro-batches, and waits for its first, as long as a round of the pipeline takes
         rounds = min(config.pp, config.micro_batches) if config.chunks > 1 else 1

@@ -25,6 +25,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.search.memory_model import GIB, all_stages
 from tools.search.overlay import write_overlay
 from tools.search.search_entry import Entry
+from tools.search.search_request import Request
 
 _MEMORY = "context.max_device_memory"  # what `tools.dryrun` says of it is judged here, against the search's cap
 
@@ -73,29 +74,35 @@ def dry_run(path: Path, full: bool) -> DryRun:
 def verify(
     recipe: Recipe,
     entries: Sequence[Entry],
-    cap: float,
+    count: int,
+    request: Request,
     told: Callable[[int, list[str], int], None],
     full: bool = False,
     run: Run = dry_run,
 ) -> None:
-    """Dry-run entries one after the other.
+    """Dry-run entries one after the other: the first `count`, and more as long as none of them compiles and fits.
 
     Args:
-        cap: bytes that a device may use.
+        request: what was asked for: its cap of bytes on a device, its machine.
         told: hears the number of each, what is wrong with it ([] where it compiles and fits), and the bytes of the
             heaviest stage by the dry run's own estimate (0: refused).
         full: compile every kind of stage.
         run: the dry run.
     """
+    passed = False
     for number, entry in enumerate(entries):
+        if number >= count and passed:
+            return
         with tempfile.TemporaryDirectory(prefix="tc3-verify-") as folder:
             path = Path(folder) / "overlay.yaml"
             try:
-                write_overlay(recipe, entry.config, path, [])
+                write_overlay(recipe, entry.config, path, [], request.site)
                 found = run(path, full)
             except (RecipeError, ClusterError) as error:
                 found = DryRun([str(error)], [], [])
-        told(number, judge(entry, found, cap, full), max(found.total, default=0))
+        problems = judge(entry, found, request.cap, full)
+        passed |= not problems
+        told(number, problems, max(found.total, default=0))
 
 
 def judge(entry: Entry, found: DryRun, cap: float, full: bool) -> list[str]:

@@ -39,10 +39,14 @@ def legal(request, c):
         all(size % c.tp == 0 for size in (model.heads, model.vocab, model.hidden, model.ffn, model.shared_ffn))
         and (model.latent is not None or model.kv_heads % c.tp == 0)
         and sequence % (c.tp * c.cp) == 0
+        and c.cp % request.ulysses == 0
+        and (not request.base.shard_size or c.dp * c.cp % request.base.shard_size == 0)
+        and model.heads % (c.tp * request.ulysses) == 0
         and (c.cp == 1 or request.base.flash)
         and c.pp * c.vpp <= model.layers
         and (c.vpp == 1 or c.pp > 1)
         and c.dp * c.tp % c.ep == 0
+        and (not request.base.overlap_ep or c.ep % request.node == 0 or request.node % c.ep == 0)
         and c.dp * c.mbs * c.m == request.global_batch
         and c.m >= c.pp
         and (spread or c.mode == "global")

@@ -6,15 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.recipe.load import load_recipe
+from tools.search.activations import saved
 from tools.search.configuration import Configuration, Model, Recompute, even_layers
 from tools.search.from_recipe import from_recipe
 from tools.search.memory_model import (
     GIB,
     all_stages,
+    chunk_activations,
     held_micro_batches,
     layer_options,
     peak_memory,
     stage_memory,
+    stage_weights,
     static_memory,
 )
 from tools.search.schedules import operations
@@ -48,8 +51,6 @@ def test_megatron_keeps_18_bytes_a_parameter():
 
 
 def _all_weights(config):
-    from tools.search.memory_model import stage_weights
-
     return stage_weights(config, 0)
 
 
@@ -94,18 +95,67 @@ def slow_held(order, chunks):
     chunks=st.integers(1, 3),
     rounds=st.integers(1, 9),
     extra=st.integers(0, 5),
+    schedule=st.sampled_from(["gpipe", "interleaved_1f1b", "seqvpp", "seqsmartvpp"]),
     data=st.data(),
 )
-@settings(max_examples=60, deadline=None)
-def test_in_flight_micro_batches_are_those_of_the_whole_schedule(pp, chunks, rounds, extra, data):
+@settings(max_examples=100, deadline=None)
+def test_in_flight_micro_batches_are_those_of_the_whole_schedule(pp, chunks, rounds, extra, schedule, data):
     micro_batches, stage = pp * rounds + extra % pp, data.draw(st.integers(0, pp - 1))
-    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    if chunks == 1:
+        schedule = "1f1b"
+    elif pp % 2 and schedule == "seqsmartvpp":  # wants an even number of stages
+        schedule = "seqvpp"
     layers = ((1,) * pp,) * chunks
     model = replace(MODEL, layers=pp * chunks)
     config = Configuration(model, pp=pp, layers=layers, schedule=schedule, micro_batches=micro_batches)
     sizes = np.array([1.0, 2.5, 1.7][:chunks])
     moments = np.array(slow_held(operations(schedule, stage, pp, chunks, micro_batches), chunks))
-    assert (held_micro_batches(config, stage) @ sizes).max() == (moments @ sizes).max()
+    assert (held_micro_batches(config, stage) @ sizes).max() == pytest.approx((moments @ sizes).max())
+
+
+def test_seqsmartvpp_spreads_what_fills_no_round():
+    """63 micro-batches on 8 stages are 7 rounds of 9; of 39, as other schedules may be cut to, the first has 10."""
+    config = Configuration(MODEL, pp=8, layers=((1,) * 8,) * 2, schedule="seqsmartvpp", micro_batches=63)
+    found = [int(held_micro_batches(config, stage).sum(axis=1).max()) for stage in range(8)]
+    assert found == [17, 16, 15, 14, 13, 12, 11, 10]
+
+
+def test_mtp_is_kept_unless_the_last_layer_recomputes():
+    """1119B: one fully recomputed layer on the first stage says nothing about MTP, which is on the last."""
+    config = from_recipe(load_recipe("recipes/telechat3_1119b/pretrain_4k.yaml"))
+    last = config.pp - 1
+
+    def kept(first, end):
+        table = [[0] * config.pp for _ in range(config.chunks)]
+        table[0][0], table[-1][-1] = first, end
+        full = tuple(map(tuple, table))
+        return chunk_activations(replace(config, recompute=Recompute(full=full)), last)[-1]
+
+    assert kept(1, 0) == kept(0, 0) > kept(0, config.layers[-1][-1])
+    layer = saved(config, "moe") - saved(config, "moe", "full")
+    assert kept(0, 0) - kept(0, config.layers[-1][-1]) == pytest.approx((config.layers[-1][-1] + 1) * layer)
+
+
+def test_shard_size_bounds_what_the_optimizer_spreads():
+    """438B has 512 copies of most weights; MindSpore shards in groups of 8, and nothing that 8 does not divide."""
+    whole = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    config = replace(whole, shard_size=8)
+    (held, state, summed, _), (all_held, *_) = static_memory(config, 1), static_memory(whole, 1)
+    local = sum(weight.size / weight.cut(config) / weight.shards(config) for weight in stage_weights(config, 1))
+    assert held == 4 * local and state == 2 * held and summed == static_memory(whole, 1)[2]
+    assert 1 < held / all_held <= 512 / 8
+    for weight in stage_weights(config, 1):
+        assert weight.shards(config) in (1, 8) and weight.shards(replace(config, shard_size=3)) == 1
+        assert weight.shards(replace(config, shard_size=weight.copies(config))) == weight.shards(whole)
+
+
+def test_shard_size_is_read_from_the_recipe():
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    section = recipe["parallel"].setdefault("parallel_optimizer_config", {})
+    # MindSpore ignores 1 with a warning
+    for written, size in ((8, 8), (-1, 0), (1, 0)):
+        section["optimizer_weight_shard_size"] = written
+        assert from_recipe(recipe).shard_size == size
 
 
 @given(tp=st.sampled_from([1, 2]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8]))

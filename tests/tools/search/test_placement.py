@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.recipe.load import load_recipe
+from tools.search.activations import mtp_option
 from tools.search.budget import Budget
 from tools.search.configuration import Configuration, Latent, Model, Recompute, even_layers
 from tools.search.efficiency import cluster
 from tools.search.from_recipe import from_recipe
 from tools.search.memory_model import GIB, all_stages, layer_options, peak_memory
-from tools.search.placement import configuration_of, in_order, place
+from tools.search.placement import configuration_of, in_order, last_full, place
 from tools.search.placement_instance import kind_count, may_hold_first, pipeline_instance, table_of
 from tools.search.time_model import TimeModel
 
@@ -57,8 +58,8 @@ def planned(draw):
         sequence_parallel=draw(st.booleans()),
         batch=draw(st.sampled_from([1, 2])),
     )
-    full = draw(st.booleans())
-    instance = pipeline_instance(config, TIMES, 64 * GIB, full)
+    full, mtp = draw(st.sampled_from([(False, False), (True, False), *[(True, True)] * model.mtp]))
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full, mtp)
     size, spare = pp * chunks, model.layers - pp * chunks
     cuts = sorted(draw(st.lists(st.integers(0, spare), min_size=size - 1, max_size=size - 1)))
     counts = [1 + b - a for a, b in zip([0, *cuts], [*cuts, spare], strict=True)]
@@ -76,22 +77,27 @@ def planned(draw):
             if option not in names[index]:
                 option = "none"
             plan[instance.type_columns(index).start + names[index].index(option), chunk] += 1
-    plan = in_order(instance, plan)
-    return config, instance, plan, counts, full
+    plan = in_order(instance, last_full(instance, plan) if mtp else plan)
+    return config, instance, plan, counts, (full, mtp)
 
 
 @settings(max_examples=60, deadline=None)
 @given(planned())
 def test_the_instance_is_the_estimator(case):
-    config, instance, plan, counts, full = case
+    config, instance, plan, counts, (full, mtp) = case
     found = configuration_of(config, instance, plan)
     assert found.layers == table_of(config, counts)
     forward, backward, _ = TIMES.chunks(found)
     arrival = instance.ends - type(instance).__mro__[1].ends.func(instance)
     expected = np.stack([forward.ravel(), backward.ravel()]) * 1000 + arrival
-    np.testing.assert_allclose(instance.times(plan), expected)
+    # a plan that repeats its last layer where the instance takes MTP as kept: less memory, more time than it says
+    exact = not config.model.mtp or (mtp_option(found) == "full") == mtp
+    if exact:
+        np.testing.assert_allclose(instance.times(plan), expected)
+    else:
+        assert not mtp and (instance.times(plan) <= expected * (1 + 1e-9)).all()
     pipeline = TIMES.step(found, simulated=True).pipeline * 1000
-    if config.overlap_pp or config.pp == 1:
+    if (config.overlap_pp or config.pp == 1) and exact:
         assert instance.step_times(plan[None])[0] == pytest.approx(pipeline)
     else:
         assert instance.step_times(plan[None])[0] <= pipeline * (1 + 1e-9)
@@ -102,7 +108,7 @@ def test_the_instance_is_the_estimator(case):
     assert (instance.peak_memory(plan[None])[0] >= peaks * (1 - 1e-12)).all()
     # equal, unless a stage lacks what needs most or the ends' fullest moment is not the layers'
     alike = [set(itertools.chain(*found.stage_kinds(stage))) >= held(config, stage) for stage in range(config.pp)]
-    if config.chunks == 1:
+    if config.chunks == 1 and exact:
         np.testing.assert_allclose(instance.peak_memory(plan[None])[0][alike], peaks[alike])
 
 

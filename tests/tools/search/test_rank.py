@@ -44,6 +44,12 @@ def test_small_spaces_agree_with_the_reference(cap, changes):
     assert ranking.funnel.left == len(ranking.seconds)
 
 
+def test_a_space_with_shards_of_an_own_size_agrees_with_the_reference():
+    asked = request(devices=12, batch=24, cap=GIB)
+    asked = replace(asked, base=replace(asked.base, shard_size=2))
+    assert judge(asked, rank(asked), 120) > 4
+
+
 def test_the_438b_space_agrees_with_the_reference():
     recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
     asked = request_of(recipe, "atlas_800t_a2", limits=tuple(map(read_limit, ["pp=4,8", "ep=8,16", "tp>1", "mbs<=4"])))
@@ -78,6 +84,13 @@ def test_least_memory_is_known_when_nothing_fits():
     assert len(ranking.seconds) == 0 and ranking.funnel.left == 0
     free = rank(request())
     assert ranking.least.peak == free.least.peak <= free.peaks.min()
+
+
+def test_the_least_memory_is_of_what_limits_leave():
+    asked = request(cap=0.01 * GIB, limits=["recompute=none"])
+    least = rank(asked).least
+    assert least.candidate.recompute == "none"
+    assert not feasible(replace(asked, cap=0.99 * least.peak)) and feasible(replace(asked, cap=least.peak))
 
 
 @given(st.lists(st.tuples(st.floats(1, 10), st.floats(1, 10)), min_size=4, max_size=4), st.floats(1, 10))

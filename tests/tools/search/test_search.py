@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
+from tests.tools.search.conftest import stand_in
 from tests.tools.search.test_space import request
 from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
@@ -16,10 +17,11 @@ from tools.search import search_place
 from tools.search.budget import Budget
 from tools.search.cli import search
 from tools.search.from_recipe import from_recipe
-from tools.search.memory_model import GIB, all_stages
+from tools.search.memory_model import GIB
 from tools.search.placement import Placement
-from tools.search.rank import rank
+from tools.search.rank import feasible, rank
 from tools.search.search_entry import entry_of, why_faster
+from tools.search.search_infeasible import explain, more_memory
 from tools.search.search_limits import read_limit
 from tools.search.search_times import SearchTimes
 from tools.search.store import Store
@@ -28,18 +30,7 @@ RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 NARROW = [word for limit in ("tp=2,4", "pp=4,8", "vpp<=2", "cp=1", "ep=8,16", "mbs<=2") for word in ("--limit", limit)]
 
 
-def stand_in(config, model, cap, budget, seed=0):
-    """A placement that leaves everything as it is."""
-    peaks = tuple(memory.peak for memory in all_stages(config))
-    seconds = model.step(config, simulated=True).total
-    return Placement(config, seconds, 0.9 * seconds, peaks)
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(search_place, "processes", lambda: 1)
-    monkeypatch.setattr(search_place, "place", stand_in)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def run(*words):
@@ -104,7 +95,7 @@ def test_uniform_recomputation_is_not_placed(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--memory", "8"], ["nothing fits: the least memory", "nearest: --memory", "without all of the limits"]),
+        (["--memory", "10"], ["nothing fits: the least memory", "nearest: --memory", "without "]),
         (["--limit", "pp=5"], ["--limit pp=5 drops", "without --limit 'pp=5' there are strategies that fit"]),
         (["--devices", "251"], ["is legal; most break", "nearest with fewer: --devices"]),
     ],
@@ -118,7 +109,23 @@ def test_infeasible_requests_say_what_would_be_feasible(words, expected):
 
 def test_nearest_memory_is_enough():
     problems = json.loads(run("--memory", "8", "--json").stdout)["problems"]
+    assert problems[1].startswith("nearest: --memory ") and problems[1].endswith("recompute: planned")
     assert run("--memory", problems[1].split()[2], "--top", "1").exit_code == 0
+
+
+def test_nearest_memory_keeps_the_limits():
+    asked = request(devices=8, batch=16, cap=0.01 * GIB, limits=["recompute=none"])
+    nearest = explain(asked, rank(asked))[1]
+    assert nearest.endswith("recompute: none")
+    assert feasible(replace(asked, cap=float(nearest.split()[2]) * GIB))
+
+
+def test_no_device_has_more_memory_than_it_has():
+    least = rank(request()).least
+    assert more_memory(request(), replace(least, peak=59.5 * GIB)).startswith("nearest: --memory 59.5 (GiB)")
+    assert more_memory(request(), replace(least, peak=59.9 * GIB)).startswith(
+        "no --memory is enough: a device has 59.6 GiB"
+    )
 
 
 def test_wrong_inputs():
@@ -164,34 +171,6 @@ def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     monkeypatch.setattr(search_place, "place", refused)
     result = run("--top", 4)
     assert result.exit_code == 0 and "too tight" in result.stdout
-
-
-def test_verify_drops_what_fails(monkeypatch):
-    from tools.search import verify
-
-    seen = []
-
-    def dry_run(path, full):
-        seen.append(from_recipe(load_recipe(path)))
-        return verify.DryRun(["stage 3 does not compile"] if len(seen) == 1 else [], [], [])
-
-    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
-    answer = json.loads(run("--top", 3, "--json", "--verify", 2).stdout)
-    assert answer["verified"] == len(seen) == 2
-    assert [one["problems"] for one in answer["failed"]] == [["stage 3 does not compile"]]
-    assert len(answer["strategies"]) == 2
-    assert answer["failed"][0]["step_s"] <= answer["strategies"][0]["step_s"]
-
-
-def test_interrupted_dry_runs_keep_the_answer(monkeypatch):
-    from tools.search import verify
-
-    def dry_run(path, full):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
-    result = run("--top", 2, "--json", "--verify", 2)
-    assert result.exit_code == 130 and len(json.loads(result.stdout)["strategies"]) == 2
 
 
 def test_parts_explain_the_difference():

@@ -1,5 +1,6 @@
 """`offset: auto` and layout strings: what launches, checks and errors make of them."""
 
+import copy
 import os
 import time
 from dataclasses import replace
@@ -119,6 +120,36 @@ def test_inputs_are_numbers_and_words_that_files_keep():
     inputs = inputs_of(load_recipe(LARGE))
     assert inputs["pp"] == 8 and inputs["model.layers"] == 54 and inputs["max_device_memory"] == 45 * GIB
     assert digest_of(inputs) != digest_of({**inputs, "pp": 4})
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["recompute_config.mp_comm_recompute=False", "model.model_config.npu_nums_per_device=16"],
+)
+def test_inputs_name_what_the_model_reads(change):
+    before = inputs_of(load_recipe(LARGE))
+    now = inputs_of(apply_overrides(load_recipe(LARGE), [change]))
+    assert (now != before) == ("npu" not in change)
+    overlapped = load_recipe(os.path.abspath("recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"))
+    alone = copy.deepcopy(overlapped)
+    del alone["plugins"]["ep_overlap"]
+    assert inputs_of(overlapped) != inputs_of(alone)
+
+
+def test_a_file_of_an_older_model_is_refused(made, tmp_path, monkeypatch):
+    recipe = recipe_with(tmp_path, "auto")
+    write_layout(made, path_of(recipe.source), "a test")
+    monkeypatch.setattr("tools.search.settle_layout.MODEL_VERSION", 1000)
+    with pytest.raises(RecipeError, match="model_version 1000, was"):
+        settle_layout(recipe)
+
+
+@pytest.mark.parametrize("value", ["False", "True", "[5, 5, 5, 5, 5, 6, 6, 0]"])
+def test_selected_operators_are_named(made, tmp_path, value):
+    recipe = recipe_with(tmp_path, "auto", more=f"recompute_config: {{select_recompute: {value}}}\n")
+    write_layout(replace(made, select_recompute=[[1] * 8, [0] * 8]), path_of(recipe.source), "a test")
+    settle_layout(recipe)
+    assert recipe["recompute_config"]["select_recompute"][r".*\.norm"] == [[1] * 8, [0] * 8]
 
 
 def test_what_cannot_fit_says_so():

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tests.tools.search.reference_space import every_candidate
+from tests.tools.search.reference_space import every_candidate, legal
 from tools.recipe.load import load_recipe
 from tools.search.configuration import Configuration, Model
 from tools.search.efficiency import cluster
@@ -126,6 +126,41 @@ def test_balanced_layers(stages, chunks, layers, mtp):
     loads[-1] += end_weight(model, 1536)
     # no stage but the last, which cannot give away its end, is a layer longer than another
     assert max(loads[:-1], default=0) - min(loads) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_ulysses_cuts_context_parallelism_and_heads(degree):
+    free, _ = enumerated(request())
+    asked = replace(request(), ulysses=degree)
+    kept = [one for one in free if one.cp % degree == 0 and MODEL.heads % (one.tp * degree) == 0]
+    assert Counter(enumerated(asked)[0]) == Counter(kept) and kept
+    assert all(legal(asked, one) for one in kept[::50])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_of_an_own_size_divide_the_copies(size):
+    asked = request()
+    asked = replace(asked, base=replace(asked.base, shard_size=size))
+    free, _ = enumerated(request())
+    kept = [one for one in free if one.dp * one.cp % size == 0]
+    assert Counter(enumerated(asked)[0]) == Counter(kept) and len(kept) < len(free)
+    assert all(legal(asked, one) for one in kept[::50])
+
+
+def test_overlapped_groups_do_not_straddle_nodes():
+    asked = request()
+    asked = replace(asked, base=replace(asked.base, overlap_ep=True))
+    free, _ = enumerated(request())
+    kept = [one for one in free if one.ep % 8 == 0 or 8 % one.ep == 0]
+    assert Counter(enumerated(asked)[0]) == Counter(kept) and len(kept) < len(free)
+
+
+def test_ulysses_is_read_from_the_degree_alone():
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    recipe["parallel_config"]["context_parallel_algo"] = "ulysses_cp"
+    assert request_of(recipe, "atlas_800t_a2").ulysses == 1
+    recipe["parallel_config"]["ulysses_degree_in_cp"] = 4
+    assert request_of(recipe, "atlas_800t_a2").ulysses == 4
 
 
 def test_divisors_and_meshes():

@@ -1,9 +1,11 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.tools.search.test_space import request
+from tools.search import store
 from tools.search.memory_model import GIB
 from tools.search.placement import Placement
 from tools.search.rank import rank
@@ -25,13 +27,22 @@ def test_round_trip(case, tmp_path):
     asked, times, candidate, placement = case
     path = tmp_path / "new" / "state.json"
     Store(asked, times, path).keep(candidate, placement, 10.0)
-    store = Store(asked, times, path, resume=True)
-    assert len(store) == 1 and store.find(candidate, 10.0) == placement
-    assert store.find(candidate, 30.0) is None  # it would get far more time now
-    store.keep(candidate, Placement(None, float("inf"), float("inf"), why="too tight"), 40.0)
+    kept = Store(asked, times, path, resume=True)
+    assert len(kept) == 1 and kept.find(candidate, 10.0) == placement
+    assert kept.find(candidate, 30.0) is None  # it would get far more time now
+    kept.keep(candidate, Placement(None, float("inf"), float("inf"), why="too tight"), 40.0)
     again = Store(asked, times, path, resume=True).find(candidate, 30.0)
     assert again.configuration is None and again.why == "too tight" and again.step_s == float("inf")
     assert len(Store(asked, times, path)) == 0
+
+
+def test_all_code_that_answers_counts(case, monkeypatch):
+    asked, times, _, _ = case
+    names = {f"{file.parent.name}/{file.name}" for file in store.code()}
+    assert {"search/layer_time.py", "hierarchical_ep/traffic.py", "hierarchical_ep/topology.py"} <= names
+    before = digest_of(asked, times)
+    monkeypatch.setattr(store, "code", lambda: [Path(__file__)])
+    assert digest_of(asked, times) != before
 
 
 def test_another_question_has_another_state(case, tmp_path):

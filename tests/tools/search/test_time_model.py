@@ -136,3 +136,43 @@ def test_what_data_parallelism_cannot_hide_is_charged():
     bare = A2.step(run(overlap_dp=False)).data_parallel
     assert hidden < bare
     assert A2.step(run(dp=1, overlap_dp=False)).data_parallel == 0
+
+
+def recipe_run(name):
+    return from_recipe(load_recipe(f"recipes/telechat3_{name}.yaml"))
+
+
+def test_exchanged_logits_and_gathered_keys_take_their_time():
+    """438B at 128K: eight exchanges of 4 GiB a micro-batch, half of them in backward; keys are gathered once."""
+    config = recipe_run("438b/context_128k")
+    head, layer = A2.layer(config, "head"), A2.layer(config, "moe")
+    one = 4096 * 2**20
+    once = A2._collective(one, 8, 8) + A2._collective(one, 8, 64)
+    assert [head.forward.cp, head.backward.cp] == pytest.approx([2 * once, 2 * once], rel=1e-4)
+    assert head.forward.cp + head.backward.cp == pytest.approx(1.34, abs=0.01)
+    assert layer.backward.cp == layer.forward.cp > 0
+    assert A2.layer(recipe_run("105b/context_128k"), "head").forward.cp < 1e-4  # a launch
+    published = A2.layer(run(cp=2, training_graph=False), "dense")
+    assert published.backward.cp == 2 * published.forward.cp
+
+
+def test_mtp_runs_again_where_the_last_layer_does():
+    config = recipe_run("1119b/pretrain_4k")
+    mtp, layer, head = (A2.layer(config, kind) for kind in ("mtp", "moe", "head"))
+    assert mtp.again["full"] == pytest.approx(mtp.forward.total - head.forward.total)
+    assert layer.again["full"] < mtp.again["full"] < 1.2 * layer.again["full"]
+    assert mtp.again["select"] == head.again["full"] == 0
+    # all but the last stage's
+    table = tuple((*row[:-1], 0) for row in config.layers)
+    _, backward, parts = A2.chunks(config)
+    _, less, fewer = A2.chunks(replace(config, recompute=replace(config.recompute, full=table)))
+    repeated = config.layers[-1][-1] * layer.again["full"] + mtp.again["full"]
+    assert backward[-1, -1] - less[-1, -1] == pytest.approx(repeated)
+    assert (parts["recompute"] - fewer["recompute"])[:-1] == pytest.approx(0)
+
+
+def test_groups_of_shards_reduce_among_themselves_and_then_across():
+    config = run(dp=64, overlap_dp=False)
+    whole, same, grouped = (A2.step(replace(config, shard_size=size)).data_parallel for size in (0, 64, 8))
+    assert whole == same != grouped
+    assert A2.step(replace(config, shard_size=5)).data_parallel > 0  # divides no weight's copies: nothing is sharded

@@ -16,9 +16,13 @@ from tools.search.verify import DryRun, dry_run, judge, verify
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 
 
+def asked(cap=45):
+    return request_of(load_recipe(RECIPE), "atlas_800t_a2", memory_gib=cap)
+
+
 @pytest.fixture(scope="module")
 def entries():
-    request = request_of(load_recipe(RECIPE), "atlas_800t_a2")
+    request = asked()
     times = SearchTimes(cluster("atlas_800t_a2"))
     own = candidate_of(request.base)._replace(recompute="full")
     others = [own, own._replace(tp=4, dp=2 * own.dp, m=own.m // 2)]
@@ -37,10 +41,33 @@ def test_each_entry_is_written_and_run(entries):
     def tell(number, problems, estimate):
         told.append((number, problems, estimate))
 
-    verify(load_recipe(RECIPE), entries, 45 * GIB, tell, run=run)
+    verify(load_recipe(RECIPE), entries, 2, asked(), tell, run=run)
     assert told == [(0, [], 9), (1, ["no memory left"], 0)]
     for config, entry in zip(seen, entries, strict=True):
         assert (config.layers, config.tp, config.dp) == (entry.config.layers, entry.config.tp, entry.config.dp)
+
+
+@pytest.mark.parametrize(("count", "good", "tried"), [(1, 0, 1), (1, 1, 2), (2, 0, 2), (1, None, 3)])
+def test_it_goes_on_until_one_passes(entries, count, good, tried):
+    told = []
+
+    def run(path, full):
+        return DryRun([], [0] * 8, [9] * 8) if len(told) == good else DryRun(["no"], [], [])
+
+    three = [*entries, entries[0]]
+    verify(load_recipe(RECIPE), three, count, asked(), lambda *words: told.append(words), run=run)
+    assert len(told) == tried
+
+
+def test_what_is_run_has_the_memory_that_was_asked_for(entries):
+    seen = []
+
+    def run(path, full):
+        seen.append(load_recipe(path)["context"])
+        return DryRun([], [0] * 8, [9] * 8)
+
+    verify(load_recipe(RECIPE), entries[:1], 1, asked(58), lambda *words: None, run=run)
+    assert [(context["max_device_memory"], context["mempool_block_size"]) for context in seen] == [("58GB", "58GB")]
 
 
 def test_what_check_refuses_is_not_compiled(tmp_path):

@@ -1,0 +1,20 @@
+import pytest
+
+from tools.search import search_place
+from tools.search.memory_model import all_stages
+from tools.search.placement import Placement
+
+
+def stand_in(config, model, cap, budget, seed=0):
+    """A placement that leaves everything as it is."""
+    peaks = tuple(memory.peak for memory in all_stages(config))
+    seconds = model.step(config, simulated=True).total
+    return Placement(config, seconds, 0.9 * seconds, peaks)
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """A cache of its own, one process, and no pipeline optimiser."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(search_place, "processes", lambda: 1)
+    monkeypatch.setattr(search_place, "place", stand_in)
