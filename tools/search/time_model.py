@@ -76,7 +76,8 @@ class TimeModel(LayerTimes):
             return 0.0
         rows = config.rank_tokens / config.tp  # every rank of a tp group sends its part
         link = self._link(config.devices)
-        size = rows * config.model.hidden * (4 if config.fp32_residual else 2)
+        # in the compute dtype, also where the residual stream is wider (seen in compiled graphs)
+        size = rows * config.model.hidden * (4 if config.dtype == "fp32" else 2)
         return self.hardware.launch_s + link.latency_s + size / self._speed(link)
 
     def step(self, config: Configuration, simulated: bool = False) -> StepTime:
