@@ -11,7 +11,7 @@ from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
-from tools.dryrun.layout import kind_of
+from tools.dryrun.layout import kinds_of
 
 
 def metrics_file(run_dir: str | Path, rank: int) -> Path:
@@ -74,9 +74,9 @@ class RecordingLossMonitor(MFLossMonitor):
 def _held_bytes(network):
     """Bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
     held: dict[str, int] = {}
+    kinds = kinds_of(network)
     for item in network.get_parameters():
-        kind = kind_of(item.name)
-        held[kind] = held.get(kind, 0) + item.nbytes
+        held[kinds[item.name]] = held.get(kinds[item.name], 0) + item.nbytes
     return held
 
 

@@ -18,7 +18,7 @@ from tools.check.view import MODEL, View
 from tools.dryrun.graph_report import report_graph
 from tools.dryrun.graph_text import read_graph
 from tools.dryrun.job import Job
-from tools.dryrun.layout import STATE, Held, kind_of
+from tools.dryrun.layout import Held, kinds_of
 from tools.dryrun.training_step import inputs_of, training_step
 from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
 
@@ -69,16 +69,10 @@ def of_the_host(error: Exception) -> bool:
 
 
 def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
-    """Kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes in place, not types.
-
-    What an optimizer has beside the weights is its state, whatever the optimizer and its names.
-    """
+    """Kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not types."""
     trained = {item.name for item in cell.optimizer.parameters}
-    state = {item.name for item in cell.optimizer.get_parameters()} - trained
-    return {
-        item.name: (STATE if item.name in state else kind_of(item.name), str(item.dtype), item.name in trained)
-        for item in cell.get_parameters()
-    }
+    kinds = kinds_of(cell)
+    return {item.name: (kinds[item.name], str(item.dtype), item.name in trained) for item in cell.get_parameters()}
 
 
 def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:

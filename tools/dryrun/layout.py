@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 BYTES = {"Float64": 8, "Int64": 8, "Float32": 4, "Int32": 4, "Float16": 2, "BFloat16": 2, "Int8": 1, "UInt8": 1}
 BYTES |= {"Bool": 1, "Int16": 2, "UInt16": 2, "UInt32": 4, "UInt64": 8}
@@ -53,6 +54,12 @@ class Held:
     def copies(self, ranks: int) -> float:
         """How often the `ranks` devices of the stage keep each number."""
         return self.elements * ranks / math.prod(self.shape)
+
+
+def kinds_of(step: Any) -> dict[str, str]:
+    """What each parameter of a training step is: what its optimizer holds beside the weights it trains is state."""
+    state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
+    return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
 
 
 def kind_of(name: str) -> str:
