@@ -11,31 +11,19 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
-from mindformers.core.callback.callback import TopkBiasBalanceCallback
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
 
+from tools.accuracy.counted_bias import BIAS_END, CountedBias, of_routers
 from tools.files.whole import whole_file, write_whole
 
 FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
 START = "start."  # of the names of the weights before training
 LEAST = "least."  # of the names of the smallest mean squares of gradients
 LOAD, BIAS = "load.", "bias."  # of the names of routers: [steps, experts], and [steps + 1, experts] with the start
-
-
-class CountedBias(TopkBiasBalanceCallback):
-    """`TopkBiasBalanceCallback` that notes which share of this rank's choices each expert got, before it forgets."""
-
-    loads: ClassVar[list[dict[str, np.ndarray]]] = []
-
-    def on_train_step_end(self, run_context):
-        """Note the counters, then move the biases."""
-        self.loads.append(_routers(run_context, ".expert_load"))
-        super().on_train_step_end(run_context)
 
 
 MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alias="TopkBiasBalanceCallback")
@@ -64,7 +52,7 @@ class EquivalenceRecord(Callback):
         """The weights that training starts from, and digests of the samples that this rank will read, by batch."""
         for weight in run_context.original_args().train_network.optimizer.parameters:
             self.start[START + weight.name] = np.array(weight.asnumpy())
-        self.biases.append(_routers(run_context, ".expert_bias"))
+        self.biases.append(of_routers(run_context, BIAS_END))
         data = run_context.original_args().train_dataset
         for batch in data.create_tuple_iterator(num_epochs=1, output_numpy=True):
             self.samples.append(
@@ -83,7 +71,7 @@ class EquivalenceRecord(Callback):
             else:
                 self._note_least(name.removeprefix(SECOND), moment / (1 - self.beta2 ** (len(self.squares) + 1)))
         self.squares.append(squares)
-        self.biases.append(_routers(run_context, ".expert_bias"))  # MindFormers lets the biases move before any other
+        self.biases.append(of_routers(run_context, BIAS_END))  # MindFormers lets the biases move before any other
 
     def _note_least(self, weight, square):
         """Keep the smallest value, other than 0, of the mean square by which AdamW divides."""
@@ -121,9 +109,3 @@ class EquivalenceRecord(Callback):
             for param in optimizer.get_parameters()
             if param.name.startswith((FIRST, SECOND))
         }
-
-
-def _routers(run_context, end):
-    """router -> copy of its parameter with this end of a name, float32 [experts]; `asnumpy` alone is a view."""
-    parameters = run_context.original_args().train_network.network.get_parameters()
-    return {param.name.removesuffix(end): np.array(param.asnumpy()) for param in parameters if param.name.endswith(end)}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import ClassVar
 
 import mindspore as ms
 import numpy as np
-from mindformers.core.callback.callback import TopkBiasBalanceCallback
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.mlp import MLPInterleaved
 from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLPInterleaved
@@ -18,23 +16,11 @@ from mindspore.ops import Morph
 from mindspore.ops.auto_generate import OneHotExt
 from mindspore.train.callback import Callback
 
+from tools.accuracy.counted_bias import CountedBias
 from tools.accuracy.reference.names import STATE
 
 COLUMNS = ("input_ids", "labels", "loss_mask")
-LOAD = ".router.expert_load"
-
-
-@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
-class CountedBias(TopkBiasBalanceCallback):
-    """`TopkBiasBalanceCallback` that notes how many choices each expert got in every step, before it forgets them."""
-
-    loads: ClassVar[list[dict[str, np.ndarray]]] = []
-
-    def on_train_step_end(self, run_context):
-        """Note the counters, then move the biases."""
-        parameters = run_context.original_args().train_network.network.get_parameters()
-        self.loads.append({param.name: copy(param) for param in parameters if param.name.endswith(LOAD)})
-        super().on_train_step_end(run_context)
+MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
