@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
+from launch.leave import run_and_leave  # noqa: E402
 from launch.lifeline import die_with_parent  # noqa: E402
 from launch.train import build_config, train  # noqa: E402
 from plugins import ADAPTERS  # noqa: E402
@@ -41,4 +42,4 @@ def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)

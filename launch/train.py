@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
+from launch.leave import run_and_leave  # noqa: E402
 from launch.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
 from tools.ep_report.settle import settle  # noqa: E402
@@ -91,4 +92,4 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
 
 
 if __name__ == "__main__":
-    main()
+    run_and_leave(main)
