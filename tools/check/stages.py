@@ -13,7 +13,8 @@ from tools.check.view import MODEL, View
 from tools.recipe.load import KeyPath
 
 _OFFSET = (*MODEL, "offset")
-_RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
+RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
+EXCLUDE = ("select_recompute_exclude", "select_comm_recompute_exclude")
 Layers = list[list[int]]
 
 
@@ -69,8 +70,21 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
     total = built.number("num_layers")
     if view.parallel and view.pp * view.chunks > 1 and total > 0:
         _offset(view, total, found)
-    for key in _RECOMPUTE:
-        _recompute(view, view.get(("recompute_config", key)), ("recompute_config", key), found)
+    for key in (*RECOMPUTE, *EXCLUDE):
+        path = ("recompute_config", key)
+        if swaps(view) and key in RECOMPUTE:
+            _layer_numbers(view.get(path), total, path, found)
+        elif key in EXCLUDE and not _has_patterns(value := view.get(path)):
+            if value:
+                right = "a list of patterns of operators, or a mapping of them to layers"
+                found.warning(path, "excludes nothing, for it names no operators", right, rule="exclude")
+        else:
+            _recompute(view, view.get(path), path, found)
+
+
+def swaps(view: View) -> bool:
+    """Whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them."""
+    return view.get(("swap_config", "swap"), False) is True
 
 
 def _offset(view: View, total: int, found: Findings) -> None:
@@ -113,31 +127,52 @@ def _spread(rest: int, stages: int, chunks: int) -> list[Any]:
     return rows if chunks > 1 else rows[0]
 
 
+def _has_patterns(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:
+    """With swapping: a flag or the numbers of layers, or either for each operator pattern."""
+    if isinstance(value, dict):
+        for pattern, inner in value.items():
+            _layer_numbers(inner, total, (*path, pattern), found)
+    elif isinstance(value, list):
+        wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
+        if wrong:
+            said = f"{wrong[0]!r} is none of the {total} layers, which swap_config.swap lists by their numbers"
+            found.error(path, said, f"numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
+
+
 def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
     """A flag, a list per stage, a list of such lists per chunk, or one of these for each operator pattern."""
     if isinstance(value, dict):
         for pattern, inner in value.items():
             _recompute(view, inner, (*path, pattern), found)
         return
-    if not isinstance(value, list) or (value and all(isinstance(item, str) for item in value)):
+    if not isinstance(value, list):
         return
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
-    flat = all(isinstance(item, (int, bool)) for item in value)
-    if flat and len(value) == stages and not (view.scheduler == "zero_bubble_v" and path[1] == "recompute"):
-        _counts(value, path, found)
+    right = f"a list of {chunks} lists of {stages} numbers of layers" if chunks > 1 else f"{stages} numbers of layers"
+    backward = runs_back(view) and not (len(value) > 1 and isinstance(value[1], (list, str)))
+    if value == [] and not (backward and path[1] == RECOMPUTE[0]):
         return
-    nested = len(value) == chunks and all(_row(row, stages) for row in value)
-    if flat and len(value) == stages:
-        wrong, rule = "zero_bubble_v wants a list for each of the two chunks", "zbv_recompute"
-    elif nested:
+    if value and _has_patterns(value):
+        if backward:
+            found.error(path, "zero_bubble_v wants two operator patterns or none", "True for all", rule="zbv_reversed")
+        return
+    flat = all(isinstance(item, (int, bool)) for item in value)
+    if backward:
+        rule = "zbv_recompute" if flat and path[1] == RECOMPUTE[0] else "zbv_reversed"
+        found.error(path, "zero_bubble_v wants a list for each of the two chunks", right, rule=rule)
+    elif flat and len(value) == stages:
+        _counts(value, path, found)
+    elif len(value) == chunks and all(_row(row, stages) for row in value):
         for row in value:
             if isinstance(row, list):
                 _counts(row, path, found)
-        return
     else:
-        wrong, rule = f"{value!r} does not fit {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else ""), ""
-    right = f"a list of {chunks} lists of {stages} numbers of layers" if chunks > 1 else f"{stages} numbers of layers"
-    found.error(path, wrong, right, rule=rule or "recompute_lookup")
+        wrong = f"{value!r} does not fit {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+        found.error(path, wrong, right, rule="recompute_lookup")
 
 
 def _row(row: Any, stages: int) -> bool:

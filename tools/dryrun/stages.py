@@ -10,12 +10,10 @@ from plugins.errors import RecipeError
 from tools.check.converter import convert
 from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
-from tools.check.stages import layers_of
+from tools.check.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
 from tools.check.view import MODEL, View
 
 DENSE, MOE = "dense", "moe"
-RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
-EXCLUDE = ("select_recompute_exclude", "select_comm_recompute_exclude")  # by stage, always
 _SWAP = ("layer_swap", "op_swap")
 
 
@@ -85,11 +83,6 @@ def _runs_back(view: View, chunk: int) -> bool:
     return view.scheduler == "zero_bubble_v" and chunk == 1
 
 
-def swaps(view: View) -> bool:
-    """Whether activations are swapped to the host: then recompute lists name layers instead of counting them."""
-    return view.get(("swap_config", "swap"), False) is True
-
-
 def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]], ...]) -> tuple[Any, ...]:
     """All that the recipe says of one stage's recomputation and swapping, as something to compare."""
     excluded = tuple(_setting(view.get(("recompute_config", key)), stage) for key in EXCLUDE)
@@ -119,7 +112,7 @@ def _setting(value: Any, stage: int) -> Any:
     if isinstance(value, dict):
         return tuple(sorted((key, _setting(inner, stage)) for key, inner in value.items()))
     if isinstance(value, list) and value and not any(isinstance(item, str) for item in value):
-        if all(isinstance(row, list) for row in value):
-            return tuple(row[stage] if stage < len(row) else None for row in value)
+        if any(isinstance(row, list) for row in value):
+            return tuple(row[stage] if isinstance(row, list) else row for row in value)
         return value[stage] if stage < len(value) else None
     return tuple(value) if isinstance(value, list) else value

@@ -16,7 +16,7 @@ from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import offset_of
 from tools.check.converter import convert
 from tools.check.schema import load_schema
-from tools.check.stages import stage_layers_of
+from tools.check.stages import EXCLUDE, stage_layers_of
 from tools.check.view import MODEL, PARALLEL, RUNNER, View, look
 from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
@@ -158,6 +158,10 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         now = view.get(("recompute_config", key))
         if (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
             values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)
+    for key in EXCLUDE:
+        now = view.get(("recompute_config", key))
+        if not same_shape and has_counts(now):  # of stages that are no more; the model does not count exclusions
+            values["recompute_config", key] = dict.fromkeys(now, False) if isinstance(now, dict) else False
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp

@@ -60,6 +60,10 @@ def test_interleaved_layouts_pass(changes):
         ([*INTERLEAVED, ((*MODEL, "offset"), [1, 1, 0, 0])], (*MODEL, "offset"), "add up to 4"),
         ([*INTERLEAVED[1:2]], (*MODEL, "pp_interleave_num"), "not interleaved"),
         ([(("recompute_config", "recompute"), [1, 2])], ("recompute_config", "recompute"), "does not fit 4 stages"),
+        ([(("recompute_config", "select_recompute"), [[1, 1, 0]])],
+         ("recompute_config", "select_recompute"), "does not fit 4 stages"),
+        ([(("swap_config",), {"swap": True}), (("recompute_config", "recompute"), [4, 10])],
+         ("recompute_config", "recompute"), "10 is none of the 10 layers"),
         ([*INTERLEAVED, *ZBV, ((*PARALLEL, "micro_batch_num"), 7)],
          (*PARALLEL, "micro_batch_num"), "two micro-batches"),
         ([(("parallel", "pipeline_config", "pipeline_scheduler"), "seqvpp")],
@@ -90,6 +94,11 @@ def test_interleaved_layouts_pass(changes):
 def test_layouts(changes, key, words):
     found = findings(change(SEMI, *changes))
     assert words in found[dotted(key)].wrong
+
+
+def test_an_exclusion_of_no_operators_excludes_nothing():
+    found = findings(put(SEMI, ("recompute_config", "select_recompute_exclude"), True), "warning")
+    assert "excludes nothing" in found["recompute_config.select_recompute_exclude"].wrong
 
 
 def without(recipe, *keys):

@@ -56,6 +56,12 @@ def test_swapped_layers_are_named_and_set_their_stage_apart():
     assert plan_jobs(loaded).job_of == [0, 1, 1, 1, 1, 2, 2, 3]
 
 
+def test_a_chunk_that_is_recomputed_whole_stands_beside_one_that_is_counted():
+    loaded = recipe("telechat3_438b/pretrain_4k.yaml")
+    loaded["recompute_config"]["recompute"] = [True, [1, 2, 2, 2, 3, 2, 2, 1]]
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 1, 2, 1, 1, 3]
+
+
 def test_interleaved_chunks_follow_each_other_through_all_stages():
     stages = stages_of(View(recipe("telechat3_438b/pretrain_4k.yaml")))
     assert [stage.chunks[0][0] for stage in stages] == [0, 4, 8, 12, 16, 20, 24, 28]

@@ -7,8 +7,9 @@ import yaml
 from plugins.errors import RecipeError
 from tests.tools.search.test_overlay import MTP, PER_STAGE, read_back, with_selection
 from tools.recipe.load import load_recipe
+from tools.search.configuration import Recompute, even_layers
 from tools.search.from_recipe import from_recipe, select_of
-from tools.search.overlay import overlay
+from tools.search.overlay import changed, overlay
 
 
 def test_operator_patterns_stay(tmp_path):
@@ -81,3 +82,20 @@ def test_no_layers_are_no_reason_to_write(tmp_path):
     config = from_recipe(recipe)
     none = ((0,) * config.pp,)
     assert overlay(recipe, replace(config, recompute=replace(config.recompute, select=none, communication=none))) == {}
+
+
+@pytest.mark.parametrize(
+    ("written", "left"),
+    [
+        ({r"mlp\.mul": [1] * 8, r".*\.norm": True}, {r"mlp\.mul": False, r".*\.norm": False}),
+        ({r"mlp\.mul": True}, {r"mlp\.mul": True}),
+        ([r"mlp\.mul"], [r"mlp\.mul"]),
+    ],
+)
+def test_exclusions_counted_for_other_stages_go(tmp_path, written, left):
+    recipe = load_recipe(MTP)
+    recipe["recompute_config"]["select_recompute_exclude"] = written
+    config = from_recipe(recipe)
+    assert overlay(recipe, config) == {}
+    other = replace(config, pp=4, dp=2 * config.dp, layers=even_layers(45, 4, 1), recompute=Recompute())
+    assert changed(recipe, other)["recompute_config"]["select_recompute_exclude"] == left
