@@ -1,6 +1,5 @@
 """Lists of recomputed layers: refused when, and only when, MindFormers' own LayerSetting fails on them."""
 
-import itertools
 import copy
 from types import SimpleNamespace
 
