@@ -17,9 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
+from launch.checkpoints import check_data_order  # noqa: E402
 from launch.leave import run_and_leave  # noqa: E402
 from launch.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
+from tools.checkpoint.scan import CheckpointInfo, iteration  # noqa: E402
 from tools.ep_report.settle import settle  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
@@ -44,8 +46,11 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     return recipe
 
 
-def train(recipe: dict) -> None:
-    """Train `recipe` on this worker; the imports wait until the target is known."""
+def train(recipe: dict, keep: Path | None = None) -> None:
+    """Train `recipe` on this worker; the imports wait until the target is known.
+
+    Rank 0 writes the recipe to `keep`, for a resume to compare with, when all ranks are there.
+    """
     if os.environ.get("MS_ROLE") == "MS_SCHED" and not recipe.get("use_parallel"):
         return  # msrun's scheduler runs this file too, and would train as well: one worker has nothing to schedule
     on_cpu = recipe["context"]["device_target"] == "CPU"
@@ -54,12 +59,15 @@ def train(recipe: dict) -> None:
 
         compat.before_mindformers(distributed=recipe.get("use_parallel", False))
     from mindformers import MindFormerConfig, Trainer, build_context
+    from mindformers.tools.utils import get_real_rank
 
     with tempfile.TemporaryDirectory() as folder:  # MindFormers applies its defaults only to a file
         flat = Path(folder) / "recipe.yaml"
         dump_recipe(recipe, flat)
         config = MindFormerConfig(str(flat))
     build_context(config)
+    if keep and get_real_rank() == 0:
+        dump_recipe(recipe, keep)
     if on_cpu:
         from plugins.cpu_backend import adapter
 
@@ -85,7 +93,13 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers
         die_with_parent()
     try:
-        train(build_config(config_path, overrides, run_dir, resume))
+        recipe = build_config(config_path, overrides, run_dir, resume)
+        keep = run_dir / "recipe.yaml" if run_dir else None
+        if keep and keep.absolute() == config_path.absolute():
+            keep = None  # `tc3 train` has written and compared it
+        elif keep and resume:
+            check_data_order(recipe, run_dir, CheckpointInfo(resume.absolute(), iteration(resume)))
+        train(recipe, keep)
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)
         sys.exit(2)

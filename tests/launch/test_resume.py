@@ -3,9 +3,12 @@
 import fcntl
 import os
 import shlex
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from launch import train as worker
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.recipe.load import load_recipe
 
@@ -60,6 +63,21 @@ def test_what_changes_the_order_of_the_data_is_refused(train, runs, trained, wri
     value, message = CHANGES[key]
     code, _, err = train(TOY, "--resume", "auto", "--steps", "50", "--set", f"{key}={value}")
     assert code == 2 and message in err and len(runs) == 1
+
+
+@pytest.mark.parametrize("key", CHANGES)
+@pytest.mark.parametrize("run_dir", ["output/mini-toy", "output/another"])
+def test_workers_of_a_launch_script_refuse_it_themselves(monkeypatch, trained, write_corpus, workplace, key, run_dir):
+    write_corpus(workplace / "other", [81] * 99 + [82])
+    started = []
+    monkeypatch.setattr(worker, "train", lambda recipe, keep: started.append(keep))
+    value, message = CHANGES[key]
+    checkpoint = str(trained / "checkpoint" / "iteration_00000050")
+    arguments = ["--config", TOY, "--run-dir", run_dir, "--resume", checkpoint, "--set"]
+    done = CliRunner().invoke(worker.main, [*arguments, f"{key}={value}"])
+    assert done.exit_code == 2 and message in done.output and not started
+    done = CliRunner().invoke(worker.main, [*arguments, "lr_schedule.total_steps=60"])
+    assert done.exit_code == 0 and started == [Path(run_dir) / "recipe.yaml"], done.output
 
 
 @pytest.mark.parametrize("change", ["seed=3", "lr_schedule.total_steps=60", "parallel_config.data_parallel=1"])

@@ -141,3 +141,4 @@ def test_msrun_by_hand_trains_the_same(whole, corpus, tmp_path):
     assert sorted(got) == sorted(expected)
     for step, record in got.items():
         runs.same(record, expected[step])
+    assert load_recipe(tmp_path / "run" / "recipe.yaml")["lr_schedule"] == load_recipe(runs.TINY)["lr_schedule"]

@@ -115,6 +115,15 @@ class View:
         return self.batch * ranks * self.micro_batches * self.accumulation
 
     @cached_property
+    def full_batch(self) -> bool:
+        """Whether every rank reads the whole global batch; without dataset_strategy, what the trainer fills in."""
+        strategy = self.get(("parallel", "dataset_strategy"))
+        config = (*LOADER, "config") if self.megatron else LOADER
+        masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
+        none_filled_in = strategy is None and not self.megatron and not any(masks)
+        return self.parallel and (strategy == "full_batch" or none_filled_in)
+
+    @cached_property
     def scheduler(self) -> str:
         """Pipeline schedule."""
         return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))

@@ -124,9 +124,11 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     if devices % other:
         raise RecipeError(f"--devices {devices}: tensor x pipeline x context parallel degrees are {other}: a multiple")
     dp = devices // other
-    strategy = [[dp, *row[1:]] for row in (recipe.get("parallel") or {}).get("dataset_strategy") or []]
     changes = [f"parallel_config.data_parallel={dp}"]
-    return apply_overrides(recipe, [*changes, f"parallel.dataset_strategy={strategy}"] if strategy else changes)
+    rows = view.get(("parallel", "dataset_strategy"))
+    if isinstance(rows, list):
+        changes.append(f"parallel.dataset_strategy={[[dp, *row[1:]] for row in rows]}")
+    return apply_overrides(recipe, changes)
 
 
 def without_files(recipe: Recipe) -> Recipe:

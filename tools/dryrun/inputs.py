@@ -1,4 +1,4 @@
-"""What a step takes: the columns of the recipe's loader with shape and type, as one data-parallel rank sees them."""
+"""What a step takes: the columns of the recipe's loader with shape and type, as one rank reads them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from tools.check.view import LOADER, MODEL, View
 
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Column -> (shape, NumPy type) of what one data-parallel rank reads for one step, in the order of the arguments.
+    """Column -> (shape, NumPy type) of what one rank reads for one step, in the order of the arguments.
 
-    All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps.
+    All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
+    and with full_batch those of all data-parallel ranks.
 
     Raises:
         RecipeError: a column of which the shape is not known here.
     """
-    batch = view.batch * view.micro_batches * view.accumulation
+    batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = view.number((*MODEL, "seq_length"), 0)
     tokens = ((batch, length), "int32")
     known = {
