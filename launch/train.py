@@ -24,12 +24,12 @@ from plugins.errors import TC3Error  # noqa: E402
 from tools.checkpoint.scan import CheckpointInfo, iteration  # noqa: E402
 from tools.ep_report.settle import settle  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
-from tools.recipe.load import load_recipe  # noqa: E402
+from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
 from tools.search.settle_layout import settle_layout  # noqa: E402
 
 
-def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> dict:
+def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
     """The recipe as a flat dict, with this run's folders and the checkpoint to go on from."""
     recipe = load_recipe(config_path)
     if overrides:
@@ -94,11 +94,11 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
         die_with_parent()
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
-        keep = run_dir / "recipe.yaml" if run_dir else None
-        if keep and keep.absolute() == config_path.absolute():
-            keep = None  # `tc3 train` has written and compared it
-        elif keep and resume:
-            check_data_order(recipe, run_dir, CheckpointInfo(resume.absolute(), iteration(resume)))
+        keep = None
+        if run_dir and (run_dir / "recipe.yaml").absolute() != config_path.absolute():  # not after `tc3 train`
+            keep = run_dir / "recipe.yaml"
+            if resume:
+                check_data_order(recipe, run_dir, CheckpointInfo(resume.absolute(), iteration(resume)))
         train(recipe, keep)
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)
