@@ -51,8 +51,12 @@ def train(recipe: dict, keep: Path | None = None) -> None:
 
     Rank 0 writes the recipe to `keep`, for a resume to compare with, when all ranks are there.
     """
-    if os.environ.get("MS_ROLE") == "MS_SCHED" and not recipe.get("use_parallel"):
-        return  # msrun's scheduler runs this file too, and would train as well: one worker has nothing to schedule
+    if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun starts this file for its scheduler, too
+        if recipe.get("use_parallel"):
+            from mindspore.communication import init
+
+            init()  # keeps the cluster together to its end
+        return
     on_cpu = recipe["context"]["device_target"] == "CPU"
     if on_cpu:
         from plugins.cpu_backend import compat

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SKIPPED = ("base", "card.yaml")
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if not {*SKIPPED} & {*path.parts[-2:]})
 FAST = int(os.environ.get("TC3_MUTATIONS", "30"))
-SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "200"))
+SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "100"))
 WANTED = 0.98  # of the mutations
 FEW = [path for path in RECIPES if path.match("mini/pretrain.yaml") or path.match("telechat3_105b/pretrain_4k.yaml")]
 
