@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import ClusterError, RecipeError
+from tools import huge_pages
 
 ROOT = Path(__file__).resolve().parent.parent
 MASTER = "127.0.0.1"
@@ -81,6 +82,7 @@ def worker_environment(workers: int, run_dir: Path, environ: Mapping[str, str] =
         "OMP_NUM_THREADS": str(threads),
         "GLOG_v": "3",
         "PYTHONUNBUFFERED": "1",
+        **huge_pages.ENVIRONMENT,
         "DEVICE_NUM_PER_NODE": str(workers),
         "LOG_MF_PATH": str(run_dir / "logs" / "mindformers"),
     }

@@ -78,6 +78,18 @@ def test_the_environment_keeps_what_the_user_has_set_and_finds_this_python_and_r
     assert worker_environment(16, Path("/r"), {})["DEVICE_NUM_PER_NODE"] == "16"
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": ""}, ""),
+        ({"GLIBC_TUNABLES": "glibc.rtld.nns=8"}, "glibc.rtld.nns=8"),
+    ],
+)
+def test_workers_allocate_on_huge_pages_unless_told_otherwise(given, expected):
+    assert worker_environment(1, Path("/r"), given)["GLIBC_TUNABLES"] == expected
+
+
 def test_a_port_in_use_is_refused_and_a_free_one_is_not():
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from plugins.errors import ClusterError
+from tools import huge_pages
 from tools.data.signals import terminate_as_interrupt
 from tools.dryrun.job import Job
 
@@ -81,7 +82,7 @@ class _Run:
         folder.mkdir()
         self.job, self.out, self.log = job, folder / "out.json", folder / "log"
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+        environment = {**huge_pages.ENVIRONMENT, **os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
         command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
