@@ -84,6 +84,16 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
         )
 
 
+def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
+    """Raise CheckpointError when this worker's part of a sealed checkpoint is not whole: together they read all, once.
+
+    One that nobody has sealed is taken on the user's word.
+    """
+    reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
+    if reason:
+        raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
+
+
 def check_save_path(root: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError when a new run would save among the checkpoints of another one."""
     found = next(filter(is_sealed, iterations(root)), None)

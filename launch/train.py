@@ -17,9 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.checkpoints import check_data_order  # noqa: E402
+from launch.checkpoints import check_data_order, check_share  # noqa: E402
 from launch.leave import run_and_leave  # noqa: E402
 from launch.lifeline import die_with_parent  # noqa: E402
+from launch.msrun import worker_count  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
 from tools.checkpoint.scan import CheckpointInfo, iteration  # noqa: E402
 from tools.ep_report.settle import settle  # noqa: E402
@@ -102,7 +103,9 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
         if run_dir and (run_dir / "recipe.yaml").absolute() != config_path.absolute():  # not after `tc3 train`
             keep = run_dir / "recipe.yaml"
             if resume:
-                check_data_order(recipe, run_dir, CheckpointInfo(resume.absolute(), iteration(resume)))
+                checkpoint = CheckpointInfo(resume.absolute(), iteration(resume))
+                check_data_order(recipe, run_dir, checkpoint)
+                check_share(checkpoint, int(os.environ.get("RANK_ID", 0)), worker_count(recipe))
         train(recipe, keep)
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)

@@ -90,13 +90,16 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-def fault(folder: Path) -> str | None:
-    """What keeps `folder` from being a complete checkpoint, in a few words; None when it is complete."""
+def fault(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
+    """What keeps `folder` from being a complete checkpoint, in a few words; None when it is complete.
+
+    Args:
+        share: (worker, number of workers) where each reads a part, all of them the whole.
+    """
     try:
-        world_size = _read_seal(folder, 0)["world_size"]
-        expected = {
-            name: what for rank in range(world_size) for name, what in _read_seal(folder, rank)["files"].items()
-        }
+        first, every = share
+        ranks = range(first, _read_seal(folder, 0)["world_size"], every)
+        expected = {name: what for rank in ranks for name, what in _read_seal(folder, rank)["files"].items()}
         faults = (_file_fault(folder / name, what["bytes"], what["sha256"]) for name, what in expected.items())
         return next(filter(None, faults), None)
     except FileNotFoundError as error:

@@ -80,6 +80,24 @@ def test_workers_of_a_launch_script_refuse_it_themselves(monkeypatch, trained, w
     assert done.exit_code == 0 and started == [Path(run_dir) / "recipe.yaml"], done.output
 
 
+@pytest.mark.parametrize("rank", range(4))
+def test_each_worker_of_a_launch_script_reads_its_share_of_the_checkpoint(monkeypatch, trained, rank):
+    folder = trained / "checkpoint" / "iteration_00000050"
+    (folder / "seal_rank_0.json").unlink()
+    for each in range(3):
+        (folder / f"mini-model-{each:07d}-0000003.safetensors").write_bytes(b"weights")
+        write_seal(folder, each, world_size=3, step=50)
+    (folder / "mini-model-0000002-0000003.safetensors").write_bytes(b"torn")
+    monkeypatch.setattr(worker, "train", lambda recipe, keep: None)
+    monkeypatch.setattr(worker, "worker_count", lambda recipe: 2 if rank < 2 else 4)
+    monkeypatch.setenv("RANK_ID", str(rank))
+    arguments = ["--config", TOY, "--run-dir", "output/mini-toy", "--resume", str(folder)]
+    done = CliRunner().invoke(worker.main, arguments)
+    spoilt = rank in (0, 2)  # of two workers the first reads ranks 0 and 2, of four the third rank 2 alone
+    assert done.exit_code == (2 if spoilt else 0), done.output
+    assert ("0000002-0000003.safetensors has 4 bytes instead of 7" in done.output) == spoilt
+
+
 @pytest.mark.parametrize("change", ["seed=3", "lr_schedule.total_steps=60", "parallel_config.data_parallel=1"])
 def test_what_does_not_is_taken(train, trained, change):
     code, _, err = train(TOY, "--resume", "auto", "--set", change)
