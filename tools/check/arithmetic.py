@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import Built
 from tools.check.report import Findings
 from tools.check.view import LOADER, MODEL, PARALLEL, View
@@ -132,7 +133,7 @@ def _divisions(view: View, built: Built, found: Findings) -> None:
 
 def _nodes(view: View, built: Built, found: Findings) -> None:
     """Tensor-parallel and expert groups against the node: npu_nums_per_device devices."""
-    node = built.number("npu_nums_per_device", 8)
+    node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if view.tp > node or (view.devices >= node and node % view.tp):
         wrong = f"{view.tp} tensor-parallel ranks do not fit into a node of {node} devices"
         found.warning((*PARALLEL, "model_parallel"), wrong, f"a divisor of {node}: it talks in every layer")

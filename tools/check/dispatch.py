@@ -12,6 +12,7 @@ from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import convert
 from tools.check.schema import load_schema
 from tools.check.view import View
@@ -37,7 +38,7 @@ def check_dispatch(recipe: Recipe) -> None:
     settings = hierarchical_ep.read(
         plugins["hierarchical_ep"],
         view.ep,
-        fields.get("npu_nums_per_device") or 8,
+        fields.get("npu_nums_per_device") or DEVICES_PER_NODE,
         fields["num_moe_experts"],
         rank=0,
     )

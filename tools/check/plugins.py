@@ -6,6 +6,7 @@ from plugins.attention_balance import settings as attention_balance
 from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep import settings as hierarchical_ep
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import Built
 from tools.check.report import Findings
 from tools.check.view import MODEL, PARALLEL, View
@@ -31,7 +32,7 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
     experts = built.number("num_moe_experts")
-    node = built.number("npu_nums_per_device", 8)
+    node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if not experts:
         found.error(_HIERARCHICAL, "the model has no experts", "leave the plugin out")
         return

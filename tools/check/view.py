@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.recipe.load import KeyPath, Recipe
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
@@ -122,6 +123,11 @@ class View:
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
         none_filled_in = strategy is None and not self.megatron and not any(masks)
         return self.parallel and (strategy == "full_batch" or none_filled_in)
+
+    @cached_property
+    def node(self) -> int:
+        """Devices of a node, for what communicates inside and between nodes."""
+        return self.number((*MODEL, "npu_nums_per_device"), DEVICES_PER_NODE)
 
     @cached_property
     def scheduler(self) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
-from tools.check.view import MODEL, View
+from tools.check.view import View
 from tools.dryrun import cache
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.job import Job
@@ -98,7 +98,7 @@ def dryrun(
         refused = [_refusal(result) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
-    report = report_of(loaded, plan, results, View(loaded).number((*MODEL, "npu_nums_per_device"), 8))
+    report = report_of(loaded, plan, results, View(loaded).node)
     if picture:
         draw(report, picture)
     if as_json:

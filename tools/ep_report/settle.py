@@ -9,7 +9,7 @@ from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import MODES
-from tools.check.view import MODEL, View
+from tools.check.view import View
 from tools.ep_report.advise import DEFAULT_HARDWARE, Advice, advise
 from tools.recipe.load import Recipe
 from tools.search.hardware import Hardware, load_hardware
@@ -60,5 +60,5 @@ def _hardware(recipe: Recipe, dispatch: dict[str, Any]) -> Hardware:
     hardware = load_hardware(dispatch.get("hardware", DEFAULT_HARDWARE))
     view = View(recipe)
     if view.on_cpu:
-        return replace(hardware, devices_per_node=view.number((*MODEL, "npu_nums_per_device"), 8))
+        return replace(hardware, devices_per_node=view.node)
     return hardware

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import Built, convert
 from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
@@ -145,7 +146,7 @@ def _check(recipe: Recipe, view: View, built: Built, hardware: Hardware | None) 
     if built.number("seq_length") % (view.tp * view.cp):
         text = f"{built.number('seq_length')} tokens cannot be divided over tp {view.tp} x cp {view.cp}"
         raise _wrong(recipe, (*MODEL, "seq_length"), text)
-    node = built.number("npu_nums_per_device", 8)
+    node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if hardware and node != hardware.devices_per_node:
         text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
         raise _wrong(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --hardware")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import offset_of
 from tools.check.converter import convert
 from tools.check.schema import load_schema
-from tools.check.stages import EXCLUDE, stage_layers_of
+from tools.check.stages import EXCLUDE, RECOMPUTE, stage_layers_of
 from tools.check.view import MODEL, PARALLEL, RUNNER, View, look
 from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
 from tools.search.configuration import Configuration
+from tools.search.from_recipe import patterns_of
 from tools.search.overlay_dispatch import dispatch_values
 from tools.search.overlay_files import keep_files_of
 from tools.search.overlay_recompute import has_counts, not_empty, plain_value, table_of, with_patterns
@@ -30,6 +31,7 @@ from tools.search.overlay_site import Site, site_values
 
 _PIPELINE = ("parallel", "pipeline_config")
 _SHARD = ("parallel", "parallel_optimizer_config")
+_LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
 _STRATEGY = ("parallel", "dataset_strategy")
 _SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
 _CHUNKS, _OFFSET = (*MODEL, "pp_interleave_num"), (*MODEL, "offset")
@@ -162,10 +164,18 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         now = view.get(("recompute_config", key))
         if not same_shape and has_counts(now):  # of stages that are no more; the model does not count exclusions
             values["recompute_config", key] = dict.fromkeys(now, False) if isinstance(now, dict) else False
+    if scheduler == "zero_bubble_v":
+        values |= _mapped_alone({**{path: view.get(path) for path in _LISTS}, **values})
     mp = ("recompute_config", "mp_comm_recompute")
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
     return values
+
+
+def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """Lists of one operator pattern as mappings: zero_bubble_v turns round the second entry of any list."""
+    lists = {path: value for path, value in values.items() if path in _LISTS and isinstance(value, list)}
+    return {path: {value[0]: True} for path, value in lists.items() if len(patterns_of(value)) == 1}
 
 
 def _set(recipe: Any, path: KeyPath, value: Any) -> None:

@@ -9,7 +9,7 @@ from plugins.hierarchical_ep.plan import MODES
 from tools.check.view import MODEL, View
 from tools.recipe.load import KeyPath
 from tools.search.configuration import Configuration
-from tools.search.overlay_site import NODE, PLUGIN, stays_plugged
+from tools.search.overlay_site import PLUGIN, stays_plugged
 
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 _OVERLAP = ("plugins", "ep_overlap")
@@ -33,7 +33,7 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
     if config.ep_mode not in MODES:
         near = did_you_mean(config.ep_mode, list(MODES))
         raise RecipeError(f"EP mode {config.ep_mode!r}: want one of {', '.join(MODES)}{near}")
-    node = node or view.number(NODE, 8)
+    node = node or view.node
     if stays_plugged(view, config, node):
         path = (*PLUGIN, "mode")
         return {} if view.get(path) == config.ep_mode else {path: config.ep_mode}

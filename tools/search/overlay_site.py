@@ -47,7 +47,7 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
     values: dict[KeyPath, Any] = {}
     plugged = stays_plugged(view, config, site.node)
     if config.model.experts and config.ep > 1 and (plugged or config.ep_mode != "global"):
-        if view.number(NODE, 8) != site.node:
+        if view.node != site.node:
             values[NODE] = site.node
         hardware = (*PLUGIN, "hardware")
         # what chunks a launch settles on depends on the cluster

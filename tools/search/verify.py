@@ -14,7 +14,7 @@ from pathlib import Path
 
 from plugins.errors import ClusterError, RecipeError
 from tools.check.check import check_recipe
-from tools.check.view import MODEL, View
+from tools.check.view import View
 from tools.dryrun.cli import compile_all, without_files
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.jobs import plan_jobs
@@ -65,7 +65,7 @@ def dry_run(path: Path, full: bool) -> DryRun:
     refused = [diagnose(*result["error"].values()) for result in results if "error" in result]
     if refused:
         return DryRun(refused, [], [])
-    report = report_of(recipe, plan, results, View(recipe).number((*MODEL, "npu_nums_per_device"), 8))
+    report = report_of(recipe, plan, results, View(recipe).node)
     problems = [problem for problem in report["problems"] if not problem.startswith(_MEMORY)]
     memory = [stage["memory"] for stage in report["stages"]]
     return DryRun(problems, [stage["exact"] for stage in memory], [stage["total"] for stage in memory])

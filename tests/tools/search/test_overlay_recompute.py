@@ -5,7 +5,8 @@ import pytest
 import yaml
 
 from plugins.errors import RecipeError
-from tests.tools.search.test_overlay import MTP, PER_STAGE, read_back, with_selection
+from tests.tools.search.test_overlay import LARGE, MTP, PER_STAGE, read_back, with_selection
+from tools.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.search.configuration import Recompute, even_layers
 from tools.search.from_recipe import from_recipe, select_of
@@ -99,3 +100,17 @@ def test_exclusions_counted_for_other_stages_go(tmp_path, written, left):
     assert overlay(recipe, config) == {}
     other = replace(config, pp=4, dp=2 * config.dp, layers=even_layers(45, 4, 1), recompute=Recompute())
     assert changed(recipe, other)["recompute_config"]["select_recompute_exclude"] == left
+
+
+@pytest.mark.parametrize("key", ["select_recompute", "select_comm_recompute", "select_recompute_exclude"])
+def test_a_single_pattern_is_written_as_zero_bubble_v_can_read_it(tmp_path, key):
+    """MindFormers turns the second entry of a list round, and a list of one has none."""
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\nrecompute_config:\n  {key}: ['.*\\.norm']\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    config = replace(from_recipe(recipe), schedule="zero_bubble_v")
+    assert config.chunks == 2 and overlay(recipe, from_recipe(recipe)) == {}
+    _, child = read_back(recipe, config, tmp_path)
+    assert child["recompute_config"][key] == {r".*\.norm": True}
+    assert from_recipe(child) == config and not check_recipe(tmp_path / "child.yaml").errors
