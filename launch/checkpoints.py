@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,7 @@ def find_checkpoint(resume: str, root: Path) -> CheckpointInfo | None:
 
 def _named(resume: str, root: Path) -> CheckpointInfo:
     """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
-    folder = Path(resume).absolute()
-    if not folder.is_dir():
-        known = [str(path) for path in [*root.glob("iteration_*"), *Path(resume).parent.glob("iteration_*")]]
-        raise CheckpointError(f"--resume {resume}: no such folder{did_you_mean(resume, ['auto', *known])}")
-    inside = [*iterations(folder), *iterations(folder / "checkpoint")]
-    if inside:
-        raise CheckpointError(
-            f"--resume {resume}: holds checkpoints and is none; name one of them, such as {inside[0]}"
-        )
+    folder = one_iteration(resume, ["auto", *map(str, root.glob("iteration_*"))])
     reason = fault(folder)
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
@@ -65,6 +58,20 @@ def _named(resume: str, root: Path) -> CheckpointInfo:
     if reason:
         click.echo(f"{folder}: has no seals, so that nobody can tell whether it is whole", err=True)
     return CheckpointInfo(folder, iteration(folder))
+
+
+def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
+    """The folder that `resume` names; raises CheckpointError where it is none, or one of several checkpoints."""
+    folder = Path(resume).absolute()
+    if not folder.is_dir():
+        known = [*known, *map(str, Path(resume).parent.glob("iteration_*"))]
+        raise CheckpointError(f"--resume {resume}: no such folder{did_you_mean(resume, known)}")
+    inside = [*iterations(folder), *iterations(folder / "checkpoint")]
+    if inside:
+        raise CheckpointError(
+            f"--resume {resume}: holds checkpoints and is none; name one of them, such as {inside[0]}"
+        )
+    return folder
 
 
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:

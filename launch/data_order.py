@@ -97,7 +97,11 @@ def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
     Each difference says what it was and what it would be; none means that the run can go on.
     """
     found = list(_changed_keys(View(before), View(after)))
-    return found or [*_changed_windows(View(before), View(after), step), *_changed_samples(before, after, step)]
+    return found or [
+        *_cut_steps(View(before), View(after), step),
+        *_changed_windows(View(before), View(after), step),
+        *_changed_samples(before, after, step),
+    ]
 
 
 def _changed_keys(before: View, after: View) -> Iterator[str]:
@@ -140,6 +144,14 @@ def _same_corpus(old: Path, new: Path) -> bool:
     if os.path.abspath(old) == os.path.abspath(new) or not old.exists():
         return True
     return new.exists() and filecmp.cmp(old, new, shallow=False)
+
+
+def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
+    """MindFormers skips whole steps of the new size, and repeats what is over."""
+    done = step * before.global_batch
+    if done % after.global_batch:
+        batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
+        yield f"{batches}, of which the {done:,} trained are no whole number of steps"
 
 
 def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:

@@ -178,8 +178,10 @@ def _hosts(cluster: Cluster) -> list[str]:
     return [
         *lines,
         f"HOSTS=({cluster.names}) # put your nodes' names here; Slurm's are taken as they are",
-        'if [ -n "${SLURM_JOB_NODELIST:-}" ]; then',
-        INDENT + 'mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "# those of the step, where srun started this: its $SLURM_NODEID counts from the first of them",
+        "NODELIST=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}",
+        'if [ -n "$NODELIST" ]; then',
+        INDENT + 'mapfile -t HOSTS < <(scontrol show hostnames "$NODELIST")',
         "fi",
     ]
 

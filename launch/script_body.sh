@@ -81,7 +81,8 @@ NODES=${#HOSTS[@]}
 [ "$((NODES * SLOTS))" -eq "$WORKERS" ] ||
     fail "$NODES hosts x $SLOTS workers = $((NODES * SLOTS)), the recipe needs $WORKERS: mend HOSTS"
 RANK=$(find_node_rank "$@")
-MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
+# One node looks for nobody else, and its own name may be an address that msrun does not know for its own (127.0.1.1).
+MASTER_ADDR=${MASTER_ADDR:-$([ "$NODES" -eq 1 ] && echo 127.0.0.1 || echo "${HOSTS[0]}")}
 check_master
 
 cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3

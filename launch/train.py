@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -17,12 +18,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.checkpoints import check_data_order, check_share  # noqa: E402
 from launch.leave import run_and_leave  # noqa: E402
 from launch.lifeline import die_with_parent  # noqa: E402
-from launch.msrun import worker_count  # noqa: E402
+from launch.script_run import of_script  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
-from tools.checkpoint.scan import CheckpointInfo, iteration  # noqa: E402
 from tools.ep_report.settle import settle  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
@@ -47,10 +46,10 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     return recipe
 
 
-def train(recipe: dict, keep: Path | None = None) -> None:
+def train(recipe: Recipe, settle_run: Callable[[int], None] = lambda rank: None) -> None:
     """Train `recipe` on this worker; the imports wait until the target is known.
 
-    Rank 0 writes the recipe to `keep`, for a resume to compare with, when all ranks are there.
+    `settle_run` is called with the rank when all ranks are there: one that fails later does not let them wait.
     """
     if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun starts this file for its scheduler, too
         if recipe.get("use_parallel"):
@@ -71,8 +70,7 @@ def train(recipe: dict, keep: Path | None = None) -> None:
         dump_recipe(recipe, flat)
         config = MindFormerConfig(str(flat))
     build_context(config)
-    if keep and get_real_rank() == 0:
-        dump_recipe(recipe, keep)
+    settle_run(get_real_rank())
     if on_cpu:
         from plugins.cpu_backend import adapter
 
@@ -99,14 +97,10 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
         die_with_parent()
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
-        keep = None
-        if run_dir and (run_dir / "recipe.yaml").absolute() != config_path.absolute():  # not after `tc3 train`
-            keep = run_dir / "recipe.yaml"
-            if resume:
-                checkpoint = CheckpointInfo(resume.absolute(), iteration(resume))
-                check_data_order(recipe, run_dir, checkpoint)
-                check_share(checkpoint, int(os.environ.get("RANK_ID", 0)), worker_count(recipe))
-        train(recipe, keep)
+        if run_dir is None or (run_dir / "recipe.yaml").absolute() == config_path.absolute():
+            train(recipe)  # by hand, or after `tc3 train`, which has settled its run
+        else:
+            train(recipe, of_script(recipe, run_dir, resume))
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)
         sys.exit(2)

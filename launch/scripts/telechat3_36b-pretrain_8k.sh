@@ -14,8 +14,10 @@ WORKERS=16
 SLOTS=8 # workers of a node
 # The nodes by rank; the first one is the master, whose scheduler all workers look for.
 HOSTS=(node{0..1}) # put your nodes' names here; Slurm's are taken as they are
-if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-    mapfile -t HOSTS < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+# those of the step, where srun started this: its $SLURM_NODEID counts from the first of them
+NODELIST=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
+if [ -n "$NODELIST" ]; then
+    mapfile -t HOSTS < <(scontrol show hostnames "$NODELIST")
 fi
 [ -n "${RUN_DIR:-}" ] || RUN_DIR=output/telechat3_36b-pretrain_8k
 SAVE_PATH='' # empty: in RUN_DIR
@@ -104,7 +106,8 @@ NODES=${#HOSTS[@]}
 [ "$((NODES * SLOTS))" -eq "$WORKERS" ] ||
     fail "$NODES hosts x $SLOTS workers = $((NODES * SLOTS)), the recipe needs $WORKERS: mend HOSTS"
 RANK=$(find_node_rank "$@")
-MASTER_ADDR=${MASTER_ADDR:-${HOSTS[0]}}
+# One node looks for nobody else, and its own name may be an address that msrun does not know for its own (127.0.1.1).
+MASTER_ADDR=${MASTER_ADDR:-$([ "$NODES" -eq 1 ] && echo 127.0.0.1 || echo "${HOSTS[0]}")}
 check_master
 
 cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3

@@ -25,7 +25,7 @@ class HeldOutLoss(Callback):
     """Evaluate before the first step, every `every` steps, and after the last.
 
     Args:
-        data_loader: a `train_dataset.data_loader` section for the held-back corpus; all its samples are read.
+        data_loader: a `train_dataset.data_loader` section for the held-back corpus; its whole global batches are read.
         columns: `train_dataset.input_columns`.
         batch_size: samples per worker and batch.
         every: steps between evaluations.

@@ -95,6 +95,9 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
 
     Args:
         share: (worker, number of workers) where each reads a part, all of them the whole.
+
+    Raises:
+        CheckpointError: a file is there and cannot be read.
     """
     try:
         first, every = share
@@ -104,8 +107,8 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
         return next(filter(None, faults), None)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing: the save did not finish"
-    except OSError as error:
-        return f"{Path(error.filename or folder).name} cannot be read ({error.strerror})"
+    except OSError as error:  # it may well be whole: nobody is to train on from an older one, or from nothing, for that
+        raise CheckpointError(f"{error.filename or folder}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"a seal is unreadable ({error})"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from launch import script_run
 from launch import train as worker
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.recipe.load import load_recipe
@@ -65,37 +66,70 @@ def test_what_changes_the_order_of_the_data_is_refused(train, runs, trained, wri
     assert code == 2 and message in err and len(runs) == 1
 
 
+class Started(Exception):
+    """The cluster of a launch script stands, on this rank."""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Start launch/train.py as a script does; a worker of `rank` then fails as it does, or ends with `Started`."""
+
+    def start(run_dir, *more, rank=0):
+        def train(recipe, settle_run=lambda rank: None):
+            settle_run(rank)
+            raise Started
+
+        monkeypatch.setattr(worker, "train", train)
+        return CliRunner().invoke(worker.main, ["--config", TOY, "--run-dir", str(run_dir), *map(str, more)])
+
+    return start
+
+
 @pytest.mark.parametrize("key", CHANGES)
 @pytest.mark.parametrize("run_dir", ["output/mini-toy", "output/another"])
-def test_workers_of_a_launch_script_refuse_it_themselves(monkeypatch, trained, write_corpus, workplace, key, run_dir):
+def test_workers_of_a_launch_script_refuse_it_themselves(script, trained, write_corpus, workplace, key, run_dir):
     write_corpus(workplace / "other", [81] * 99 + [82])
-    started = []
-    monkeypatch.setattr(worker, "train", lambda recipe, keep: started.append(keep))
     value, message = CHANGES[key]
-    checkpoint = str(trained / "checkpoint" / "iteration_00000050")
-    arguments = ["--config", TOY, "--run-dir", run_dir, "--resume", checkpoint, "--set"]
-    done = CliRunner().invoke(worker.main, [*arguments, f"{key}={value}"])
-    assert done.exit_code == 2 and message in done.output and not started
-    done = CliRunner().invoke(worker.main, [*arguments, "lr_schedule.total_steps=60"])
-    assert done.exit_code == 0 and started == [Path(run_dir) / "recipe.yaml"], done.output
+    resume = ("--resume", trained / "checkpoint" / "iteration_00000050", "--set")
+    before = stored(trained)
+    done = script(run_dir, *resume, f"{key}={value}")
+    assert done.exit_code == 2 and message in done.output and stored(trained) == before
+    assert type(script(run_dir, *resume, f"{key}={value}", rank=1).exception) is Started, "rank 0 looks, for all"
+    assert type(script(run_dir, *resume, "lr_schedule.total_steps=60").exception) is Started
+    assert load_recipe(Path(run_dir) / "recipe.yaml")["lr_schedule"]["total_steps"] == 60
+
+
+def test_a_launch_script_saves_among_no_other_runs_checkpoints(script, trained):
+    before = stored(trained)
+    done = script(trained)
+    assert done.exit_code == 2 and "holds checkpoints of another run" in done.output and stored(trained) == before
+
+
+@pytest.mark.parametrize(("resume", "message"), [("", "name one of them"), ("iteration_0000005", "no such folder")])
+def test_a_launch_script_goes_on_from_one_checkpoint(script, trained, resume, message):
+    done = script(trained, "--resume", trained / "checkpoint" / resume)
+    assert done.exit_code == 2 and message in done.output
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_each_worker_of_a_launch_script_reads_its_share_of_the_checkpoint(monkeypatch, trained, rank):
+def test_each_worker_of_a_launch_script_reads_its_share_of_the_checkpoint(monkeypatch, script, trained, rank):
     folder = trained / "checkpoint" / "iteration_00000050"
     (folder / "seal_rank_0.json").unlink()
     for each in range(3):
         (folder / f"mini-model-{each:07d}-0000003.safetensors").write_bytes(b"weights")
         write_seal(folder, each, world_size=3, step=50)
     (folder / "mini-model-0000002-0000003.safetensors").write_bytes(b"torn")
-    monkeypatch.setattr(worker, "train", lambda recipe, keep: None)
-    monkeypatch.setattr(worker, "worker_count", lambda recipe: 2 if rank < 2 else 4)
-    monkeypatch.setenv("RANK_ID", str(rank))
-    arguments = ["--config", TOY, "--run-dir", "output/mini-toy", "--resume", str(folder)]
-    done = CliRunner().invoke(worker.main, arguments)
-    spoilt = rank in (0, 2)  # of two workers the first reads ranks 0 and 2, of four the third rank 2 alone
-    assert done.exit_code == (2 if spoilt else 0), done.output
-    assert ("0000002-0000003.safetensors has 4 bytes instead of 7" in done.output) == spoilt
+    monkeypatch.setattr(script_run, "worker_count", lambda recipe: 2 if rank < 2 else 4)
+    done = script(trained, "--resume", folder, rank=rank)
+    if rank in (0, 2):  # of two workers the first reads ranks 0 and 2, of four the third rank 2 alone
+        assert done.exit_code == 2 and "0000002-0000003.safetensors has 4 bytes instead of 7" in done.output
+    else:
+        assert type(done.exception) is Started
+
+
+def test_another_size_of_steps_that_would_repeat_samples_is_refused(train, trained):
+    code, _, err = train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=7")
+    assert code == 2 and "the samples of a step were 8, would be 14, of which the 400 trained" in err
 
 
 @pytest.mark.parametrize("change", ["seed=3", "lr_schedule.total_steps=60", "parallel_config.data_parallel=1"])

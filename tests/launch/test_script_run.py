@@ -202,6 +202,8 @@ def test_slurms_own_list_of_nodes_stands_in_for_the_names_to_edit(run, tmp_path)
     scontrol.write_text('#!/bin/sh\n[ "$*" = "show hostnames gpu[7-8]" ] && printf "gpu7\\ngpu8\\n"\n')
     scontrol.chmod(0o755)
     text = generate({**ascend(data_parallel=16), "context": {"device_target": "CPU"}})
+    job = {"SLURM_JOB_NODELIST": "gpu[1-8]", "SLURM_STEP_NODELIST": "gpu[7-8]"}  # srun starts a step on some of a job's
+    assert {"--master_addr=gpu7", "--node_rank=1"} <= set(run(text, **job, SLURM_NODEID="1")[1]["argv"])
     code, record, err = run(text, SLURM_JOB_NODELIST="gpu[7-8]", SLURM_NODEID="1")
     assert code == 0, err
     assert {"--master_addr=gpu7", "--node_rank=1", "--worker_num=16", "--local_worker_num=8"} <= set(record["argv"])

@@ -5,8 +5,9 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
+from launch.train_command import default_run_dir
 from plugins.errors import RecipeError
-from tests.recipes.oracles import RECIPES, all_recipes, load
+from tests.recipes.oracles import RECIPES, ROOT, all_recipes, load
 from tests.recipes.test_numbers import CARDS, ENTRIES
 from tools.catalogue import __main__ as command
 from tools.catalogue.cards import assumptions, load_card, load_cards
@@ -88,13 +89,11 @@ def test_a_context_recipe_changes_only_what_its_stage_is_about(name):
 
 def test_a_context_stage_goes_on_from_the_one_before():
     for name in all_recipes():
-        if "context" in name:
+        if "context" in name or "finetune" in name:
             origin = load(name)["checkpoint"]["load_path"].removesuffix("/checkpoint")
-            stages = [
-                load(str(path.relative_to(RECIPES)))["output_dir"]
-                for path in (RECIPES / name).parent.glob("[pc][ro]*_*.yaml")
-            ]
-            assert origin in stages, name
+            stages = list((RECIPES / name).parent.glob("[pc][ro]*_*.yaml"))
+            assert (ROOT / origin).resolve() in [(ROOT / default_run_dir(path)).resolve() for path in stages], name
+            assert origin in [load(str(path.relative_to(RECIPES)))["output_dir"] for path in stages], name
 
 
 def test_only_mini_recipes_claim_to_have_trained():

@@ -67,6 +67,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "offset_middle": (_LAYERS, "if np.any(middle_layers < 1):"),
     "recompute_shape": (_LAYERS, "def _format_recompute_list(self, select_recompute):"),
     "recompute_by_number": (_LAYERS, "if layer_id in self.layer_recompute:"),
+    "swap_conflict": (_LAYERS, "for layer_idx in recompute_layers:"),
     "exclude": (_LAYERS, "default_off_patterns = []"),
     "zbv_reversed": (_LAYERS, "select_recompute[1] = select_recompute[1][::-1]"),
     "recompute_lookup": (_LAYERS, "< self.layer_recompute[v_id][pp_id]:"),

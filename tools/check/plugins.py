@@ -13,7 +13,7 @@ from tools.check.view import MODEL, PARALLEL, View
 from tools.recipe.load import KeyPath
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
-_BALANCE = ("plugins", "attention_balance")
+_BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -28,6 +28,9 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         _ep_overlap(view, built, found)
     if view.get(_BALANCE) not in (None, False):
         _attention_balance(view, found)
+    if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
+        wrong = "it evaluates data-parallel ranks alone, and the step as a whole"
+        found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
 
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:

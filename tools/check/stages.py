@@ -132,9 +132,11 @@ def _has_patterns(value: Any) -> bool:
 
 
 def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:
-    """With swapping: a flag or the numbers of layers, or either for each operator pattern."""
+    """With swapping: a flag or the numbers of layers, or for each operator pattern True or numbers."""
     if isinstance(value, dict):
         for pattern, inner in value.items():
+            if inner is False and path[1] == RECOMPUTE[1]:
+                found.error((*path, pattern), "swapping wants the numbers of layers here", "[]", rule="swap_conflict")
             _layer_numbers(inner, total, (*path, pattern), found)
     elif isinstance(value, list):
         wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
@@ -154,7 +156,8 @@ def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
     right = f"a list of {chunks} lists of {stages} numbers of layers" if chunks > 1 else f"{stages} numbers of layers"
     backward = runs_back(view) and not (len(value) > 1 and isinstance(value[1], (list, str)))
-    if value == [] and not (backward and path[1] == RECOMPUTE[0]):
+    patterns_alone = path[1] != RECOMPUTE[0] and len(path) == 2
+    if value == [] and (patterns_alone or not backward):
         return
     if value and _has_patterns(value):
         if backward:

@@ -121,8 +121,16 @@ class View:
         strategy = self.get(("parallel", "dataset_strategy"))
         config = (*LOADER, "config") if self.megatron else LOADER
         masks = (self.flag((*config, f"create_{name}_mask")) for name in ("attention", "compressed_eod"))
-        none_filled_in = strategy is None and not self.megatron and not any(masks)
+        none_filled_in = strategy is None and not self.megatron and not any(masks) and not self.packs
         return self.parallel and (strategy == "full_batch" or none_filled_in)
+
+    @cached_property
+    def packs(self) -> bool:
+        """Whether the loader packs samples, for which the trainer has it create an attention mask."""
+        handlers = self.get((*LOADER, "handler"))
+        return isinstance(handlers, list) and any(
+            isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers
+        )
 
     @cached_property
     def node(self) -> int:

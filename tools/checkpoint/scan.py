@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from plugins.sealed_checkpoint import plan
@@ -64,5 +65,5 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 def set_aside(folder: Path) -> Path:
     """Rename an iteration so that it is found no more; returns the new path. Nothing is deleted."""
     name = ASIDE + folder.name
-    taken = sum(1 for other in folder.parent.glob(f"{name}*"))
-    return folder.rename(folder.with_name(f"{name}_{taken + 1}" if taken else name))
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    return folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))

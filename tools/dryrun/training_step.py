@@ -71,7 +71,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     AutoParallelContext.get_instance().set_global_rank(get_rank())
     config.context.device_target = recipe["context"]["device_target"]  # what plugins and model are to build for
     enable_plugins(config)
-    _set_data_strategy(config)
+    _set_data_strategy(config, View(recipe).packs)
     columns = list(shapes_of(View(recipe)))
     data = GeneratorDataset(_NoData(_samples(recipe)), column_names=columns, shuffle=False)
     # asked to, MindSpore also writes every rank's strategy for checkpoints: 14 of 16 GB and 40 % of the time at 8,192
@@ -85,11 +85,13 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     return cell.set_train()
 
 
-def _set_data_strategy(config: Any) -> None:
+def _set_data_strategy(config: Any, packs: bool) -> None:
     """How inputs lie on the ranks: the step of the Trainer that it leaves out where it is handed its data."""
     from mindformers.trainer.base_trainer import BaseTrainer
 
     loader = config.train_dataset.data_loader
+    if packs:
+        loader.create_attention_mask = True
     described = loader.config if loader.type == "BlendedMegatronDatasetDataLoader" else loader
     _, strategy, *_ = BaseTrainer._get_columns_with_strategy(config, described, loader.type)
     BaseTrainer._set_full_batch_with_strategy(config, strategy)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,6 +153,8 @@ class _Reader:
             if not isinstance(self.root, yaml.MappingNode):
                 found = "nothing" if self.root is None else "a list or a plain value"
                 raise RecipeError(f"{self.file}:1: the top level of a recipe must be a mapping, found {found}")
+            for node in _mappings(self.root):  # before any is flattened, which also flattens what it merges
+                self._refuse_duplicates(node)
             return self._spot(self.root)
         except yaml.YAMLError as error:
             raise RecipeError(_yaml_message(self.file, error)) from None
@@ -185,7 +188,6 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self._spot(item) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
-        self._refuse_duplicates(node)
         self.loader.flatten_mapping(node)
         return {self.loader.construct_object(key): self._spot(item) for key, item in node.value}
 
@@ -205,6 +207,21 @@ class _Reader:
                     "YAML would silently keep the last one: remove one of them"
                 )
             first[key] = line
+
+
+def _mappings(root: yaml.Node) -> Iterator[yaml.MappingNode]:
+    """Every mapping of a document once, in the order of its text."""
+    todo, seen = [root], set()
+    while todo:
+        node = todo.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            yield node
+            todo += reversed([part for pair in node.value for part in pair])
+        else:
+            todo += reversed(node.value)
 
 
 def _yaml_message(file: str, error: yaml.YAMLError) -> str:

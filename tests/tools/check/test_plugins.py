@@ -45,3 +45,12 @@ def test_overlap_needs_the_dispatch_that_it_cuts():
     found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
     assert "which is off" in found["plugins.ep_overlap"]
     assert "no kernels" in found["parallel_config.expert_parallel"]
+
+
+def test_a_held_out_loss_is_for_data_parallel_ranks():
+    on = 'plugins.held_out_loss={"data_path": "x", "samples": 32768, "every": 5}'
+    recipe = load_recipe(FULL)
+    recipe["plugins"]["held_out_loss"] = {"data_path": "x", "samples": 32768, "every": 5}
+    found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
+    assert "data-parallel ranks alone" in found["plugins.held_out_loss"]
+    assert errors("recipes/mini/pretrain_dp2.yaml", on) == {}

@@ -16,7 +16,16 @@ ROWS = [[1, 1, 0, 0], [0, 0, 0, 1]]
 VALUES = [
     *(True, False, [], [1, 1, 0, 1], [True, False, True, False], [1, 1], [1] * 5),
     *(ROWS, [[1, 1, 0, 0]], [True, ROWS[1]], [ROWS[0], True], [False, False], [ROWS[0], [1, 1]]),
-    *([NORM], [NORM, MUL], {NORM: True}, {NORM: ROWS, MUL: True}, {NORM: [1, 1, 0, 1]}, {MUL: [ROWS[0], False]}),
+    *(
+        [NORM],
+        [NORM, MUL],
+        {NORM: True},
+        {MUL: False},
+        {MUL: []},
+        {NORM: ROWS, MUL: True},
+        {NORM: [1, 1, 0, 1]},
+        {MUL: [ROWS[0], False]},
+    ),
 ]
 # no failure, but not what is written: a list for fewer stages leaves the others out, a flag is layer 0 or 1
 TAKEN_OTHERWISE = [[[1, 1], [False, False]], [[True, False, True, False], [False, False]]]

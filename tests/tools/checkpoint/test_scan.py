@@ -1,3 +1,5 @@
+import shutil
+
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.scan import is_sealed, later_than, scan_checkpoints, set_aside
 
@@ -51,4 +53,7 @@ def test_what_is_put_aside_is_found_no_more_and_nothing_is_lost(tmp_path):
     aside = set_aside(save(tmp_path, 8)), set_aside(save(tmp_path, 8)), set_aside(save(tmp_path, 8))
     assert scan_checkpoints(tmp_path)[0].path == kept
     assert len(set(aside)) == 3 and all(is_sealed(folder) for folder in aside)
+    shutil.rmtree(aside[0])
+    assert set_aside(save(tmp_path, 8)) == aside[0], "the first name that is free"
+    assert set_aside(save(tmp_path, 8)) not in aside
     assert not is_sealed(save(tmp_path, 9, sealed=False))

@@ -64,7 +64,11 @@ def test_marks_name_the_file_and_line_that_a_value_comes_from(write):
 
 
 def test_merge_keys_and_yaml_11_scalars_read_as_pyyaml_reads_them(write):
-    path = write("x.yaml", "a: &a {p: 1, q: 2}\nb: {<<: *a, q: 3}\nc: [1e-3, 1.e-3, yes, 0x10, ~, 2020-01-01]\n")
+    chained = "  - &d {<<: *a, q: 4}\n  - {<<: [*d, *a], p: 5}\n"  # what merges is merged before it is read itself
+    path = write(
+        "x.yaml",
+        f"a: &a {{p: 1, q: 2}}\ne:\n{chained}b: {{<<: *a, q: 3}}\nc: [1e-3, 1.e-3, yes, 0x10, ~, 2020-01-01]\n",
+    )
     import yaml
 
     assert load_recipe(path) == yaml.safe_load(Path(path).read_text())
@@ -77,6 +81,7 @@ def test_merge_keys_and_yaml_11_scalars_read_as_pyyaml_reads_them(write):
         ("a: 1\n\tb: 2\n", 2, "not valid YAML"),
         ("a: 1\nb: {c: 1,\n  d: 2,\n  c: 3}\n", 4, "key 'c' is already set in line 2"),
         ("a: 1\nb: 2\na: 1\n", 3, "key 'a' is already set in line 1"),
+        ("a: &a {k: 1, k: 2}\nb: {<<: *a}\n", 1, "key 'k' is already set in line 1"),
         ("- a\n- b\n", 1, "must be a mapping"),
         ("", 1, "must be a mapping, found nothing"),
         ("a: !!python/object/apply:os.system [ls]\n", 1, "is not plain YAML"),

@@ -1,0 +1,39 @@
+"""What the workers of a launch script settle among themselves, as `tc3 train` does before it starts any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from launch.checkpoints import check_data_order, check_save_path, check_share, one_iteration, save_path
+from launch.msrun import worker_count
+from tools.checkpoint.scan import CheckpointInfo, iteration
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+
+
+def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
+    """Check what every worker can see at once; the rest is for the function returned, called with each worker's rank.
+
+    That one waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
+    checkpoint; rank 0, which alone may have to read an index, compares the data's order and keeps the recipe in the
+    run's folder.
+
+    Raises:
+        CheckpointError: as `tc3 train`, here or later.
+    """
+    checkpoint = None
+    if resume is None:
+        check_save_path(save_path(recipe), resume=False, force=False)
+    else:
+        checkpoint = CheckpointInfo(one_iteration(str(resume)), iteration(resume))
+
+    def settle(rank: int) -> None:
+        if checkpoint is not None:
+            check_share(checkpoint, rank, worker_count(recipe))
+        if rank == 0:
+            if checkpoint is not None:
+                check_data_order(recipe, run_dir, checkpoint)
+            dump_recipe(recipe, run_dir / "recipe.yaml")
+
+    return settle
