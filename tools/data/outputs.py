@@ -11,12 +11,13 @@ silence: publishing deletes it.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
 
 
 def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, force: bool) -> None:
-    """Refuse, before any work, a prefix that cannot be one or whose files exist (unless `force`).
+    """Refuse a prefix that cannot be one or whose files exist (unless `force`).
 
     Raises `DataError`.
     """
@@ -86,13 +87,15 @@ def staged(prefix: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(stage: Path, prefix: Path, splits: tuple[str, ...]) -> None:
-    """Rename what `stage` holds to its place beside `prefix`, replacing what was there.
+def publish(stage: Path, prefix: Path, splits: tuple[str, ...], force: bool) -> None:
+    """Rename what `stage` holds to its place beside `prefix`, replacing what was there if `force`.
 
     At no moment is there an .idx beside a .bin that it does not belong to: old .idx files go first, new ones come
     last, each after its .bin and .json. A power cut leaves the old pair, the new pair, or no readable pair.
+    Raises `DataError`, as `check_prefix` does, for what another run has published since.
     """
-    with uninterrupted():
+    with _locked(prefix.parent), uninterrupted():
+        check_prefix(prefix, splits, (stage / tokenizer_name(prefix.name)).exists(), force)
         for split in ("train", HELD_OUT):
             if split in splits or _stale_split(prefix):
                 _remove_split(prefix.parent / split_name(prefix.name, split))
@@ -104,6 +107,18 @@ def publish(stage: Path, prefix: Path, splits: tuple[str, ...]) -> None:
                 _sync_folder(prefix.parent)
                 os.replace(stage / name, prefix.parent / name)
         _sync_folder(prefix.parent)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time publish into `folder`; the system lifts the lock of one that is killed."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems have no locks for folders; the renames stay as they are
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def leftovers(prefix: Path) -> list[Path]:

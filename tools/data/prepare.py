@@ -17,7 +17,7 @@ from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import IndexWriter, choose_dtype
 from tools.data.reporter import Reporter
-from tools.data.sampling import chosen, held_out
+from tools.data.sampling import held_out, spread
 from tools.data.skips import Skips
 from tools.data.sources import Corpus
 from tools.data.tokenizer import Coder, Tokenizer, TokenizerSpec
@@ -93,7 +93,7 @@ def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[s
             tokenizer = _tokenizer(options, stage, size, reporter)
             sidecars = _write(options, stage, tokenizer, size, reporter)
             _check(options, stage, tokenizer, size, reporter)
-            outputs.publish(stage, options.output, options.splits)
+            outputs.publish(stage, options.output, options.splits, options.force)
     except OSError as error:  # disk full, or the folder went away
         raise DataError(f"--output {options.output}: {error.strerror or error}") from error
     return sidecars["train"] | {split: sidecars[split] for split in options.splits[1:]}
@@ -103,25 +103,28 @@ def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Report
     """Train or load the tokenizer."""
     if options.tokenizer != "bytes":
         return tokenizers.load(options.tokenizer, options.eod_token, options.trust_remote_code)
-    reporter.start("training the tokenizer", min(size, TRAIN_BYTES))
+    reporter.start("measuring the text", size)
+    # `size` does not say: a .gz holds several times its size, JSON lines less text than bytes
+    total = sum(len(text.encode()) for text in _training_texts(options, reporter))
+    reporter.start("training the tokenizer", size)
+    texts = spread(_training_texts(options, reporter), total, TRAIN_BYTES)
     folder = stage / outputs.tokenizer_name(options.output.name)
-    tokenizer = tokenizers.train(_training_texts(options, size, reporter), options.vocab_size, folder)
+    tokenizer = tokenizers.train(texts, options.vocab_size, folder)
     if tokenizer.vocab_size < options.vocab_size:
-        reporter.log(f"the corpus is small: it gives {tokenizer.vocab_size} ids, not {options.vocab_size}")
+        share = f"about {TRAIN_BYTES:,} of the {total:,}" if total > TRAIN_BYTES else f"all {total:,}"
+        reporter.log(
+            f"the tokenizer has {tokenizer.vocab_size:,} ids, not {options.vocab_size:,}: {share} bytes of text to"
+            " train it on give no more"
+        )
     return tokenizer
 
 
-def _training_texts(options: PrepareOptions, size: int, reporter: Reporter) -> Iterator[str]:
-    """Yield about `TRAIN_BYTES` of the training split, chosen by hash over the whole corpus."""
-    taken = 0
+def _training_texts(options: PrepareOptions, reporter: Reporter) -> Iterator[str]:
+    """Yield the documents of the training split."""
     for index, document in enumerate(options.corpus.documents(Skips(options.strict))):
-        if options.split_of(index) != "train" or not chosen("tokenizer", index, TRAIN_BYTES / max(size, 1)):
-            continue
-        yield document.text
-        taken += len(document.text)
         reporter.advance(document.consumed)
-        if taken > TRAIN_BYTES:
-            return
+        if options.split_of(index) == "train":
+            yield document.text
 
 
 def _write(

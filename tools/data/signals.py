@@ -6,17 +6,38 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C inside the block (milliseconds of renames or of starting a process).
+    """Put off Ctrl-C and SIGTERM until the end of the block (milliseconds of renames or of starting a process)."""
+    arrived: list[int] = []
 
-    A process started here inherits the deafness, so that Ctrl-C reaches the parent alone.
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    try:
+        with _handler(signal.SIGINT, note), _handler(signal.SIGTERM, note):
+            yield
+    finally:
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Keep Ctrl-C from processes started inside, so that it reaches the parent alone; SIGTERM still ends them.
+
+    They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """
-    with _handler(signal.SIGINT, signal.SIG_IGN):
+    resource_tracker.ensure_running()  # else the first process starts it, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
         yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

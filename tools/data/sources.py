@@ -11,6 +11,7 @@ import io
 import json
 import os
 import platform
+import stat
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -111,8 +112,18 @@ def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _walk(root: Path, globs: tuple[str, ...], stdlib: bool = False) -> Iterator[Path]:
-    """Yield matching files below `root`, sorted; hidden files and folders are left out."""
-    for folder, folders, names in os.walk(root, onerror=_refuse):
+    """Yield matching files below `root`, sorted; hidden files and folders are left out.
+
+    Links to folders are followed (the standard library's are not: they differ from machine to machine); a folder that
+    several lead to is read once, as the first of them. Raises `DataError` for a link to a file that is not there.
+    """
+    visited: set[str] = set()
+    for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=not stdlib):
+        real = os.path.realpath(folder)
+        if real in visited:
+            folders.clear()
+            continue
+        visited.add(real)
         folders[:] = sorted(d for d in folders if d[0] != "." and not (stdlib and d in _STDLIB_SKIPPED_FOLDERS))
         for name in sorted(names):
             if name[0] == "." or not _matches(name, globs):
@@ -120,8 +131,16 @@ def _walk(root: Path, globs: tuple[str, ...], stdlib: bool = False) -> Iterator[
             if stdlib and any(fnmatch.fnmatch(name, pattern) for pattern in _STDLIB_SKIPPED_FILES):
                 continue
             path = Path(folder, name)
-            if path.is_file():
+            if _is_file(path):
                 yield path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        link = f"; it is a link to {os.readlink(path)}: mend or delete it" if os.path.islink(path) else ""
+        raise DataError(f"{path}: cannot be read ({error.strerror}){link}") from error
 
 
 def _refuse(error: OSError) -> None:

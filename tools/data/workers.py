@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from plugins.errors import DataError
-from tools.data.signals import uninterrupted
+from tools.data.signals import deaf_children, uninterrupted
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -89,7 +89,7 @@ class _Member:
 def _started(make: Callable[[], Callable], workers: int) -> Iterator[list[_Member]]:
     team: list[_Member] = []
     try:
-        with uninterrupted():
+        with uninterrupted(), deaf_children():
             team.extend(_Member(make) for _ in range(workers))
         yield team
     finally:

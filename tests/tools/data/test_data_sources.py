@@ -37,9 +37,34 @@ def test_a_folder_is_read_sorted_and_without_hidden_or_foreign_files(tmp_path: P
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(gzip.compress(name.encode()) if name.endswith(".gz") else name.encode())
-    (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "dangling.png").symlink_to(tmp_path / "nowhere")
     assert texts(tmp_path) == ["a.md", "b.txt", "z.txt.gz", "sub/c.py"]
-    assert texts(tmp_path, globs=("*.png", "c.*")) == ["image.png", "sub/c.py"]
+    assert texts(tmp_path, globs=("i*.png", "c.*")) == ["image.png", "sub/c.py"]
+
+
+def test_linked_folders_are_read_once_and_never_in_circles(tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    for path in (root / "a.txt", root / "sub" / "b.txt", elsewhere / "deep" / "c.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(path.name)
+    (root / "linked").symlink_to(elsewhere)
+    (root / "twice").symlink_to(elsewhere / "deep")
+    (root / "sub" / "circle").symlink_to(root)
+    (elsewhere / "back").symlink_to(root / "sub")
+    found = documents(root)
+    assert [Path(d.where).relative_to(root) for d in found] == [
+        Path("a.txt"),
+        Path("linked/back/b.txt"),
+        Path("linked/deep/c.txt"),
+    ]
+
+
+@pytest.mark.parametrize("target", ["nowhere", "lost.txt"])
+def test_a_link_to_a_file_that_is_not_there_is_named(tmp_path: Path, target: str) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "lost.txt").symlink_to(target)
+    with pytest.raises(DataError, match=rf"lost\.txt: cannot be read .* is a link to {target}"):
+        Corpus((str(tmp_path),)).measure()
 
 
 def test_inputs_keep_their_order_and_a_named_file_needs_no_suffix(tmp_path: Path) -> None:
