@@ -11,6 +11,7 @@ MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")
 SEMI = put(
     put(put(MINI, ("use_parallel",), True), ("parallel", "parallel_mode"), 1), ("context", "device_target"), "Ascend"
 )
+SEMI["plugins"]["held_out_loss"] = False
 SEMI["context"]["dataset_broadcast_opt_level"] = 3
 SEMI["runner_config"]["sink_mode"] = True
 SEMI["parallel_config"].update(
