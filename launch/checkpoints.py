@@ -107,7 +107,8 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
     if found and not (resume or force):
         raise CheckpointError(
             f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), which --resume auto would "
-            "take for this one's; name another folder, go on with --resume auto, or remove them with --force"
+            f"take for this one's; name another folder, go on with --resume auto (a script: RESUME={found}), "
+            "or remove them with --force"
         )
 
 

@@ -13,6 +13,7 @@ from tools.check.view import MODEL, PARALLEL, View
 from tools.recipe.load import KeyPath
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
+_SAVE_MAX = ("checkpoint", "save_max")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 
 
@@ -31,6 +32,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
     if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
         wrong = "it evaluates data-parallel ranks alone, and the step as a whole"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
+    if view.get(_SAVE_MAX) == 1:
+        found.warning(_SAVE_MAX, "the only checkpoint is removed before the next one is sealed", "2 or more")
 
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
+from tools.check.view import PARALLEL, View
 from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.hardware import load_hardware
 
@@ -59,14 +61,13 @@ def ep_report(
     if picture and ep and len(ep) > 1:
         raise click.UsageError("--picture draws one EP degree: give --ep one number")
     loaded, cluster = load_recipe(recipe), load_hardware(hardware)
-    degrees = [f"parallel_config.expert_parallel={degree}" for degree in ep] if ep else [""]
+    changed = apply_overrides(loaded, overrides)
     advices = []
-    for degree in degrees:
-        changed = apply_overrides(loaded, [*overrides, *filter(None, [degree])])
+    for degree in ep or [None]:
         try:
-            advices.append(advise(changed, cluster, skew))
+            advices.append(advise(_of_degree(changed, degree) if degree else changed, cluster, skew))
         except RecipeError as error:
-            raise RecipeError(f"--ep {degree.rpartition('=')[2]}: {error}" if degree else str(error)) from None
+            raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     if picture:
         from tools.ep_report.picture import draw
 
@@ -78,3 +79,12 @@ def ep_report(
         click.echo(json.dumps(content(advices, str(recipe))))
     else:
         print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False))
+
+
+def _of_degree(recipe: Recipe, degree: int) -> Recipe:
+    """The recipe with another EP degree, also where it writes none."""
+    if View(recipe).has((*PARALLEL, "expert_parallel")):
+        return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
+    changed = copy.deepcopy(recipe)
+    changed.setdefault("parallel_config", {})["expert_parallel"] = degree
+    return changed

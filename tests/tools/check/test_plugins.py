@@ -54,3 +54,11 @@ def test_a_held_out_loss_is_for_data_parallel_ranks():
     found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
     assert "data-parallel ranks alone" in found["plugins.held_out_loss"]
     assert errors("recipes/mini/pretrain_dp2.yaml", on) == {}
+
+
+def test_one_checkpoint_kept_is_none_between_two_saves():
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    for kept, warned in ((1, True), (2, False)):
+        recipe["checkpoint"]["save_max"] = kept
+        warnings = {item.key for item in check_recipe(recipe).findings if item.severity == "warning"}
+        assert ("checkpoint.save_max" in warnings) == warned

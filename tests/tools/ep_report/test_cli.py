@@ -6,12 +6,14 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from plugins.errors import TC3Error
 from tests.tools.check.test_mutations import ROOT
 from tools.ep_report.cli import ep_report
 from tools.ep_report.report_case import DEGREES, MODELS, cases, main, markdown
+from tools.recipe.load import load_recipe
 from tools.search.hardware import load_hardware
 
 LARGE = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
@@ -34,6 +36,18 @@ def test_text():
     ):
         assert word in result.stdout
     assert "matmul_efficiency" in result.stdout and "peak_flops.fp32" not in result.stdout
+
+
+def test_a_degree_for_a_recipe_that_writes_none(tmp_path):
+    recipe = load_recipe(LARGE)
+    del recipe["parallel_config"]["expert_parallel"]
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
+    none = run(str(tmp_path / "recipe.yaml"))
+    assert type(none.exception).__name__ == "RecipeError" and "try --ep" in str(none.exception)
+    ours, theirs = (
+        json.loads(run(file, "--ep", "16", "--json").stdout) for file in (str(tmp_path / "recipe.yaml"), LARGE)
+    )
+    assert ours["reports"] == theirs["reports"]
 
 
 def test_json_is_one_object_on_stdout(tmp_path):
