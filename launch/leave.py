@@ -1,8 +1,8 @@
 """End a worker without tearing its interpreter down, once everything that wants to run at exit has run.
 
 MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
-interpreter and C++ destroy after that has nothing to give back, in an order that MindSpore's threads do not expect:
-once in hundreds of runs a worker that had trained to the end died there of SIGSEGV, and the run read as failed.
+interpreter and C++ destroy after that has nothing to give back, and may crash on the way: a worker that had trained to
+the end and left the cluster was seen to die of SIGSEGV, so that its run read as failed.
 """
 
 from __future__ import annotations

@@ -37,6 +37,25 @@ def test_without_it_the_crash_wins():
     assert run("pass", before="", call="main()").returncode == -signal.SIGKILL
 
 
+@pytest.mark.parametrize("file", ["train.py", "accuracy_worker.py"])
+def test_what_msrun_starts_ends_like_this(file, tmp_path):
+    code = WORKER.split("def main")[0].format(before="import runpy")
+    arguments = [
+        "--config",
+        str(tmp_path / "none.yaml"),
+        "--run-dir",
+        str(tmp_path),
+        "--level",
+        "L0",
+        "--task",
+        "tensor",
+    ]
+    arguments = arguments[:4] if file == "train.py" else arguments
+    code += f"sys.argv = ['worker', *{arguments}]\nrunpy.run_path('launch/{file}', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "no such recipe" in done.stderr, done.stderr
+
+
 def test_an_exception_is_told_and_takes_its_usual_way():
     done = run("raise ValueError('of the work')")
     assert "ValueError: of the work" in done.stderr

@@ -28,6 +28,12 @@ def test_ranks_report_the_same_numbers(whole_dp2):
         runs.same(first[step], second[step])
 
 
+def test_the_scheduler_starts_no_mindformers(whole_dp2):
+    """Its import logs a dozen lines."""
+    assert "mindformers" in (whole_dp2 / "logs" / "worker_0.log").read_text()
+    assert "mindformers" not in (whole_dp2 / "logs" / "scheduler.log").read_text()
+
+
 def test_the_checkpoint_describes_every_parameter_of_both_ranks(whole_dp2):
     folder = whole_dp2 / "checkpoint" / "iteration_00000012"
     metadata = json.loads((folder / "metadata.json").read_text())
