@@ -73,13 +73,13 @@ def _sorted(found: Findings) -> list[Finding]:
 
 def _numbers(recipe: Recipe, found: Findings) -> bool:
     """Numbers that no training can mean; whether a size is among them, with which nobody should calculate."""
-    known = {finding.key for finding in found.found}
-    sizes = False
-    for path, value, wrong, right in bad_numbers(recipe):
-        sizes = sizes or value is None or isinstance(value, int)
-        if dotted(path) not in known:
+    keys = {finding.key for finding in found.found}
+    known = {mark.ident for path, mark in recipe.marks.items() if dotted(path) in keys}
+    refused = list(bad_numbers(recipe))
+    for path, _, wrong, right in refused:
+        if dotted(path) not in keys and (path not in recipe.marks or recipe.marks[path].ident not in known):
             found.error(path, wrong, right)
-    return sizes
+    return any(refusal.size for refusal in refused)
 
 
 def _laid_out(recipe: Recipe, found: Findings) -> Recipe:

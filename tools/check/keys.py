@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from tools.check.arrival import unmapped_hint
@@ -137,7 +138,7 @@ def _range_problem(value: float, spec: dict[str, Any]) -> tuple[str, str] | None
 def _mended(value: Any, kinds: list[str]) -> str:
     """What the author probably meant."""
     if isinstance(value, str) and "float" in kinds and EXPONENT.fullmatch(value):
-        return f"write {as_yaml(value)}"
+        return f"write {as_yaml(value)}" if isfinite(float(value)) else "a finite number"
     if isinstance(value, str) and kinds[0] in ("int", "float") and value.strip().lstrip("-").isdigit():
         return f"write {value.strip()} without quotes"
     if isinstance(value, str) and "bool" in kinds and value.lower() in ("true", "false"):

@@ -83,6 +83,6 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
         return content.decode("utf-8")
     except UnicodeDecodeError as wrong:
         line = content[: wrong.start].count(b"\n") + 1
-        raise error(f"{file}:{line}: is not UTF-8 text (byte 0x{content[wrong.start]:02x})") from None
+        raise error(f"{file}:{line}: cannot be read: byte 0x{content[wrong.start]:02x} is not UTF-8") from None
     except ValueError as wrong:  # a NUL in the name
         raise wrong if isinstance(wrong, TC3Error) else error(f"{file!r}: is no name of a file") from None

@@ -28,6 +28,12 @@ class Refusal(NamedTuple):
     wrong: str
     right: str
 
+    @property
+    def size(self) -> bool:
+        """Whether others calculate with it: it should be a whole number."""
+        span = recipe_range(_words(self.path))
+        return span is None or span.whole
+
 
 def refuse_numbers(recipe: Mapping[str, Any]) -> None:
     """Raise for the first number that is none.
@@ -69,7 +75,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
     """What is wrong with a value as a number, and what would be right; None for what is fine, or no number."""
-    span = recipe_range([key for key in path if isinstance(key, str)])
+    span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -80,6 +86,10 @@ def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
         large = isinstance(value, int) and abs(value) >= _INTEGERS
         return (f"{_short(value)} does not fit into 64 bits", "write a smaller number") if large else None
     return None if span.holds(value) else (f"{_short(value)} is out of range", span.words)
+
+
+def _words(path: tuple[Any, ...]) -> list[str]:
+    return [key for key in path if isinstance(key, str)]
 
 
 def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
