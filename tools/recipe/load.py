@@ -97,7 +97,10 @@ class _Bases:
 
     def read(self, file: str, parents: list[str]) -> _Spot:
         """The spot of one file with its bases merged in; `parents` are the real paths on the way here."""
-        real = os.path.realpath(file)
+        try:
+            real = os.path.realpath(file)
+        except OSError:  # there is no working folder
+            real = file
         if real in parents:
             chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
             raise RecipeError(f"{file}: `{BASE_CONFIG}` goes in a circle: {chain}")
@@ -275,10 +278,13 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
 
 def _nearby(file: str) -> str:
     """Did-you-mean over the YAML files around a path that does not exist, and those of this repository."""
-    around = Path(file).parent
-    while not around.is_dir():
-        around = around.parent
-    found = [str(path) for pattern in ("*.y*ml", "*/*.y*ml") for path in around.glob(pattern)]
-    if _REPO_RECIPES.is_dir():
-        found += [os.path.relpath(path) for path in _REPO_RECIPES.glob("**/*.yaml")]
+    try:
+        around = Path(file).parent
+        while not around.is_dir():
+            around = around.parent
+        found = [str(path) for pattern in ("*.y*ml", "*/*.y*ml") for path in around.glob(pattern)]
+        if _REPO_RECIPES.is_dir():
+            found += [os.path.relpath(path) for path in _REPO_RECIPES.glob("**/*.yaml")]
+    except OSError:  # a folder that may not be read, or no working folder
+        return ""
     return did_you_mean(os.path.normpath(file), found)
