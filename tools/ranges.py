@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import click
@@ -141,9 +141,7 @@ RECIPE: dict[str, Range] = {
     **dict.fromkeys(("mscale", "mscale_all_dim", "scale_factor"), _FACTOR),
     **dict.fromkeys(("beta_fast", "beta_slow"), Range(0, 1_000_000, whole=False)),
     **dict.fromkeys(("rope_theta", "rotary_base"), Range(0, 1e15, whole=False, above=True)),
-    **dict.fromkeys(
-        ("rotary_scaling_factor", "rope_scaling.factor"), Range(0, 1_000_000, whole=False, above=True)
-    ),
+    **dict.fromkeys(("rotary_scaling_factor", "rope_scaling.factor"), Range(0, 1_000_000, whole=False, above=True)),
     **dict.fromkeys(("held_out_loss.samples", "held_out_loss.every"), Range(1, 1_000_000_000)),
     "attention_balance.window": RANGES["window"],
     **dict.fromkeys(("attention_balance.per_pair", "attention_balance.per_token"), Range(0, 1e30, whole=False)),
@@ -196,7 +194,7 @@ class Tokens(Number):
         power = {"K": 3, "M": 6, "B": 9, "T": 12}.get(text[-1:].upper(), 0)
         try:
             number = Decimal(text[:-1] if power else text).scaleb(power)
-        except InvalidOperation:
+        except ArithmeticError:  # of the decimals: no number, or one beyond all
             self.fail(f"{value!r} is not a number of tokens: write 2000000, 300M, 1.5B, 10T or 2e12", param, ctx)
         if not number.is_finite() or number.adjusted() > 30:
             return super().convert(float(number), param, ctx)

@@ -171,8 +171,8 @@ def _batches(view: View, found: Findings) -> None:
 def _fill(view: View, built: Built, found: Findings) -> None:
     """Micro-batches enough for the stages: MindSpore's schedulers differ in whether they insist.
 
-    With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as seqpipe,
-    which takes any number above one; so does gpipe.
+    With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as
+    seqpipe, which takes any number above one; so does gpipe.
     """
     path, micro = (*PARALLEL, "micro_batch_num"), view.micro_batches
     if micro >= view.pp or view.scheduler == "zero_bubble_v":

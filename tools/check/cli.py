@@ -101,4 +101,6 @@ def _print(reports: list[Report]) -> None:
     errors = sum(len(report.errors) for report in reports)
     warnings = sum(len(report.findings) for report in reports) - errors
     verdict = "clean" if not errors else f"{errors} error{'s' * (errors > 1)}"
-    console.print(f"{_count(len(reports))}: {verdict}" + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""))
+    console.print(
+        f"{_count(len(reports))}: {verdict}" + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
+    )

@@ -242,6 +242,8 @@ class _Reader:
             if key_node.tag == _MERGE_TAG:
                 continue
             key = self._scalar(key_node)
+            if not isinstance(key, str | int | float | None):
+                raise RecipeError(f"{self.file}:{line}: the key {key_node.value} must be a plain word")
             if key in first:
                 raise RecipeError(
                     f"{self.file}:{line}: key {key!r} is already set in line {first[key]}; "

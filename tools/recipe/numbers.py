@@ -93,7 +93,7 @@ def _words(path: tuple[Any, ...]) -> list[str]:
 
 
 def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
-    """Text where a number belongs: one that YAML takes for text, and sizes of memory. Words are no numbers' business."""
+    """Text where a number belongs: one that YAML takes for text, or a size of memory. Other words pass."""
     if memory := _MEMORY.fullmatch(text):
         return None if span.holds(float(memory[1])) else (f"{_short(text)} is out of range", f"{span.words}, in GB")
     try:

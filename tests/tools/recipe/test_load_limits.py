@@ -10,9 +10,7 @@ from tools.files.small_yaml import MAX_VALUES
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
-LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30)
-)
+LAUGHS = "a0: &a0 [lol, lol]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
 MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40))
 MERGES_AT_THE_TOP = MERGES + "<<: *a39\n"
 CHAIN = "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 3000))
