@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+from typing import Any, TextIO, cast
 
 import click
 
+from launch.output import Output, OutputFailed, settle
 from plugins.errors import TC3Error, did_you_mean
+from tools.waiting import saying
 
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
@@ -37,7 +41,15 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, attribute = COMMANDS[cmd_name][0].split(":")
-        return getattr(importlib.import_module(module), attribute)
+        with saying(f"tc3 {cmd_name} is being loaded"):
+            return getattr(importlib.import_module(module), attribute)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an interrupt is one line and exit code 130."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise SystemExit(_say("interrupted", 130)) from None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -53,15 +65,65 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
+def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        from launch.version import version_text
+
+        click.echo(version_text())
+        ctx.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Versions of the stack."
+)
 def tc3() -> None:
     """Training recipes, plugins and pre-flight tools for TeleChat3-MoE on MindSpore."""
 
 
 def main() -> None:
-    """Run `tc3`; a user error becomes one line and exit code 2."""
+    """Run `tc3`. A user error is one line and exit code 2, an interrupt 130, a reader that left 141."""
+    if sys.stdout is not None:
+        sys.stdout = cast(TextIO, Output(sys.stdout))
     try:
-        tc3(prog_name="tc3")
+        code = _run()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OutputFailed as failed:
+        code = settle(failed)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code of the command; what went wrong is on stderr."""
+    try:
+        # not click's standalone mode, in which an interrupt is exit code 1
+        done = tc3(prog_name="tc3", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
+    except SystemExit as end:
+        done = 0 if end.code is None else end.code
+    except click.ClickException as error:
+        error.show()
+        done = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        done = _say("interrupted", 130)
     except TC3Error as error:
-        click.echo(f"tc3: {error}", err=True)
-        sys.exit(2)
+        done = _say(str(error), 2)
+    except OSError as error:
+        done = _say(_reason(error), 2)
+    return done if isinstance(done, int) else 0
+
+
+def _say(line: str, code: int) -> int:
+    click.echo(f"tc3: {line}", err=True)
+    return code
+
+
+def _reason(error: OSError) -> str:
+    """An error of the system in words: what it was about, why."""
+    try:
+        os.getcwd()
+    except OSError:
+        return "the working folder has been deleted, or may not be read: change to another one"
+    if error.strerror is None:
+        return str(error) or type(error).__name__
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -8,6 +8,8 @@ times over. NaN and infinity are in none of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 import click
@@ -31,12 +33,15 @@ class Range(NamedTuple):
         """What is wrong with `value`, as the end of a sentence that names it; None if nothing is."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return f"is not finite; {self.words}"
         if self.whole and value != int(value):
             return f"is not a whole number; {self.words}"
-        inside = self.low < value <= self.high if self.above else self.low <= value <= self.high
-        return None if inside else f"is out of range; {self.words}"
+        return None if self.holds(value) else f"is out of range; {self.words}"
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies between the bounds."""
+        return self.low < value <= self.high if self.above else self.low <= value <= self.high
 
     @property
     def words(self) -> str:
@@ -72,6 +77,83 @@ RANGES = {
 }
 
 
+_SHARE = Range(0, 1, whole=False)
+_DEGREE = Range(1, 100_000)
+_WIDTH = Range(1, 10_000_000)
+_COUNT = Range(0, 1_000_000_000)
+_FACTOR = Range(0, 10_000, whole=False)
+_RATE = Range(0, 100, whole=False)
+_TOKEN_ID = Range(-1_000_000_000, 1_000_000_000)
+# what numbers of a recipe may be, by key, or by section and key where one name means two things. Wide: zero and
+# negative numbers pass wherever MindFormers gives them a meaning. What else MindFormers refuses is `tools.check`'s.
+RECIPE: dict[str, Range] = {
+    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "expert_parallel"), RANGES["devices"]),
+    **dict.fromkeys(("pipeline_stage", "seq_split_num", "ulysses_degree_in_cp"), Range(1, 1_000)),
+    **dict.fromkeys(("micro_batch_num", "micro_batch_interleave_num"), RANGES["micro_batches"]),
+    **dict.fromkeys(("gradient_aggregation_group", "npu_nums_per_device"), _DEGREE),
+    **dict.fromkeys(("batch_size", "global_batch_size", "gradient_accumulation_steps"), RANGES["global_batch_size"]),
+    **dict.fromkeys(("num_hidden_layers", "num_layers"), RANGES["layers"]),
+    **dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers", "mtp_num_layers"), Range(0, 10_000)),
+    **dict.fromkeys(("moe_layer_freq", "recompute"), Range(0, 10_000)),
+    **dict.fromkeys(("select_recompute", "select_comm_recompute"), Range(0, 10_000)),
+    "offset": Range(-10_000, 10_000),
+    "pp_interleave_num": Range(1, 100),
+    "vocab_size": Range(1, 10_000_000),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "ffn_hidden_size", "moe_intermediate_size"), _WIDTH),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "kv_lora_rank"), _WIDTH),
+    **dict.fromkeys(("head_dim", "kv_channels", "qk_head_dim", "qk_nope_head_dim", "v_head_dim"), _WIDTH),
+    **dict.fromkeys(("qk_pos_emb_head_dim", "qk_rope_head_dim"), _WIDTH),
+    "q_lora_rank": Range(0, 10_000_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_query_groups"), _DEGREE),
+    **dict.fromkeys(("n_routed_experts", "num_moe_experts", "expert_num", "num_experts_per_tok"), Range(0, 100_000)),
+    **dict.fromkeys(("n_shared_experts", "shared_expert_num", "n_group", "topk_group"), Range(0, 100_000)),
+    **dict.fromkeys(("seq_length", "max_position_embeddings", "max_length"), Range(1, 1_000_000_000)),
+    **dict.fromkeys(("original_max_position_embeddings", "eod_pad_length"), Range(1, 1_000_000_000)),
+    "compressed_eod_mask_length": Range(1, 1_000_000_000),
+    **dict.fromkeys(("eod", "pad", "bos_token_id", "eos_token_id", "pad_token_id", "ignore_token_id"), _TOKEN_ID),
+    "sizes": Range(0, 1e15),
+    "epochs": Range(1, 1_000_000_000),
+    "sink_size": Range(-1, 1_000_000_000),
+    **dict.fromkeys(("stop_step", "warmup_steps", "warmup_epochs", "decay_steps", "per_print_times"), _COUNT),
+    "total_steps": Range(-1, 1_000_000_000),
+    **dict.fromkeys(("save_interleaved_steps", "save_max"), Range(1, 1_000_000_000)),
+    **dict.fromkeys(("save_checkpoint_steps", "keep_checkpoint_max"), _COUNT),
+    **dict.fromkeys(("step_interval", "eval_step_interval", "scale_window"), Range(1, 1_000_000_000)),
+    **dict.fromkeys(("num_parallel_workers", "prefetch_size", "reshard_worker_num"), RANGES["workers"]),
+    **dict.fromkeys(("transform_process_num", "num_dataset_builder_threads"), RANGES["workers"]),
+    "seed": RANGES["seed"],
+    "device_id": RANGES["devices"]._replace(low=0),
+    "max_call_depth": Range(1, 1_000_000_000),
+    "parallel_optimizer_threshold": _COUNT,  # KiB
+    "optimizer_weight_shard_size": RANGES["devices"]._replace(low=-1),
+    **dict.fromkeys(("max_device_memory", "mempool_block_size"), RANGES["memory_gib"]),  # written as "55GB"
+    **dict.fromkeys(("learning_rate", "lr_end", "warmup_lr_init", "base_lr", "eta_min"), _RATE),
+    **dict.fromkeys(("weight_decay", "topk_bias_update_rate", "moe_router_bias_update_rate"), _RATE),
+    **dict.fromkeys(("warmup_ratio", "decay_ratio", "attention_dropout", "hidden_dropout", "betas"), _SHARE),
+    **dict.fromkeys(("beta1", "beta3", "partial_rotary_factor", "rotary_percent"), _SHARE),
+    "eps": Range(0, 1, whole=False, above=True),
+    **dict.fromkeys(("rms_norm_eps", "layernorm_epsilon"), _SHARE),
+    "max_grad_norm": Range(0, 1_000_000, whole=False),
+    **dict.fromkeys(("scale_sense", "loss_scale_value", "loss_scale"), Range(0, 2**64, whole=False, above=True)),
+    **dict.fromkeys(("initializer_range", "init_method_std"), _RATE),
+    **dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_loss_factor"), _FACTOR),
+    **dict.fromkeys(("mtp_loss_scaling_factor", "routed_scaling_factor", "moe_router_topk_scaling_factor"), _FACTOR),
+    **dict.fromkeys(("mscale", "mscale_all_dim", "scale_factor"), _FACTOR),
+    **dict.fromkeys(("beta_fast", "beta_slow"), Range(0, 1_000_000, whole=False)),
+    **dict.fromkeys(("rope_theta", "rotary_base"), Range(0, 1e15, whole=False, above=True)),
+    **dict.fromkeys(("rotary_scaling_factor", "rope_scaling.factor"), Range(0, 1_000_000, whole=False, above=True)),
+    **dict.fromkeys(("held_out_loss.samples", "held_out_loss.every"), Range(1, 1_000_000_000)),
+    "attention_balance.window": RANGES["window"],
+    **dict.fromkeys(("attention_balance.per_pair", "attention_balance.per_token"), Range(0, 1e30, whole=False)),
+    **dict.fromkeys(("ep_overlap.chunks", "ep_overlap.stride"), Range(0, 100_000)),
+}
+
+
+def recipe_range(words: Sequence[str]) -> Range | None:
+    """The range of a number at a recipe's key path without its list indices; None where none is known."""
+    return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
+
+
 class Number(click.ParamType):
     """A click type: a number of `RANGES`, as an int where the range is whole."""
 
@@ -93,6 +175,30 @@ class Number(click.ParamType):
         if refusal:
             self.fail(f"{value} {refusal}", param, ctx)
         return int(number) if self.range.whole else float(number)
+
+
+class Tokens(Number):
+    """A click type: a number of tokens, also as 300M, 1.5B, 10T or 2e12."""
+
+    def __init__(self) -> None:
+        super().__init__("tokens")
+        self.name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | float:
+        """Read the unit, then as `Number`; ``1.5B`` is exactly 1,500,000,000.
+
+        Raises:
+            click.BadParameter: not of that form, no whole number, or out of range.
+        """
+        text = str(value).strip()
+        power = {"K": 3, "M": 6, "B": 9, "T": 12}.get(text[-1:].upper(), 0)
+        try:
+            number = Decimal(text[:-1] if power else text).scaleb(power)
+        except ArithmeticError:  # of the decimals: no number, or one beyond all
+            self.fail(f"{value!r} is not a number of tokens: write 2000000, 300M, 1.5B, 10T or 2e12", param, ctx)
+        if not number.is_finite() or number.adjusted() > 30:
+            return super().convert(float(number), param, ctx)
+        return super().convert(int(number) if number == int(number) else float(number), param, ctx)
 
 
 def _parse(text: str) -> int | float:

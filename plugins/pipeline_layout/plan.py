@@ -19,6 +19,7 @@ from plugins.errors import RecipeError
 LETTERS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
+_LONGEST = 100_000  # letters; the deepest model that anybody has trained has a thousandth of them
 Counts = list[list[int]]  # [chunks][stages]
 
 
@@ -30,6 +31,9 @@ def parse(text: str) -> list[str]:
     """
     unrolled = re.sub(r"[,\s]", "", text)
     for pattern in (_GROUP, _LETTER):
+        length = sum(len(found[1]) * min(int(found[2][:9]), _LONGEST) for found in pattern.finditer(unrolled))
+        if length > _LONGEST:
+            raise RecipeError(f"layout {text[:80]!r}: stands for more than {_LONGEST:,} layers")
         unrolled = pattern.sub(lambda found: found[1] * int(found[2]), unrolled)
     for place, letter in enumerate(unrolled):
         if letter in "()*" or letter.isdigit():

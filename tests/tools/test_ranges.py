@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.ranges import RANGES, Number, Range
+from tools.ranges import RANGES, RECIPE, Number, Range, Tokens, recipe_range
 
 
 @pytest.mark.parametrize("name", RANGES)
@@ -34,3 +34,35 @@ def test_kinds():
     assert Range(0, 9).refusal(1.5) is not None
     assert Range(0, 9).refusal(2.0) is None
     assert type(Number("devices").convert("4096", None, None)) is int
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("1", 1), ("10T", 10**13), ("1.5B", 1_500_000_000), ("300M", 300_000_000), ("2e12", 2 * 10**12),
+        ("64k", 64_000), ("0.1b", 10**8), ("123456789012345678", 123456789012345678), ("2E+3", 2000),
+    ],
+)  # fmt: skip
+def test_tokens_with_a_unit_are_exact(text, tokens):
+    found = Tokens().convert(text, None, None)
+    assert (found, type(found)) == (tokens, int)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "T", "10Q", "10 GB", "1.5", "0.0001K", "0", "0T", "-1T", "nan", "infinity", "nanT", "1e400",
+             "1e99999999", "9e18", "10TT", "1e-3", "0x10", "ten", "1,5B", "99999999999999999999999"],
+)  # fmt: skip
+def test_what_is_no_number_of_tokens(text):
+    with pytest.raises(click.BadParameter) as refused:
+        Tokens().convert(text, None, None)
+    assert "\n" not in refused.value.message
+
+
+def test_an_integer_of_any_length_is_compared_not_converted():
+    assert "out of range" in Range(0, 1).refusal(10**400)
+
+
+def test_a_key_of_a_section_goes_before_a_key():
+    assert recipe_range(["model", "model_config", "rope_scaling", "factor"]) is RECIPE["rope_scaling.factor"]
+    assert recipe_range(["lr", "factor"]) is None and recipe_range([]) is None
+    assert recipe_range(["seed"]) is RECIPE["seed"]

@@ -26,6 +26,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
         _divisions(view, built, found)
         _nodes(view, built, found)
         _strategy(view, found)
+        _fill(view, built, found)
         _optimizer_shard(view, found)
 
 
@@ -156,9 +157,6 @@ def _batches(view: View, found: Findings) -> None:
     if view.parallel and view.pp == 1 and micro > 1:
         wrong = f"{micro} becomes 1 without a pipeline"
         found.error((*PARALLEL, "micro_batch_num"), wrong, "1", rule="micro_without_pipeline")
-    if view.parallel and micro < view.pp:
-        wrong = f"{micro} micro-batches do not fill {view.pp} stages"
-        found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {view.pp}", rule="micro_batch_stages")
     for key, value in {"data_parallel": view.dp, "expert_parallel": view.ep}.items():
         if value > 1 and not view.flag(("use_parallel",)):
             found.error((*PARALLEL, key), f"{value} without use_parallel", "use_parallel: True, or 1")
@@ -168,6 +166,32 @@ def _batches(view: View, found: Findings) -> None:
             found.error(
                 (*PARALLEL, key), wrong, "1, or parallel_mode: 1 and use_parallel: True", rule="accumulation_alone"
             )
+
+
+def _fill(view: View, built: Built, found: Findings) -> None:
+    """Micro-batches enough for the stages: MindSpore's schedulers differ in whether they insist.
+
+    With lazy inline, which MindFormers switches on in a pipeline, MindSpore schedules what is not interleaved as
+    seqpipe, which takes any number above one; so does gpipe.
+    """
+    path, micro = (*PARALLEL, "micro_batch_num"), view.micro_batches
+    if micro >= view.pp or view.scheduler == "zero_bubble_v":
+        return
+    wrong, rule = f"{micro} micro-batches do not fill {view.pp} stages", ""
+    interleaved = view.flag(("parallel", "pipeline_config", "pipeline_interleave"))
+    if micro == 1:
+        rule = "micro_one"
+    elif interleaved and view.scheduler == "1f1b":
+        rule = "micro_interleaved"
+    elif view.scheduler in ("seqvpp", "seqsmartvpp"):
+        rule = "micro_seqvpp"
+    elif not interleaved and built.fields.get("disable_lazy_inline") is True:
+        rule = "micro_not_inlined"
+    if rule:
+        found.error(path, f"{wrong}, as MindSpore wants of this schedule", f"at least {view.pp}", rule=rule)
+    else:
+        idle = 1 - micro / (micro + view.pp - 1)
+        found.warning(path, f"{wrong}, which idle about {idle:.0%} of a step", f"at least {view.pp}")
 
 
 def columns_of(view: View) -> list[str]:
@@ -246,8 +270,15 @@ def _whole(row: Any) -> bool:
 
 
 def _optimizer_shard(view: View, found: Findings) -> None:
-    """optimizer_weight_shard_size divides the ranks that hold a weight's copies."""
-    path = ("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size")
+    """optimizer_weight_shard_size divides the ranks that hold a weight's copies; the level settles the gradients."""
+    section = ("parallel", "parallel_optimizer_config")
+    gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
+    if view.has(gradients) and level in ("level1", "level3"):
+        wrong = f"MindSpore refuses it beside optimizer_level {level}, True or False"
+        found.error(gradients, wrong, "leave it out, or optimizer_level: level2", rule="optimizer_level_gradients")
+    elif view.get(gradients) is False and level == "level2":
+        found.error(gradients, "becomes True in silence: so optimizer_level level2 has it", "True, or leave it out")
+    path = (*section, "optimizer_weight_shard_size")
     size = view.get(path)
     copies = view.dp * view.cp
     if type(size) is int and size != -1:

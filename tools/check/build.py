@@ -36,7 +36,10 @@ class Builder:
     def results(self) -> list[dict[str, Any]] | None:
         """For each recipe ``{"fields": ..., "layers": ...}`` or ``{"error": text}``; None without MindFormers."""
         with self.folder:
-            output, _ = self.process.communicate(self.text)
+            try:
+                output, _ = self.process.communicate(self.text)
+            finally:
+                self.process.kill()  # of use after an interrupt only
         lines = [line for line in output.splitlines() if line.startswith(_MARK)]
         return json.loads(lines[-1].removeprefix(_MARK)) if lines else None
 

@@ -15,12 +15,14 @@ from tools.check.converter import convert
 from tools.check.data_files import check_files
 from tools.check.keys import check_keys
 from tools.check.plugins import check_plugins
-from tools.check.report import Findings, Report
+from tools.check.report import Finding, Findings, Report
 from tools.check.schema import load_schema
 from tools.check.stages import check_stages
 from tools.check.table import table_of
 from tools.check.view import MODEL, View
-from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.load import Recipe, read_recipe
+from tools.recipe.numbers import bad_numbers
+from tools.recipe.override import dotted
 
 _SECTIONS = ("runner_config", "context", "parallel", "parallel_config", "trainer", "optimizer", "runner_wrapper")
 
@@ -39,18 +41,21 @@ def check_recipe(
         RecipeError: the file cannot be read, or is no YAML mapping.
     """
     if not isinstance(recipe, dict):
-        recipe = load_recipe(recipe)
+        recipe = read_recipe(recipe)
     elif not isinstance(recipe, Recipe):
         recipe = Recipe(recipe)
     schema = load_schema()
     found = Findings(recipe, schema.line)
     if is_fragment(recipe.source):
         check_keys(recipe, schema, found)
+        _numbers(recipe, found)
         return Report(recipe, found.found)
+    _sections(View(recipe), found)
+    check_keys(recipe, schema, found)
+    if _numbers(recipe, found):
+        return Report(recipe, _sorted(found))
     recipe = _laid_out(recipe, found)
     view = View(recipe)
-    _sections(view, found)
-    check_keys(recipe, schema, found)
     built = convert(view, schema)
     if view.get(("model", "model_config")) is not None:
         check_arrival(view, schema, built, found)
@@ -59,8 +64,22 @@ def check_recipe(
         check_conflicts(view, built, found)
         check_plugins(view, built, found)
         check_files(view, built, found, here)
-    found.found.sort(key=lambda finding: (finding.severity, finding.file, finding.line))
-    return Report(recipe, found.found, table_of(view, built, token_budget))
+    return Report(recipe, _sorted(found), table_of(view, built, token_budget))
+
+
+def _sorted(found: Findings) -> list[Finding]:
+    return sorted(found.found, key=lambda finding: (finding.severity, finding.file, finding.line))
+
+
+def _numbers(recipe: Recipe, found: Findings) -> bool:
+    """Numbers that no training can mean; whether a size is among them, with which nobody should calculate."""
+    keys = {finding.key for finding in found.found}
+    known = {mark.ident for path, mark in recipe.marks.items() if dotted(path) in keys}
+    refused = list(bad_numbers(recipe))
+    for path, _, wrong, right in refused:
+        if dotted(path) not in keys and (path not in recipe.marks or recipe.marks[path].ident not in known):
+            found.error(path, wrong, right)
+    return any(refusal.size for refusal in refused)
 
 
 def _laid_out(recipe: Recipe, found: Findings) -> Recipe:

@@ -9,11 +9,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from plugins.errors import RecipeError
 from tools.check.built import check_built
 from tools.check.check import check_recipe, is_fragment
 from tools.check.report import ERROR, Report
 from tools.check.schema import load_schema
+from tools.ranges import Tokens
+from tools.recipe.load import Recipe, read_recipe
+from tools.recipe.override import apply_overrides
+from tools.waiting import saying
 
 CARD = "card.yaml"  # says what is true of the recipes beside it
 LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands for
@@ -23,8 +26,9 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 @click.argument("recipes", nargs=-1, type=click.Path(path_type=Path), metavar="RECIPE...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema for editors, and stop.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
-    "--token-budget", type=click.IntRange(min=1), metavar="N", help="Tokens to train, for the number of steps."
+    "--token-budget", type=Tokens(), metavar="N", help="Tokens to train, for the number of steps: 300M, 1.5B, 10T."
 )
 @click.option(
     "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config (seconds)."
@@ -35,6 +39,7 @@ def check(
     recipes: tuple[Path, ...],
     as_json: bool,
     schema: bool,
+    overrides: tuple[str, ...],
     token_budget: int | None,
     build: bool,
     here: bool,
@@ -54,10 +59,12 @@ def check(
         return
     if not recipes:
         raise click.UsageError("name at least one recipe, or --schema")
-    reports = [_checked(recipe, token_budget, here) for recipe in recipes if not recipe.name.endswith((CARD, LAYOUT))]
+    wanted = [recipe for recipe in recipes if not recipe.name.endswith((CARD, LAYOUT))]
+    with saying(f"{_count(len(wanted))} being checked"):
+        reports = [check_recipe(_loaded(recipe, overrides), token_budget, here) for recipe in wanted]
     if build:
         whole = [report for report in reports if report.clean and not is_fragment(report.recipe.source)]
-        with Console(stderr=True).status("MindFormers builds the model's configuration"):  # silent off a terminal
+        with saying("MindFormers builds the model's configuration; --no-build leaves that out"):
             note = check_built(whole)
         if note:
             click.echo(note, err=True)
@@ -69,11 +76,13 @@ def check(
     sys.exit(1 if refused else 0)
 
 
-def _checked(recipe: Path, token_budget: int | None, here: bool) -> Report:
-    """One report; a file that is no recipe at all is a usage error, a recipe that YAML cannot read is a finding."""
-    if not recipe.is_file():
-        raise RecipeError(f"{recipe}: no such file")
-    return check_recipe(recipe, token_budget, here)
+def _loaded(recipe: Path, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe as written, overrides applied: what is wrong with its numbers is a finding."""
+    return apply_overrides(read_recipe(recipe), overrides) if overrides else read_recipe(recipe)
+
+
+def _count(recipes: int) -> str:
+    return f"{recipes} recipe{'s' * (recipes != 1)}"
 
 
 def _print(reports: list[Report]) -> None:
@@ -91,6 +100,7 @@ def _print(reports: list[Report]) -> None:
         console.print(f"FLOPs a token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
     errors = sum(len(report.errors) for report in reports)
     warnings = sum(len(report.findings) for report in reports) - errors
-    files = f"{len(reports)} recipe{'s' * (len(reports) > 1)}"
     verdict = "clean" if not errors else f"{errors} error{'s' * (errors > 1)}"
-    console.print(f"{files}: {verdict}" + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else ""))
+    console.print(
+        f"{_count(len(reports))}: {verdict}" + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
+    )

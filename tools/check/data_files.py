@@ -7,6 +7,8 @@ errors only with `here` (the run starts on this machine). A file that shapes the
 from __future__ import annotations
 
 import json
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,9 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
     if isinstance(folder, str) and folder and not Path(folder).is_dir():
         missing(("pretrained_model_dir",), f"{folder}: no such folder here")
     if view.megatron:
+        split = view.get((*_CONFIG, "split"))
+        if isinstance(split, str) and re.fullmatch(r"[0.,\s]+", split):
+            found.error((*_CONFIG, "split"), f"{split!r} leaves nothing to train on", "'1, 0, 0'")
         for prefix in _prefixes(view.get(_PATH), found):
             _dataset(prefix, view, built, found, missing)
 
@@ -76,7 +81,14 @@ def _prefixes(value: Any, found: Findings) -> list[str]:
     if len(words) % 2 and any(map(_is_number, words)):
         found.error(_PATH, f"{len(words)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
         return []
-    return words[1::2] if len(words) % 2 == 0 and all(weights) else words
+    if len(words) % 2 or not all(weights):
+        return words
+    shares = [float(word) for word in words[::2]]
+    if not all(0 <= share < math.inf for share in shares) or not sum(shares):
+        found.error(
+            _PATH, f"{', '.join(words[::2])}: no shares of a whole", "finite numbers of zero or more", rule="blend"
+        )
+    return words[1::2]
 
 
 def _is_number(text: str) -> bool:

@@ -99,6 +99,11 @@ def _version(distribution: str) -> str:
 def _lines(site: Path) -> dict[str, str]:
     found = {}
     for name, (file, snippet) in SNIPPETS.items():
+        if file.endswith(".so"):
+            if snippet.encode() not in (site / file).read_bytes():
+                raise LookupError(f"rule {name}: {file} no longer says {snippet!r}")
+            found[name] = f"{file}: {snippet}"
+            continue
         lines = (site / file).read_text(encoding="utf-8").splitlines()
         number = next((index for index, line in enumerate(lines, 1) if snippet in line), None)
         if number is None:

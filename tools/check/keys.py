@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from difflib import get_close_matches
+from math import isfinite
 from typing import Any
 
 from tools.check.arrival import unmapped_hint
@@ -12,9 +13,9 @@ from tools.check.report import Findings
 from tools.check.schema import Schema, Shape
 from tools.check.view import MODEL
 from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.numbers import EXPONENT, as_yaml
 from tools.recipe.override import dotted
 
-_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _SHOWN = 8  # choices listed in a message
 
 
@@ -136,8 +137,8 @@ def _range_problem(value: float, spec: dict[str, Any]) -> tuple[str, str] | None
 
 def _mended(value: Any, kinds: list[str]) -> str:
     """What the author probably meant."""
-    if isinstance(value, str) and "float" in kinds and _EXPONENT.fullmatch(value):
-        return f"YAML reads this as text; write {float(value)!r} with a dot, for instance 1.e-5"
+    if isinstance(value, str) and "float" in kinds and EXPONENT.fullmatch(value):
+        return f"write {as_yaml(value)}" if isfinite(float(value)) else "a finite number"
     if isinstance(value, str) and kinds[0] in ("int", "float") and value.strip().lstrip("-").isdigit():
         return f"write {value.strip()} without quotes"
     if isinstance(value, str) and "bool" in kinds and value.lower() in ("true", "false"):

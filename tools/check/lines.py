@@ -1,7 +1,7 @@
 """The lines of MindFormers and MindSpore that refuse, or silently drop, what a rule of ours is about.
 
-The table holds a snippet of each line; `extract` looks its number up in the installed version and fails when it is
-gone, so that a rule never outlives the line that it stands for.
+The table holds a snippet of each line, or a message of MindSpore's compiled C++; `extract` looks it up in the installed
+version and fails when it is gone, so that a rule never outlives the line that it stands for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ _LAYERS = "mindformers/parallel_core/training_graph/transformer/utils.py"
 _MOE = "mindformers/parallel_core/training_graph/transformer/moe/"
 _MLA = "mindformers/parallel_core/training_graph/transformer/multi_latent_attention.py"
 _TRAINER = "mindformers/trainer/base_trainer.py"
+_FRONTEND = "mindspore/lib/libmindspore_frontend.so"
 _AUTO = "mindspore/parallel/_auto_parallel_context.py"
 
 # rule -> (file inside site-packages, text of the line)
@@ -111,10 +112,19 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "micro_without_pipeline": (_TRAINER, "config.parallel_config.micro_batch_num does not take effect. Reset it to 1."),
     "eod_compression": (_TRAINER, "if self.config.train_dataset.data_loader.config.create_compressed_eod_mask:"),
     "columns": (_TRAINER, "column_names = config.train_dataset.get('input_columns', column_names)"),
-    "micro_batch_stages": ("mindformers/wrapper/wrapper.py", "micro_size must be greater or equal to pipeline stages."),
+    # C++: a message in the compiled library, from pipeline_transformer/{pipeline_scheduler,seqpipe_scheduler,
+    # pipeline_transformer}.cc; without lazy inline the condition is `is_train_ && micro_size < stage_num`
+    "micro_one": (
+        _FRONTEND,
+        "For pipeline parallelism, batch data must be split into micro batch along one dimension.",
+    ),
+    "micro_interleaved": (_FRONTEND, "For 1F1B Scheduler, MicroBatch num must be larger or equal than StageNum"),
+    "micro_seqvpp": (_FRONTEND, "micro_num * seq_chunk_size should be greater than or equal to pp."),
+    "micro_not_inlined": (_FRONTEND, "The size of micro_batch must be greater than or equal to stage_num."),
     "scheduler": (_AUTO, "When pipeline_interleave is False, {scheduler_val!r} is not supported, "),
     "optimizer_shard": (_AUTO, 'Validator.check_positive_int(value, prim_name="optimizer_weight_shard_size")'),
     "optimizer_level": (_AUTO, 'if optimizer_level not in ["level1", "level2", "level3"]:'),
+    "optimizer_level_gradients": (_AUTO, 'f"The optimizer_level is set as {parallel_optimizer_config['),
     "eod_count": (
         "mindformers/dataset/blended_datasets/gpt_dataset.py",
         "if len(eod_positions) > compressed_eod_mask_length:",

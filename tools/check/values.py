@@ -76,7 +76,7 @@ SECTIONS: dict[str, dict[str, Spec]] = {
     "swap_config": {"layer_swap": {"types": ["list", "null"]}, "op_swap": {"types": ["dict", "null"]}},
     "context": {
         "mode": {"choices": "mode", "rule": "context_mode"},
-        "device_target": _enum("Ascend", "CPU", "GPU"),
+        "device_target": _enum("Ascend", "CPU"),
         "deterministic": _enum("ON", "OFF"),
         "memory_optimize_level": _enum("O0", "O1"),
         "max_device_memory": {"types": ["str"], "pattern": r"\d+(\.\d+)?GB"},

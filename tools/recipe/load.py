@@ -16,12 +16,15 @@ from typing import Any, NamedTuple
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
+from tools.files.small_yaml import SmallLoader, TooLarge, small_text
+from tools.recipe.numbers import refuse_numbers
 
 BASE_CONFIG = "base_config"
 KeyPath = tuple[Any, ...]  # mapping keys and list indices from the top of the recipe
 
 _PLAIN_TAGS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 _MERGE_TAG = "tag:yaml.org,2002:merge"
+_MAX_FILES = 50  # a recipe and its bases
 _REPO_RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 _idents = itertools.count()
 
@@ -59,35 +62,63 @@ class _Spot:
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Return the flat effective recipe of the YAML file `path`, its bases merged in.
+    """The flat effective recipe of a file, its numbers held against `tools.ranges`: what every tool but check takes.
+
+    Raises:
+        RecipeError: as `read_recipe`; a number that no training can mean.
+    """
+    recipe = read_recipe(path)
+    refuse_numbers(recipe)
+    return recipe
+
+
+def read_recipe(path: str | os.PathLike[str]) -> Recipe:
+    """Return the flat effective recipe of the YAML file `path`, its bases merged in, whatever its values.
 
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
     Raises:
-        RecipeError: the file or a base is missing, is not YAML, is no mapping, has a duplicate key or a base cycle.
+        RecipeError: the file or a base is missing, is not YAML, is no mapping, has a duplicate key or a base cycle;
+            it is larger or deeper than any recipe.
     """
     file = os.fspath(path)
-    top = _read(file, parents=[])
+    top = _Bases().read(file, parents=[])
     recipe = Recipe(_plain(top, {}))
     recipe.source = file
     recipe.marks = dict(_marks(top, ()))
     return recipe
 
 
-def _read(file: str, parents: list[str]) -> _Spot:
-    """The spot of one file with its bases merged in; `parents` are the real paths on the way here."""
-    real = os.path.realpath(file)
-    if real in parents:
-        chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
-        raise RecipeError(f"{file}: `{BASE_CONFIG}` goes in a circle: {chain}")
-    top = _Reader(file).read()
-    base_names = top.value.pop(BASE_CONFIG, None)
-    if base_names is None:
-        return top
-    merged: dict[Any, _Spot] = {}
-    for name in base_names.value if isinstance(base_names.value, list) else [base_names]:
-        merged.update(_read(_base_file(name, file), [*parents, real]).value)
-    return _merge(top, _Spot(merged, file, 1))
+class _Bases:
+    """Files of one recipe, each read once however many name it."""
+
+    def __init__(self) -> None:
+        self.spots: dict[str, _Spot] = {}  # by real path
+
+    def read(self, file: str, parents: list[str]) -> _Spot:
+        """The spot of one file with its bases merged in; `parents` are the real paths on the way here."""
+        try:
+            real = os.path.realpath(file)
+        except OSError:  # there is no working folder
+            real = file
+        if real in parents:
+            chain = " -> ".join(os.path.relpath(name) for name in [*parents[parents.index(real) :], real])
+            raise RecipeError(f"{file}: `{BASE_CONFIG}` goes in a circle: {chain}")
+        if real not in self.spots:
+            if len(parents) + len(self.spots) >= _MAX_FILES:
+                raise RecipeError(f"{file}: the recipe is made of more than {_MAX_FILES} files")
+            self.spots[real] = self._merged(file, [*parents, real])
+        return self.spots[real]
+
+    def _merged(self, file: str, parents: list[str]) -> _Spot:
+        top = _Reader(file).read()
+        base_names = top.value.pop(BASE_CONFIG, None)
+        if base_names is None:
+            return top
+        merged: dict[Any, _Spot] = {}
+        for name in base_names.value if isinstance(base_names.value, list) else [base_names]:
+            merged.update(self.read(_base_file(name, file), parents).value)
+        return _merge(top, _Spot(merged, file, 1))
 
 
 def _base_file(name: _Spot, file: str) -> str:
@@ -147,8 +178,9 @@ class _Reader:
 
     def read(self) -> _Spot:
         """The top-level mapping; raises RecipeError with file and line."""
-        self.loader = yaml.SafeLoader(self._text())
+        text = self._text()
         try:
+            self.loader = SmallLoader(text)
             self.root = self.loader.get_single_node()
             if not isinstance(self.root, yaml.MappingNode):
                 found = "nothing" if self.root is None else "a list or a plain value"
@@ -156,6 +188,8 @@ class _Reader:
             for node in _mappings(self.root):  # before any is flattened, which also flattens what it merges
                 self._refuse_duplicates(node)
             return self._spot(self.root)
+        except RecursionError:  # the one way left: a mapping merged into itself
+            raise RecipeError(f"{self.file}: an anchor contains itself") from None
         except yaml.YAMLError as error:
             raise RecipeError(_yaml_message(self.file, error)) from None
 
@@ -163,11 +197,11 @@ class _Reader:
         if not self.file.endswith((".yaml", ".yml")):
             raise RecipeError(f"{self.file}: a recipe is a .yaml file{_nearby(self.file)}")
         try:
-            return Path(self.file).read_text(encoding="utf-8")
+            return small_text(self.file)
         except FileNotFoundError:
             raise RecipeError(f"{self.file}: no such recipe{_nearby(self.file)}") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise RecipeError(f"{self.file}: cannot be read: {error}") from None
+        except OSError as error:
+            raise RecipeError(f"{self.file}: cannot be read: {error.strerror}") from None
 
     def _spot(self, node: yaml.Node) -> _Spot:
         """The spot of a node, the same one each time the node is met (that is what an alias is)."""
@@ -182,14 +216,21 @@ class _Reader:
 
     def _value(self, node: yaml.Node) -> Any:
         if isinstance(node, yaml.ScalarNode):
-            return self.loader.construct_object(node)
+            return self._scalar(node)
         if node.tag not in _PLAIN_TAGS:
             raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: tag {node.tag!r} is not plain YAML")
         if isinstance(node, yaml.SequenceNode):
             return [self._spot(item) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
         self.loader.flatten_mapping(node)
-        return {self.loader.construct_object(key): self._spot(item) for key, item in node.value}
+        return {self._scalar(key): self._spot(item) for key, item in node.value}
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        try:
+            return self.loader.construct_object(node)
+        except (ValueError, OverflowError):  # 2024-13-45, an integer of 5,000 digits
+            text = node.value if len(node.value) <= 30 else f"{node.value[:20]}..."
+            raise RecipeError(f"{self.file}:{node.start_mark.line + 1}: YAML cannot read the value {text}") from None
 
     def _refuse_duplicates(self, node: yaml.MappingNode) -> None:
         """Raise when a mapping holds a key twice: YAML would silently keep the last."""
@@ -200,7 +241,9 @@ class _Reader:
                 raise RecipeError(f"{self.file}:{line}: a key must be a plain word, not a list or mapping")
             if key_node.tag == _MERGE_TAG:
                 continue
-            key = self.loader.construct_object(key_node)
+            key = self._scalar(key_node)
+            if not isinstance(key, str | int | float | None):
+                raise RecipeError(f"{self.file}:{line}: the key {key_node.value} must be a plain word")
             if key in first:
                 raise RecipeError(
                     f"{self.file}:{line}: key {key!r} is already set in line {first[key]}; "
@@ -229,16 +272,21 @@ def _yaml_message(file: str, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
     place = f"{file}:{mark.line + 1}" if mark else file
     context = getattr(error, "context", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0].removesuffix(" in ")
+    if isinstance(error, TooLarge):
+        return f"{place}: {problem}"
     return f"{place}: not valid YAML: {problem}" + (f" ({context})" if context else "")
 
 
 def _nearby(file: str) -> str:
     """Did-you-mean over the YAML files around a path that does not exist, and those of this repository."""
-    around = Path(file).parent
-    while not around.is_dir():
-        around = around.parent
-    found = [str(path) for pattern in ("*.y*ml", "*/*.y*ml") for path in around.glob(pattern)]
-    if _REPO_RECIPES.is_dir():
-        found += [os.path.relpath(path) for path in _REPO_RECIPES.glob("**/*.yaml")]
+    try:
+        around = Path(file).parent
+        while not around.is_dir():
+            around = around.parent
+        found = [str(path) for pattern in ("*.y*ml", "*/*.y*ml") for path in around.glob(pattern)]
+        if _REPO_RECIPES.is_dir():
+            found += [os.path.relpath(path) for path in _REPO_RECIPES.glob("**/*.yaml")]
+    except OSError:  # a folder that may not be read, or no working folder
+        return ""
     return did_you_mean(os.path.normpath(file), found)

@@ -129,7 +129,12 @@ def load_mini(path: str | os.PathLike[str], data_path: str = CORPUS, steps: int 
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"mini of {Path(path).name}"
-        dump_recipe(Recipe(derive_mini(load_recipe(path), data_path, steps)), file)
+        try:
+            derived = derive_mini(load_recipe(path), data_path, steps)
+        except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:  # no recipe that check would pass
+            wrong = f"--mini cannot shrink it: tc3 check {path} says what is wrong with it"
+            raise RecipeError(f"{path}: {wrong}") from error
+        dump_recipe(Recipe(derived), file)
         mini = load_recipe(file)
     mini.source = f"{path} (mini)"  # its line numbers are those of `tc3 recipe show --mini`
     mini.marks = {key: mark._replace(file=mini.source) for key, mark in mini.marks.items()}

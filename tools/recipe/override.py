@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
+from tools.files.small_yaml import SmallLoader
 from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.numbers import EXPONENT, bad_devices, bad_leaves
 
 __all__ = ["also_changed", "apply_overrides", "dotted", "get_path", "shared_paths"]
 
-# YAML 1.1 reads 1e-3 as a string; people mean a number
-_FLOAT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 # keys for which MindFormers takes a number, a flag or a list per stage, whichever stands in the recipe
 _SCALAR_OR_LIST = {
     *("offset", "recompute", "select_recompute", "select_comm_recompute"),
@@ -35,7 +34,8 @@ def apply_overrides(
     is a plain dict that does not know its own.
 
     Raises:
-        RecipeError: no '=', an unknown key, another kind of value, or two overrides of one value.
+        RecipeError: no '=', an unknown key, another kind of value, a number that no training can mean, or two
+            overrides of one value.
     """
     result = copy.deepcopy(recipe) if isinstance(recipe, Recipe) else Recipe(copy.deepcopy(recipe))
     result.source = result.source or os.fspath(source or "")
@@ -46,6 +46,8 @@ def apply_overrides(
             raise RecipeError(f"--set {override}: write KEY.PATH=VALUE, for instance runner_config.batch_size=4")
         path = _find(result, name.strip())
         _assign(result, path, _parse(text, override), text.strip(), override, given)
+    for _, _, wrong, right in bad_devices(result) if overrides else ():
+        raise RecipeError(f"--set {' '.join(overrides)}: {wrong}; {right}")
     return result
 
 
@@ -117,19 +119,18 @@ def _paths(node: Any, path: KeyPath) -> Any:
 
 def _parse(text: str, override: str) -> Any:
     """The YAML value of the text right of '='."""
-    if _FLOAT.fullmatch(text.strip()):
+    if EXPONENT.fullmatch(text.strip()):
         return float(text)
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        return _floats(SmallLoader(text).get_single_data())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "problem", None) or "broken"
-        raise RecipeError(f"--set {override}: the value is not valid YAML ({reason}); quote it") from None
-    return _floats(value)
+        raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); quote it") from None
 
 
 def _floats(value: Any) -> Any:
     """Mend 1e-3 also inside lists and mappings."""
-    if isinstance(value, str) and _FLOAT.fullmatch(value):
+    if isinstance(value, str) and EXPONENT.fullmatch(value):
         return float(value)
     if isinstance(value, list):
         return [_floats(item) for item in value]
@@ -149,6 +150,8 @@ def _assign(
             _assign(recipe, inner, item, str(item), override, given)
         return
     value = _fit(old, value, text, path, f"{_source(recipe, path)}--set {override}")
+    for place, _, wrong, right in bad_leaves(value, path):
+        raise RecipeError(f"--set {override}: {dotted(place)}: {wrong}; {right}")
     for place in shared_paths(recipe, path):
         earlier = given.setdefault(place, override)
         if earlier != override and get_path(recipe, place) != value:

@@ -45,7 +45,9 @@ def test_no_recipe_is_a_usage_error():
     assert run().exit_code == 2
 
 
-@pytest.mark.parametrize(("text", "word"), [(None, "no such file"), ("- a\n", "mapping"), ("a: [\n", "not valid YAML")])
+@pytest.mark.parametrize(
+    ("text", "word"), [(None, "no such recipe"), ("- a\n", "mapping"), ("a: [\n", "not valid YAML")]
+)
 def test_a_file_that_is_no_recipe(text, word, tmp_path):
     """`launch.cli.main` turns the error into one line and exit code 2."""
     recipe = tmp_path / "recipe.yaml"

@@ -5,6 +5,7 @@ import pytest
 from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
 from tests.tools.check.test_mutations import ROOT, plain
 from tools.check import check_recipe
+from tools.check.schema import load_schema
 from tools.recipe.override import dotted
 
 MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")
@@ -95,6 +96,60 @@ def test_interleaved_layouts_pass(changes):
 def test_layouts(changes, key, words):
     found = findings(change(SEMI, *changes))
     assert words in found[dotted(key)].wrong
+
+
+_OPTIMIZER = ("parallel", "parallel_optimizer_config")
+
+
+@pytest.mark.parametrize(("level", "refused"), [("level1", True), ("level2", False), ("level3", True)])
+@pytest.mark.parametrize("shard", [True, False])
+def test_mindspore_takes_sharded_gradients_beside_level2_alone(level, refused, shard):
+    """set_auto_parallel_context looks at the key, not at its value; level2 makes False True."""
+    both = {"optimizer_level": level, "gradient_accumulation_shard": shard}
+    found = findings(put(SEMI, _OPTIMIZER, both))
+    assert (dotted((*_OPTIMIZER, "gradient_accumulation_shard")) in found) == (refused or not shard)
+    assert findings(put(SEMI, _OPTIMIZER, {"optimizer_level": level})) == {}
+
+
+def test_mindspore_itself_refuses_the_same_levels():
+    import mindspore as ms
+
+    for level in ("level1", "level2", "level3"):
+        for shard in (True, False):
+            both = {"optimizer_level": level, "gradient_accumulation_shard": shard}
+            ms.reset_auto_parallel_context()
+            if level == "level2":
+                ms.set_auto_parallel_context(parallel_optimizer_config=both)
+            else:
+                with pytest.raises(ValueError, match="cannot set grad_accumulation_shard"):
+                    ms.set_auto_parallel_context(parallel_optimizer_config=both)
+    ms.reset_auto_parallel_context()
+
+
+FEW = ((*PARALLEL, "micro_batch_num"), 3), (("callbacks", 1, "micro_batch_num"), 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ([*INTERLEAVED], "micro_interleaved"),
+        ([*INTERLEAVED, (("parallel", "pipeline_config", "pipeline_scheduler"), "seqsmartvpp")], "micro_seqvpp"),
+        ([((*MODEL, "disable_lazy_inline"), True)], "micro_not_inlined"),
+        ([((*PARALLEL, "micro_batch_num"), 1), (("callbacks", 1, "micro_batch_num"), 1)], "micro_one"),
+    ],
+)
+def test_fewer_micro_batches_than_stages_where_mindspore_refuses_them(changes, rule):
+    """Each was compiled past the check, but for the layout without lazy inline: MindSpore said what is cited."""
+    found = findings(change(SEMI, *FEW, *changes))[dotted((*PARALLEL, "micro_batch_num"))]
+    assert found.source == load_schema().line(rule) and "libmindspore_frontend.so: " in found.source
+
+
+@pytest.mark.parametrize("scheduler", [None, "gpipe", "seqpipe"])
+def test_fewer_micro_batches_than_stages_are_a_warning_where_they_compile(scheduler):
+    changes = [*INTERLEAVED, (("parallel", "pipeline_config", "pipeline_scheduler"), scheduler)] if scheduler else []
+    recipe = change(SEMI, *FEW, *changes)
+    assert findings(recipe) == {}
+    assert "idle about 50%" in findings(recipe, "warning")[dotted((*PARALLEL, "micro_batch_num"))].wrong
 
 
 def test_an_exclusion_of_no_operators_excludes_nothing():
@@ -189,11 +244,12 @@ def test_an_unknown_key_comes_with_a_suggestion(path, right):
 
 
 def test_an_anchor_is_reported_once():
-    recipe = ROOT / "recipes" / "mini" / "pretrain.yaml"
     from tools.recipe.load import load_recipe
-    from tools.recipe.override import apply_overrides
+    from tools.recipe.override import get_path, shared_paths
 
-    spoilt = apply_overrides(load_recipe(recipe), ["train_dataset.num_parallel_workers=0"])
+    spoilt = load_recipe(ROOT / "recipes" / "mini" / "pretrain.yaml")
+    for path in shared_paths(spoilt, ("train_dataset", "num_parallel_workers")):
+        get_path(spoilt, path[:-1])[path[-1]] = 0
     found = [finding for finding in check_recipe(spoilt).findings if "num_parallel_workers" in finding.key]
     assert len(found) == 1 and found[0].line > 1
 

@@ -1,0 +1,37 @@
+import threading
+
+from tools import waiting
+from tools.waiting import saying
+
+
+def test_what_lasts_is_said_now_and_then_on_stderr_alone(monkeypatch, capsys):
+    said, enough = [], threading.Event()
+
+    def note(*args, **kwargs):
+        said.append((args, kwargs["file"]))
+        if len(said) == 3:
+            enough.set()
+
+    monkeypatch.setattr(waiting, "AFTER", 0.01)
+    monkeypatch.setattr(waiting, "EVERY", 0.01)
+    monkeypatch.setattr("builtins.print", note)
+    with saying("counting"):
+        assert enough.wait(30)
+    assert all(words[0].startswith("counting (") and file is waiting.sys.stderr for words, file in said)
+    count = len(said)
+    assert not enough.wait(0) or len(said) == count  # and nothing after the end
+
+
+def test_what_is_soon_done_is_silent(capsys):
+    with saying("counting"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_error_passes_through():
+    try:
+        with saying("counting"):
+            raise ValueError("x")
+    except ValueError as error:
+        assert str(error) == "x"
+    assert threading.active_count() >= 1 and not any(item.name.startswith("saying") for item in threading.enumerate())
