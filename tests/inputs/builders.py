@@ -1,0 +1,85 @@
+"""Files of the tables that are too large or too binary to stand in them: each builder fills a row's folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+from tools.data.prepare import PrepareOptions, prepare
+from tools.data.sources import Corpus
+
+TEXTS = [f"Document {number}: {'the quick brown fox jumps over the lazy dog. ' * (number % 7 + 1)}" for number in range(40)]
+
+
+def jsonl(folder: Path) -> None:
+    """corpus.jsonl: 40 documents."""
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+
+def corpus(folder: Path) -> None:
+    """corpus.jsonl, and c.bin, c.idx, c.json, c_tokenizer made of it."""
+    jsonl(folder)
+    prepare(PrepareOptions(Corpus((str(folder / "corpus.jsonl"),)), folder / "c", vocab_size=300))
+
+
+def truncated_gz(folder: Path) -> None:
+    """cut.jsonl.gz: ends in the middle."""
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode())
+    (folder / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+
+
+def truncated_bin(folder: Path) -> None:
+    """A corpus whose c.bin lacks its last bytes."""
+    _cut(folder, "c.bin", -7)
+
+
+def truncated_idx(folder: Path) -> None:
+    """A corpus whose c.idx lacks its last bytes."""
+    _cut(folder, "c.idx", -5)
+
+
+def header_only_idx(folder: Path) -> None:
+    """A corpus whose c.idx ends inside its header."""
+    _cut(folder, "c.idx", 20)
+
+
+def flipped_bin(folder: Path) -> None:
+    """A corpus with one bit of c.bin turned."""
+    _flip(folder, "c.bin", 100)
+
+
+def flipped_lengths(folder: Path) -> None:
+    """A corpus with one bit of the first document's length turned."""
+    _flip(folder, "c.idx", 34)
+
+
+def flipped_offsets(folder: Path) -> None:
+    """A corpus with one bit of an offset turned."""
+    _flip(folder, "c.idx", 34 + 40 * 4 + 9)
+
+
+def _cut(folder: Path, name: str, end: int) -> None:
+    corpus(folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def _flip(folder: Path, name: str, at: int) -> None:
+    corpus(folder)
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def deep_yaml(folder: Path) -> None:
+    """deep.yaml: a list in a list in a list, 5,000 of them."""
+    (folder / "deep.yaml").write_text("a: " + "[" * 5000 + "]" * 5000 + "\n")
+
+
+def alias_bomb(folder: Path) -> None:
+    """bomb.yaml: ten anchors, each nine times the one before: a billion values by name, a few hundred in truth."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    (folder / "bomb.yaml").write_text("\n".join(lines) + "\n")
