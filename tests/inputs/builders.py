@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
 from pathlib import Path
 
 from tools.data.prepare import PrepareOptions, prepare
@@ -83,3 +84,107 @@ def alias_bomb(folder: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
     (folder / "bomb.yaml").write_text("\n".join(lines) + "\n")
+
+
+def deep_json(folder: Path) -> None:
+    """deep.json: a line of 100,000 open brackets."""
+    (folder / "deep.json").write_text("[" * 100_000 + "\n")
+
+
+def corpus_of_mini(folder: Path) -> None:
+    """The corpora that recipes/mini reads: output/data/stdlib and its held-out part."""
+    target = folder / "output" / "data"
+    target.mkdir(parents=True)
+    jsonl(folder)
+    options = PrepareOptions(
+        Corpus((str(folder / "corpus.jsonl"),)), target / "stdlib", vocab_size=300, held_out=0.3, seed=3
+    )
+    prepare(options)
+
+
+def cut_corpus_of_mini(folder: Path) -> None:
+    """The same, its .bin without its last half."""
+    corpus_of_mini(folder)
+    path = folder / "output" / "data" / "stdlib.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def corpus_of_large_ids(folder: Path) -> None:
+    """A corpus whose tokenizer has an id past 65,535."""
+    corpus(folder)
+    path = folder / "c_tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["~~~"] = 70_000
+    path.write_text(json.dumps(content))
+
+
+def corpus_without_end(folder: Path) -> None:
+    """A corpus whose tokenizer says nothing of an end of document."""
+    corpus(folder)
+    path = folder / "c_tokenizer" / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    del content["eos_token"]
+    path.write_text(json.dumps(content))
+
+
+def corpus_without_bin(folder: Path) -> None:
+    """A corpus without c.bin."""
+    corpus(folder)
+    (folder / "c.bin").unlink()
+
+
+def corpus_without_idx(folder: Path) -> None:
+    """A corpus without c.idx."""
+    corpus(folder)
+    (folder / "c.idx").unlink()
+
+
+def empty_idx(folder: Path) -> None:
+    """A corpus whose c.idx holds nothing."""
+    _cut(folder, "c.idx", 0)
+
+
+def boasting_idx(folder: Path) -> None:
+    """A corpus whose c.idx counts 2**62 documents."""
+    corpus(folder)
+    path = folder / "c.idx"
+    content = path.read_bytes()
+    path.write_bytes(content[:18] + struct.pack("<QQ", 1 << 62, (1 << 62) + 1) + content[34:])
+
+
+def negative_length(folder: Path) -> None:
+    """A corpus whose first document has -5 tokens."""
+    corpus(folder)
+    path = folder / "c.idx"
+    content = path.read_bytes()
+    path.write_bytes(content[:34] + struct.pack("<i", -5) + content[38:])
+
+
+def empty_sidecar(folder: Path) -> None:
+    """A corpus whose c.json holds nothing."""
+    _cut(folder, "c.json", 0)
+
+
+def binary_sidecar(folder: Path) -> None:
+    """A corpus whose c.json is binary."""
+    corpus(folder)
+    (folder / "c.json").write_bytes(b"\xff\x00\xff")
+
+
+def foreign_sidecar(folder: Path) -> None:
+    """A corpus with somebody else's c.json."""
+    corpus(folder)
+    (folder / "c.json").write_text('{"format": "theirs"}')
+
+
+def short_sidecar(folder: Path) -> None:
+    """A corpus whose c.json lacks most keys."""
+    corpus(folder)
+    (folder / "c.json").write_text('{"format": "tc3-data-1", "documents": 40}')
+
+
+def odd_sidecar(folder: Path) -> None:
+    """A corpus whose c.json says a word where its sources are."""
+    corpus(folder)
+    path = folder / "c.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sources": "corpus.jsonl"}))
