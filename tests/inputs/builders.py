@@ -7,6 +7,8 @@ import json
 import struct
 from pathlib import Path
 
+import numpy as np
+
 from tools.data.prepare import PrepareOptions, prepare
 from tools.data.sources import Corpus
 
@@ -188,3 +190,11 @@ def odd_sidecar(folder: Path) -> None:
     corpus(folder)
     path = folder / "c.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "sources": "corpus.jsonl"}))
+
+
+def slow_text(folder: Path) -> None:
+    """slow.txt: 6 MB of words that are all different, of which a large vocabulary takes a minute to learn."""
+    random = np.random.default_rng(0)
+    letters = random.integers(97, 123, 6_000_000, dtype=np.uint8)
+    letters[random.integers(0, len(letters), len(letters) // 12)] = 32  # blanks
+    (folder / "slow.txt").write_bytes(letters.tobytes())

@@ -18,6 +18,7 @@ A table is a YAML list; its file is named after its command. A row:
     lines      at most so many lines are printed; 12 unless it says otherwise
     writes     patterns of files that may appear under {tmp}; none unless it says otherwise
     seconds    an upper bound against hangs, no measurement; 60 unless it says otherwise
+    after      the same from Ctrl-C on; 10 unless it says otherwise
     pending    who mends it
 """
 
@@ -57,6 +58,7 @@ class Row:
     lines: int = 12
     writes: list[str] = field(default_factory=list)
     seconds: float = 60
+    after: float = 10
     pending: str = ""
 
     @property

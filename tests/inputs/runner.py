@@ -28,11 +28,17 @@ _MEMORY = 12 << 30  # bytes of address space; what asks for more is refused inst
 
 
 class Ended(NamedTuple):
-    """How a command ended. left: processes that it started and that are still there."""
+    """How a command ended.
+
+    Args:
+        text: of stdout and stderr. after: seconds from Ctrl-C to the end, 0 where nobody pressed it.
+        left: processes that it started and that are still there.
+    """
 
     code: int
     text: str
     seconds: float
+    after: float
     left: list[str]
 
 
@@ -56,7 +62,7 @@ def run_here(row: Row, folder: Path, capfd: pytest.CaptureFixture[str], monkeypa
         os.environ.clear()
         os.environ.update(environment)
     left = [_words(child) for child in set(psutil.Process().children(recursive=True)) - before]
-    return Ended(code, "".join(capfd.readouterr()), seconds, [words for words in left if "tracker" not in words])
+    return Ended(code, "".join(capfd.readouterr()), seconds, 0, [words for words in left if "tracker" not in words])
 
 
 def run_apart(row: Row, folder: Path) -> Ended:
@@ -83,7 +89,7 @@ def run_apart(row: Row, folder: Path) -> Ended:
         start_new_session=True,
     )
     try:
-        text, start = _watched(process, row, start)
+        text, pressed = _watched(process, row)
     finally:
         for name in row.locked:
             (folder / name).chmod(0o755)
@@ -91,28 +97,29 @@ def run_apart(row: Row, folder: Path) -> Ended:
         words = [_words(child) for child in left]
         for child in left:
             child.kill()
-    return Ended(process.returncode, text, time.monotonic() - start, words)
+    end = time.monotonic()
+    return Ended(process.returncode, text, end - start, end - pressed if pressed else 0, words)
 
 
-def _watched(process: subprocess.Popen[bytes], row: Row, start: float) -> tuple[str, float]:
-    """Read until the process ends, pressing Ctrl-C where the row says; the text, and when the time began to count."""
+def _watched(process: subprocess.Popen[bytes], row: Row) -> tuple[str, float]:
+    """Read until the process ends, pressing Ctrl-C where the row says; the text, and when it was pressed, else 0."""
     assert process.stdout
     timer = threading.Timer(row.seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
     timer.start()
     try:
         parts: list[bytes] = []
-        pressed = not row.interrupt
+        pressed = 0.0
         while part := os.read(process.stdout.fileno(), 1 << 16):
             parts.append(part)
-            if not pressed and row.interrupt.encode() in b"".join(parts):
-                pressed, start = True, time.monotonic()
+            if row.interrupt and not pressed and row.interrupt.encode() in b"".join(parts):
+                pressed = time.monotonic()
                 os.killpg(process.pid, signal.SIGINT)  # Ctrl-C reaches the whole group
         process.wait()
     finally:
         timer.cancel()
         process.stdout.close()
-    assert pressed, f"it never said {row.interrupt!r}: {b''.join(parts)!r}"
-    return b"".join(parts).decode(errors="replace"), start
+    assert pressed or not row.interrupt, f"it never said {row.interrupt!r}: {b''.join(parts)!r}"
+    return b"".join(parts).decode(errors="replace"), pressed
 
 
 def _session(process: psutil.Process) -> int:

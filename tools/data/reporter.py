@@ -39,8 +39,8 @@ class _Stage:
     begin: float = field(default_factory=time.monotonic)
 
     def line(self) -> str:
-        """``"encoding: 34 %, 12 s"``."""
-        share = f"{min(self.done / self.total, 1):.0%}, " if self.total and self.done else ""
+        """``"encoding: 34%, 12 s"``; no share where all is read and something else goes on."""
+        share = f"{self.done / self.total:.0%}, " if 0 < self.done < self.total else ""
         return f"{self.label}: {share}{time.monotonic() - self.begin:.0f} s"
 
 
