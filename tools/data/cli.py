@@ -14,6 +14,7 @@ from tools.data.reporter import TerminalReporter
 from tools.data.signals import terminate_as_interrupt
 from tools.data.sources import FOLDER_SUFFIXES, Corpus
 from tools.files.figure import check_ending
+from tools.ranges import Number
 
 DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -51,17 +52,15 @@ def data() -> None:
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INPUT_HELP)
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=OUTPUT_HELP)
 @click.option("--tokenizer", default="bytes", metavar="bytes|DIR", help=TOKENIZER_HELP)
-@click.option("--vocab-size", type=int, metavar="N", help=VOCAB_HELP)
+@click.option("--vocab-size", type=Number("vocab_size"), metavar="N", help=VOCAB_HELP)
 @click.option("--eod-token", metavar="TOKEN", help="DIR's token that ends a document.  [default: its eos_token]")
 @click.option("--trust-remote-code", is_flag=True, help="Let DIR's tokenizer run the Python code in that folder.")
 @click.option("--jsonl-key", default="text", metavar="KEY", help="The field of each JSON line that holds the text.")
 @click.option("--glob", "globs", multiple=True, metavar="PATTERN", help="Names to take from a folder, e.g. '*.py'.")
-@click.option(
-    "--held-out", type=click.FloatRange(0, 1, max_open=True), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP
-)
-@click.option("--seed", default=1234, help="Decides which documents --held-out takes.")
+@click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP)
+@click.option("--seed", type=Number("seed"), default=1234, help="Decides which documents --held-out takes.")
 @click.option("--dtype", type=click.Choice(["auto", "uint16", "int32"]), default="auto", help=DTYPE_HELP)
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help=WORKERS_HELP)
+@click.option("--workers", type=Number("workers"), metavar="N", help=WORKERS_HELP)
 @click.option("--strict", is_flag=True, help="Stop at a broken line or invalid UTF-8, instead of skipping it.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
@@ -84,6 +83,8 @@ def prepare(
     from tools.data.prepare import PrepareOptions
     from tools.data.prepare import prepare as run
 
+    if flags["held_out"] == 1:
+        raise click.UsageError("--held-out 1 leaves nothing to train on; a share below 1, such as 0.01")
     if tokenizer == "bytes" and (flags["eod_token"] or flags["trust_remote_code"]):
         raise DataError("--eod-token and --trust-remote-code go with --tokenizer DIR")
     if tokenizer != "bytes" and vocab_size is not None:
@@ -106,7 +107,7 @@ def prepare(
 @click.option("--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Where the sources are now.")
 @click.option("--tokenizer", metavar="DIR", help="Where the tokenizer is now.")
 @click.option(
-    "--sample", type=click.FloatRange(0, 1), default=1.0, metavar="FRACTION", help="Share of the documents to compare."
+    "--sample", type=Number("share"), default=1.0, metavar="FRACTION", help="Share of the documents to compare."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
 @click.pass_context
@@ -120,13 +121,17 @@ def verify(
     code 1 when something is wrong.
     """
     from tools.data.outputs import read_sidecar
+    from tools.data.sidecar_form import check_form
     from tools.data.tokenizer import load
     from tools.data.verify import verify as run
 
     sidecar = read_sidecar(prefix)
+    check_form(Path(f"{prefix}.json"), sidecar)
     corpus = Corpus(inputs, sidecar["jsonl_key"], tuple(sidecar["globs"])) if inputs else None
-    loaded = load(tokenizer, sidecar["eod_token"], sidecar["tokenizer"]["trust_remote_code"]) if tokenizer else None
     with TerminalReporter() as reporter:
+        reporter.start("loading the tokenizer", 0)
+        trusted = sidecar["tokenizer"]["trust_remote_code"]
+        loaded = load(tokenizer, sidecar["eod_token"], trusted) if tokenizer else None
         report = run(prefix, corpus, loaded, sample, reporter)
     for line in report.findings + report.notes:
         click.echo(line, err=True)
@@ -139,8 +144,8 @@ def verify(
 @click.argument("prefix", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Model, layout and masks of the run.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=click.IntRange(min=1), metavar="N", help=STEPS_HELP)
-@click.option("--window", type=click.IntRange(min=1), metavar="W", help=WINDOW_HELP)
+@click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
+@click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and one step (.svg or .png).")
 def imbalance_command(

@@ -23,6 +23,9 @@ def draw(found: Imbalance, path: Path) -> Path:
     if found.result:
         _ranks(axes[1], found.result.steps.one_step)
         _micro_batches(axes[2], found.result.steps.one_step)
+        # below the panels and without a frame: no curve is hidden, and a reader's font may be wider than ours
+        lines = axes[1].get_legend_handles_labels()
+        figure.legend(*lines, loc="outside lower center", ncols=2, columnspacing=4, frameon=False, fontsize="small")
     figure.suptitle(f"{Path(found.prefix).name}, {found.recipe}", fontsize="medium")
     return save_figure(figure, path)
 
@@ -40,7 +43,7 @@ def _lengths(axes: Any, found: Imbalance) -> None:
     axes.set_title("document lengths", loc="left", fontsize="medium")
     axes.set_xlabel("tokens of a document")
     axes.set_ylabel("% of all")
-    axes.legend(fontsize="small")
+    axes.legend(fontsize="small", frameon=False)
 
 
 def _ranks(axes: Any, step: OneStep) -> None:
@@ -48,7 +51,6 @@ def _ranks(axes: Any, step: OneStep) -> None:
     _sorted(axes, step.before.mean(1), step.after.mean(1))
     axes.set_title(f"attention of each rank in step {step.number + 1:,}", loc="left", fontsize="medium")
     axes.set_xlabel("data-parallel ranks, heaviest first")
-    axes.set_ylabel("over the mean (modelled)")
 
 
 def _micro_batches(axes: Any, step: OneStep) -> None:
@@ -63,4 +65,4 @@ def _sorted(axes: Any, before: np.ndarray, after: np.ndarray) -> None:
         axes.stairs(np.sort(values)[::-1], np.arange(len(values) + 1), baseline=None, color=colour, label=name, lw=1.5)
     axes.axhline(1, color="black", linewidth=0.6)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
+    axes.set_ylabel("over the mean (modelled)")

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 from tools.data.reporter import TerminalReporter
 
 
 class CountingReporter(TerminalReporter):
-    """`TerminalReporter` whose bar shows a share and the time, and which says nothing when stderr is no terminal."""
+    """`TerminalReporter` whose bar shows a share and the time."""
 
-    def __enter__(self) -> CountingReporter:
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    def columns(self) -> tuple[Any, ...]:
+        """Of the bar."""
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-        return self
+        return TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()

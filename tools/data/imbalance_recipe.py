@@ -131,7 +131,7 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
 def _end_of_document(prefix: str | Path) -> int | None:
     """What `tc3 data prepare` noted; None for corpora of others."""
     try:
-        return read_sidecar(prefix)["eod_id"]
+        return read_sidecar(prefix).get("eod_id")
     except DataError:
         return None
 

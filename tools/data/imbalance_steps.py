@@ -42,7 +42,8 @@ class Steps:
 
     Args:
         numbers: int64 [steps].
-        attention, model: slowest over mean, float64 [steps], by attention and by all work.
+        attention, model: time over that of a step whose samples all cost the same, float64 [steps], by attention and
+            by all work.
         micro_batch_loads, step_loads: attention of a rank's micro-batch, and of its step, over the mean of the step:
             float64 [len(SHARES)], means over steps.
         speed_up: modelled time of these steps without the plan over that with it.

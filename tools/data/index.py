@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import struct
 from array import array
 from collections.abc import Iterator
@@ -116,14 +117,26 @@ def map_lengths(prefix: str | Path) -> np.ndarray:
     document. The lengths themselves are not checked. Raises as `IndexReader`.
     """
     path = Path(f"{prefix}.idx")
-    if not path.is_file():
-        raise DataError(f"{path}: no such file; PREFIX is the path without .bin or .idx")
+    _require(path)
     with open(path, "rb") as stream:
         _, documents = _read_header(stream, path)
         start = stream.tell()
     if not documents:
         raise BrokenIndexError(f"{path}: holds no documents")
     return np.memmap(path, dtype=np.int32, mode="r", offset=start, shape=(documents,))
+
+
+def _require(path: Path) -> None:
+    """Raise `DataError` unless `path` is a file that can be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError(f"{path}: is not a file")
+        with open(path, "rb"):
+            pass
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{path}: no such file; PREFIX is the path without .bin or .idx") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
@@ -154,8 +167,7 @@ class IndexReader:
     def __init__(self, prefix: str | Path) -> None:
         self.bin_path, self.idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (self.bin_path, self.idx_path):
-            if not path.is_file():
-                raise DataError(f"{path}: no such file; PREFIX is the path without .bin or .idx")
+            _require(path)
         self._read_idx()
         self._check_sizes()
 

@@ -41,14 +41,17 @@ def tokenizer_name(name: str) -> str:
 def read_sidecar(prefix: str | Path) -> dict[str, Any]:
     """Return the sidecar `PREFIX.json`: documents, tokens, vocab_size, eod_id, dtype, ... (see `prepare`).
 
-    Raises `DataError` when it is missing or is not what `tc3 data prepare` writes.
+    Raises `DataError` when it is missing, cannot be read or is not what `tc3 data prepare` writes.
     """
     path = Path(f"{prefix}.json")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path}: no such file; `tc3 data prepare` writes it beside .bin and .idx") from None
-    except ValueError as error:
+        hint = f"; give the prefix without {path.suffixes[-2]}" if path.suffixes[-2:-1] in ([".bin"], [".idx"]) else ""
+        raise DataError(f"{path}: no such file; `tc3 data prepare` writes it beside .bin and .idx{hint}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is not JSON ({error})") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
         raise DataError(f"{path}: is not a sidecar of `tc3 data prepare`")
@@ -62,11 +65,29 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
     """
     if prefix.suffix in SUFFIXES:
         raise DataError(f"--output {prefix}: give the prefix without {prefix.suffix}")
-    names = [split_name(prefix.name, split) + suffix for split in splits for suffix in SUFFIXES]
-    names += [tokenizer_name(prefix.name)] if trains_tokenizer else []
-    found = [path for path in (prefix.parent / name for name in names) if path.exists()] + _stale_split(prefix)
+    if os.path.isdir(prefix) and not _is_cache(prefix):
+        raise DataError(f"--output {prefix}: is a folder; give the first part of the files' names, {prefix}/corpus say")
+    files = files_of(prefix, splits)
+    for path in files:
+        if os.path.isdir(path):
+            raise DataError(f"{path}: is a folder, where a file of --output {prefix} would go; choose another --output")
+    folders = [prefix.parent / tokenizer_name(prefix.name)] if trains_tokenizer else []
+    found = [path for path in (*files, *folders) if os.path.lexists(path)] + _stale_split(prefix)
     if found and not force:
         raise DataError(f"{found[0]}: exists; choose another --output, or replace it with --force")
+
+
+def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
+    """The files that the splits of `prefix` are written to."""
+    return [prefix.parent / (split_name(prefix.name, split) + suffix) for split in splits for suffix in SUFFIXES]
+
+
+def _is_cache(prefix: Path) -> bool:
+    """Whether the folder of the prefix's name is where MindFormers caches its samples."""
+    try:
+        return "cache" in os.listdir(prefix)
+    except OSError:
+        return False
 
 
 @contextmanager

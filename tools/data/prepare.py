@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -86,6 +87,8 @@ def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[s
     outputs.check_prefix(options.output, options.splits, trains, options.force)
     for folder in outputs.leftovers(options.output):
         reporter.log(f"{folder}: left by a run that was killed; delete it unless that run is still going")
+    reporter.start("looking at the files", 0)
+    _keep_inputs(options)
     files, size = options.corpus.measure()
     reporter.log(f"{files:,} files, {size:,} bytes")
     try:
@@ -99,9 +102,18 @@ def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[s
     return sidecars["train"] | {split: sidecars[split] for split in options.splits[1:]}
 
 
+def _keep_inputs(options: PrepareOptions) -> None:
+    """Raise `DataError` where an output would take the place of an input."""
+    outs = {path.name: path for path in outputs.files_of(options.output, options.splits) if os.path.exists(path)}
+    for path in options.corpus.files() if outs else ():
+        if path.name in outs and os.path.samefile(path, outs[path.name]):
+            raise DataError(f"--output {options.output}: would overwrite its own input {path}; choose another --output")
+
+
 def _tokenizer(options: PrepareOptions, stage: Path, size: int, reporter: Reporter) -> Tokenizer:
     """Train or load the tokenizer."""
     if options.tokenizer != "bytes":
+        reporter.start("loading the tokenizer", 0)
         return tokenizers.load(options.tokenizer, options.eod_token, options.trust_remote_code)
     reporter.start("measuring the text", size)
     # `size` does not say: a .gz holds several times its size, JSON lines less text than bytes

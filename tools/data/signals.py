@@ -4,10 +4,38 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
+from typing import TypeVar
+
+Result = TypeVar("Result")
+_LOOK = 0.2  # seconds after which a waiting main thread looks for signals
+
+
+def interruptibly(work: Callable[[], Result]) -> Result:
+    """Do `work`, which may stay in C for minutes, in a thread, so that Ctrl-C ends the wait for it at once.
+
+    The work itself goes on until the process ends, so it must write nothing. It must let go of Python's lock.
+    Outside the main thread, which no signal reaches, it is done right here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_LOOK)  # Python handles a signal between two waits
+    return outcome.result()
 
 
 @contextmanager

@@ -95,12 +95,11 @@ def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
         yield from _walk(Path(sysconfig.get_paths()["stdlib"]), ("*.py",), stdlib=True)
         return
     path = Path(name)
-    if not path.exists():
-        raise DataError(f"--input {name}: no such file or folder{_nearest(path)}")
-    if path.is_file():
+    mode = _mode(name)
+    if stat.S_ISREG(mode):
         yield path
         return
-    if not path.is_dir():
+    if not stat.S_ISDIR(mode):
         raise DataError(f"--input {name}: is a pipe or device; it is read more than once, so save it as a file")
     found = False
     for file in _walk(path, globs):
@@ -109,6 +108,16 @@ def _files_of(name: str, globs: tuple[str, ...]) -> Iterator[Path]:
     if not found:
         wanted = " ".join(globs) if globs else "the text-like suffixes that `tc3 data prepare --help` lists"
         raise DataError(f"--input {name}: no file in this folder matches {wanted}; choose with --glob '*.xyz'")
+
+
+def _mode(name: str) -> int:
+    """What kind of file an input is, as `os.stat` says it."""
+    try:
+        return os.stat(name).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"--input {name}: no such file or folder{_nearest(Path(name))}") from None
+    except OSError as error:
+        raise DataError(f"--input {name}: cannot be read ({error.strerror})") from None
 
 
 def _walk(root: Path, globs: tuple[str, ...], stdlib: bool = False) -> Iterator[Path]:
@@ -154,7 +163,10 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
 
 
 def _nearest(path: Path) -> str:
-    known = os.listdir(path.parent) if path.parent.is_dir() else []
+    try:
+        known = os.listdir(path.parent)
+    except OSError:
+        known = []
     return did_you_mean(path.name, [*known, *STDLIB_NAMES])
 
 

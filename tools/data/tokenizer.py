@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from plugins.errors import DataError, did_you_mean
+from tools.data.signals import interruptibly
 
 EOD_TOKEN = "<|endoftext|>"  # id 0 in a tokenizer trained here
 SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN
@@ -63,12 +65,13 @@ class Coder:
         if self._slow is not None:
             flags = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
             return [self._slow(text, **flags)["input_ids"] for text in texts]
-        return [encoding.ids for encoding in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
+        batch = interruptibly(lambda: self._fast.encode_batch_fast(list(texts), add_special_tokens=False))
+        return [encoding.ids for encoding in batch]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of one document's ids."""
         assert self._slow is None, "slow tokenizers are compared by ids"
-        return self._fast.decode(list(ids), skip_special_tokens=False)
+        return interruptibly(lambda: self._fast.decode(list(ids), skip_special_tokens=False))
 
 
 def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
@@ -88,9 +91,9 @@ def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    _train(backend, texts, trainer)
     folder.mkdir()
-    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": EOD_TOKEN,
@@ -101,13 +104,30 @@ def train(texts: Iterable[str], vocab_size: int, folder: Path) -> Tokenizer:
     return _describe(backend.to_str(), folder, EOD_TOKEN)
 
 
+def _train(backend: tokenizers.Tokenizer, texts: Iterable[str], trainer: Any) -> None:
+    """Train such that Ctrl-C is heard; then the corpus is read no further."""
+    interrupted = threading.Event()
+
+    def until_interrupted() -> Iterator[str]:
+        for text in texts:
+            if interrupted.is_set():
+                return
+            yield text
+
+    try:
+        interruptibly(lambda: backend.train_from_iterator(until_interrupted(), trainer))
+    except BaseException:
+        interrupted.set()
+        raise
+
+
 def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bool = False) -> Tokenizer:
     """Load a Hugging Face tokenizer folder, never from the network.
 
     eod_token: the token that ends a document; None takes the tokenizer's `eos_token`.
     Raises `DataError` when the folder is missing, is no tokenizer, or names no end-of-document token.
     """
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise DataError(f"--tokenizer {folder}: no such folder; give `bytes` or a Hugging Face tokenizer folder")
     hugging_face = _load_hugging_face(str(folder), trust_remote_code)
     token = eod_token or hugging_face.eos_token

@@ -16,6 +16,7 @@ from tools.data import tokenizer as tokenizers
 from tools.data.index import BrokenIndexError, IndexReader
 from tools.data.reporter import Reporter
 from tools.data.sampling import chosen, held_out
+from tools.data.sidecar_form import check_form
 from tools.data.skips import Skips
 from tools.data.sources import STDLIB_NAMES, Corpus
 from tools.data.tokenizer import Coder, Tokenizer
@@ -79,6 +80,7 @@ def verify(
     """
     reporter = reporter or Reporter()
     sidecar = outputs.read_sidecar(prefix)
+    check_form(Path(f"{prefix}.json"), sidecar)
     report = Verification(str(prefix))
     try:
         reader = IndexReader(prefix)

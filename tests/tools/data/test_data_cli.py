@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -61,7 +62,6 @@ def test_verify_exits_1_when_something_is_wrong(tmp_path: Path, source: Path) ->
         (["--input", "stdlib", "--tokenizer", "nowhere"], "--tokenizer nowhere: no such folder"),
         (["--input", "stdlib", "--tokenizer", "x", "--vocab-size", "300"], "--vocab-size goes with --tokenizer bytes"),
         (["--input", "stdlib", "--eod-token", "x"], "--eod-token and --trust-remote-code go with --tokenizer DIR"),
-        (["--input", __file__, "--vocab-size", "5"], "--vocab-size 5 is too small"),
         (["--input", __file__, "--held-out", "0.5"], "leaves the"),
     ],
 )
@@ -74,7 +74,10 @@ def test_user_errors_are_data_errors(tmp_path: Path, arguments: list[str], messa
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--held-out", "1"], ["--held-out", "-0.1"], ["--workers", "0"], ["--dtype", "int8"], ["--inptu", "x"]],
+    [
+        *(["--held-out", "1"], ["--held-out", "-0.1"], ["--workers", "0"], ["--dtype", "int8"], ["--inptu", "x"]),
+        ["--vocab-size", "5"],
+    ],
 )
 def test_values_out_of_range_are_usage_errors(tmp_path: Path, source: Path, arguments: list[str]) -> None:
     result = run("prepare", "--input", source, "--output", tmp_path / "out", *arguments)
@@ -117,7 +120,11 @@ def test_a_bar_appears_on_a_terminal_and_only_on_stderr(tmp_path: Path, source: 
     run_here = {"cwd": tmp_path, "env": environment() | {"TERM": "xterm"}, "stdout": subprocess.PIPE}
     result = subprocess.run(command, stderr=terminal, check=True, **run_here)
     os.close(terminal)
-    seen = os.read(main, 1 << 20).decode()
+    written = b""
+    with contextlib.suppress(OSError):  # how Linux says that there is no more
+        while part := os.read(main, 1 << 20):  # a few KB at a time
+            written += part
     os.close(main)
+    seen = written.decode()
     assert json.loads(result.stdout)["documents"] == 1
     assert "\x1b[" in seen and "checked train" in seen

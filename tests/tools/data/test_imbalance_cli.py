@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from data_helpers import CALL, REPOSITORY, environment, write_index
 
 from plugins.errors import DataError, RecipeError, TC3Error
+from tools.data import imbalance_picture
 from tools.data.cli import data
 
 CONFIG = "train_dataset.data_loader.config"
@@ -42,7 +43,8 @@ def test_text(prefix: Path) -> None:
         "512 samples a step = 8 x 64 x 1",
         "ranks wait for each other at the end of a step; 8 pipeline stages",
         "looked at 4 of 750 steps",
-        "slowest/mean, attention",
+        "step/even, attention",
+        "a pipeline can stay below 1",
         "predicted step time with plugins.attention_balance: -",
         "over 8 context-parallel ranks",
         "modelled, not measured",
@@ -63,7 +65,7 @@ def test_json_is_one_object_on_stdout(prefix: Path, tmp_path: Path) -> None:
     found = content["result"]
     assert found["layout"]["ranks_per_barrier"] == 8 and found["layout"]["pipeline_stages"] == 8
     assert found["steps_looked_at"] == [0, 374, 749]
-    for key in ("attention_slowest_over_mean", "step_slowest_over_mean"):
+    for key in ("attention_over_even", "step_over_even"):
         before, after = found[key]["mean"]
         assert before > 1.2 * after and found[key]["lower_bound"] <= after
     assert found["speed_up"] > 1.2 and 0 < found["attention_share"] < 1
@@ -73,6 +75,23 @@ def test_json_is_one_object_on_stdout(prefix: Path, tmp_path: Path) -> None:
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
     for word in ("document lengths", "attention of each rank in step 375", "slowest rank of each micro-batch"):
         assert word in picture.read_text("utf-8")
+
+
+def test_the_pictures_legend_has_no_frame_to_overflow_and_stands_below_the_curves(
+    prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = []
+    monkeypatch.setattr(imbalance_picture, "save_figure", lambda figure, path: figures.append(figure) or path)
+    run(prefix, "--recipe", LARGE, "--steps", 1, "--picture", tmp_path / "a.svg")
+    (figure,) = figures
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["no scheduling", "attention_balance"]
+    box = legend.get_window_extent()
+    for axes in figure.axes[1:]:
+        assert axes.get_legend() is None and axes.get_ylabel() == "over the mean (modelled)"
+        assert box.y1 <= axes.get_tightbbox().y0
+    assert not any(shown.get_frame_on() for shown in (legend, figure.axes[0].get_legend()))
 
 
 def test_the_picture_of_the_same_numbers_is_the_same_file(prefix: Path, tmp_path: Path) -> None:
@@ -95,7 +114,7 @@ def test_a_recipe_without_masks_has_nothing_to_balance(prefix: Path, tmp_path: P
 def test_a_window_has_no_bound(prefix: Path) -> None:
     found = json.loads(run(prefix, "--recipe", LARGE, "--steps", 1, "--window", 2, "--json").stdout)["result"]
     assert found["layout"]["window"] == 2 and found["steps_looked_at"] == [0, 1]
-    assert found["step_slowest_over_mean"]["lower_bound"] is None
+    assert found["step_over_even"]["lower_bound"] is None
     assert "samples change places within 2 steps" in run(prefix, "--recipe", LARGE, "--steps", 1, "--window", 2).stdout
 
 

@@ -1,0 +1,200 @@
+"""Files of the tables that are too large or too binary to stand in them: each builder fills a row's folder."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from tools.data.prepare import PrepareOptions, prepare
+from tools.data.sources import Corpus
+
+TEXTS = [f"Document {number}: {'the quick brown fox jumps over the lazy dog. ' * (number % 7 + 1)}" for number in range(40)]
+
+
+def jsonl(folder: Path) -> None:
+    """corpus.jsonl: 40 documents."""
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+
+
+def corpus(folder: Path) -> None:
+    """corpus.jsonl, and c.bin, c.idx, c.json, c_tokenizer made of it."""
+    jsonl(folder)
+    prepare(PrepareOptions(Corpus((str(folder / "corpus.jsonl"),)), folder / "c", vocab_size=300))
+
+
+def truncated_gz(folder: Path) -> None:
+    """cut.jsonl.gz: ends in the middle."""
+    whole = gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode())
+    (folder / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+
+
+def truncated_bin(folder: Path) -> None:
+    """A corpus whose c.bin lacks its last bytes."""
+    _cut(folder, "c.bin", -7)
+
+
+def truncated_idx(folder: Path) -> None:
+    """A corpus whose c.idx lacks its last bytes."""
+    _cut(folder, "c.idx", -5)
+
+
+def header_only_idx(folder: Path) -> None:
+    """A corpus whose c.idx ends inside its header."""
+    _cut(folder, "c.idx", 20)
+
+
+def flipped_bin(folder: Path) -> None:
+    """A corpus with one bit of c.bin turned."""
+    _flip(folder, "c.bin", 100)
+
+
+def flipped_lengths(folder: Path) -> None:
+    """A corpus with one bit of the first document's length turned."""
+    _flip(folder, "c.idx", 34)
+
+
+def flipped_offsets(folder: Path) -> None:
+    """A corpus with one bit of an offset turned."""
+    _flip(folder, "c.idx", 34 + 40 * 4 + 9)
+
+
+def _cut(folder: Path, name: str, end: int) -> None:
+    corpus(folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes()[:end])
+
+
+def _flip(folder: Path, name: str, at: int) -> None:
+    corpus(folder)
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(bytes(content))
+
+
+def deep_yaml(folder: Path) -> None:
+    """deep.yaml: a list in a list in a list, 5,000 of them."""
+    (folder / "deep.yaml").write_text("a: " + "[" * 5000 + "]" * 5000 + "\n")
+
+
+def alias_bomb(folder: Path) -> None:
+    """bomb.yaml: ten anchors, each nine times the one before: a billion values by name, a few hundred in truth."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    (folder / "bomb.yaml").write_text("\n".join(lines) + "\n")
+
+
+def deep_json(folder: Path) -> None:
+    """deep.json: a line of 100,000 open brackets."""
+    (folder / "deep.json").write_text("[" * 100_000 + "\n")
+
+
+def corpus_of_mini(folder: Path) -> None:
+    """The corpora that recipes/mini reads: output/data/stdlib and its held-out part."""
+    target = folder / "output" / "data"
+    target.mkdir(parents=True)
+    jsonl(folder)
+    options = PrepareOptions(
+        Corpus((str(folder / "corpus.jsonl"),)), target / "stdlib", vocab_size=300, held_out=0.3, seed=3
+    )
+    prepare(options)
+
+
+def cut_corpus_of_mini(folder: Path) -> None:
+    """The same, its .bin without its last half."""
+    corpus_of_mini(folder)
+    path = folder / "output" / "data" / "stdlib.bin"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def corpus_of_large_ids(folder: Path) -> None:
+    """A corpus whose tokenizer has an id past 65,535."""
+    corpus(folder)
+    path = folder / "c_tokenizer" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["~~~"] = 70_000
+    path.write_text(json.dumps(content))
+
+
+def corpus_without_end(folder: Path) -> None:
+    """A corpus whose tokenizer says nothing of an end of document."""
+    corpus(folder)
+    path = folder / "c_tokenizer" / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    del content["eos_token"]
+    path.write_text(json.dumps(content))
+
+
+def corpus_without_bin(folder: Path) -> None:
+    """A corpus without c.bin."""
+    corpus(folder)
+    (folder / "c.bin").unlink()
+
+
+def corpus_without_idx(folder: Path) -> None:
+    """A corpus without c.idx."""
+    corpus(folder)
+    (folder / "c.idx").unlink()
+
+
+def empty_idx(folder: Path) -> None:
+    """A corpus whose c.idx holds nothing."""
+    _cut(folder, "c.idx", 0)
+
+
+def boasting_idx(folder: Path) -> None:
+    """A corpus whose c.idx counts 2**62 documents."""
+    corpus(folder)
+    path = folder / "c.idx"
+    content = path.read_bytes()
+    path.write_bytes(content[:18] + struct.pack("<QQ", 1 << 62, (1 << 62) + 1) + content[34:])
+
+
+def negative_length(folder: Path) -> None:
+    """A corpus whose first document has -5 tokens."""
+    corpus(folder)
+    path = folder / "c.idx"
+    content = path.read_bytes()
+    path.write_bytes(content[:34] + struct.pack("<i", -5) + content[38:])
+
+
+def empty_sidecar(folder: Path) -> None:
+    """A corpus whose c.json holds nothing."""
+    _cut(folder, "c.json", 0)
+
+
+def binary_sidecar(folder: Path) -> None:
+    """A corpus whose c.json is binary."""
+    corpus(folder)
+    (folder / "c.json").write_bytes(b"\xff\x00\xff")
+
+
+def foreign_sidecar(folder: Path) -> None:
+    """A corpus with somebody else's c.json."""
+    corpus(folder)
+    (folder / "c.json").write_text('{"format": "theirs"}')
+
+
+def short_sidecar(folder: Path) -> None:
+    """A corpus whose c.json lacks most keys."""
+    corpus(folder)
+    (folder / "c.json").write_text('{"format": "tc3-data-1", "documents": 40}')
+
+
+def odd_sidecar(folder: Path) -> None:
+    """A corpus whose c.json says a word where its sources are."""
+    corpus(folder)
+    path = folder / "c.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sources": "corpus.jsonl"}))
+
+
+def slow_text(folder: Path) -> None:
+    """slow.txt: 6 MB of words that are all different, of which a large vocabulary takes a minute to learn."""
+    random = np.random.default_rng(0)
+    letters = random.integers(97, 123, 6_000_000, dtype=np.uint8)
+    letters[random.integers(0, len(letters), len(letters) // 12)] = 32  # blanks
+    (folder / "slow.txt").write_bytes(letters.tobytes())
