@@ -18,7 +18,7 @@ from launch.msrun import check_port, free_port, msrun_command, worker_count, wor
 from launch.progress import TrainingProgress
 from launch.readings import loss_rank
 from launch.script import Launch, in_checkout, launch_script
-from launch.summary import print_failure, print_summary, summarize
+from launch.summary import Again, print_failure, print_summary, summarize
 from launch.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
 from tools.check.view import LOADER, RUNNER, View
@@ -242,8 +242,16 @@ def _run(plan: Plan, as_json: bool) -> Outcome:
         return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
 
 
-def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None) -> list[str]:
-    """The command that goes on with this run, or starts another from `weights`; without its number of steps."""
+def _again(
+    recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None, change: str
+) -> list[str]:
+    """The command that goes on with this run, or starts another from `weights`; without its number of steps.
+
+    `change`: an override that takes the place of what stands for its key; may be empty.
+    """
+    if change:
+        key = change.partition("=")[0]
+        overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
     again = ["tc3", "train", str(recipe), *["--mini"] * mini]
     if weights:
         again += ["--run-dir", f"{run_dir}-next"]
@@ -255,9 +263,7 @@ def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, 
     return again + [word for override in overrides for word in ("--set", override)]
 
 
-def _report(
-    plan: Plan, outcome: Outcome, again: Callable[[Path | None], list[str]], steps: int | None, as_json: bool
-) -> None:
+def _report(plan: Plan, outcome: Outcome, again: Again, steps: int | None, as_json: bool) -> None:
     """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
     summary = summarize(plan.run_dir, plan.recipe, outcome, again, steps)
     if outcome.code:
