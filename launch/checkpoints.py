@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,9 +11,11 @@ from typing import Any
 
 import click
 
-from launch.data_order import differences
+from launch.data_digest import replaced
+from launch.data_order import all_steps, differences
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.sealed_checkpoint.plan import fault
+from tools.check.view import View
 from tools.checkpoint.scan import (
     CheckpointInfo,
     is_sealed,
@@ -75,20 +79,34 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
-    """Raise CheckpointError when going on from `checkpoint` would see the data in another order than the run before."""
+    """Raise CheckpointError when going on from `checkpoint` would see the data in another order than the run before.
+
+    Other data at the same path counts, too.
+    """
     stored = run_dir / "recipe.yaml"
     if checkpoint.path.resolve().parent != save_path(recipe).resolve():
         stored = checkpoint.path.parent.parent / "recipe.yaml"
     if not stored.exists():
         click.echo(f"{stored} is not there: nobody can tell whether the data's order stays the same", err=True)
         return
-    found = differences(load_recipe(stored), recipe, checkpoint.step)
+    found = differences(load_recipe(stored), recipe, checkpoint.step) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
             f"going on from step {checkpoint.step} would repeat samples and leave others out, for their order changes "
             f"from that of {stored}: {'; '.join(found)}. Go on with what it was; or start a new run from the weights: "
             f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
         )
+
+
+def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
+    """That `checkpoint` leaves nothing to train, in words; None where there is something, or where nobody can tell."""
+    wanted, done = all_steps(recipe), checkpoint.step
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))
+        done = int(done * (common["global_batch_size"] / View(recipe).global_batch))  # as MindFormers counts them
+    if not wanted or done < wanted:
+        return None
+    return f"the run is complete: {checkpoint.path} holds step {done:,} of {wanted:,}; nothing is started"
 
 
 def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:

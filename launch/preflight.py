@@ -20,7 +20,14 @@ from tools.recipe.load import Recipe
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
-PARTS = ("recipe.yaml", "logs", "metrics", "checkpoint", "strategy")  # what a run's folder holds that --force removes
+PARTS = (
+    "recipe.yaml",
+    "data.json",
+    "logs",
+    "metrics",
+    "checkpoint",
+    "strategy",
+)  # what a run's folder holds that --force removes
 LOCK = ".lock"
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
 _HELD_OUT = "plugins.held_out_loss.data_path"

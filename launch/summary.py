@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from launch.data_order import most_steps
+from launch.data_order import all_steps, most_steps
 from launch.failure import STOPPED
 from launch.picture import draw_loss_curve
 from launch.readings import loss_rank, read_held_out, read_metrics
@@ -45,7 +45,7 @@ def summarize(
     if outcome.code:
         more = _resuming(again, wanted, gentler(recipe) if failure and failure.stopped else "")
     else:
-        more = _next_command(recipe, readings.total_steps or 0, best.path if best else None, again)
+        more = _next_command(recipe, readings.total_steps or all_steps(recipe), best.path if best else None, again)
     return {
         "exit_code": outcome.code,
         "error": failure.message if failure else None,

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from launch import checkpoints, preflight
+from launch import checkpoints, data_digest, preflight
 from launch.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
 from launch.progress import TrainingProgress
 from launch.readings import loss_rank
@@ -99,10 +99,15 @@ def train(
         plan = make_plan(flat, run_dir, resume, port)
         if plan.resume:
             checkpoints.check_data_order(flat, run_dir, plan.resume)
-            if resume != "auto":
+        if plan.resume and (done := checkpoints.complete(flat, plan.resume)):
+            click.echo(done, err=True)
+            outcome = Outcome(0)
+        else:
+            if plan.resume and resume != "auto":
                 checkpoints.leave_behind(saves, plan.resume)
-        dump_recipe(flat, run_dir / "recipe.yaml")
-        outcome = _run(plan, as_json)
+            dump_recipe(flat, run_dir / "recipe.yaml")
+            data_digest.keep(flat, run_dir)
+            outcome = _run(plan, as_json)
     _report(plan, outcome, partial(_again, recipe, overrides, run_dir, mini), steps, as_json)
     sys.exit(outcome.code)
 
@@ -197,6 +202,8 @@ def _dry_run(flat: Recipe, run_dir: Path, resume: str | None, port: int | None, 
     checks = _checks(flat, run_dir, resume, port, force)
     if plan.resume:
         checks.append(partial(checkpoints.check_data_order, flat, run_dir, plan.resume))
+        if done := checkpoints.complete(flat, plan.resume):
+            click.echo(done, err=True)
     for check in checks:
         try:
             check()

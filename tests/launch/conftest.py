@@ -15,7 +15,7 @@ output_dir: ./elsewhere
 use_parallel: True
 context: {device_target: CPU}
 runner_config: {batch_size: &bs 4}
-lr_schedule: {total_steps: 40}
+lr_schedule: {total_steps: 40, learning_rate: 1.e-3}
 train_dataset:
   data_loader:
     type: BlendedMegatronDatasetDataLoader

@@ -91,6 +91,19 @@ def test_a_failing_worker_gives_code_1_its_traceback_and_the_log(train, runs):
     assert json.loads(out)["error"] == "plugins.x: no such plugin"
 
 
+def test_a_run_that_ended_itself_says_why_and_what_to_change(train, runs, save, workplace):
+    runs.outcome = Outcome(1, Failure("step 3: lm loss is NaN; start over", Path("/l/worker_1.log"), stopped=True))
+    flags = ("--set", "lr_schedule.learning_rate=0.5", "--steps", "9")
+    code, out, err = train("mini/toy.yaml", *flags)
+    assert code == 1 and not out.startswith("steps:")
+    assert "tc3: stopped: step 3: lm loss is NaN; start over. Log: /l/worker_1.log\n" in err
+    again = "tc3 train mini/toy.yaml --resume auto --set lr_schedule.learning_rate=0.25 --steps 9\n"
+    assert err.endswith(f"Start over with: {again}")
+    save(workplace / "output" / "mini-toy" / "checkpoint", 2)
+    code, _, err = train("mini/toy.yaml", "--resume", "auto", *flags)
+    assert code == 1 and f"Checkpoint of step 2: {workplace}" in err and err.endswith(f"Go on with: {again}")
+
+
 def test_an_interrupted_run_says_where_its_logs_and_checkpoint_are(train, runs, workplace, monkeypatch):
     saved = workplace / "output" / "mini-toy" / "checkpoint" / "iteration_00000002"
     monkeypatch.setattr("launch.summary.scan_checkpoints", lambda root: (CheckpointInfo(saved, 2), []))
