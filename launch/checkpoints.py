@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,10 @@ from tools.checkpoint.scan import (
 )
 from tools.recipe.load import Recipe, load_recipe
 
+_WEIGHTS = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
+
+_SLOW = 1 << 30  # bytes that take seconds to read
+
 
 def save_path(recipe: dict[str, Any]) -> Path:
     """Where an effective recipe's checkpoints go."""
@@ -41,6 +46,7 @@ def find_checkpoint(resume: str, root: Path) -> CheckpointInfo | None:
     """
     if resume != "auto":
         return _named(resume, root)
+    say_reading(next(iter(iterations(root)), None))
     best, skipped = scan_checkpoints(root)
     for path, reason in skipped:
         click.echo(f"skipping checkpoint {path}: {reason}", err=True)
@@ -51,9 +57,17 @@ def find_checkpoint(resume: str, root: Path) -> CheckpointInfo | None:
     return CheckpointInfo(best.path.absolute(), best.step)
 
 
+def say_reading(folder: Path | None) -> None:
+    """Say, on stderr, that a checkpoint is read as a whole, where that takes a while."""
+    size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder else 0
+    if size > _SLOW:
+        click.echo(f"{folder}: reading its {size / 1e9:,.0f} GB, to see whether it is whole", err=True)
+
+
 def _named(resume: str, root: Path) -> CheckpointInfo:
     """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
     folder = one_iteration(resume, ["auto", *map(str, root.glob("iteration_*"))])
+    say_reading(folder)
     reason = fault(folder)
     if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
         raise CheckpointError(
@@ -65,15 +79,25 @@ def _named(resume: str, root: Path) -> CheckpointInfo:
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
-    """The folder that `resume` names; raises CheckpointError where it is none, or one of several checkpoints."""
+    """The folder that `resume` names; raises CheckpointError where it is none, or no single checkpoint."""
     folder = Path(resume).absolute()
-    if not folder.is_dir():
-        known = [*known, *map(str, Path(resume).parent.glob("iteration_*"))]
-        raise CheckpointError(f"--resume {resume}: no such folder{did_you_mean(resume, known)}")
-    inside = [*iterations(folder), *iterations(folder / "checkpoint")]
+    try:
+        if not folder.is_dir():
+            known = [*known, *map(str, Path(resume).parent.glob("iteration_*"))]
+            kind = "a file; name the folder that it is in" if folder.exists() else "no such folder"
+            raise CheckpointError(f"--resume {resume}: {kind}{did_you_mean(resume, known)}")
+        inside = [*iterations(folder), *iterations(folder / "checkpoint")]
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"--resume {resume}: cannot be read ({error.strerror})") from None
     if inside:
         raise CheckpointError(
             f"--resume {resume}: holds checkpoints and is none; name one of them, such as {inside[0]}"
+        )
+    if "common.json" not in names or not any(_WEIGHTS.search(name) for name in names):
+        raise CheckpointError(
+            f"--resume {resume}: no checkpoint: one holds common.json and *-model-*.safetensors, as "
+            "RUN/checkpoint/iteration_00000100 does; weights alone go into checkpoint.load_path of a new run"
         )
     return folder
 

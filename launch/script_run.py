@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from launch import data_digest
+from launch.checkpoint_model import check_model
 from launch.checkpoints import check_data_order, check_save_path, check_share, complete, one_iteration, save_path
 from launch.msrun import worker_count
 from tools.checkpoint.scan import CheckpointInfo, iteration
@@ -40,6 +41,7 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
             check_share(checkpoint, rank, worker_count(recipe))
         if rank == 0:
             if checkpoint is not None:
+                check_model(recipe, checkpoint.path)
                 check_data_order(recipe, run_dir, checkpoint)
             dump_recipe(recipe, run_dir / "recipe.yaml")
             data_digest.keep(recipe, run_dir)

@@ -11,13 +11,14 @@ from typing import Any
 
 import click
 
+from launch.checkpoints import say_reading
 from launch.data_order import all_steps, most_steps
 from launch.failure import STOPPED
 from launch.picture import draw_loss_curve
 from launch.readings import loss_rank, read_held_out, read_metrics
 from launch.supervise import Outcome
 from tools.check.view import View
-from tools.checkpoint.scan import scan_checkpoints
+from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.recipe.load import Recipe
 
 Again = Callable[[Path | None, str], list[str]]
@@ -39,7 +40,9 @@ def summarize(
     """
     metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
     readings, held_out = read_metrics(metrics), read_held_out(run_dir)
-    best, _ = scan_checkpoints(Path(recipe["checkpoint"]["save_path"]))
+    saves = Path(recipe["checkpoint"]["save_path"])
+    say_reading(next(iter(iterations(saves)), None))
+    best, _ = scan_checkpoints(saves)
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:

@@ -29,11 +29,11 @@ def test_nan_ends_the_run_names_the_part_and_the_way_on_and_saves_nothing(whole,
     runs.poisoned(whole, run_dir, 8, MTP)
     text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto", "--json", expect=1, **graph)
     summary = json.loads(text[text.index('{"exit_code"') :])
-    assert summary["error"].startswith("step 9: mtp loss is NaN; resume from iteration 8 (")
+    assert summary["error"].startswith("step 9: load-balancing loss is NaN; resume from iteration 8 (")
     assert (summary["exit_code"], summary["final_loss"], summary["checkpoint_step"]) == (1, None, 8)
     assert summary["next_command"].endswith("--set lr_schedule.learning_rate=0.0015")
     assert max(runs.steps(run_dir)) == 9 and runs.checkpoints(run_dir) == [4, 8]
-    assert "tc3: stopped: step 9: mtp loss is NaN" in text and "Traceback" not in text
+    assert "tc3: stopped: step 9: load-balancing loss is NaN" in text and "Traceback" not in text
 
 
 def test_two_workers_end_together(whole_dp2, graph_dp2, corpus, tmp_path):
@@ -52,7 +52,8 @@ def test_within_what_is_allowed_nothing_is_saved_either(whole_dp2, graph_dp2, co
     runs.poisoned(whole_dp2, run_dir, 8, EMBEDDING)
     recipe = tolerant(tmp_path, runs.TINY_DP2, 10)
     text = runs.train(recipe, run_dir, corpus, "--resume", "auto", expect=1, **graph_dp2)
-    assert "step 12: lm loss is NaN, the step number 4 in a row that is not finite; the first was step 9" in text
+    words = "step 12: load-balancing loss is NaN, the step number 4 in a row that is not finite; the first was step 9, "
+    assert words + "whose lm loss is NaN" in text
     assert max(runs.steps(run_dir)) == 12 and runs.checkpoints(run_dir) == [4, 8], "12 is a step of saving"
 
 
