@@ -105,6 +105,9 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("tc3: interrupted", err=True)
+        sys.exit(130)
     except StoppedError as error:
         click.echo(f"{STOPPED}{error}", err=True)
         sys.exit(1)
