@@ -35,7 +35,7 @@ def summarize(
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
-    Absent things are None. `again` gives the command that resumes, or that starts a new run from a checkpoint's
+    Absent things are None, and losses that are not finite. `again` gives the command that resumes, or that starts a new run from a checkpoint's
     weights, with one more override where one is given; see `_next_command`.
     """
     metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
@@ -97,11 +97,12 @@ def gentler(recipe: Recipe) -> str:
 def print_summary(summary: dict[str, Any]) -> None:
     """The end of a run that went well, on stdout."""
     rows = [("steps", f"{summary['steps']}")]
-    if summary["first_loss"] is not None:
-        rows.append(("training loss", f"{summary['first_loss']:.4f} -> {summary['final_loss']:.4f}"))
-    if summary["first_held_out_loss"] is not None:
-        first, final = summary["first_held_out_loss"], summary["final_held_out_loss"]
-        rows.append(("held-out loss", f"{first:.4f} -> {final:.4f} (on text never trained on)"))
+    first, final = summary["first_loss"], summary["final_loss"]
+    if summary["steps"]:
+        rows.append(("training loss", f"{_loss(first)} -> {_loss(final)}"))
+    first, final = summary["first_held_out_loss"], summary["final_held_out_loss"]
+    if first is not None or final is not None:
+        rows.append(("held-out loss", f"{_loss(first)} -> {_loss(final)} (on text never trained on)"))
     if summary["tokens_per_second"]:
         rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s (median step)"))
     rows.append(("checkpoint", summary["checkpoint"] or "none was saved"))
@@ -109,6 +110,10 @@ def print_summary(summary: dict[str, Any]) -> None:
     rows.append(("go on with", summary["next_command"]))
     for name, text in rows:
         click.echo(f"{name + ':':<15}{text}")
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:

@@ -104,6 +104,14 @@ def test_a_run_that_ended_itself_says_why_and_what_to_change(train, runs, save, 
     assert code == 1 and f"Checkpoint of step 2: {workplace}" in err and err.endswith(f"Go on with: {again}")
 
 
+def test_a_run_that_was_told_to_go_on_with_nan_says_so_and_its_json_is_json(train, runs, monkeypatch):
+    monkeypatch.setattr(runs, "loss", lambda step: 6.0 if step < 3 else float("nan"), raising=False)
+    code, out, _ = train("mini/toy.yaml")
+    assert code == 0 and "training loss: 6.0000 -> not finite\n" in out
+    summary = json.loads(train("mini/toy.yaml", "--force", "--json")[1], parse_constant=pytest.fail)
+    assert (summary["first_loss"], summary["final_loss"]) == (6.0, None)
+
+
 def test_an_interrupted_run_says_where_its_logs_and_checkpoint_are(train, runs, workplace, monkeypatch):
     saved = workplace / "output" / "mini-toy" / "checkpoint" / "iteration_00000002"
     monkeypatch.setattr("launch.summary.scan_checkpoints", lambda root: (CheckpointInfo(saved, 2), []))
