@@ -30,6 +30,7 @@ from tools.recipe.load import Recipe, load_recipe
 
 _WEIGHTS = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 
+_TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
 _SLOW = 1 << 30  # bytes that take seconds to read
 
 
@@ -141,6 +142,19 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
     reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
     if reason:
         raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
+
+
+def check_load_path(recipe: Recipe) -> None:
+    """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none."""
+    path = View(recipe).get(("checkpoint", "load_path"))
+    if not isinstance(path, str) or not path or Path(path).is_file():
+        return  # one file is of MindFormers' legacy format
+    try:
+        names = {each.name for each in Path(path).iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"checkpoint.load_path: {path}: no folder that can be read ({error.strerror})") from None
+    if _TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors)")
 
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:

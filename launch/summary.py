@@ -35,8 +35,8 @@ def summarize(
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
-    Absent things are None, and losses that are not finite. `again` gives the command that resumes, or that starts a new run from a checkpoint's
-    weights, with one more override where one is given; see `_next_command`.
+    Absent things are None, and losses that are not finite. `again` gives the command that resumes, or that starts a
+    new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
     """
     metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
     readings, held_out = read_metrics(metrics), read_held_out(run_dir)

@@ -194,6 +194,7 @@ def _checks(
         lambda: preflight.check_machine(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
+        lambda: None if resume else checkpoints.check_load_path(recipe),
         lambda: preflight.check_run_dir(run_dir, bool(resume), force),
         lambda: checkpoints.check_save_path(saves, bool(resume), force),
         lambda: preflight.check_disk(run_dir),

@@ -174,6 +174,14 @@ REFUSALS = {
     "empty folder": (["mini/toy.yaml", "--resume", "empty"], "--resume empty: no checkpoint: one holds common.json"),
     "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
     "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "no folder that can be read (File name too long)"),
+    "no weights": (
+        ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
+        "checkpoint.load_path: mini: holds no weights (*.safetensors)",
+    ),
+    "weights gone": (
+        ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
+        "checkpoint.load_path: gone: no folder that can be read (No such file or directory)",
+    ),
     "bad parallel size": (["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"], "wants a positive integer"),
     "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
 }
