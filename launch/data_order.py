@@ -208,6 +208,12 @@ def _words(shuffle: Shuffle) -> str:
     return epochs + " with the last one apart" * shuffle.last_apart
 
 
+def all_steps(recipe: Recipe) -> int:
+    """Steps that the recipe trains in all; 0 where it does not say."""
+    view = View(recipe)
+    return view.number((*RUNNER, "epochs"), 1) * (_samples(view) // view.global_batch)
+
+
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
     """How many of `wanted` steps the recipe can be trained for in the order that it has; None: it cannot be told."""
     view = View(recipe)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 TAIL = 15  # lines of a log shown
 USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
+STOPPED = "tc3: stopped: "  # begins the last words of a worker that has ended the run for what it saw in training
 
 _TRACEBACK = "Traceback (most recent call last):"
 _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: (-?\d+)")
@@ -16,12 +17,16 @@ _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: 
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a run: one message, the log to read, and that log's telling lines."""
+    """What ended a run: one message, the log to read, and that log's telling lines.
+
+    `user_error`: the message is all, and the user's to mend; `stopped`: it is all, and says what was wrong in training.
+    """
 
     message: str
     log: Path
     lines: tuple[str, ...] = ()
     user_error: bool = False
+    stopped: bool = False
     has_traceback: bool = False
 
 
@@ -29,6 +34,8 @@ def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
     """The failure of worker `rank` that ended with exit code `code` (negative: a signal; None: unknown)."""
     lines = read_lines(log)
     told = next((line for line in reversed(lines) if line.startswith("tc3: ")), None)
+    if told and told.startswith(STOPPED):
+        return Failure(told.removeprefix(STOPPED), log, stopped=True)
     if code in (USER_ERROR, None) and told:
         return Failure(told.removeprefix("tc3: "), log, user_error=True)
     traceback = any(_TRACEBACK in line for line in lines)

@@ -6,9 +6,10 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import click
 
@@ -16,11 +17,19 @@ from launch.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from tools.check import check_recipe
 from tools.check.dispatch import check_dispatch
+from tools.data.outputs import read_sidecar
 from tools.recipe.load import Recipe
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
-PARTS = ("recipe.yaml", "logs", "metrics", "checkpoint", "strategy")  # what a run's folder holds that --force removes
+PARTS = (
+    "recipe.yaml",
+    "data.json",
+    "logs",
+    "metrics",
+    "checkpoint",
+    "strategy",
+)  # what a run's folder holds that --force removes
 LOCK = ".lock"
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
 _HELD_OUT = "plugins.held_out_loss.data_path"
@@ -55,22 +64,46 @@ def check_sound(recipe: Recipe) -> None:
 
 
 def check_data(recipe: Mapping[str, Any]) -> None:
-    """Raise DataError when a Megatron dataset of the recipe has no .bin or .idx file, saying how to make it."""
+    """Raise DataError when a Megatron dataset of the recipe has no .bin or .idx file, saying how to make it.
+
+    Also when two of its datasets, the held-out one among them, are known to be of different tokenizers.
+    """
     loader = (recipe.get("train_dataset") or {}).get("data_loader") or {}
     if loader.get("type") != "BlendedMegatronDatasetDataLoader":
         return
     prefixes = data_prefixes((loader.get("config") or {}).get("data_path"))
-    held_out = _held_out(recipe)
-    for key, prefix in [*((_DATA_PATH, prefix) for prefix in prefixes), *((_HELD_OUT, prefix) for prefix in held_out)]:
+    datasets = [(_DATA_PATH, prefix) for prefix in prefixes] + [(_HELD_OUT, prefix) for prefix in held_out(recipe)]
+    for key, prefix in datasets:
         missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
         if missing:
             known = [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
             hint = did_you_mean(os.path.normpath(prefix), known)
             make = _prepare(prefix.removesuffix("_heldout") if key == _HELD_OUT else prefix, recipe)
             raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
+    _check_tokenizers(datasets)
 
 
-def _held_out(recipe: Mapping[str, Any]) -> list[str]:
+def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
+    """Compare what `tc3 data prepare` noted of the tokenizers of (key, prefix); data of other tools is not known."""
+    known = [(key, prefix, mark) for key, prefix in datasets if (mark := _fingerprint(prefix))]
+    for key, prefix, mark in known[1:]:
+        _, first, wanted = known[0]
+        if mark != wanted:
+            raise DataError(
+                f"{key}: {prefix} was prepared with another tokenizer ({mark[:12]}) than {first} ({wanted[:12]}): "
+                "its ids mean other text; prepare both with one: tc3 data prepare --tokenizer FOLDER"
+            )
+
+
+def _fingerprint(prefix: str) -> str | None:
+    """What tells a dataset's tokenizer from others; None where nobody noted it."""
+    try:
+        return str(read_sidecar(prefix)["tokenizer"]["fingerprint"])
+    except (DataError, OSError, KeyError, TypeError):
+        return None
+
+
+def held_out(recipe: Mapping[str, Any]) -> list[str]:
     """The prefix that plugins.held_out_loss reads, if that plugin is on."""
     settings = (recipe.get("plugins") or {}).get("held_out_loss")
     path = settings.get("data_path") if isinstance(settings, dict) else None
@@ -97,8 +130,8 @@ def _is_number(text: str) -> bool:
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
     """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
     corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
-    held_out = " --held-out 0.05" if f"{prefix}_heldout" in _held_out(recipe) else ""
-    return f"tc3 data prepare --input {corpus}{held_out} --output {os.path.normpath(prefix)}"
+    share = " --held-out 0.05" if f"{prefix}_heldout" in held_out(recipe) else ""
+    return f"tc3 data prepare --input {corpus}{share} --output {os.path.normpath(prefix)}"
 
 
 def check_disk(folder: Path) -> None:
@@ -115,10 +148,14 @@ def check_disk(folder: Path) -> None:
 
 def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
     """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else."""
-    if not run_dir.exists() or not any(run_dir.iterdir()):
+    try:
+        names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"--run-dir {run_dir}: no folder that can be read ({error.strerror})") from None
+    if not {*names} - {LOCK}:
         return
-    if not (run_dir / "recipe.yaml").exists():
-        strange = [path.name for path in run_dir.iterdir() if path.name not in (*PARTS, LOCK)]
+    if "recipe.yaml" not in names:
+        strange = [name for name in names if name not in (*PARTS, LOCK)]
         if strange:
             raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
     elif not (resume or force):
@@ -154,17 +191,30 @@ def _clear(folder: Path) -> None:
 def only_run_in(*folders: Path) -> Iterator[None]:
     """Hold the locks of a run's folders, which the kernel frees even if we are killed; ClusterError when a run has one.
 
-    A file system without locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
+    A start that fails in the block leaves neither the locks nor folders that were made for them. A file system without
+    locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
     """
     with ExitStack() as held:
         for folder in dict.fromkeys(folder.resolve() for folder in folders):
+            made = [each for each in [folder, *folder.parents] if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            _lock(folder, held.enter_context((folder / LOCK).open("a+")))
+            held.push(partial(_leave_nothing, made))
+            _lock(folder, held)
         yield
 
 
-def _lock(folder: Path, lock: TextIO) -> None:
-    """Take a lock and write down who has it."""
+def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: object) -> None:
+    """After a failed start, remove the folders that were `made` for it, innermost first, as far as they are empty."""
+    if kind is not None:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def _lock(folder: Path, held: ExitStack) -> None:
+    """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
+    path = folder / LOCK
+    lock = held.enter_context(path.open("a+"))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -172,6 +222,10 @@ def _lock(folder: Path, lock: TextIO) -> None:
         raise ClusterError(f"{folder}: a run is in progress there (pid {lock.read().strip()})") from None
     except OSError as error:
         click.echo(f"{folder}: its file system has no locks ({error.strerror}): start no second run there", err=True)
+    if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+        _lock(folder, held)  # a start that failed has removed the file between our opening and locking it
+        return
+    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
     lock.truncate(0)
     lock.write(str(os.getpid()))
     lock.flush()

@@ -1,4 +1,4 @@
-"""Show a run's progress: a bar on a terminal, a plain line every tenth of the way elsewhere."""
+"""Show a run's progress: a bar on a terminal; elsewhere a plain line every tenth of the way, and each minute."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from launch.readings import Follower, Readings
 
 COMPILING = "compiling…"  # until the first step is done
+QUIET = 60.0  # seconds without a line, at most
 
 
 class TrainingProgress:
@@ -24,6 +25,7 @@ class TrainingProgress:
         self.follower = Follower(run_dir / "metrics" / f"rank_{rank}.jsonl", from_end=True)
         self.started = time.monotonic()
         self.shown = -1  # tenths of the run printed so far
+        self.said = self.started  # when the last line was printed
         self.bar = _bar(console) if console.is_terminal else None
 
     def __enter__(self) -> TrainingProgress:
@@ -45,6 +47,8 @@ class TrainingProgress:
             self.readings.add(record)
             if not self.bar and "step" in record:
                 self._print_tenth(record)
+        if not self.bar and time.monotonic() - self.said >= QUIET:
+            self._say_something()
         if self.bar and self.readings.steps:
             last = self.readings.last
             self.bar.update(
@@ -55,6 +59,13 @@ class TrainingProgress:
                 note=self._note(last),
             )
 
+    def _say_something(self) -> None:
+        """A line that shows that the run lives, or for how long it has not made a step."""
+        if self.readings.steps:
+            self._print_step(self.readings.last)
+        else:
+            self._print(f"{COMPILING} {time.monotonic() - self.started:.0f} s")
+
     def _print_tenth(self, record: dict[str, Any]) -> None:
         """One line for the first step, for each tenth of the way, and for the last step."""
         total = self.readings.total_steps
@@ -62,8 +73,15 @@ class TrainingProgress:
         if tenth > self.shown:
             first = f"  (first step after {time.monotonic() - self.started:.0f} s)" if self.shown < 0 else ""
             self.shown = tenth
-            of = f"/{total}" if total else ""
-            self.console.print(f"step {record['step']}{of}  {self._note(record)}{first}", highlight=False)
+            self._print_step(record, first)
+
+    def _print_step(self, record: dict[str, Any], more: str = "") -> None:
+        of = f"/{self.readings.total_steps}" if self.readings.total_steps else ""
+        self._print(f"step {record['step']}{of}  {self._note(record)}{more}")
+
+    def _print(self, line: str) -> None:
+        self.said = time.monotonic()
+        self.console.print(line, highlight=False)
 
     def _note(self, record: dict[str, Any]) -> str:
         speed = self.readings.tokens_per_second()

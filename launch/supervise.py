@@ -77,6 +77,11 @@ def supervise(
     return Outcome(code, failure, tuple(left))
 
 
+def _tells(failure: Failure) -> tuple[bool, bool, bool]:
+    """Of several failures the one to show is the largest by this."""
+    return failure.user_error, failure.stopped, failure.has_traceback
+
+
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
@@ -133,13 +138,13 @@ class _Watch:
             if member.rank is not None and member.failed
         ]
         if failures:
-            return max(failures, key=lambda pair: (pair[0].user_error, pair[0].has_traceback, pair[1]))[0]
+            return max(failures, key=lambda pair: (*_tells(pair[0]), pair[1]))[0]
         if any(member.rank is None and member.failed for member in ended) and self._running():
             return self._from_log("scheduler.log", "msrun's scheduler failed")
         if set(logged) - set(self.family.members):  # it ended before we had seen it
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
             told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
-            return max(told, key=lambda failure: (failure.user_error, failure.has_traceback), default=None)
+            return max(told, key=_tells, default=None)
         return None
 
     def _ask_msrun(self, ended: list[Member]) -> dict[int, int]:

@@ -18,10 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
+from launch.failure import STOPPED  # noqa: E402
 from launch.leave import run_and_leave  # noqa: E402
 from launch.lifeline import die_with_parent  # noqa: E402
 from launch.script_run import of_script  # noqa: E402
-from plugins.errors import TC3Error  # noqa: E402
+from plugins.errors import StoppedError, TC3Error  # noqa: E402
 from tools.ep_report.settle import settle  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
@@ -104,6 +105,12 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("tc3: interrupted", err=True)
+        sys.exit(130)
+    except StoppedError as error:
+        click.echo(f"{STOPPED}{error}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -13,17 +13,20 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from launch import checkpoints, preflight
+from launch import checkpoints, data_digest, preflight
+from launch.checkpoint_model import check_model
 from launch.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
 from launch.progress import TrainingProgress
 from launch.readings import loss_rank
 from launch.script import Launch, in_checkout, launch_script
-from launch.summary import print_failure, print_summary, summarize
+from launch.script_paths import outside
+from launch.summary import Again, print_failure, print_summary, summarize
 from launch.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
 from tools.check.view import LOADER, RUNNER, View
 from tools.checkpoint.scan import CheckpointInfo
 from tools.ep_report.settle import settle
+from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -45,14 +48,14 @@ class Plan:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps to train in all: sets the dataset's size to match.")
+@click.option("--steps", type=Number("steps"), help="Steps to train in all: sets the dataset's size to match.")
 @click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, 10 steps.")
 @click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="The run's folder.  [default: output/<folder>-<recipe>]"
 )
 @click.option("--force", is_flag=True, help="Start over in a folder that holds a run; its checkpoints are removed.")
-@click.option("--port", type=int, help="Port of msrun's scheduler.  [default: a free one]")
+@click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option("--nodes", type=click.Path(path_type=Path), help="Hosts of --script, a line each: NAME [WORKERS].")
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
@@ -75,6 +78,8 @@ def train(
 
     Exit code: 0 trained, 1 a worker failed, 2 something to mend first, 130/143 interrupted.
     """
+    if resume == "":
+        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
     if resume and force:
         raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
     if script and mini:
@@ -98,11 +103,17 @@ def train(
             checkpoints.clear_save_path(saves)
         plan = make_plan(flat, run_dir, resume, port)
         if plan.resume:
+            check_model(flat, plan.resume.path)
             checkpoints.check_data_order(flat, run_dir, plan.resume)
-            if resume != "auto":
+        if plan.resume and (done := checkpoints.complete(flat, plan.resume)):
+            click.echo(done, err=True)
+            outcome = Outcome(0)
+        else:
+            if plan.resume and resume != "auto":
                 checkpoints.leave_behind(saves, plan.resume)
-        dump_recipe(flat, run_dir / "recipe.yaml")
-        outcome = _run(plan, as_json)
+            dump_recipe(flat, run_dir / "recipe.yaml")
+            data_digest.keep(flat, run_dir)
+            outcome = _run(plan, as_json)
     _report(plan, outcome, partial(_again, recipe, overrides, run_dir, mini), steps, as_json)
     sys.exit(outcome.code)
 
@@ -183,6 +194,7 @@ def _checks(
         lambda: preflight.check_machine(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
+        lambda: None if resume else checkpoints.check_load_path(recipe),
         lambda: preflight.check_run_dir(run_dir, bool(resume), force),
         lambda: checkpoints.check_save_path(saves, bool(resume), force),
         lambda: preflight.check_disk(run_dir),
@@ -196,7 +208,12 @@ def _dry_run(flat: Recipe, run_dir: Path, resume: str | None, port: int | None, 
     plan = make_plan(flat, run_dir, resume, port)
     checks = _checks(flat, run_dir, resume, port, force)
     if plan.resume:
-        checks.append(partial(checkpoints.check_data_order, flat, run_dir, plan.resume))
+        checks += [
+            partial(check_model, flat, plan.resume.path),
+            partial(checkpoints.check_data_order, flat, run_dir, plan.resume),
+        ]
+        if done := checkpoints.complete(flat, plan.resume):
+            click.echo(done, err=True)
     for check in checks:
         try:
             check()
@@ -225,6 +242,8 @@ def _script(
     more = steps_overrides(chosen, steps)
     flat = _settled(apply_overrides(chosen, more), make_layout=True)
     preflight.check_sound(flat)
+    for line in outside(recipe, flat, resume, run_dir):
+        click.echo(f"note: {line}", err=True)
     settings = (*overrides, *more)
     checkpoint = in_checkout(Path(resume)) if resume else ""
     place = in_checkout(folder) if run_dir else str(folder)
@@ -242,8 +261,16 @@ def _run(plan: Plan, as_json: bool) -> Outcome:
         return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
 
 
-def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None) -> list[str]:
-    """The command that goes on with this run, or starts another from `weights`; without its number of steps."""
+def _again(
+    recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None, change: str
+) -> list[str]:
+    """The command that goes on with this run, or starts another from `weights`; without its number of steps.
+
+    `change`: an override that takes the place of what stands for its key; may be empty.
+    """
+    if change:
+        key = change.partition("=")[0]
+        overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
     again = ["tc3", "train", str(recipe), *["--mini"] * mini]
     if weights:
         again += ["--run-dir", f"{run_dir}-next"]
@@ -255,9 +282,7 @@ def _again(recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, 
     return again + [word for override in overrides for word in ("--set", override)]
 
 
-def _report(
-    plan: Plan, outcome: Outcome, again: Callable[[Path | None], list[str]], steps: int | None, as_json: bool
-) -> None:
+def _report(plan: Plan, outcome: Outcome, again: Again, steps: int | None, as_json: bool) -> None:
     """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
     summary = summarize(plan.run_dir, plan.recipe, outcome, again, steps)
     if outcome.code:

@@ -28,6 +28,10 @@ class ClusterError(TC3Error):
     """Workers, ports, devices or hosts are not what the recipe needs."""
 
 
+class StoppedError(Exception):
+    """A run has ended itself for what it saw: a failed run (exit code 1) that says why, no slip of the user's."""
+
+
 def did_you_mean(word: str, known: list[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string."""
     close = get_close_matches(word, known, n=1, cutoff=0.6)

@@ -102,6 +102,7 @@ MASTER_ADDR=${MASTER_ADDR:-$([ "$NODES" -eq 1 ] && echo 127.0.0.1 || echo "${HOS
 check_master
 
 cd "$ROOT" # relative paths in the recipe count from the checkout, as with tc3
+[ -f "$RECIPE" ] || fail "no $RECIPE on this node: every node needs the recipe there"
 mkdir -p "$RUN_DIR"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
 LOG_DIR=$RUN_DIR/logs/node_$RANK

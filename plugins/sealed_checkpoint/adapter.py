@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 from mindformers.checkpoint.utils import get_checkpoint_iter_dir
 from mindformers.core.callback.callback import CheckpointMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
+from mindformers.utils.parallel_utils import barrier_world
 
-from plugins.sealed_checkpoint.plan import expected_files, write_seal
+from plugins.sealed_checkpoint.plan import expected_files, remove_old, write_refusal, write_seal
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
@@ -17,9 +20,17 @@ class SealingCheckpointMonitor(CheckpointMonitor):
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
     The legacy format is left as it is: it cannot be resumed on one worker anyway.
+
+    MindFormers removes the oldest checkpoint when a new one is written, before it is sealed, and in the background
+    before it is there. Here it goes once every rank has sealed the new one.
     """
 
-    unsealed: int | None = None
+    unsealed: Any = None  # the iteration that is saved and not sealed yet
+
+    def __init__(self, *args, keep_checkpoint_max=5, use_legacy_format=True, **settings):
+        kept = keep_checkpoint_max if use_legacy_format else sys.maxsize  # MindFormers is to remove none
+        super().__init__(*args, keep_checkpoint_max=kept, use_legacy_format=use_legacy_format, **settings)
+        self.kept = keep_checkpoint_max
 
     def _save_megatron_ckpt_file_format(self, cb_params):
         """Save, and seal at once unless the save goes on in the background."""
@@ -44,14 +55,36 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         super().on_train_end(run_context)
         self._seal_finished_save()
 
+    def seal_alone(self):
+        """Seal this rank's part of a save in the background, for the run ends here; other ranks are not waited for."""
+        if self.unsealed is not None:
+            self.async_save_manager.check_async_save_alive(wait_finish=True)
+            self._seal()
+
     def _seal_finished_save(self):
+        """Seal what all ranks have written, then remove what is one too many."""
         if self.unsealed is None:
             return
+        newest = self._seal()
+        barrier_world("All ranks to seal the checkpoint.")
+        if get_real_rank() == 0:
+            removed = remove_old([Path(each) for each in self.current_ckpt_step_list], newest, self.kept)
+            self.current_ckpt_step_list[:] = self.current_ckpt_step_list[removed:]
+
+    def _seal(self):
         folder = Path(get_checkpoint_iter_dir(self.directory, self.unsealed))
-        rank, world_size = get_real_rank(), get_real_group_size()
-        expected = expected_files(self.origin_prefix, rank, world_size, self.save_optimizer)
-        write_seal(folder, rank, world_size, self.unsealed, expected)
+        expected = expected_files(self.origin_prefix, get_real_rank(), get_real_group_size(), self.save_optimizer)
+        self.write_seal(folder, expected)
         self.unsealed = None
+        return folder
+
+    def write_seal(self, folder, expected):
+        """Seal this rank's part of `folder`, whose files have the names `expected`."""
+        write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed, expected)
+
+    def refuse(self, folder, reason):
+        """Mark `folder` as one that nobody is to go on from."""
+        write_refusal(folder, get_real_rank(), reason)
 
 
 MindFormerRegister.register_cls(SealingCheckpointMonitor, MindFormerModuleType.CALLBACK, alias="CheckpointMonitor")

@@ -8,9 +8,11 @@ ranks are there and every sealed file matches.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,6 +74,15 @@ def write_seal(folder: Path, rank: int, world_size: int, step: int, expected: Se
         "world_size": world_size,
         "files": {path.name: {"bytes": path.stat().st_size, "sha256": checksum(path)} for path in files},
     }
+    return _write(seal, folder, rank)
+
+
+def write_refusal(folder: Path, rank: int, reason: str) -> Path:
+    """Instead of a seal, why this checkpoint is not to be gone on from; atomic. Returns the file's path."""
+    return _write({"rank": rank, "refused": reason}, folder, rank)
+
+
+def _write(seal: dict, folder: Path, rank: int) -> Path:
     # open, not tempfile: the seal is for whoever may read the folder, as the umask says
     with (folder / f".seal_rank_{rank}.tmp").open("w", encoding="utf-8") as out:
         json.dump(seal, out, indent=1)
@@ -79,6 +90,30 @@ def write_seal(folder: Path, rank: int, world_size: int, step: int, expected: Se
         os.fsync(out.fileno())
     os.replace(out.name, seal_file(folder, rank))
     return seal_file(folder, rank)
+
+
+def remove_old(folders: Sequence[Path], newest: Path, keep: int) -> int:
+    """Remove the oldest of this run's checkpoints but `keep`; none while ranks have yet to seal the newest.
+
+    Args:
+        folders: of the iterations that this run has saved, oldest first; newest: the last of them to be sealed.
+
+    Returns:
+        How many of `folders` are gone.
+    """
+    sealed = folders[: folders.index(newest) + 1] if newest in folders else []
+    surplus = sealed[: -max(keep, 1)]
+    if not surplus or _unsealed_rank(newest) is not None:
+        return 0
+    for folder in surplus:
+        shutil.rmtree(folder, ignore_errors=True)  # what is left of it has lost its files: no reader takes it
+    return len(surplus)
+
+
+def _unsealed_rank(folder: Path) -> int | None:
+    """The first rank whose seal is not there (yet); None when all are."""
+    ranks = range(_read_seal(folder, 0)["world_size"])
+    return next((rank for rank in ranks if not seal_file(folder, rank).exists()), None)
 
 
 def checksum(path: Path) -> str:
@@ -102,9 +137,12 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
     try:
         first, every = share
         ranks = range(first, _read_seal(folder, 0)["world_size"], every)
-        expected = {name: what for rank in ranks for name, what in _read_seal(folder, rank)["files"].items()}
+        seals = [_read_seal(folder, rank) for rank in ranks]
+        expected = {name: what for seal in seals for name, what in seal["files"].items()}
         faults = (_file_fault(folder / name, what["bytes"], what["sha256"]) for name, what in expected.items())
         return next(filter(None, faults), None)
+    except RefusedError as error:
+        return str(error)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing: the save did not finish"
     except OSError as error:  # it may well be whole: nobody is to train on from an older one, or from nothing, for that
@@ -113,8 +151,24 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1)) -> str | None:
         return f"a seal is unreadable ({error})"
 
 
+def newest_of_rank(root: Path, rank: int) -> Path | None:
+    """The newest iteration below `root` that this rank has sealed, whatever the others have; None if there is none."""
+    for folder in sorted(root.glob("iteration_*"), reverse=True):
+        with contextlib.suppress(OSError, ValueError, RefusedError):
+            _read_seal(folder, rank)
+            return folder
+    return None
+
+
+class RefusedError(Exception):
+    """A rank has said why nobody is to go on from its checkpoint."""
+
+
 def _read_seal(folder: Path, rank: int) -> dict:
-    return json.loads(seal_file(folder, rank).read_text(encoding="utf-8"))
+    seal = json.loads(seal_file(folder, rank).read_text(encoding="utf-8"))
+    if "refused" in seal:
+        raise RefusedError(seal["refused"])
+    return seal
 
 
 def _file_fault(path: Path, size: int, sha256: str) -> str | None:

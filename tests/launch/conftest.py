@@ -15,7 +15,7 @@ output_dir: ./elsewhere
 use_parallel: True
 context: {device_target: CPU}
 runner_config: {batch_size: &bs 4}
-lr_schedule: {total_steps: 40}
+lr_schedule: {total_steps: 40, learning_rate: 1.e-3}
 train_dataset:
   data_loader:
     type: BlendedMegatronDatasetDataLoader
@@ -76,6 +76,7 @@ def runs(workplace, monkeypatch):
 
     class Runs(list):
         steps, rank = 3, 0
+        loss = staticmethod(lambda step: 6.0 - step)
         outcome = Outcome(0)
 
     runs = Runs()
@@ -88,7 +89,7 @@ def runs(workplace, monkeypatch):
             with (run_dir / "metrics" / f"rank_{runs.rank}.jsonl").open("a") as out:
                 out.write(json.dumps({"total_steps": runs.steps, "start_step": 0, "world_size": workers}) + "\n")
                 for step in range(1, runs.steps + 1):
-                    record = {"step": step, "loss": 6.0 - step, "tokens": 100, "seconds": 0.5}
+                    record = {"step": step, "loss": runs.loss(step), "tokens": 100, "seconds": 0.5}
                     out.write(json.dumps(record) + "\n")
         tick()
         return runs.outcome

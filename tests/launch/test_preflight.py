@@ -1,6 +1,7 @@
 """What is refused before anything starts."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -157,6 +158,56 @@ def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
     other.wait()
     with preflight.only_run_in(tmp_path):
         assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_failed_start_leaves_no_lock_and_no_folder_made_for_it(tmp_path):
+    (tmp_path / "saves").mkdir()
+    with pytest.raises(KeyboardInterrupt), preflight.only_run_in(tmp_path / "new" / "run", tmp_path / "saves"):
+        assert (tmp_path / "new" / "run" / ".lock").exists()
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["saves"] and os.listdir(tmp_path / "saves") == []
+    with pytest.raises(DataError), preflight.only_run_in(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "notes.txt").touch()
+        raise DataError("no data")
+    assert os.listdir(tmp_path / "new" / "run") == ["notes.txt"]
+
+
+def test_a_lock_that_another_start_has_just_removed_is_taken_anew(tmp_path, monkeypatch):
+    flock, tries = preflight.fcntl.flock, []
+
+    def removed_meanwhile(file, operation):
+        flock(file, operation)
+        tries.append(file)
+        if len(tries) == 1:
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(preflight.fcntl, "flock", removed_meanwhile)
+    with preflight.only_run_in(tmp_path):
+        assert len(tries) == 2 and (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def prepared(prefix, fingerprint=None):
+    """A dataset whose sidecar notes that tokenizer; one of other tools without."""
+    for end in (".bin", ".idx"):
+        Path(f"{prefix}{end}").touch()
+    if fingerprint:
+        notes = {"format": "tc3-data-1", "tokenizer": {"fingerprint": fingerprint}}
+        Path(f"{prefix}.json").write_text(json.dumps(notes))
+    return str(prefix)
+
+
+def test_data_of_two_tokenizers_is_refused_held_out_data_too(tmp_path):
+    ours, other, unknown = (
+        prepared(tmp_path / name, mark) for name, mark in (("a", "1" * 64), ("b", "2" * 64), ("c", None))
+    )
+    held_out = {"plugins": {"held_out_loss": {"data_path": other, "samples": 8, "every": 1}}}
+    words = rf"held_out_loss.data_path: {other} was prepared with another tokenizer \(2{{12}}\) than {ours} \(1{{12}}\)"
+    with pytest.raises(DataError, match=words):
+        preflight.check_data(recipe_for(["1", unknown, "1", ours]) | held_out)
+    with pytest.raises(DataError, match=rf"config.data_path: {other} was prepared with another"):
+        preflight.check_data(recipe_for([ours, other, unknown]))
+    preflight.check_data(recipe_for([other, unknown]) | held_out)
+    preflight.check_data(recipe_for([unknown]) | held_out)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])

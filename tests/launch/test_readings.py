@@ -6,6 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
+from launch import progress
 from launch.picture import draw_loss_curve
 from launch.progress import TrainingProgress
 from launch.readings import Follower, loss_rank, read_held_out, read_metrics
@@ -119,6 +120,21 @@ def test_without_a_terminal_there_is_a_line_every_tenth(tmp_path, metrics):
     assert lines[1].startswith("step 1/100  loss 0.1000  (first step after")
     assert [line.split()[1] for line in lines[2:]] == [f"{n}/100" for n in range(10, 101, 10)]
     assert lines[-1] == "step 100/100  loss 10.0000  200 tokens/s"
+
+
+def test_without_a_terminal_there_is_a_line_every_minute_too(tmp_path, metrics, monkeypatch):
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with TrainingProgress(tmp_path, Console(file=out, force_terminal=False)) as shown:
+        for now[0] in (30.0, 61.0, 62.0, 125.0):
+            shown.tick()
+        append(metrics, header(1000), step(1))
+        for now[0] in (126.0, 127.0, 190.0):
+            shown.tick()
+    assert out.getvalue().splitlines() == [
+        *("compiling…", "compiling… 61 s", "compiling… 125 s"),
+        *("step 1/1000  loss 5.0000  (first step after 126 s)", "step 1/1000  loss 5.0000"),
+    ]
 
 
 def test_steps_that_arrive_last_are_shown_too(tmp_path, metrics):

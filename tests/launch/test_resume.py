@@ -49,6 +49,35 @@ def test_more_steps_than_the_epoch_has_are_refused_and_the_way_on_is_named(train
     )
 
 
+@pytest.mark.parametrize("wanted", ["50", "40"])
+def test_a_run_that_is_complete_says_so_and_starts_nothing(train, runs, trained, wanted):
+    """MindSpore would compile, and fail with "'epoch' must bigger than 'initial_epoch'"."""
+    before = stored(trained)
+    code, out, err = train(TOY, "--resume", "auto", "--steps", wanted)
+    assert code == 0 and len(runs) == 1, err
+    assert f"the run is complete: {trained / 'checkpoint' / 'iteration_00000050'} holds step 50 of {wanted}" in err
+    assert "steps:         50\ntraining loss: 5.0000 -> -44.0000" in out and "go on with:    tc3 train" in out
+    assert (trained / "loss.png").exists() and stored(trained) == before
+    assert "the run is complete" in train(TOY, "--resume", "auto", "--steps", wanted, "--dry-run")[2]
+
+
+def test_a_run_is_complete_by_its_samples_where_the_steps_have_another_size(train, runs, trained):
+    common = trained / "checkpoint" / "iteration_00000050" / "common.json"
+    common.write_text('{"step_num": 50, "global_batch_size": 8}')
+    write_seal(common.parent, 0, world_size=1, step=50)
+    assert train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=2", "--steps", "100")[0] == 0
+    assert len(runs) == 1, "50 steps of 8 samples are 100 of 4"
+    assert train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=2", "--steps", "101")[0] == 0
+    assert len(runs) == 2
+
+
+def test_workers_of_a_launch_script_say_that_the_run_is_complete(script, trained):
+    folder = trained / "checkpoint" / "iteration_00000050"
+    for rank in (0, 1):
+        done = script(trained, "--resume", folder, rank=rank, samples=400)
+        assert done.exit_code == 0 and "tc3: the run is complete" in done.output, done.output
+
+
 CHANGES = {
     "train_dataset.data_loader.config.seed": ("2", "config.seed was 1, would be 2"),
     "train_dataset.data_loader.config.seq_length": ("16", "config.seq_length was 8, would be 16"),
@@ -74,13 +103,15 @@ class Started(Exception):
 def script(monkeypatch):
     """Start launch/train.py as a script does; a worker of `rank` then fails as it does, or ends with `Started`."""
 
-    def start(run_dir, *more, rank=0):
+    def start(run_dir, *more, rank=0, samples=480):
         def train(recipe, settle_run=lambda rank: None):
             settle_run(rank)
             raise Started
 
         monkeypatch.setattr(worker, "train", train)
-        return CliRunner().invoke(worker.main, ["--config", TOY, "--run-dir", str(run_dir), *map(str, more)])
+        size = f"train_dataset.data_loader.sizes.0={samples}"
+        arguments = ["--config", TOY, "--run-dir", str(run_dir), "--set", size, *map(str, more)]
+        return CliRunner().invoke(worker.main, arguments)
 
     return start
 
@@ -138,6 +169,42 @@ def test_what_does_not_is_taken(train, trained, change):
     assert code == 0, err
 
 
+def test_a_corpus_prepared_anew_at_the_same_path_is_refused(train, script, runs, trained, write_corpus, workplace):
+    resume = ("--resume", trained / "checkpoint" / "iteration_00000050")
+    write_corpus(workplace / "corpus", [81] * 100)
+    assert train(TOY, "--resume", "auto", "--steps", "60")[0] == 0, "the same text gives the same files"
+    write_corpus(workplace / "corpus", [80, 82] * 50)
+    words = "corpus.idx is not what it was: the corpus was prepared anew or replaced"
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 2 and words in err and "would repeat samples" in err and len(runs) == 2
+    done = script("output/another", *resume)
+    assert done.exit_code == 2 and words in done.output
+    assert not Path("output/another/data.json").exists()
+
+
+def test_tokens_that_are_others_are_refused_though_their_number_is_the_same(train, trained, workplace):
+    tokens = bytearray((workplace / "corpus.bin").read_bytes())
+    tokens[-1] ^= 1
+    (workplace / "corpus.bin").write_bytes(tokens)
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 2 and "corpus.bin is not what it was: the corpus" in err
+
+
+@pytest.mark.parametrize("stored", [None, "", "[]", "[{}]", "{}"])
+def test_where_nobody_wrote_down_the_data_that_is_said_and_taken(train, runs, trained, stored):
+    (trained / "data.json").unlink()
+    if stored is not None:
+        (trained / "data.json").write_text(stored)
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 0 and "data.json" in err and "whether the data still holds what it did is unknown" in err
+    assert '"bin_bytes": 16200' in (trained / "data.json").read_text(), "from now on it is known"
+
+
+def test_the_data_is_kept_by_the_workers_of_a_script(script, workplace):
+    assert type(script("output/another").exception) is Started
+    assert '"prefix": "./corpus"' in Path("output/another/data.json").read_text()
+
+
 def test_a_corpus_that_has_moved_is_the_same(train, trained, workplace):
     (workplace / "new").mkdir()
     for end in (".bin", ".idx"):
@@ -149,8 +216,8 @@ def test_a_corpus_that_has_moved_is_the_same(train, trained, workplace):
 def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):
     root = trained / "checkpoint"
     first, later = save(root, 20), save(root, 60)
-    assert train(TOY, "--resume", str(first), "--dry-run")[0] == 0 and later.exists()
-    code, _, err = train(TOY, "--resume", str(first))
+    assert train(TOY, "--resume", str(first), "--steps", "100", "--dry-run")[0] == 0 and later.exists()
+    code, _, err = train(TOY, "--resume", str(first), "--steps", "100")
     assert code == 0 and "iteration_00000060 is of the run that is left behind here: renamed set_aside_iter" in err
     assert sorted(path.name for path in root.glob("*iteration*")) == [
         "iteration_00000020",
@@ -158,7 +225,7 @@ def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save)
         "set_aside_iteration_00000060",
     ]
     save(root, 30)
-    train(TOY, "--resume", "auto")
+    train(TOY, "--resume", "auto", "--steps", "100")
     assert runs[-1][-1] == str(root / "iteration_00000030"), "not step 60 of the abandoned branch"
 
 
@@ -166,7 +233,8 @@ def test_a_checkpoint_of_another_run_puts_all_aside(train, runs, trained, save, 
     own = workplace / "here" / "checkpoint"
     assert train(TOY, "--run-dir", "here")[0] == 0
     save(own, 10), save(own, 90)
-    code, _, err = train(TOY, "--run-dir", "here", "--resume", str(trained / "checkpoint" / "iteration_00000050"))
+    resume = ("--resume", str(trained / "checkpoint" / "iteration_00000050"), "--steps", "100")
+    code, _, err = train(TOY, "--run-dir", "here", *resume)
     assert code == 0, err
     assert not list(own.glob("iteration_*")) and len(list(own.glob("set_aside_*"))) == 2
     assert (trained / "checkpoint" / "iteration_00000050").exists()

@@ -113,3 +113,30 @@ def test_what_cannot_be_launched_is_refused(tmp_path):
 @pytest.mark.parametrize("more", [["--nodes", "x"], ["--script", "--resume", "auto"]])
 def test_options_that_do_not_go_together_are_refused(more):
     assert CliRunner().invoke(train, [str(ROOT / MINI), *more]).exit_code == 2
+
+
+def test_what_lies_outside_the_checkout_is_said_for_every_node_needs_it(tmp_path):
+    inside = CliRunner().invoke(train, [str(ROOT / MINI), "--script", "--set", f"output_dir={ROOT / 'output'}"])
+    assert inside.exit_code == 0 and "note: " not in inside.stderr
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"base_config: {ROOT / MINI}\n")
+    data = "train_dataset.data_loader.config.data_path=['1', ../corpus]"
+    flags = ("--set", data, "--resume", "/shared/iteration_00000005", "--run-dir", "/shared/run")
+    done = CliRunner().invoke(train, [str(recipe), "--script", *flags])
+    assert done.exit_code == 0 and done.stdout.startswith("#!/usr/bin/env bash")
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert [note.split(" is outside the checkout (")[0] for note in notes] == [
+        f"note: the recipe: {recipe}",
+        "note: --run-dir: /shared/run",
+        "note: --resume: /shared/iteration_00000005",
+        "note: train_dataset.data_loader.config.data_path: ../corpus",
+    ]
+
+
+def test_a_node_without_the_recipe_says_so(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(launch_script(Launch("recipes/gone.yaml", "output/x"), {}))
+    done = subprocess.run(["bash", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == (
+        "error: no recipes/gone.yaml on this node: every node needs the recipe there\n"
+    )

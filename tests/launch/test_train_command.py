@@ -91,6 +91,27 @@ def test_a_failing_worker_gives_code_1_its_traceback_and_the_log(train, runs):
     assert json.loads(out)["error"] == "plugins.x: no such plugin"
 
 
+def test_a_run_that_ended_itself_says_why_and_what_to_change(train, runs, save, workplace):
+    runs.outcome = Outcome(1, Failure("step 3: lm loss is NaN; start over", Path("/l/worker_1.log"), stopped=True))
+    flags = ("--set", "lr_schedule.learning_rate=0.5", "--steps", "9")
+    code, out, err = train("mini/toy.yaml", *flags)
+    assert code == 1 and not out.startswith("steps:")
+    assert "tc3: stopped: step 3: lm loss is NaN; start over. Log: /l/worker_1.log\n" in err
+    again = "tc3 train mini/toy.yaml --resume auto --set lr_schedule.learning_rate=0.25 --steps 9\n"
+    assert err.endswith(f"Start over with: {again}")
+    save(workplace / "output" / "mini-toy" / "checkpoint", 2)
+    code, _, err = train("mini/toy.yaml", "--resume", "auto", *flags)
+    assert code == 1 and f"Checkpoint of step 2: {workplace}" in err and err.endswith(f"Go on with: {again}")
+
+
+def test_a_run_that_was_told_to_go_on_with_nan_says_so_and_its_json_is_json(train, runs, monkeypatch):
+    monkeypatch.setattr(runs, "loss", lambda step: 6.0 if step < 3 else float("nan"), raising=False)
+    code, out, _ = train("mini/toy.yaml")
+    assert code == 0 and "training loss: 6.0000 -> not finite\n" in out
+    summary = json.loads(train("mini/toy.yaml", "--force", "--json")[1], parse_constant=pytest.fail)
+    assert (summary["first_loss"], summary["final_loss"]) == (6.0, None)
+
+
 def test_an_interrupted_run_says_where_its_logs_and_checkpoint_are(train, runs, workplace, monkeypatch):
     saved = workplace / "output" / "mini-toy" / "checkpoint" / "iteration_00000002"
     monkeypatch.setattr("launch.summary.scan_checkpoints", lambda root: (CheckpointInfo(saved, 2), []))
@@ -147,6 +168,20 @@ REFUSALS = {
     "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
     "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
+    "a file for a folder": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml"], "no folder that can be read (Not a dir"),
+    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a folder one can write to"),
+    "no checkpoint": (["mini/toy.yaml", "--resume", "/etc"], "--resume /etc: no checkpoint: one holds common.json and"),
+    "empty folder": (["mini/toy.yaml", "--resume", "empty"], "--resume empty: no checkpoint: one holds common.json"),
+    "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
+    "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "no folder that can be read (File name too long)"),
+    "no weights": (
+        ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
+        "checkpoint.load_path: mini: holds no weights (*.safetensors)",
+    ),
+    "weights gone": (
+        ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
+        "checkpoint.load_path: gone: no folder that can be read (No such file or directory)",
+    ),
     "bad parallel size": (["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"], "wants a positive integer"),
     "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
 }
@@ -155,10 +190,53 @@ REFUSALS = {
 @pytest.mark.parametrize("name", REFUSALS)
 def test_what_can_be_seen_to_be_wrong_is_one_line_and_code_2(train, runs, workplace, name):
     (workplace / "mini" / "bare.yaml").write_text("context: {device_target: CPU}\n")
+    (workplace / "empty").mkdir()
     arguments, message = REFUSALS[name]
+    before = sorted(workplace.rglob("*"))
     code, out, err = train(*arguments)
     assert code == 2 and not runs and not out
     assert err.startswith("tc3: ") and err.count("\n") == 1 and message in err
+    assert sorted(workplace.rglob("*")) == before, "a start that fails leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999999"], "99999999 is out of range; it must be a whole number from 1 to 65,535"),
+        (["--port", "nan"], "nan is not finite"),
+        (["--steps", "99999999999999"], "out of range; it must be a whole number from 1 to 1,000,000,000"),
+        (["--steps", "1.5"], "1.5 is not a whole number"),
+        (["--steps", "0"], "0 is out of range"),
+        (["--resume", ""], "--resume wants auto, or the folder of a checkpoint"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(train, runs, workplace, arguments, message):
+    before = sorted(workplace.rglob("*"))
+    code, out, err = train("mini/toy.yaml", *arguments)
+    assert code == 2 and message in err and not runs and not out and sorted(workplace.rglob("*")) == before
+
+
+def test_folders_that_cannot_be_read_are_named(train, runs, workplace, monkeypatch):
+    def refused(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    (workplace / "there").mkdir()
+    monkeypatch.setattr(Path, "iterdir", refused)
+    for option in ("--run-dir", "--resume"):
+        code, _, err = train("mini/toy.yaml", option, "there")
+        assert code == 2 and "there: " in err and "read (Permission denied)" in err and err.count("\n") == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, monkeypatch):
+    folder = save(workplace / "stock", 2, sealed=False)
+    shapes = {"decoder.norm.weight": [8], "adam_m.decoder.norm.weight": [8], "router.expert_bias": [4]}
+    metadata = {"state_dict_metadata": {name: {"global_shape": shape} for name, shape in shapes.items()}}
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    for wanted, code in ((8, 0), (9, 2)):
+        monkeypatch.setattr("launch.checkpoint_model._weights_of", lambda recipe, wanted=wanted: wanted)
+        found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
+        assert found == code, err
+    assert f"{folder}: holds 8 weights, the recipe's model has 9: a checkpoint of another model" in err
 
 
 def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):

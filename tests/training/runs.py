@@ -1,14 +1,20 @@
 """Start training runs as a user does, and read what they wrote."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
+from safetensors.numpy import load_file, save_file
 
 from launch.readings import read_metrics
+from plugins.sealed_checkpoint.plan import fault, write_seal
+from tools.checkpoint.scan import iteration
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -87,6 +93,26 @@ def train_and_kill(recipe, run_dir, corpus, step, **environment):
     kill_all(run_dir)
     run.wait(timeout=30)
     run.stdout.close()
+
+
+def poisoned(whole, run_dir, step, weight):
+    """A copy of a run that ended with `step`, whose checkpoint has one NaN, in the first weight of that name."""
+    shutil.copytree(whole, run_dir)
+    folder = run_dir / "checkpoint" / f"iteration_{step:08d}"
+    for later in [each for each in folder.parent.glob("iteration_*") if each.name > folder.name]:
+        shutil.rmtree(later)
+    for file in folder.glob("*-model-*.safetensors"):
+        weights = load_file(file)
+        name = next(name for name in sorted(weights) if weight in name)
+        weights[name].reshape(-1)[0] = np.nan
+        save_file(weights, file)
+    for seal in list(folder.glob("seal_rank_*.json")):
+        write_seal(folder, int(seal.stem.split("_")[-1]), json.loads(seal.read_text())["world_size"], step)
+
+
+def checkpoints(run_dir):
+    """The steps whose checkpoints are whole."""
+    return [iteration(path) for path in sorted((run_dir / "checkpoint").glob("iteration_*")) if fault(path) is None]
 
 
 def same(first, second, keys=("loss", "lm_loss", "mtp_loss", "load_balancing_loss", "global_norm")):

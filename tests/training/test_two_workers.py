@@ -55,3 +55,14 @@ def test_killed_in_a_save_of_one_rank_both_go_on_from_the_checkpoint_before(whol
     assert sorted(resumed) == list(range(1, 13))
     for step, record in resumed.items():
         runs.same(record, expected[step])
+
+
+@pytest.mark.usefixtures("whole_dp2")
+def test_the_only_checkpoint_kept_is_there_until_all_ranks_have_sealed_the_next(graph_dp2, corpus, tmp_path):
+    """Rank 1 dies over its first file of the second checkpoint; rank 0, which removes the old, has sealed its part."""
+    run_dir = tmp_path / "run"
+    hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL_SEAL": "1:3"}
+    one = ("--set", "checkpoint.save_max=1")
+    runs.train(runs.TINY_DP2, run_dir, corpus, *one, expect=1, **hook, **graph_dp2)
+    assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
+    assert runs.checkpoints(run_dir) == [4]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from plugins.attention_balance import settings as attention_balance
 from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
+from plugins.finite_loss import plan as finite_loss
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import Built
@@ -13,7 +17,7 @@ from tools.check.view import MODEL, PARALLEL, View
 from tools.recipe.load import KeyPath
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
-_SAVE_MAX = ("checkpoint", "save_max")
+_FINITE = ("plugins", "finite_loss")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 
 
@@ -32,8 +36,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
     if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
         wrong = "it evaluates data-parallel ranks alone, and the step as a whole"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
-    if view.get(_SAVE_MAX) == 1:
-        found.warning(_SAVE_MAX, "the only checkpoint is removed before the next one is sealed", "2 or more")
+    if view.get(_FINITE, False) is not False:
+        _settings(_FINITE, finite_loss.read, view, found)
 
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
@@ -75,6 +79,14 @@ def _attention_balance(view: View, found: Findings) -> None:
         attention_balance.schedule_of(view.recipe, {})
     except RecipeError as error:
         _refused(_BALANCE, error, found)
+
+
+def _settings(section: KeyPath, read: Callable[[Any], Any], view: View, found: Findings) -> None:
+    """What the plugin's own reader refuses."""
+    try:
+        read(view.get(section))
+    except RecipeError as error:
+        _refused(section, error, found)
 
 
 def _refused(section: KeyPath, error: RecipeError, found: Findings) -> None:

@@ -285,6 +285,7 @@ MODEL: dict[str, Spec] = {
 }
 
 PLUGINS: dict[str, dict[str, Spec]] = {
+    "finite_loss": _least(1, "stop_after"),
     "held_out_loss": {"data_path": {"types": ["str"]}, **_least(1, "samples", "every")},
     "hierarchical_ep": {"mode": {"types": ["str"], "enum": ["auto", *MODES]}, "hardware": {"types": ["str"]}},
     "attention_balance": {**_least(1, "window"), **_least(0, "per_pair", "per_token", types=("float", "int"))},

@@ -1,45 +1,14 @@
 import threading
-from types import SimpleNamespace
 
 import pytest
-from mindspore import nn
 from mindspore.train import serialization
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint import plan
-from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
+from plugins.sealed_checkpoint import adapter
+from tests.plugins.sealed_checkpoint.saving import Run
 
 WRITE = serialization._exec_save
 WAIT = 60  # seconds, for what takes milliseconds
-
-
-class Run:
-    """What MindSpore hands to the monitor, step after step."""
-
-    def __init__(self, folder, **settings):
-        network = nn.Dense(3, 2)
-        network = nn.TrainOneStepCell(network, nn.AdamWeightDecay(network.trainable_params()))
-        self.params = SimpleNamespace(
-            cur_step_num=0, cur_epoch_num=1, batch_num=100, network=network, train_network=network, net_outputs=None
-        )
-        self.folder = folder
-        self.monitor = SealingCheckpointMonitor(
-            prefix="mini", directory=str(folder), use_legacy_format=False, **settings
-        )
-
-    def original_args(self):
-        return self.params
-
-    def step(self, number):
-        self.params.cur_step_num = number
-        self.monitor.on_train_step_begin(self)
-        self.monitor.step_end(self)
-
-    def end(self):
-        self.monitor.on_train_end(self)
-
-    def fault(self, step):
-        return plan.fault(self.folder / f"iteration_{step:08d}")
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -88,3 +57,31 @@ def test_a_background_save_that_failed_stops_the_training(tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match=r"mini-opt-0000000-0000001\.safetensors not written"):
         run.end()
     assert "did not finish" in run.fault(1)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_last_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeypatch, background):
+    """With `save_max: 1` MindFormers leaves none that is whole, from the end of a save to its seal."""
+    run = Run(tmp_path, async_save=background, keep_checkpoint_max=1)
+    seen = []
+
+    def looking(folder, *rest):
+        seen.append([run.fault(step) for step in range(1, len(seen) + 1)][-1:])
+        return write_seal(folder, *rest)
+
+    write_seal = adapter.write_seal
+    monkeypatch.setattr(adapter, "write_seal", looking)
+    run.step(1)
+    run.step(2)
+    run.step(3)
+    run.end()
+    assert seen == [[], [None], [None]], "each time the one before is whole"
+    assert [path.name for path in sorted(tmp_path.glob("iteration_*"))] == ["iteration_00000003"]
+
+
+def test_no_more_are_kept_than_asked_for(tmp_path):
+    run = Run(tmp_path, keep_checkpoint_max=2)
+    for step in range(1, 5):
+        run.step(step)
+    run.end()
+    assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["3", "4"]

@@ -110,3 +110,31 @@ def test_nothing_is_sealed_unless_all_is_there(tmp_path, rank, world_size, optim
     (tmp_path / absent).write_text("")
     seal = plan.write_seal(tmp_path, rank, world_size, 3, names)
     assert sorted(json.loads(seal.read_text())["files"]) == sorted(names)
+
+
+def test_nothing_is_removed_while_a_rank_has_not_sealed_the_newest(checkpoint, tmp_path):
+    old = tmp_path.with_name("old")
+    old.mkdir()
+    plan.seal_file(checkpoint, 1).rename(tmp_path / "later")
+    assert plan.remove_old([old, checkpoint], checkpoint, keep=1) == 0 and old.exists()
+    (tmp_path / "later").rename(plan.seal_file(checkpoint, 1))
+    assert plan.remove_old([old, checkpoint], checkpoint, keep=2) == 0 and old.exists()
+    assert plan.remove_old([old, checkpoint], checkpoint, keep=1) == 1 and not old.exists()
+    assert plan.fault(checkpoint) is None
+
+
+def test_a_rank_that_refuses_says_why(checkpoint):
+    plan.write_refusal(checkpoint, 1, "w is not finite")
+    assert plan.fault(checkpoint) == "w is not finite"
+    assert plan.newest_of_rank(checkpoint.parent, 0) is None, "no iteration's name"
+
+
+def test_the_newest_of_a_rank_is_one_that_it_has_sealed(tmp_path):
+    for step in (4, 8, 12, 16):
+        folder = tmp_path / f"iteration_{step:08d}"
+        folder.mkdir()
+        (folder / "mini-model-0000000-0000001.safetensors").touch()
+        if step < 12:
+            plan.write_seal(folder, 0, world_size=1, step=step)
+    plan.write_refusal(tmp_path / "iteration_00000012", 0, "w is not finite")
+    assert plan.newest_of_rank(tmp_path, 0) == tmp_path / "iteration_00000008"

@@ -56,9 +56,27 @@ def test_a_held_out_loss_is_for_data_parallel_ranks():
     assert errors("recipes/mini/pretrain_dp2.yaml", on) == {}
 
 
-def test_one_checkpoint_kept_is_none_between_two_saves():
+def test_one_checkpoint_kept_is_enough():
+    """It is removed once the next one is sealed."""
     recipe = load_recipe("recipes/mini/pretrain.yaml")
-    for kept, warned in ((1, True), (2, False)):
-        recipe["checkpoint"]["save_max"] = kept
-        warnings = {item.key for item in check_recipe(recipe).findings if item.severity == "warning"}
-        assert ("checkpoint.save_max" in warnings) == warned
+    recipe["checkpoint"]["save_max"] = 1
+    assert "checkpoint.save_max" not in {item.key for item in check_recipe(recipe).findings}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        (None, "", ""),
+        (False, "", ""),
+        ({"stop_after": 5}, "", ""),
+        ({"stop_after": 0}, "plugins.finite_loss.stop_after", "a number of steps from 1 on"),
+        ({"stop_afer": 5}, "plugins.finite_loss.stop_afer", "stop_after"),
+        (True, "plugins.finite_loss", "write `stop_after: 1` under it"),
+    ],
+)
+def test_after_how_many_steps_that_are_not_finite_a_run_stops(settings, key, words):
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    if settings is not None:
+        recipe["plugins"]["finite_loss"] = settings
+    found = {finding.key: f"{finding.wrong}; {finding.right}" for finding in check_recipe(recipe).errors}
+    assert words in found[key] if key else found == {}, found

@@ -1,6 +1,7 @@
 """Test only: on PYTHONPATH of a worker, kill it with SIGKILL half-way through writing a chosen checkpoint file.
 
 TC3_TEST_KILL is `rank:n`: the n-th safetensors file (1 is the first) that rank writes.
+TC3_TEST_KILL_SEAL is `rank:n`: the n-th file that rank reads to seal it, when all of its save are written.
 """
 
 import os
@@ -30,5 +31,25 @@ def _arm():
     module.ms_save_checkpoint = save_or_die
 
 
+def _arm_seal():
+    rank, number = map(int, os.environ["TC3_TEST_KILL_SEAL"].split(":"))
+    if int(os.environ.get("RANK_ID", 0)) != rank or os.environ.get("MS_ROLE") != "MS_WORKER":
+        return
+    while not hasattr(sys.modules.get("plugins.sealed_checkpoint.plan"), "step_of"):
+        time.sleep(0.05)
+    module = sys.modules["plugins.sealed_checkpoint.plan"]
+    checksum, read = module.checksum, []
+
+    def checksum_or_die(path):
+        read.append(path)
+        if len(read) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return checksum(path)
+
+    module.checksum = checksum_or_die
+
+
 if "TC3_TEST_KILL" in os.environ:
     threading.Thread(target=_arm, daemon=True).start()
+if "TC3_TEST_KILL_SEAL" in os.environ:
+    threading.Thread(target=_arm_seal, daemon=True).start()

@@ -1,0 +1,144 @@
+"""Ends a run whose loss, gradients or saved weights are not finite (see `plan`), before such a step is saved.
+
+MindFormers sorts callbacks it does not know behind its CheckpointMonitor, which would have saved the step by then. So
+this looks where MFLossMonitor, the first of all, has read the loss and its parts, which that reading clears.
+
+Every rank decides for itself, and no step costs a collective. In data parallel the numbers are reduced already, so
+that all ranks stop at one step. In a pipeline only the last stage knows the loss; the global norm is everybody's. A
+rank that stops alone ends the run as any worker does that fails.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindformers.core.callback import callback
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_group_size, get_real_rank
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from plugins.errors import StoppedError
+from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read
+from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
+from plugins.sealed_checkpoint.plan import newest_of_rank
+
+__all__ = ["SETTINGS", "enable"]
+
+
+def enable(config, settings) -> None:
+    """Put the watch into the monitors of `config` (a MindFormerConfig): those that are registered now.
+
+    Args:
+        settings: see `plan.read`.
+
+    Raises:
+        RecipeError: an unknown or impossible setting.
+    """
+    watch = Watch(read(settings))
+    callback_type = MindFormerModuleType.CALLBACK
+    losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
+    MindFormerRegister.register_cls(_watching(losses, watch), callback_type, alias="MFLossMonitor")
+    MindFormerRegister.register_cls(_withholding(watch), callback_type, alias="CheckpointMonitor")
+    callbacks = config.callbacks or []
+    if not any(each["type"] == "MFLossMonitor" for each in callbacks):
+        config.callbacks = [*callbacks, {"type": "MFLossMonitor"}]
+
+
+def _watching(monitor: Any, watch):
+    """A subclass of the loss monitor class `monitor` that ends the run when `watch` says so."""
+
+    class FiniteLossMonitor(monitor):
+        parts = None
+        done_before = None  # steps before this part of the run
+
+        def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
+                              *more):  # fmt: skip
+            """Note what is known here alone: the number of the step, and the parts of the loss (the last four)."""
+            self.parts = more[-4:]
+            self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num
+            super().print_output_info(
+                cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch, *more
+            )
+
+        def on_train_step_end(self, run_context):
+            """Log the step, then judge it."""
+            self.parts = None  # steps that are not printed show their sum alone
+            super().on_train_step_end(run_context)
+            params = run_context.original_args()
+            loss, overflow, scale, _, norm = callback._get_loss_output(params.net_outputs)
+            watch.scale_falls = _scale_falls(params.train_network)
+            named = zip(METRICS, map(_number, [*(self.parts or [None] * 4), loss]), strict=True)
+            step = params.cur_step_num + (self.initial_step if self.done_before is None else self.done_before)
+            wrong = watch.see(step, dict(named), _number(norm), str(overflow) == "True", _number(scale) or 1.0)
+            if wrong:
+                _stop(params, wrong)
+
+        def on_train_end(self, run_context):
+            """A run whose last step is not finite has not ended well, however many are allowed."""
+            if watch.run:
+                _stop(run_context.original_args(), watch.verdict)
+            super().on_train_end(run_context)
+
+    return FiniteLossMonitor
+
+
+def _stop(params, wrong):
+    """End the run, when what was saved before is sealed."""
+    savers = [each for each in params.list_callback if isinstance(each, SealingCheckpointMonitor)]
+    for each in savers:
+        each.seal_alone()
+    raise StoppedError(f"{wrong}; {_way_on(savers[-1] if savers else None)}")
+
+
+def _way_on(saver):
+    """What to do, in words."""
+    change = "with a lower learning rate or other data: as it was, it would come to the same"
+    newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None
+    if newest is None:
+        return f"nothing was saved before, so start over {change}"
+    return f"resume from iteration {int(newest.name.removeprefix('iteration_'))} ({newest}) {change}"
+
+
+def _withholding(watch):
+    """A class of checkpoint monitors that saves no step which is not finite, and seals no weights that are not."""
+
+    class FiniteCheckpointMonitor(SealingCheckpointMonitor):
+        def _save_megatron_ckpt_file_format(self, cb_params):
+            if not _anywhere(bool(watch.run), watch.stop_after):
+                super()._save_megatron_ckpt_file_format(cb_params)
+
+        def write_seal(self, folder, expected):
+            """Refuse instead, for good, where the update of this step has spoilt the weights."""
+            for name in expected:
+                wrong = not_finite(folder / name) if name.endswith(".safetensors") else None
+                if wrong:
+                    reason = f"{wrong} is not finite after the update"
+                    self.refuse(folder, f"{name}: {reason}")
+                    raise StoppedError(f"step {self.unsealed}: {reason}; {_way_on(self)}")
+            super().write_seal(folder, expected)
+
+    return FiniteCheckpointMonitor
+
+
+def _anywhere(flag, stop_after):
+    """Whether `flag` is set on any rank: they all save, or none does. With 1 step nobody gets here with it set."""
+    if stop_after == 1 or get_real_group_size() == 1:
+        return flag
+    return float(ops.AllReduce()(Tensor([float(flag)], mstype.float32)).asnumpy()[0]) > 0
+
+
+def _scale_falls(network):
+    """Whether the train step's loss scale follows overflows: a manager that is no fixed one."""
+    manager = getattr(network, "loss_scaling_manager", None)
+    return manager is not None and not isinstance(manager, nn.FixedLossScaleUpdateCell)
+
+
+def _number(value):
+    """A float for whatever MindFormers hands over: None, a flag, a number, an array or a tensor of one element."""
+    if value is None:
+        return None
+    array = np.asarray(value.asnumpy() if hasattr(value, "asnumpy") else value, dtype=np.float64).reshape(-1)
+    return float(array[0]) if array.size else None

@@ -1,0 +1,127 @@
+"""When a run whose numbers are no longer finite must end. Pure Python and NumPy.
+
+A step counts when a part of its loss, its loss or its global norm is NaN or infinite. One case is none: gradients that
+overflow under a loss scale that can still fall. The optimizer skips such a step, the scale falls, and training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError, did_you_mean
+
+KEY = "plugins.finite_loss"
+SETTINGS = ("stop_after",)
+METRICS = ("lm loss", "load-balancing loss", "mtp loss", "indexer loss", "loss")  # in the order of naming
+NORM = "global norm"
+_LEAST_SCALE = 1.0  # MindSpore's and MindFormers' loss scales fall no lower
+# safetensors' name of a type -> how to look at it, and the bits of its exponent: all set in a NaN or an infinity
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+_CHUNK = 1 << 22  # numbers looked at together
+
+
+def read(settings: Any) -> int:
+    """`stop_after` of `{stop_after: n}`: the number of steps in a row with which a run ends; 1 where it is not written.
+
+    Raises:
+        RecipeError: an unknown key, or a value that is no such number.
+    """
+    if not isinstance(settings, Mapping):
+        raise RecipeError(f"{KEY}: write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is")
+    for name in settings:
+        if name not in SETTINGS:
+            raise RecipeError(f"{KEY}.{name}: no such setting{did_you_mean(name, list(SETTINGS))}")
+    steps = settings.get("stop_after", 1)
+    if type(steps) is not int or steps < 1:
+        raise RecipeError(f"{KEY}.stop_after: {steps!r}; write a number of steps from 1 on, or {KEY}: False for never")
+    return steps
+
+
+@dataclass
+class Watch:
+    """Counts steps that are not finite.
+
+    Attributes:
+        stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
+            gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones.
+    """
+
+    stop_after: int
+    scale_falls: bool = False
+    run: list[tuple[int, str]] = field(default_factory=list)
+
+    def see(
+        self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
+    ) -> str | None:
+        """Take in a step; what ends the run, in words, if it must end now.
+
+        Args:
+            step: its number, from 1 on; losses: by name, see `METRICS`, None where not known; norm: of all gradients,
+            None without clipping; overflow: whether the optimizer skipped the step; scale: of the loss.
+        """
+        wrong = next((f"{name} is {_words(value)}" for name, value in losses.items() if not _finite(value)), None)
+        if wrong is None and not (overflow and self.scale_falls and scale > _LEAST_SCALE):
+            if not _finite(norm):
+                wrong = f"{NORM} is {_words(norm)}"
+            elif norm is None and overflow:
+                wrong = "gradients overflow"
+        if wrong is None:
+            self.run.clear()
+            return None
+        self.run.append((step, wrong))
+        return self.verdict if len(self.run) >= self.stop_after else None
+
+    @property
+    def verdict(self) -> str:
+        """The steps in a row that were not finite, in words."""
+        first, wrong = self.run[0]
+        if len(self.run) == 1:
+            return f"step {first}: {wrong}"
+        last, now = self.run[-1]
+        since = f"; the first was step {first}" + (f", whose {wrong}" if wrong != now else "")
+        return f"step {last}: {now}, the step number {len(self.run)} in a row that is not finite{since}"
+
+
+def _finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
+
+
+def _words(value: float | None) -> str:
+    assert value is not None
+    return "NaN" if math.isnan(value) else "infinite"
+
+
+def not_finite(file: Path) -> str | None:
+    """The name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
+
+    Read from the file, in pieces: what is on disk is what a resume gets, in whatever type it was written.
+    """
+    with file.open("rb") as data:
+        size = int.from_bytes(data.read(8), "little")
+        header: dict[str, Any] = json.loads(data.read(size))
+    for name, tensor in header.items():
+        if name != "__metadata__" and tensor["dtype"] in _EXPONENTS:
+            kind, exponent = _EXPONENTS[tensor["dtype"]]
+            start, end = tensor["data_offsets"]
+            count = (end - start) // np.dtype(kind).itemsize
+            if count and _holds(np.memmap(file, kind, "r", 8 + size + start, (count,)), exponent):
+                return name
+    return None
+
+
+def _holds(bits: np.ndarray, exponent: int) -> bool:
+    """Whether a number of `bits` [count] has all bits of its exponent set."""
+    mask = bits.dtype.type(exponent)
+    return any(bool(np.any((bits[i : i + _CHUNK] & mask) == mask)) for i in range(0, len(bits), _CHUNK))

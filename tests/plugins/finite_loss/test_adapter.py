@@ -1,0 +1,149 @@
+"""The watch in MindFormers' own monitors, driven without a training; with one, see tests/training."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mindformers.core.callback.callback import MFLossMonitor
+from mindspore import Tensor, nn
+
+from plugins.errors import StoppedError
+from plugins.finite_loss import adapter
+from plugins.finite_loss.plan import Watch
+from tests.plugins.sealed_checkpoint.saving import Run
+
+
+@pytest.fixture
+def watch():
+    return Watch(stop_after=3)
+
+
+@pytest.fixture
+def saving(tmp_path, watch):
+    return Run(tmp_path, adapter._withholding(watch))
+
+
+def test_a_step_that_is_not_finite_is_not_saved_and_the_next_is(saving, watch, tmp_path):
+    saving.step(1)
+    watch.run.append((2, "loss is NaN"))
+    saving.step(2)
+    watch.run.clear()
+    saving.step(3)
+    watch.run.append((4, "loss is NaN"))
+    saving.params.cur_step_num = 4
+    saving.end()
+    assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["1", "3"]
+
+
+def test_weights_that_an_update_spoils_are_not_sealed(saving, tmp_path):
+    saving.step(1)
+    weight = saving.params.network.network.weight
+    weight.set_data(Tensor(np.full(weight.shape, np.inf, np.float32)))
+    words = (
+        r"step 2: weight is not finite after the update; resume from iteration 1 \(.*iteration_00000001\) with a lower"
+    )
+    with pytest.raises(StoppedError, match=words):
+        saving.step(2)
+    assert saving.fault(1) is None
+    assert saving.fault(2) == "mini-model-0000000-0000001.safetensors: weight is not finite after the update"
+
+
+class Logging(MFLossMonitor):
+    """MFLossMonitor's part in a step, without its arithmetic: prints every other step, the parts of the loss last."""
+
+    def __init__(self):
+        self.initial_step = 4
+
+    def on_train_step_end(self, run_context):
+        params = run_context.original_args()
+        if params.cur_step_num % 2:
+            self.print_output_info(params, 1, 1, None, params.cur_step_num + 4, 10, *params.printed)
+
+    def print_output_info(self, *args):
+        self.printed = args
+
+    def on_train_end(self, run_context):
+        pass
+
+
+class Training:
+    """Steps with a given output, under a train step of a given loss-scale manager."""
+
+    def __init__(self, watch, folder, manager=None):
+        self.saving = Run(folder)
+        self.monitor = adapter._watching(Logging, watch)()
+        self.params = self.saving.params
+        self.params.train_network.loss_scaling_manager = manager
+
+    def original_args(self):
+        return self.params
+
+    def step(self, number, loss=1.0, norm=1.0, overflow=False, scale=1.0, parts=(1.0, 1.0, 1.0, 0.0)):
+        tensors = (Tensor([value], dtype) for value, dtype in [(loss, None), (norm, None)])
+        loss, norm = tensors
+        self.params.cur_step_num = number
+        self.params.net_outputs = (loss, Tensor(overflow), Tensor(scale), Tensor(0.1), norm)
+        self.params.printed = ("...", "...", *(np.array([part], np.float32) for part in parts))
+        self.monitor.on_train_step_end(self)
+
+
+NAN = float("nan")
+
+
+def test_the_step_counts_from_the_beginning_of_the_run_and_the_part_is_named(tmp_path):
+    training = Training(Watch(1), tmp_path)
+    training.step(1)
+    training.step(2)
+    with pytest.raises(StoppedError, match=r"step 7: mtp loss is NaN; nothing was saved before, so start over"):
+        training.step(3, loss=NAN, norm=NAN, parts=(1.0, 1.0, NAN, 0.0))
+    assert training.monitor.printed[0] is training.params, "MindFormers' log is written as ever"
+
+
+def test_a_step_that_is_not_printed_is_judged_too(tmp_path):
+    training = Training(Watch(1), tmp_path)
+    training.step(1)
+    with pytest.raises(StoppedError, match=r"step 6: loss is NaN"):
+        training.step(2, loss=NAN, parts=(NAN, 1.0, 1.0, 0.0))
+
+
+def test_a_checkpoint_written_in_the_background_is_sealed_before_the_run_ends(tmp_path):
+    training = Training(Watch(1), tmp_path)
+    training.saving = saving = Run(tmp_path, async_save=True)
+    training.params.list_callback = saving.params.list_callback
+    saving.step(1)
+    with pytest.raises(StoppedError, match="resume from iteration 1 "):
+        training.step(2, loss=NAN)
+    assert saving.fault(1) is None
+
+
+def test_a_scale_that_falls_is_let_fall(tmp_path):
+    class Fixed(nn.FixedLossScaleUpdateCell):
+        pass
+
+    falling = nn.DynamicLossScaleUpdateCell(loss_scale_value=1024, scale_factor=2, scale_window=10)
+    Training(Watch(1), tmp_path, falling).step(1, norm=NAN, overflow=True, scale=1024.0)
+    with pytest.raises(StoppedError, match="global norm is NaN"):
+        Training(Watch(1), tmp_path, Fixed(1024.0)).step(1, norm=NAN, overflow=True, scale=1024.0)
+
+
+def test_a_run_does_not_end_well_with_a_last_step_that_is_not_finite(tmp_path, watch):
+    training = Training(watch, tmp_path)
+    training.step(1, loss=NAN)
+    with pytest.raises(StoppedError, match="step 5: loss is NaN"):
+        training.monitor.on_train_end(training)
+
+
+def test_a_recipe_without_a_loss_monitor_gets_one():
+    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+
+    registry = MindFormerRegister.registry[MindFormerModuleType.CALLBACK]
+    before = dict(registry)
+    try:
+        config = SimpleNamespace(callbacks=None)
+        adapter.enable(config, {})
+        assert config.callbacks == [{"type": "MFLossMonitor"}]
+        adapter.enable(config, {})
+        assert len(config.callbacks) == 1
+    finally:
+        registry.clear()
+        registry.update(before)
