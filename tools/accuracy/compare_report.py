@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from tools.accuracy.compare_rows import EXTRA, MISSING, UPDATE, Row
-from tools.accuracy.dumps.names import BACKWARD, FORWARD, PHASES, WEIGHTS
+from tools.accuracy.compare_meaning import first_findings, meaning
+from tools.accuracy.compare_rows import Row
 from tools.accuracy.tolerance import systematic
 
 WIDE = 0.01  # a tolerance that needs to be said
@@ -24,6 +24,7 @@ class Report:
         level, task: msprobe's.
         marked: both dumps say that they are whole; msprobe's own do not say.
         updates: weights' changes from one step to the next that were judged.
+        trained_known: whether the dumps tell which parameters a gradient trains.
     """
 
     golden: str
@@ -33,6 +34,7 @@ class Report:
     marked: bool
     rows: list[Row]
     updates: int = 0
+    trained_known: bool = True
 
     @cached_property
     def findings(self) -> list[Row]:
@@ -47,11 +49,7 @@ class Report:
     @cached_property
     def first(self) -> dict[str, Row | None]:
         """phase -> its first finding; of several ranks the one that is earliest in its own order."""
-        found: dict[str, Row | None] = {}
-        for phase in PHASES:
-            rows = [row for row in self.findings if row.phase == phase]
-            found[phase] = min(rows, key=lambda row: (row.step, row.order, row.rank), default=None)
-        return found
+        return first_findings(self.findings)
 
     def summary(self) -> str:
         """One line."""
@@ -81,8 +79,8 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """What the pattern of first findings usually means."""
-        return meaning(self.first, min((row.step for row in self.rows), default=0))
+        """Where to look."""
+        return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the rows that passed; an infinite error is the string "inf"."""
@@ -105,60 +103,3 @@ class Report:
 def as_json(row: Row) -> dict[str, Any]:
     """A row in values fit for JSON."""
     return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
-
-
-def meaning(first: dict[str, Row | None], start: int) -> str:
-    """Where to look, from the first finding of each phase; `start` is the first step dumped."""
-    forward, backward, weights = first[FORWARD], first[BACKWARD], first[WEIGHTS]
-    if weights and weights.step == start and weights.role == "parameters":
-        return (
-            f"The weights differ before any update, first {weights.place}: look at initialisation, seed or the loaded "
-            "checkpoint before any arithmetic."
-        )
-    if forward and forward.step == start:
-        return _forward(forward)
-    if backward and backward.step == start:
-        return (
-            f"The forward pass of the first step agrees, its backward pass does not: {origin(backward)}. Look at how "
-            "that gradient is computed, scaled or reduced."
-        )
-    changed = [row for row in (backward, weights, forward) if row]
-    if not changed:
-        return "No tensor diverges."
-    if (
-        weights
-        and all(weights.step <= row.step for row in changed if row is not backward)
-        and (not backward or backward.step >= weights.step)
-    ):
-        return (
-            f"Forward and backward agree until the weights of step {weights.step} differ, first {weights.place}: the "
-            "optimizer: weight decay and its groups, learning rate, betas, epsilon, clipping, or the reduction of "
-            "gradients between backward and optimizer."
-        )
-    earliest = min(changed, key=lambda row: (row.step, row.phase == BACKWARD))
-    return (
-        f"The first step agrees and its weights do; step {earliest.step} does not: {origin(earliest)}. Look at its "
-        "data (order, seed) and at state that is not a weight, such as a router's bias."
-    )
-
-
-def _forward(row: Row) -> str:
-    if row.kind in (MISSING, EXTRA):
-        return f"The sides do not call the same: {row.name} ({row.detail}). Look at the model's structure first."
-    if row.role == "input" and row.order == 0:
-        return "The inputs of the first step differ: look at the dataset's order, tokens and masks, not at arithmetic."
-    return (
-        f"The initial loss is affected: {origin(row)}. Look at the forward computation there: the operator's "
-        "precision, or a structure that is not the same."
-    )
-
-
-def origin(row: Row) -> str:
-    """Who made a row's tensor, as far as the dump tells."""
-    if row.kind == UPDATE:
-        return f"the update of {row.place}"
-    if row.role == "input":
-        around = row.place.split(" ")[0].rpartition(".")[0]
-        inside = f" in {around}" if around else ""
-        return f"what arrives at {row.place} is wrong already, made{inside} between the calls that were dumped"
-    return f"{row.place} is the first whose result differs"

@@ -31,12 +31,15 @@ from pathlib import Path
 import numpy as np
 
 from tools.accuracy.compare_rows import UPDATE, VALUE, Pair, Row, judged_type
-from tools.accuracy.dumps.names import BACKWARD
+from tools.accuracy.dumps.names import BACKWARD, WEIGHTS
 from tools.accuracy.dumps.npy import CHUNK, WIDEST, NpyFile
 from tools.accuracy.promotion import ROUNDOFF
 from tools.accuracy.tolerance import systematic, tolerance
 
 MOST = 0.7  # share of an error along the weight from which it is called weight decay
+STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
+DECAY = "weight decay"
+RATE = "learning rate, or what else makes a whole update longer"
 
 
 def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], int]:
@@ -53,13 +56,12 @@ def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row |
         entry, item = pair.sides
         if row is None or item is None or pair.golden is None or pair.bench is None:
             continue
-        label = item.label.removeprefix("parameters.").split(".")[0]
-        key = (row.rank, entry.name.path, label)
+        key = (row.rank, entry.name.path, item.parameter)
         if row.phase == BACKWARD:
             backward[row.rank] = max(backward.get(row.rank, 0.0), row.error)
         if item.role == "gradient":
             gradients[key] = max(gradients.get(key, 0.0), row.error)
-        elif item.role == "parameters" and entry.name.call == 0:
+        elif item.role == "parameters" and row.phase == WEIGHTS and entry.name.call == 0:
             earlier = before.get(key)
             before[key] = index
             if earlier is not None:
@@ -84,9 +86,11 @@ def _judged(before: Pair, after: Pair, old: Row | None, row: Row, gradient_error
     base = tolerance(dtype, 1) + (2 * ROUNDOFF[dtype] * moved.weight / moved.update if moved.update else 0.0)
     whole = base + 2 * math.sqrt(min(gradient_error, 1.0))
     along = base + systematic(dtype)[1] * moved.by_chance
-    error, allowed, how = moved.error, whole, "L2 norm"
+    error, allowed, how, cause, more = moved.error, whole, "L2 norm", "", ""
     if moved.along > along and (moved.error <= whole or moved.along > MOST * moved.error):
-        error, allowed, how = moved.along, along, f"along the weight: {_decay(moved)}"
+        error, allowed, how, cause = moved.along, along, f"along the weight: {_decay(moved)}", DECAY
+    elif abs(moved.longer) > STRAIGHT * moved.error:
+        cause, more = RATE, f": {1 + moved.longer:.4g} times as long as GOLDEN's"
     if error <= allowed:
         explained = row.kind and not old.kind and gradient_error
         return (
@@ -94,8 +98,8 @@ def _judged(before: Pair, after: Pair, old: Row | None, row: Row, gradient_error
         ), True
     if row.kind and old.kind not in ("", UPDATE):
         return row, True  # it started from a wrong weight
-    detail = f"the update since step {before.step} is off by {error:.3g} of itself ({how})"
-    return replace(row, kind=UPDATE, error=error, tolerance=allowed, detail=detail, by="update"), True
+    detail = f"the update since step {before.step} is off by {error:.3g} of itself ({how}){more}"
+    return replace(row, kind=UPDATE, error=error, tolerance=allowed, detail=detail, by="update", cause=cause), True
 
 
 def _decay(moved: Moved) -> str:
@@ -105,13 +109,14 @@ def _decay(moved: Moved) -> str:
 
 @dataclass(frozen=True)
 class Moved:
-    """Two updates of one weight. All but the first two and the last are shares of |u|, see above.
+    """Two updates of one weight. All but the first two and the last two are shares of |u|, see above.
 
     Args:
         update, weight: |u|, |w|.
         error: |d|.
         along: |<d, v>| / |v|; by_chance: its standard deviation if the signs of d are independent.
         grown: <d, v> / <v, v>.
+        longer: <d, u> / <u, u>.
     """
 
     update: float
@@ -120,6 +125,7 @@ class Moved:
     along: float
     by_chance: float
     grown: float
+    longer: float = 0.0
 
 
 def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
@@ -143,10 +149,11 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
     update, error, weight = (math.sqrt(each) for each in np.diag(sums))
     if not update or not error:
         return Moved(update, weight, math.inf if error else 0.0, 0.0, 0.0, 0.0)
-    share = sums[0, 2] / sums[0, 0]
+    share, longer = sums[0, 2] / sums[0, 0], sums[0, 1] / sums[0, 0]
     v = math.sqrt(max(sums[2, 2] - share * sums[0, 2], 0.0))
     if v < 1e-6 * weight or not v:
-        return Moved(update, weight, error / update, 0.0, 0.0, 0.0)  # the update is along the weight: `error` tells
+        return Moved(update, weight, error / update, 0.0, 0.0, 0.0, longer)  # the update is along the weight: `error` tells
     along = sums[1, 2] - share * sums[0, 1]
     chance = math.sqrt(max(squares[1, 1] - 2 * share * squares[0, 1] + share**2 * squares[0, 0], 0.0))
-    return Moved(update, weight, error / update, abs(along) / v / update, chance / v / update, along / v**2)
+    shares = (error / update, abs(along) / v / update, chance / v / update)
+    return Moved(update, weight, *shares, along / v**2, longer)
