@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from tools.accuracy.compare_rows import DTYPE, EXTRA, MISSING, SHAPE, UPDATE, Row
 from tools.accuracy.dumps.names import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS
@@ -96,7 +96,9 @@ def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
 
 def _arrived(rows: list[Row]) -> Row | None:
     """The first part of a step's batch that differs: an input of the outermost cell, or else of the first call."""
-    turn = min((row.order for row in rows if row.phase == BACKWARD), default=math.inf)  # behind it: an optimizer's cells
+    turn = min(
+        (row.order for row in rows if row.phase == BACKWARD), default=math.inf
+    )  # behind it: an optimizer's cells
     forward = [row for row in rows if row.phase == FORWARD and row.order < turn]
     if not forward:
         return None
@@ -133,7 +135,9 @@ def _moved(row: Row, rows: list[Row]) -> str:
     )
     if cause and 2 * times > len(wrong):
         example = next(each for each in wrong if each.cause == cause)
-        return f"{where}{cause}: {example.detail}. The same in {times} of the {len(wrong)}; look at its value and groups."
+        return (
+            f"{where}{cause}: {example.detail}. The same in {times} of the {len(wrong)}; look at its value and groups."
+        )
     return (
         f"{where}weight decay and its groups, learning rate, betas, epsilon, clipping, or the reduction of gradients "
         "between backward and optimizer."

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import Any
 
 from tools.accuracy.compare_meaning import first_findings, meaning
 from tools.accuracy.compare_rows import Row
+from tools.accuracy.compare_updates import Updates
 from tools.accuracy.tolerance import systematic
 
 WIDE = 0.01  # a tolerance that needs to be said
@@ -23,7 +25,7 @@ class Report:
         golden, bench: the folders.
         level, task: msprobe's.
         marked: both dumps say that they are whole; msprobe's own do not say.
-        updates: weights' changes from one step to the next that were judged.
+        judged: what became of weights' changes from one step to the next.
         trained_known: whether the dumps tell which parameters a gradient trains.
     """
 
@@ -33,8 +35,13 @@ class Report:
     task: str
     marked: bool
     rows: list[Row]
-    updates: int = 0
+    judged: Updates = field(default_factory=Updates)
     trained_known: bool = True
+
+    @property
+    def updates(self) -> int:
+        """How many were judged."""
+        return self.judged.judged
 
     @cached_property
     def findings(self) -> list[Row]:
@@ -63,11 +70,7 @@ class Report:
         found = []
         if self.task == "statistics":
             found.append("judged by max, min, mean and norm only: values that changed places or cancel are not seen")
-        if not self.updates:
-            found.append(
-                "updates not judged, so that the optimizer is not: that takes the values (--task tensor) of weights in "
-                "two steps"
-            )
+        found += self._about_updates()
         widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
         if widest > WIDE:
             found.append(
@@ -76,6 +79,22 @@ class Report:
             )
         if not self.marked:
             found.append("a dump without tc3_dump.json does not say whether it is whole")
+        return found
+
+    def _about_updates(self) -> list[str]:
+        """Which updates were judged how well; without any, the optimizer was not looked at."""
+        judged, found = self.judged, []
+        if self.updates > judged.exact:
+            least = "they moved the same on both sides, or not at all"
+            if judged.least:
+                share = 100 * median(judged.least)
+                least = f"one that is off by less than {share:.2g} % of itself is not seen (median)"
+            count = self.updates - judged.exact
+            found.append(f"{count} updates of weights judged by how max, min, mean and norm moved: {least}")
+        for reason, count in judged.unknown.items():
+            found.append(f"{count} updates of weights unknown: {reason}; --task tensor tells")
+        if not self.updates and not judged.unknown:
+            found.append("updates not judged, so that the optimizer is not: that takes weights in two steps")
         return found
 
     def meaning(self) -> str:
@@ -92,6 +111,8 @@ class Report:
             "passed": self.passed,
             "tensors": len(self.rows),
             "updates": self.updates,
+            "updates_unknown": dict(self.judged.unknown),
+            "updates_seen_from": median(self.judged.least) if self.judged.least else None,
             "summary": self.summary(),
             "notes": self.notes(),
             "first": {phase: as_json(row) if row else None for phase, row in self.first.items()},

@@ -22,7 +22,7 @@ class Faults:
     inside: float = 1.0  # factor of the scores that go to the router's inner cell
     loss_gradient: float = 1.0
     decay: float = 0.1
-    rate: float = 1e-2
+    rate: float = 1e-3
     beta: float = 0.9
     seed: int = 0  # of weights and data
     weights_seed: int = 0

@@ -61,7 +61,7 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """Weights that stand apart, which are those before the step; then its calls in the order in which they ended."""
+        """Weights that stand apart, which are those before the step; then its calls, in the order of their ends."""
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
