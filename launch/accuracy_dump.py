@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -21,15 +22,17 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
     sys.path.insert(0, str(ROOT))
 
 from launch import preflight  # noqa: E402
+from launch.failure import Failure  # noqa: E402
 from launch.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
 from launch.progress import TrainingProgress  # noqa: E402
 from launch.readings import loss_rank  # noqa: E402
 from launch.supervise import Outcome, supervise  # noqa: E402
 from launch.train_command import effective_recipe, steps_overrides  # noqa: E402
-from plugins.errors import DataError, TC3Error  # noqa: E402
+from plugins.errors import ClusterError, DataError, TC3Error  # noqa: E402
+from tools.accuracy import dump_size  # noqa: E402
 from tools.accuracy.dump import Job  # noqa: E402
 from tools.accuracy.dumps import marker  # noqa: E402
-from tools.accuracy.dumps.read import open_dump  # noqa: E402
+from tools.accuracy.dumps.read import WEIGHTS, open_dump  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
@@ -45,6 +48,9 @@ def main() -> None:
     except TC3Error as error:
         click.echo(f"tc3: {error}", err=True)
         sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("tc3: interrupted before anything was started", err=True)
+        sys.exit(130)
 
 
 def run(job: Job) -> int:
@@ -61,19 +67,26 @@ def run(job: Job) -> int:
     preflight.check_sound(recipe)
     preflight.check_data(recipe)
     preflight.check_disk(out)
+    size = dump_size.bytes_of_dump(recipe, job.level, job.task, job.steps)
+    click.echo(dump_size.text(recipe, job.level, job.task, job.steps, size), err=True)
+    check_room(out, size or 0, job.task)
+    new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     facts = {**asdict(job), "out": str(out), "workers": worker_count(recipe)}
     marker.write(out, False, **facts)
     dump_recipe(recipe, out / "recipe.yaml")
     outcome = _supervised(recipe, out, job)
+    if outcome.code and outcome.failure is None:
+        _clear(out, new)
+        click.echo("tc3: interrupted; what was dumped is not whole and was removed", err=True)
+        return outcome.code
     if outcome.code:
-        _complain(outcome, out)
+        _complain(outcome.failure, out)
         return outcome.code
     marker.write(out, True, **facts)
-    dump = open_dump(out)
-    size = sum(file.stat().st_size for file in out.glob("**/*.npy") if file.is_file())
     click.echo(
-        f"dumped: {out}: {job.steps} steps, {len(dump.ranks)} rank(s), {job.level} {job.task}, {size / 1e6:.0f} MB"
+        f"dumped: {out}: {job.steps} step{'s' * (job.steps > 1)}, {len(open_dump(out).ranks)} rank(s), {job.level} "
+        f"{job.task}, {dump_size.words(dumped_bytes(out))}"
     )
     return 0
 
@@ -84,6 +97,34 @@ def check_folder(out: Path) -> None:
         raise DataError(f"--out {out}: exists and is not empty: a dump wants a new folder")
     if not _MSPROBE_PATH.fullmatch(str(out)):
         raise DataError(f"--out {out}: msprobe takes paths of letters, digits and _ . : / - only")
+
+
+def check_room(out: Path, size: int, task: str) -> None:
+    """Raise ClusterError when a dump of `size` bytes would leave less than a run needs free."""
+    place = out
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if size + preflight.MIN_FREE > free:
+        less = "fewer --steps, or --task statistics" if task == "tensor" else "or fewer --steps"
+        raise ClusterError(
+            f"--out {out}: {dump_size.words(free)} free, and this dump wants about {dump_size.words(size)} besides "
+            f"{dump_size.words(preflight.MIN_FREE)} for the run: make room, {less}"
+        )
+
+
+def dumped_bytes(out: Path) -> int:
+    """What msprobe and we wrote below a dump's folder, without logs and the like."""
+    places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS)
+    return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+
+
+def _clear(out: Path, new: bool) -> None:
+    """Remove what an interrupted dump left; the folder too if it was not there before."""
+    for path in out.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if new:
+        out.rmdir()
 
 
 def prepare(recipe: Recipe) -> list[str]:
@@ -112,15 +153,11 @@ def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
         return supervise(command, worker_environment(workers, out), out, workers, progress.tick)
 
 
-def _complain(outcome: Outcome, out: Path) -> None:
-    """Why there is no dump."""
-    failure = outcome.failure
-    if failure is None:
-        click.echo(f"tc3: interrupted; the dump in {out} is not whole", err=True)
-        return
+def _complain(failure: Failure, out: Path) -> None:
+    """Why there is no whole dump."""
     for line in () if failure.user_error else failure.lines:
         click.echo(line, err=True)
-    click.echo(f"tc3: {failure.message}. Log: {failure.log}", err=True)
+    click.echo(f"tc3: {failure.message}. Log: {failure.log}. The dump in {out} is not whole", err=True)
 
 
 if __name__ == "__main__":

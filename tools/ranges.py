@@ -62,6 +62,7 @@ RANGES = {
     "layers": Range(1, 10_000),
     "micro_batches": Range(1, 100_000),
     "steps": Range(1, 1_000_000_000),
+    "curve_steps": Range(2, 1_000_000),  # of runs whose losses are compared
     "tokens": Range(1, 1e18),
     "vocab_size": Range(257, 10_000_000),
     "workers": Range(1, 4_096),

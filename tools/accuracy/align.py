@@ -13,7 +13,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.accuracy import align_bisect, align_compare, align_config, align_recipe, align_sides
-from tools.accuracy.align_compare import FAILED, LOSS, PASSED, UNDECIDED, Row, Rung
+from tools.accuracy.align_compare import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Rung
 from tools.accuracy.align_record import Record, in_hugging_face_names, read_metrics
 from tools.accuracy.reference.hyper import Hyper, hyper_of
 from tools.accuracy.reference.weights import initial_weights
@@ -129,7 +129,7 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     align_config.corpus_checksum(recipe)
     plain = align_recipe.alone(recipe, wanted.steps)
     sizes, hyper = align_recipe.reference_sizes(plain), hyper_of(plain, wanted.steps)
-    expressed = [Row(key, 0, 0.5, "as the recipe", detail=str(value)) for key, value in sizes.hf.items()]
+    expressed = [Row(key, 0, NONE, "as the recipe", detail=str(value)) for key, value in sizes.hf.items()]
     ladder.rungs.append(Rung(RUNGS[0], expressed))  # what cannot be expressed has been refused above
     ladder.about["reference"] = (
         f"DeepseekV3Config, and beyond it: epsilon {sizes.latent_eps:g} in latent attention, {sizes.mtp_layers} MTP "
@@ -176,9 +176,9 @@ def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> 
     ours, theirs = (align_recipe.written(path, wanted.overrides, wanted.data) for path in paths)
     ladder.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
-    rows = [Row(setting.path, 1, 0.5, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
+    rows = [Row(setting.path, 1, NONE, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
             for setting in wrong]  # fmt: skip
-    rung = Rung(RUNGS[0], rows or [Row("settings that must match", 0, 0.5, "differ")])
+    rung = Rung(RUNGS[0], rows or [Row("settings that must match", 0, NONE, "differ")])
     if rows:
         rung.reason = f"{len(rows)} settings differ that must match, or that nobody has classified"
     return rung

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.data.signals import terminate_as_interrupt
+from tools.ranges import Number
 
 LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 
@@ -23,12 +24,12 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
               help="Hugging Face's DeepseekV3 of the same architecture (needs torch), or another recipe.")  # fmt: skip
-@click.option("--steps", default=20, show_default=True, type=click.IntRange(min=2), help="Steps of the loss curves.")
+@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Steps of the loss curves.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, in both recipes.")
 @click.option("--data", metavar="PREFIX", help="A Megatron corpus (PREFIX.bin, .idx) instead of the recipe's.")
 @click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
               help="Python that has torch and transformers.  [default: this one]")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the starting weights.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the starting weights.")
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def align(

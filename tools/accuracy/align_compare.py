@@ -25,6 +25,7 @@ MOVED_LOSS = 0.3  # nats of one choice, on the sum over a step's tokens (measure
 MOVED_UPDATE = 4.0  # times the root of the share that moved: relative L2 of the step's update (measured: up to 1.7)
 DRIFT = 0.02  # of a step's loss, in runs that parted at a tie (measured: up to 0.0034 within 20 steps)
 _NOTHING = 1e-37  # the tolerance beside a zero
+NONE = 0.5  # the tolerance of a count that must be 0
 FLOOR_FACTOR = 4  # rounding may hit the other side harder than the reference by so much
 
 
@@ -53,6 +54,11 @@ class Row:
         if self.error <= self.tolerance:
             return PASSED
         return UNDECIDED if self.rounding or self.error <= self.excuse else FAILED
+
+    @property
+    def counted(self) -> bool:
+        """Whether the error is a number of things that differ, which must be none, not a size."""
+        return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
@@ -86,10 +92,10 @@ class Rung:
 
 def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
     """Rung 2: the same weights and tokens, then logits and the first losses."""
-    rows = [Row(f"initial {name}", _different(array, theirs.initial.get(name)), 0.5, "elements that differ")
+    rows = [Row(f"initial {name}", _different(array, theirs.initial.get(name)), NONE, "elements that differ")
             for name, array in ours.initial.items()]  # fmt: skip
-    rows = [row for row in rows if row.status != PASSED] or [Row("initial weights", 0, 0.5, "elements that differ")]
-    rows += [Row(f"batch {name}", _different(array, theirs.batch.get(name)), 0.5, "elements that differ")
+    rows = [row for row in rows if row.status != PASSED] or [Row("initial weights", 0, NONE, "elements that differ")]
+    rows += [Row(f"batch {name}", _different(array, theirs.batch.get(name)), NONE, "elements that differ")
              for name, array in ours.batch.items()]  # fmt: skip
     rows.append(
         _row(

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.accuracy.align import ALIGNED, NOT_ALIGNED, NOT_COMPARED, SAME_NUMBERS, Ladder
-from tools.accuracy.align_compare import FAILED, PASSED, UNDECIDED
+from tools.accuracy.align_compare import FAILED, PASSED, UNDECIDED, Row
 from tools.accuracy.align_config import LAYOUT, MAY
 
 STYLES = {PASSED: "green", FAILED: "bold red", UNDECIDED: "yellow"}
@@ -19,6 +19,15 @@ VERDICTS = {
 BY_ROUNDING = "differ no more than the reference does from itself when its weights change in the last place"
 BY_A_TIE = "differ by more than rounding, but by no more than a choice of an expert that moved at a tie may do"
 MOST = 8  # rows of a failed rung that are printed
+
+
+def failed_text(row: Row) -> str:
+    """One line: how far off a number is, how many things differ, or both sides of a setting."""
+    if row.counted and row.detail:
+        return f"{row.name}: {row.detail} ({row.measure})"
+    if row.counted:
+        return f"{row.name}: {row.error:.0f} {row.measure}, should be none"
+    return f"{row.name}: {row.error:.3g} ({row.measure}; at most {row.tolerance:g}) {row.detail}".rstrip()
 
 
 def print_ladder(ladder: Ladder, console: Console) -> None:
@@ -34,7 +43,8 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
         cells = ["", "", "", ""]
         if worst is not None and worst.error > 0:
             floor = f"{worst.floor:.1e}" if worst.floor else ""
-            cells = [f"{worst.error:.1e}", f"{worst.tolerance:.0e}", floor, f"{worst.name} ({worst.measure})"]
+            numbers = [f"{worst.error:.0f}", "0"] if worst.counted else [f"{worst.error:.1e}", f"{worst.tolerance:.0e}"]
+            cells = [*numbers, floor, f"{worst.name} ({worst.measure})"]
         table.add_row(f"{number} {rung.name}", f"[{style}]{rung.status}[/]", str(len(rung.rows) or ""), *cells)
     console.print(table)
     for rung in ladder.rungs:
@@ -43,8 +53,7 @@ def print_ladder(ladder: Ladder, console: Console) -> None:
             console.print(f"{rung.name}: {rung.reason}", style=style, markup=False, soft_wrap=True)
         failed = [row for row in rung.rows if row.status == FAILED]
         for row in sorted(failed, key=lambda row: -row.error)[:MOST]:
-            text = f"  {row.name}: {row.error:.3g} ({row.measure}; at most {row.tolerance:g}) {row.detail}"
-            console.print(text.rstrip(), style="red", markup=False, soft_wrap=True)
+            console.print(f"  {failed_text(row)}", style="red", markup=False, soft_wrap=True)
     for setting in [setting for setting in ladder.settings if setting.kind in (LAYOUT, MAY)]:
         text = f"{setting.kind}: {setting.path}: {setting.ours} | {setting.theirs} ({setting.meaning})"
         console.print(text, style="dim", markup=False, soft_wrap=True)

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from plugins.errors import did_you_mean
 from tools.accuracy.align_cli import align
 from tools.accuracy.compare_cli import compare
 from tools.accuracy.dump import dump
 from tools.accuracy.equivalence_cli import equivalence_command
+from tools.accuracy.pages import check_page
+from tools.accuracy.progress import Counted
 from tools.accuracy.promotion import DEFAULT, NAMES
 from tools.files.whole import write_whole
+from tools.ranges import Number
 
 
 class DtypeName(click.ParamType):
@@ -48,8 +50,8 @@ accuracy.add_command(equivalence_command)
 @click.option(
     "--dtype", "dtypes", multiple=True, type=DtypeName(), help="fp32, fp16, bf16 (all by default), or hf32 alone."
 )
-@click.option("--reruns", default=3, show_default=True, type=click.IntRange(min=1), help="Runs that must be identical.")
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Of the inputs.")
+@click.option("--reruns", default=3, show_default=True, type=Number("reruns"), help="Runs that must be identical.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
 @click.option("--list", "list_only", is_flag=True, help="List the operators, and stop.")
@@ -71,26 +73,23 @@ def ops(
     Exit codes: 0 nothing failed, 1 failures found, 2 a wrong input.
     """
     if list_only:
-        from tools.accuracy.render import print_list
+        from tools.accuracy.render import list_lines
 
-        print_list(Console(highlight=False))
+        click.echo("\n".join(list_lines()))
         return
     if "hfloat32" in dtypes and set(dtypes) != {"hfloat32"}:
         raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 alone")
     pairs = _pairs(names, dtypes or DEFAULT)
+    check_page(page)
     from tools.accuracy.device import MindSporeDevice
     from tools.accuracy.report import Report
     from tools.accuracy.run import verify
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     rows = []
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with MindSporeDevice() as device, progress:
-        task = progress.add_task("", total=len(pairs))
-        for spec, dtype in pairs:
-            progress.update(task, description=f"{spec.name} {dtype}")
+    with MindSporeDevice() as device, Counted() as progress:
+        for done, (spec, dtype) in enumerate(pairs):
+            progress.show(f"{spec.name} {dtype}", done, len(pairs))
             rows += verify(spec, dtype, device, reruns, seed)
-            progress.advance(task)
     report = Report(device.name, seed, reruns, rows)
     if page:
         from tools.accuracy.html import html

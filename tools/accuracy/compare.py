@@ -14,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from plugins.errors import DataError
 from tools.accuracy.compare_report import Report
 from tools.accuracy.compare_rows import Pair, Row, judged, pairs
+from tools.accuracy.compare_trained import Trained
 from tools.accuracy.compare_updates import judge_updates
 from tools.accuracy.dumps.read import Dump
+from tools.accuracy.dumps.read_items import Entry
 
 BATCH = 64  # tensors that a thread takes at a time
 THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the interpreter
@@ -35,13 +37,17 @@ def compare_dumps(
     """
     check_alike(golden, bench)
     found: list[Pair] = []
+    entries: list[Entry] = []
     for step in golden.steps:
         for rank in golden.ranks:
-            found += pairs(step, rank, golden.entries(step, rank), bench.entries(step, rank))
+            sides = golden.entries(step, rank), bench.entries(step, rank)
+            entries += [*sides[0], *sides[1]]
+            found += pairs(step, rank, *sides)
+    trained = Trained(entries)
     batches = [found[start : start + BATCH] for start in range(0, len(found), BATCH)]
     rows: list[Row | None] = []
     with ThreadPoolExecutor(THREADS) as pool:
-        for batch in pool.map(lambda batch: [judged(pair, promoted) for pair in batch], batches):
+        for batch in pool.map(lambda batch: [judged(pair, promoted, trained) for pair in batch], batches):
             rows += batch
             progress(len(rows), len(found))
     rows, updates = judge_updates(found, rows)
@@ -49,7 +55,7 @@ def compare_dumps(
     kept = [row for row in rows if row is not None]
     if not kept:
         raise DataError(f"{golden.folder} and {bench.folder} hold no tensor: nothing to compare")
-    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates)
+    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates, trained.known)
 
 
 def check_alike(golden: Dump, bench: Dump) -> None:

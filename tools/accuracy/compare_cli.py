@@ -8,7 +8,9 @@ from pathlib import Path
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from tools.accuracy.pages import check_out
+from tools.accuracy.progress import Counted
 
 
 @click.command()
@@ -34,16 +36,10 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     from tools.accuracy.compare_render import print_report, write_files
     from tools.accuracy.dumps.read import open_dump
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
-    with progress:
-        task = progress.add_task("comparing", total=None)
-        report = compare_dumps(
-            open_dump(golden),
-            open_dump(bench),
-            promoted,
-            lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    sides = open_dump(golden), open_dump(bench)
+    check_out(out, golden, bench)
+    with Counted() as progress:
+        report = compare_dumps(*sides, promoted, lambda done, total: progress.show("tensors compared", done, total))
     if out:
         for file in write_files(report, out, page):
             click.echo(f"written: {file}", err=True)

@@ -16,7 +16,12 @@ PLOT = """
 svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
 .grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
 """
-NAMES = {"forward": "Forward", "backward": "Backward", "weights": "Weights"}
+NAMES = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "weights": "Weights",
+    "state": "State, which no gradient trains",
+}
 
 
 def html(report: Report) -> str:

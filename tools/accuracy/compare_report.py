@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import Any
 
-from tools.accuracy.compare_rows import EXTRA, MISSING, UPDATE, Row
-from tools.accuracy.dumps.names import BACKWARD, FORWARD, PHASES, WEIGHTS
+from tools.accuracy.compare_meaning import first_findings, meaning
+from tools.accuracy.compare_rows import Row
+from tools.accuracy.compare_updates import Updates
 from tools.accuracy.tolerance import systematic
 
 WIDE = 0.01  # a tolerance that needs to be said
@@ -23,7 +25,8 @@ class Report:
         golden, bench: the folders.
         level, task: msprobe's.
         marked: both dumps say that they are whole; msprobe's own do not say.
-        updates: weights' changes from one step to the next that were judged.
+        judged: what became of weights' changes from one step to the next.
+        trained_known: whether the dumps tell which parameters a gradient trains.
     """
 
     golden: str
@@ -32,7 +35,13 @@ class Report:
     task: str
     marked: bool
     rows: list[Row]
-    updates: int = 0
+    judged: Updates = field(default_factory=Updates)
+    trained_known: bool = True
+
+    @property
+    def updates(self) -> int:
+        """How many were judged."""
+        return self.judged.judged
 
     @cached_property
     def findings(self) -> list[Row]:
@@ -47,11 +56,7 @@ class Report:
     @cached_property
     def first(self) -> dict[str, Row | None]:
         """phase -> its first finding; of several ranks the one that is earliest in its own order."""
-        found: dict[str, Row | None] = {}
-        for phase in PHASES:
-            rows = [row for row in self.findings if row.phase == phase]
-            found[phase] = min(rows, key=lambda row: (row.step, row.order, row.rank), default=None)
-        return found
+        return first_findings(self.findings)
 
     def summary(self) -> str:
         """One line."""
@@ -65,11 +70,7 @@ class Report:
         found = []
         if self.task == "statistics":
             found.append("judged by max, min, mean and norm only: values that changed places or cancel are not seen")
-        if not self.updates:
-            found.append(
-                "updates not judged, so that the optimizer is not: that takes the values (--task tensor) of weights in "
-                "two steps"
-            )
+        found += self._about_updates()
         widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
         if widest > WIDE:
             found.append(
@@ -80,9 +81,25 @@ class Report:
             found.append("a dump without tc3_dump.json does not say whether it is whole")
         return found
 
+    def _about_updates(self) -> list[str]:
+        """Which updates were judged how well; without any, the optimizer was not looked at."""
+        judged, found = self.judged, []
+        if self.updates > judged.exact:
+            least = "they moved the same on both sides, or not at all"
+            if judged.least:
+                share = 100 * median(judged.least)
+                least = f"one that is off by less than {share:.2g} % of itself is not seen (median)"
+            count = self.updates - judged.exact
+            found.append(f"{count} updates of weights judged by how max, min, mean and norm moved: {least}")
+        for reason, count in judged.unknown.items():
+            found.append(f"{count} updates of weights unknown: {reason}; --task tensor tells")
+        if not self.updates and not judged.unknown:
+            found.append("updates not judged, so that the optimizer is not: that takes weights in two steps")
+        return found
+
     def meaning(self) -> str:
-        """What the pattern of first findings usually means."""
-        return meaning(self.first, min((row.step for row in self.rows), default=0))
+        """Where to look."""
+        return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the rows that passed; an infinite error is the string "inf"."""
@@ -94,6 +111,8 @@ class Report:
             "passed": self.passed,
             "tensors": len(self.rows),
             "updates": self.updates,
+            "updates_unknown": dict(self.judged.unknown),
+            "updates_seen_from": median(self.judged.least) if self.judged.least else None,
             "summary": self.summary(),
             "notes": self.notes(),
             "first": {phase: as_json(row) if row else None for phase, row in self.first.items()},
@@ -105,60 +124,3 @@ class Report:
 def as_json(row: Row) -> dict[str, Any]:
     """A row in values fit for JSON."""
     return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
-
-
-def meaning(first: dict[str, Row | None], start: int) -> str:
-    """Where to look, from the first finding of each phase; `start` is the first step dumped."""
-    forward, backward, weights = first[FORWARD], first[BACKWARD], first[WEIGHTS]
-    if weights and weights.step == start and weights.role == "parameters":
-        return (
-            f"The weights differ before any update, first {weights.place}: look at initialisation, seed or the loaded "
-            "checkpoint before any arithmetic."
-        )
-    if forward and forward.step == start:
-        return _forward(forward)
-    if backward and backward.step == start:
-        return (
-            f"The forward pass of the first step agrees, its backward pass does not: {origin(backward)}. Look at how "
-            "that gradient is computed, scaled or reduced."
-        )
-    changed = [row for row in (backward, weights, forward) if row]
-    if not changed:
-        return "No tensor diverges."
-    if (
-        weights
-        and all(weights.step <= row.step for row in changed if row is not backward)
-        and (not backward or backward.step >= weights.step)
-    ):
-        return (
-            f"Forward and backward agree until the weights of step {weights.step} differ, first {weights.place}: the "
-            "optimizer: weight decay and its groups, learning rate, betas, epsilon, clipping, or the reduction of "
-            "gradients between backward and optimizer."
-        )
-    earliest = min(changed, key=lambda row: (row.step, row.phase == BACKWARD))
-    return (
-        f"The first step agrees and its weights do; step {earliest.step} does not: {origin(earliest)}. Look at its "
-        "data (order, seed) and at state that is not a weight, such as a router's bias."
-    )
-
-
-def _forward(row: Row) -> str:
-    if row.kind in (MISSING, EXTRA):
-        return f"The sides do not call the same: {row.name} ({row.detail}). Look at the model's structure first."
-    if row.role == "input" and row.order == 0:
-        return "The inputs of the first step differ: look at the dataset's order, tokens and masks, not at arithmetic."
-    return (
-        f"The initial loss is affected: {origin(row)}. Look at the forward computation there: the operator's "
-        "precision, or a structure that is not the same."
-    )
-
-
-def origin(row: Row) -> str:
-    """Who made a row's tensor, as far as the dump tells."""
-    if row.kind == UPDATE:
-        return f"the update of {row.place}"
-    if row.role == "input":
-        around = row.place.split(" ")[0].rpartition(".")[0]
-        inside = f" in {around}" if around else ""
-        return f"what arrives at {row.place} is wrong already, made{inside} between the calls that were dumped"
-    return f"{row.place} is the first whose result differs"

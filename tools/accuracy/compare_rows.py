@@ -10,7 +10,8 @@ from tools.accuracy.compare_count import Counter
 from tools.accuracy.compare_errors import Measured, measure
 from tools.accuracy.compare_scale import scaled
 from tools.accuracy.compare_statistics import scaled_norm, statistics_error
-from tools.accuracy.dumps.names import BACKWARD, GRADIENT, WEIGHTS
+from tools.accuracy.compare_trained import Trained
+from tools.accuracy.dumps.names import BACKWARD, GRADIENT, STATE, WEIGHTS
 from tools.accuracy.dumps.read_items import Entry, Item
 from tools.accuracy.promotion import SMALLEST
 from tools.accuracy.tolerance import tolerance
@@ -37,7 +38,7 @@ class Row:
 
     Args:
         step, rank, order: when and where; `order` counts the calls of a step.
-        phase: forward, backward or weights.
+        phase: forward, backward, weights, or state (parameters that no gradient trains).
         place: the cell's path and class, or the function.
         name: msprobe's name.
         role: input, output, parameters or gradient; call for a call that only one side has.
@@ -46,6 +47,7 @@ class Row:
         kind: of finding; empty when it passed.
         detail: the worst value, or what is wrong.
         by: values, statistics, update, or factor (of all values together, compare_scale.py).
+        cause: of a wrong update, what usually makes one like it.
     """
 
     step: int
@@ -63,6 +65,7 @@ class Row:
     kind: str = ""
     detail: str = ""
     by: str = "values"
+    cause: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
     return found
 
 
-def judged(pair: Pair, promoted: bool) -> Row | None:
+def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
     """The row of a pair; None for plain values that agree, which nobody wants to read about."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
@@ -126,7 +129,7 @@ def judged(pair: Pair, promoted: bool) -> Row | None:
         "step": pair.step,
         "rank": pair.rank,
         "order": pair.order,
-        "phase": phase_of(entry, item),
+        "phase": phase_of(entry, item, trained),
         "place": entry.name.place,
         "name": f"{entry.name.text}{label}",
         "role": item.role if item else "call",
@@ -145,10 +148,10 @@ def judged(pair: Pair, promoted: bool) -> Row | None:
     return _tensors(head, item, other, pair.count, promoted)
 
 
-def phase_of(entry: Entry, item: Item | None) -> str:
-    """Parameters are looked at apart from the pass that reads them."""
+def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
+    """Parameters are looked at apart from the pass that reads them, and what no gradient trains apart from weights."""
     if item and item.role == "parameters":
-        return WEIGHTS
+        return WEIGHTS if trained.has(entry, item) else STATE
     return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
 
 

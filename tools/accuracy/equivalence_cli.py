@@ -11,7 +11,9 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
+from tools.accuracy.pages import check_page
 from tools.files.whole import write_whole
+from tools.ranges import Number
 
 if TYPE_CHECKING:
     from tools.accuracy.equivalence import Matrix
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 @click.command("equivalence")
 @click.argument("recipe", required=False)
 @click.option("--only", "names", metavar="NAME,...", help="Strategies, or one of: baseline, trained, emulated.")
-@click.option("--steps", default=3, show_default=True, type=click.IntRange(min=2), help="Of each run.")
+@click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Of each run.")
 @click.option("--update", is_flag=True, help="Write the golden numbers of the trained runs instead of checking them.")
 @click.option(
     "--golden",
@@ -72,6 +74,7 @@ def equivalence_command(
         raise click.UsageError("which RECIPE? for instance recipes/mini/pretrain.yaml; --list shows the strategies")
     only = tuple(name.strip() for name in (names or "").split(",") if name.strip())
     chosen = choose(only)
+    check_page(page)
     if update and BASELINE not in only and not any(case.variant for case in chosen):
         raise RecipeError("--update: none of the chosen strategies is trained, so there are no numbers to keep")
     if dry_run:

@@ -15,7 +15,8 @@ def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
     """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`).
 
     A cell's key is the one under which msprobe keeps its parameters at L0. bfloat16 is written as float32. Weights that
-    do not exist yet (they are made when the graph of several devices is compiled) are left out.
+    do not exist yet (they are made when the graph of several devices is compiled) are left out. Each says whether a
+    gradient trains it: counters, biases and caches are parameters too.
     """
     import mindspore as ms
 
@@ -29,6 +30,7 @@ def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
             array = (parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter).asnumpy()
             found = dict(zip(("Max", "Min", "Mean", "Norm"), statistics(array), strict=False))
             node = {"type": "mindspore.Tensor", "dtype": str(parameter.dtype), "shape": list(array.shape), **found}
+            node["requires_grad"] = bool(parameter.requires_grad)
             if task == "tensor":
                 node["data_name"] = f"{key}.parameters.{label}.npy"
                 np.save(values / node["data_name"], array)

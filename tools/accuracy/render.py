@@ -36,11 +36,12 @@ def print_report(report: Report, console: Console) -> None:
     console.print(report.summary(), markup=False, soft_wrap=True)
 
 
-def print_list(console: Console) -> None:
-    """Every operator: family, data types, source."""
-    table = Table("operator", "family", "data types", "source")
+def list_lines() -> list[str]:
+    """A line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
+    width = max(map(len, SPECS))
+    lines = []
     for family, specs in FAMILIES.items():
         for spec in specs:
-            table.add_row(spec.name, family, " ".join(SHORT[dtype] for dtype in spec.dtypes), spec.source)
-    console.print(table)
-    console.print(f"{len(SPECS)} operators", markup=False)
+            dtypes = " ".join(SHORT[dtype] for dtype in spec.dtypes)
+            lines.append(f"{spec.name:{width}}  {dtypes:19}  {family:13}  {spec.source}".rstrip())
+    return lines

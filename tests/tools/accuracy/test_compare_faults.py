@@ -18,7 +18,7 @@ SMALL = ("train_dataset.data_loader.config.seq_length=16", "model.model_config.m
 
 def dump(corpus, out, fault=""):  # noqa: F811
     """`tc3 accuracy dump` of the test recipe, optionally with a fault."""
-    command = [runs.TC3, "accuracy", "dump", str(runs.TINY), "--out", str(out)]
+    command = [runs.TC3, "accuracy", "dump", str(runs.TINY), "--out", str(out), "--task", "tensor"]
     for setting in (f"train_dataset.data_loader.config.data_path.1={corpus}", *SMALL):
         command += ["--set", setting]
     path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH", "")]))

@@ -24,7 +24,7 @@ def test_the_command_becomes_the_launcher(monkeypatch, tmp_path):
     assert CliRunner().invoke(accuracy, words).exit_code == 0
     ((_, script, job),) = started
     assert script == str(SCRIPT) and SCRIPT.exists()
-    assert Job(**json.loads(job)) == Job("recipe.yaml", str(tmp_path), True, 2, "mix", "tensor", ["seed=1"])
+    assert Job(**json.loads(job)) == Job("recipe.yaml", str(tmp_path), True, 2, "mix", "statistics", ["seed=1"])
 
 
 @pytest.mark.parametrize(

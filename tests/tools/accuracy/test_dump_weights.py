@@ -13,8 +13,9 @@ from tools.accuracy.dumps.read import WEIGHTS, open_dump
 class Parameter:
     """Of MindSpore, as far as it is used."""
 
-    def __init__(self, values, has_init=False):
+    def __init__(self, values, has_init=False, requires_grad=True):
         self.values, self.has_init, self.dtype, self.shape = values, has_init, "Float32", values.shape
+        self.requires_grad = requires_grad
 
     def asnumpy(self):
         assert not self.has_init

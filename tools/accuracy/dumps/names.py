@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-FORWARD, BACKWARD, WEIGHTS = "forward", "backward", "weights"
-PHASES = (FORWARD, BACKWARD, WEIGHTS)
+FORWARD, BACKWARD, WEIGHTS, STATE = "forward", "backward", "weights", "state"
+PHASES = (FORWARD, BACKWARD, WEIGHTS, STATE)
 GRADIENT = "parameters_grad"
 CELLS = ("Cell", "Module")  # MindSpore's and PyTorch's word
 

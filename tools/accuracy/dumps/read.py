@@ -61,12 +61,12 @@ class Dump:
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
-        """The calls of one step on one rank, in the order in which they ended; then weights that stand apart."""
-        found = []
+        """Weights that stand apart, which are those before the step; then its calls, in the order of their ends."""
+        found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
-            found = kernels.entries(folder, step) if self.level == "L2" else _entries(folder)
-        return found + (_entries(self.weights[step][rank]) if step in self.weights else [])
+            found += kernels.entries(folder, step) if self.level == "L2" else _entries(folder)
+        return found
 
 
 def open_dump(folder: Path) -> Dump:
@@ -190,4 +190,5 @@ def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
 def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
     dtype = node["dtype"].rpartition(".")[2].lower()
     file = data / node["data_name"] if node.get("data_name") else None
-    return Item(label, role, dtype, tuple(node["shape"]), tuple(node.get(name) for name in STATISTICS), file)
+    statistics = tuple(node.get(name) for name in STATISTICS)
+    return Item(label, role, dtype, tuple(node["shape"]), statistics, file, trained=node.get("requires_grad"))

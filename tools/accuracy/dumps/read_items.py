@@ -21,6 +21,7 @@ class Item:
         statistics: largest, smallest, mean, L2 norm; None where msprobe has none.
         file: the values, if they were dumped.
         value: of a plain value.
+        trained: whether a gradient trains it, where the dump says so by itself.
     """
 
     label: str
@@ -30,6 +31,12 @@ class Item:
     statistics: tuple[float | None, ...] = ()
     file: Path | None = None
     value: Any = None
+    trained: bool | None = None
+
+    @property
+    def parameter(self) -> str:
+        """The parameter's name in its cell: of a parameter, and of the gradient of one (`weight.0`)."""
+        return self.label.removeprefix("parameters.").split(".")[0]
 
     @property
     def is_tensor(self) -> bool:

@@ -1,0 +1,40 @@
+"""Reports may replace older reports, and nothing else: looked at before the work that would end in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from plugins.errors import DataError
+
+BEGINS = b"<!DOCTYPE html>"
+
+
+def check_page(page: Path | None, option: str = "--html") -> None:
+    """Raise DataError where a page cannot be written, or would replace what is no page."""
+    if page is None or not (page.exists() or page.is_symlink()):
+        _check_folder(page, option)
+        return
+    if not page.is_file():
+        raise DataError(f"{option} {page}: exists and is no file")
+    with page.open("rb") as file:
+        if file.read(len(BEGINS)) not in (BEGINS, b""):
+            raise DataError(f"{option} {page}: exists and is no HTML page, which would be lost: choose another name")
+
+
+def check_out(out: Path | None, *dumps: Path) -> None:
+    """Raise DataError where the files of a comparison cannot be written, or would lie in a dump."""
+    if out is None:
+        return
+    for dump in dumps:
+        if out.resolve() == dump.resolve() or dump.resolve() in out.resolve().parents:
+            raise DataError(f"--out {out}: lies in the dump {dump}, which stays as it is: choose another folder")
+    _check_folder(out / "compare.json", "--out")
+
+
+def _check_folder(file: Path | None, option: str) -> None:
+    """The folder of a file that will be, or what is there of its path, must be one."""
+    place = file.absolute().parent if file else Path.cwd()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise DataError(f"{option} {file}: {place} is no folder")
