@@ -15,6 +15,7 @@ from tools.search.configuration import Configuration
 from tools.search.efficiency import CLUSTERS, cluster
 from tools.search.from_recipe import from_recipe
 from tools.search.hardware import Hardware, known_hardware
+from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
 from tools.search.overlay_site import Site
 from tools.search.search_limits import Limit
@@ -35,6 +36,7 @@ class Request:
         devices: to use, all of them.
         global_batch: samples a step.
         cap: bytes that a job may use on a device.
+        margin: share of `cap` that predictions must leave free, because they are off by as much.
         cap_source: where `cap` comes from.
         ulysses: how many parts of the heads context parallelism cuts (MindFormers' ulysses_degree_in_cp; graph mode
             reads no other key for it).
@@ -53,6 +55,18 @@ class Request:
     limits: tuple[Limit, ...] = ()
     hardware_file: str = DEFAULT_HARDWARE
     own_cap: bool = True
+    margin: float = 0.0
+
+    @property
+    def room(self) -> float:
+        """Bytes that a prediction may reach on a device: the cap without its margin."""
+        return self.cap * (1 - self.margin)
+
+    @property
+    def room_words(self) -> str:
+        """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
+        margin = f" ({self.cap / GIB:.1f} less a margin of {100 * self.margin:.1f} %)" if self.margin else ""
+        return f"{self.room / GIB:.1f} GiB{margin}"
 
     @property
     def node(self) -> int:
@@ -77,8 +91,9 @@ def request_of(
     global_batch: int | None = None,
     memory_gib: float | None = None,
     limits: tuple[Limit, ...] = (),
+    margin: float | None = None,
 ) -> Request:
-    """The request for a recipe; what is None is the recipe's own.
+    """The request for a recipe; what is None is the recipe's own, and the margin the estimator's known error.
 
     Raises:
         RecipeError: the recipe describes no run, or there is no such cluster.
@@ -104,6 +119,7 @@ def request_of(
         limits=limits,
         hardware_file=file_of(cluster_name),
         own_cap=memory_gib is None and limit <= hardware.hbm_bytes,
+        margin=known_errors().margin if margin is None else margin,
     )
 
 

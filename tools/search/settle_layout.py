@@ -32,6 +32,7 @@ from tools.search.layout_file import (
     read_layout,
     write_layout,
 )
+from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
 from tools.search.overlay_recompute import plain_value, with_patterns
 from tools.search.schedules import is_v_shaped
@@ -127,8 +128,11 @@ def inputs_of(recipe: Recipe) -> dict[str, Any]:
     return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}
 
 
-def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> LayoutFile:
+def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
     """Ask the pipeline optimiser; the recipe's own offset and recompute tables are not read.
+
+    Args:
+        margin: share of the memory limit to leave free; the estimator's known error by default.
 
     Raises:
         NothingFits: and what is missing.
@@ -139,10 +143,14 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> 
     from tools.search.search_request import request_of
     from tools.search.time_model import TimeModel
 
-    asked = request_of(even_layout(recipe), cluster)
-    found = place(asked.base, TimeModel(asked.hardware), asked.cap, budget, seed)
+    asked = request_of(even_layout(recipe), cluster, margin=margin)
+    found = place(asked.base, TimeModel(asked.hardware), asked.room, budget, seed)
     if found.configuration is None:
-        raise NothingFits(f"{_KEY}: {AUTO}: {found.why}; the limit is {asked.cap_source}")
+        smaller = "; tc3 search layout --memory-margin takes a smaller one" if asked.margin else ""
+        raise NothingFits(
+            f"{_KEY}: {AUTO}: {found.why}; a stage may hold {asked.room_words}, "
+            f"the limit is {asked.cap_source}{smaller}"
+        )
     inputs, laid = inputs_of(recipe), found.configuration
     full, select, again = laid.recompute.full, laid.recompute.select, laid.recompute.communication
     return LayoutFile(
@@ -158,6 +166,8 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> 
             "bound_s": round(found.bound_s, 4),
             "stage_gib": [round(peak / GIB, 2) for peak in found.peak_bytes],
             "cap_gib": round(asked.cap / GIB, 2),
+            "memory_margin": asked.margin,
+            "fits": known_errors().fits(max(found.peak_bytes), asked.cap),
         },
     )
 
