@@ -149,7 +149,7 @@ def _check(recipe: Recipe, view: View, built: Built, hardware: Hardware | None) 
     node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if hardware and node != hardware.devices_per_node:
         text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
-        raise _wrong(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --hardware")
+        raise _wrong(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
 
 
 def _wrong(recipe: Recipe, path: KeyPath, text: str) -> RecipeError:

@@ -113,9 +113,9 @@ def memory_words(request: Request) -> list[str]:
     why = f"; of {runs} published runs the prediction missed at most {100 * worst:.1f} % of the memory"
     return [
         f"memory: a device may hold {request.cap / GIB:.1f} GiB ({request.cap_source}), {kept} (--memory-margin){why}",
-        f"fits: how many of those {runs} runs would have fit, had their memory been predicted as near to the limit. They "
-        "are runs of Megatron-LM and torchtitan on GPUs (tools/search/memory_rows.yaml); nobody has published one of "
-        "MindFormers, or on Ascend, with its memory: --verify looks closer",
+        f"fits: how many of those {runs} runs would have fit, had their memory been predicted as near to the limit. "
+        "They are runs of Megatron-LM and torchtitan on GPUs (tools/search/memory_rows.yaml); nobody has published one "
+        "of MindFormers, or on Ascend, with its memory: --verify looks closer",
     ]
 
 

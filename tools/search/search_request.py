@@ -12,9 +12,10 @@ from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.recipe.load import Recipe
 from tools.search.configuration import Configuration
-from tools.search.efficiency import CLUSTERS, cluster
+from tools.search.efficiency import cluster, cluster_file
 from tools.search.from_recipe import from_recipe
 from tools.search.hardware import Hardware, known_hardware
+from tools.search.hardware.names import name_of
 from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
 from tools.search.overlay_site import Site
@@ -125,10 +126,8 @@ def request_of(
 
 def file_of(cluster_name: str) -> str:
     """A cluster as recipes name it: the name of a hardware file, or the path of another."""
-    if cluster_name in known_hardware():
-        return cluster_name
-    own = CLUSTERS / f"{cluster_name}.yaml"
-    return os.path.abspath(own if own.is_file() else cluster_name)
+    name = name_of(cluster_name)
+    return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
 
 
 def _with_layout(recipe: Recipe) -> Recipe:

@@ -33,7 +33,7 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """The name of the device that a description speaks of, such as "H100-80GB SXM, 8 a node"; "" where none is known."""
+    """The name of the device in a description such as "H100-80GB SXM, 8 a node"; "" where none is known."""
     name = name_of(text)
     if name in NAMES:
         return name

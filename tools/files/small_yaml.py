@@ -1,0 +1,88 @@
+"""YAML that people write: read with limits that no recipe comes near, so that a bomb is refused before it goes off.
+
+A page of aliases of aliases stands for more values than any memory holds, ten thousand brackets for a stack overflow, a
+file of 100 MB for minutes in the parser. The composer counts what it has read, aliases and merge keys written out, and
+stops at the first value too many.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import Any
+
+import yaml
+
+from plugins.errors import RecipeError, TC3Error
+
+MAX_BYTES = 512 * 1024  # the largest recipe of this repository or MindFormers has 20 KiB
+MAX_VALUES = 50_000
+MAX_DEPTH = 50
+
+
+class TooLarge(yaml.MarkedYAMLError):
+    """YAML beyond one of the limits; well-formed so far."""
+
+
+class SmallLoader(yaml.SafeLoader):
+    """A SafeLoader that raises `TooLarge` for more than MAX_VALUES values, aliases written out, or MAX_DEPTH levels."""
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self.values = self.depth = 0
+        self.written_out: dict[int, tuple[int, int]] = {}  # of a composed collection: values, levels
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As the parent does, counting."""
+        self.depth += 1
+        self.values += 1
+        self._hold(self.values, self.depth)
+        try:
+            node = super().compose_node(parent, index)
+        finally:
+            self.depth -= 1
+        if isinstance(node, yaml.CollectionNode) and id(node) not in self.written_out and not self._open(node):
+            parts = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+            sizes = [self.written_out.get(id(part), (1, 1)) for part in parts]
+            size = 1 + sum(values for values, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
+            self._hold(*size, node.start_mark)
+            self.written_out[id(node)] = size
+        return node
+
+    @staticmethod
+    def _open(node: yaml.Node) -> bool:
+        """Whether a node is an alias of one that is still being read: an anchor inside itself."""
+        return node.end_mark is None
+
+    def _hold(self, values: int, levels: int, mark: yaml.Mark | None = None) -> None:
+        problem = ""
+        if values > MAX_VALUES:
+            problem = f"more than {MAX_VALUES:,} values, aliases written out: no recipe has as many"
+        if levels > MAX_DEPTH:
+            problem = f"nested more than {MAX_DEPTH} levels deep"
+        if problem:
+            raise TooLarge(problem=problem, problem_mark=mark or self.get_mark())
+
+
+def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError) -> str:
+    """The text of a file that people write.
+
+    Raises:
+        error: it is no file, too large, not to be read, or no UTF-8.
+    """
+    file = os.fspath(path)
+    try:
+        status = os.stat(file)
+        if not stat.S_ISREG(status.st_mode):
+            raise error(f"{file}: is {'a folder' if stat.S_ISDIR(status.st_mode) else 'no ordinary file'}")
+        if status.st_size > MAX_BYTES:
+            size = status.st_size / 2**20
+            raise error(f"{file}: {size:.1f} MiB; at most {MAX_BYTES / 2**20:g} MiB are read: is it the right file?")
+        with open(file, "rb") as stream:
+            content = stream.read(MAX_BYTES)
+        return content.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        line = content[: wrong.start].count(b"\n") + 1
+        raise error(f"{file}:{line}: cannot be read: byte 0x{content[wrong.start]:02x} is not UTF-8") from None
+    except ValueError as wrong:  # a NUL in the name
+        raise wrong if isinstance(wrong, TC3Error) else error(f"{file!r}: is no name of a file") from None
