@@ -31,7 +31,7 @@ class Range(NamedTuple):
         """What is wrong with `value`, as the end of a sentence that names it; None if nothing is."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             return f"is not finite; {self.words}"
         if self.whole and value != int(value):
             return f"is not a whole number; {self.words}"

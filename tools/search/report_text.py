@@ -134,6 +134,8 @@ def assumptions(found: Found, times: SearchTimes) -> list[str]:
         lines.append(
             "sharded gradients are reduced with every micro-batch, half of it beside its computation (not measured)"
         )
+    if request.swaps:
+        lines.append("swap_config: activations are predicted as if they stayed on the device and moved at no cost")
     if request.changed and found.own:
         own = request.base
         lines.append(f"the recipe's own row: as written, {own.devices:,} devices and batch {own.global_batch:,}")

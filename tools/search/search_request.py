@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
+from tools.check.stages import swaps
 from tools.check.view import PARALLEL, View
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
@@ -43,6 +44,7 @@ class Request:
             reads no other key for it).
         limits: the user's.
         hardware_file: name or file of `hardware`, as a recipe names it.
+        swaps: the recipe moves activations to the host, which is not modelled.
         own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
     """
 
@@ -57,6 +59,7 @@ class Request:
     hardware_file: str = DEFAULT_HARDWARE
     own_cap: bool = True
     margin: float = 0.0
+    swaps: bool = False
 
     @property
     def room(self) -> float:
@@ -121,6 +124,7 @@ def request_of(
         hardware_file=file_of(cluster_name),
         own_cap=memory_gib is None and limit <= hardware.hbm_bytes,
         margin=known_errors().margin if margin is None else margin,
+        swaps=swaps(View(recipe)),
     )
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import counts_of, counts_of_offset, offset_of
 from tools.check.converter import convert
 from tools.check.schema import load_schema
+from tools.check.stages import swaps
 from tools.check.view import MODEL, View
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.recipe.load import Recipe
 from tools.search.budget import Budget
-from tools.search.configuration import even_layers
+from tools.search.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.search.from_recipe import from_recipe
 from tools.search.layout_file import (
     MODEL_VERSION,
@@ -34,7 +35,7 @@ from tools.search.layout_file import (
 )
 from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
-from tools.search.overlay_recompute import plain_value, with_patterns
+from tools.search.overlay_recompute import plain_value, swapped_value, with_patterns
 from tools.search.schedules import is_v_shaped
 
 AUTO = "auto"
@@ -111,12 +112,22 @@ def _from_file(recipe: Recipe, make: Callable[[Recipe], LayoutFile] | None) -> l
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
         raise RecipeError(f"{AUTO}: {path} was made for another run ({changed}): {command}")
     view, config = View(recipe), from_recipe(even_layout(recipe))
-    counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
+    placed = replace(config, layers=_laid(layout, config), recompute=Recompute())
     recipe["model"]["model_config"]["offset"] = layout.offset
     section = recipe["recompute_config"] = {**(recipe.get("recompute_config") or {})}
     for name in TABLES:
-        section[name] = with_patterns(name, getattr(layout, name), view.get(("recompute_config", name)))
+        value, now = getattr(layout, name), view.get(("recompute_config", name))
+        if swaps(view):  # the file counts layers, as launches without swapping read them
+            section[name] = swapped_value(name, spread(value, placed.layers), placed, now)
+        else:
+            section[name] = with_patterns(name, value, now)
     return [f"{_KEY}: auto -> {layout.offset}, recompute_config with it ({path})"]
+
+
+def _laid(layout: LayoutFile, config: Configuration) -> Table:
+    """The layers of a file [chunks][stages]."""
+    counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
+    return tuple(tuple(row) for row in counts)
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:

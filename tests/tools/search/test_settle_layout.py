@@ -116,6 +116,20 @@ def test_operator_patterns_stay(made, tmp_path):
     assert recipe["recompute_config"]["select_comm_recompute"] == {r".*\.norm": made.select_comm_recompute}
 
 
+def test_a_recipe_that_swaps_is_given_numbers_of_layers(made, tmp_path):
+    more = "swap_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}], op_swap: {}}\n"
+    recipe = recipe_with(tmp_path, "auto", more=more)
+    first = [[1] * 8, [0] * 8]
+    write_layout(replace(made, recompute=first, select_recompute=False), path_of(recipe.source), "a test")
+    counted = recipe_with(tmp_path, "auto")
+    settle_layout(recipe), settle_layout(counted)
+    layers = from_recipe(counted).layers
+    numbers = [sum(layers[0][:stage]) for stage in range(8) if layers[0][stage]]
+    assert recipe["recompute_config"]["recompute"] == numbers
+    assert from_recipe(recipe).recompute.full == from_recipe(counted).recompute.full
+    assert check_recipe(tmp_path / "recipe.yaml").clean
+
+
 def test_inputs_are_numbers_and_words_that_files_keep():
     inputs = inputs_of(load_recipe(LARGE))
     assert inputs["pp"] == 8 and inputs["model.layers"] == 54 and inputs["max_device_memory"] == 45 * GIB
