@@ -73,6 +73,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
         keep_gathered=True,
         training_graph=True,
         fp32_residual=fields.get("fp32_residual_connection") is True,
+        ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
     )
 
 

@@ -132,7 +132,7 @@ def _asked(
     from tools.recipe.load import load_recipe
     from tools.search.overlay import require_layouts
     from tools.search.overlay_files import keep_files_of
-    from tools.search.search_request import request_of
+    from tools.search.search_request import request_of, require_ulysses
     from tools.search.search_times import SearchTimes
     from tools.search.store import Store
 
@@ -147,6 +147,7 @@ def _asked(
     asked = tuple(read_limit(text) for text in limits)
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
+    require_ulysses(recipe, request)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
     times = SearchTimes(request.hardware)

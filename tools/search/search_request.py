@@ -128,6 +128,25 @@ def request_of(
     )
 
 
+def require_ulysses(recipe: Recipe, request: Request) -> None:
+    """Refuse Ulysses where MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
+
+    Raises:
+        RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.
+    """
+    model = request.base.model
+    if request.ulysses == 1 or (model.latent and model.qk_dim == model.v_dim):
+        return
+    wrong = f"MindFormers 1.9.0 cuts values of {model.v_dim} numbers as if they had the {model.qk_dim} of queries"
+    line = "multi_latent_attention.py:352"
+    if not model.latent:
+        wrong, line = "MindFormers 1.9.0 cuts heads along the batch outside of MLA", "attention.py:302"
+    raise RecipeError(
+        f"{recipe.source}: {'.'.join((*PARALLEL, 'ulysses_degree_in_cp'))}: {wrong} and does not compile "
+        f"[mindformers/parallel_core/training_graph/transformer/{line}]; write ulysses_degree_in_cp: 1"
+    )
+
+
 def file_of(cluster_name: str) -> str:
     """A cluster as recipes name it: the name of a hardware file, or the path of another."""
     name = name_of(cluster_name)

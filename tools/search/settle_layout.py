@@ -151,10 +151,11 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
     """
     # imported where a search starts: ranks that only read an answer need no solver
     from tools.search.placement import place
-    from tools.search.search_request import request_of
+    from tools.search.search_request import request_of, require_ulysses
     from tools.search.time_model import TimeModel
 
     asked = request_of(even_layout(recipe), cluster, margin=margin)
+    require_ulysses(recipe, asked)
     found = place(asked.base, TimeModel(asked.hardware), asked.room, budget, seed)
     if found.configuration is None:
         smaller = "; tc3 search layout --memory-margin takes a smaller one" if asked.margin else ""
