@@ -74,6 +74,7 @@ RANGES = {
     "seconds": Range(0, 1_000_000, whole=False, above=True),
     "memory_gib": Range(0, 10_000, whole=False, above=True),
     "share": Range(0, 1, whole=False),
+    "margin": Range(0, 0.9, whole=False),  # of a limit, that is to stay free
     "skew": Range(1, 1_000, whole=False),  # the busiest rank's load over the mean
 }
 

@@ -12,6 +12,8 @@ from rich.console import Console
 from plugins.errors import RecipeError
 from tools.check.view import PARALLEL, View
 from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
+from tools.files.figure import check_ending
+from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.hardware import load_hardware
@@ -25,19 +27,20 @@ class Degrees(click.ParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """Split and check."""
         words = [word.strip() for word in value.split(",")]
-        if not all(word.isdecimal() and int(word) > 0 for word in words):
+        if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: want EP degrees such as 16,32,64", param, ctx)
-        return tuple(int(word) for word in words)
+        return tuple(int(Number("devices").convert(word, param, ctx)) for word in words)
 
 
 @click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--hardware", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--hardware", hidden=True, help="The old name of --cluster.")
 @click.option(
     "--skew",
     default=DEFAULT_SKEW,
     show_default=True,
-    type=click.FloatRange(min=1),
+    type=Number("skew"),
     help="Load of the busiest rank over the mean.",
 )
 @click.option("--ep", type=Degrees(), help="EP degrees to compare; the recipe's own by default.")
@@ -46,7 +49,8 @@ class Degrees(click.ParamType):
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the streams of a layer (.svg or .png).")
 def ep_report(
     recipe: Path,
-    hardware: str,
+    cluster: str,
+    hardware: str | None,
     skew: float,
     ep: tuple[int, ...] | None,
     overrides: tuple[str, ...],
@@ -60,12 +64,16 @@ def ep_report(
     """
     if picture and ep and len(ep) > 1:
         raise click.UsageError("--picture draws one EP degree: give --ep one number")
-    loaded, cluster = load_recipe(recipe), load_hardware(hardware)
+    if picture:
+        check_ending(picture)
+    if hardware:
+        click.echo("--hardware is called --cluster now", err=True)
+    loaded, devices = load_recipe(recipe), load_hardware(hardware or cluster)
     changed = apply_overrides(loaded, overrides)
     advices = []
     for degree in ep or [None]:
         try:
-            advices.append(advise(_of_degree(changed, degree) if degree else changed, cluster, skew))
+            advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, skew))
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     if picture:

@@ -17,6 +17,7 @@ from plugins.errors import RecipeError
 from tools.check.view import View
 from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, Advice, ModeReport, advise
 from tools.ep_report.render import arrow, assumptions
+from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.hardware import Hardware, load_hardware
@@ -148,13 +149,11 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--hardware", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster.")
-@click.option(
-    "--skew", default=DEFAULT_SKEW, show_default=True, type=click.FloatRange(min=1), help="Busiest rank's load."
-)
-def main(hardware: str, skew: float) -> None:
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--skew", default=DEFAULT_SKEW, show_default=True, type=Number("skew"), help="Busiest rank's load.")
+def main(cluster: str, skew: float) -> None:
     """Print the table as markdown."""
-    click.echo(markdown(cases(load_hardware(hardware), skew)), nl=False)
+    click.echo(markdown(cases(load_hardware(cluster), skew)), nl=False)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class Shape:
         flops_per_token: forward and backward, nothing recomputed.
         head_flops_per_token: the output projections' part of it, which recomputation leaves alone.
         attention_bytes: keys and values of one token, all heads, for context parallelism.
+        query_bytes: queries and results of one token, all heads, which Ulysses sends with them.
+        ulysses: parts of the heads that context parallelism cuts.
     """
 
     batch: int
@@ -65,6 +67,8 @@ class Shape:
     flops_per_token: int
     head_flops_per_token: int
     attention_bytes: int
+    query_bytes: int = 0
+    ulysses: int = 1
 
     @property
     def rank_tokens(self) -> int:
@@ -121,6 +125,8 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
         flops_per_token=flops,
         head_flops_per_token=6 * (1 + depth) * fields["vocab_size"] * built.number("hidden_size"),
         attention_bytes=_attention_bytes(fields, itemsize),
+        query_bytes=_query_bytes(fields, itemsize),
+        ulysses=view.number((*PARALLEL, "ulysses_degree_in_cp"), 1),
     )
 
 
@@ -149,7 +155,7 @@ def _check(recipe: Recipe, view: View, built: Built, hardware: Hardware | None) 
     node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if hardware and node != hardware.devices_per_node:
         text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
-        raise _wrong(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --hardware")
+        raise _wrong(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
 
 
 def _wrong(recipe: Recipe, path: KeyPath, text: str) -> RecipeError:
@@ -184,3 +190,9 @@ def _attention_bytes(fields: dict[str, Any], itemsize: int) -> int:
         width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
         return fields["num_attention_heads"] * width * itemsize
     return 2 * fields["num_query_groups"] * fields["kv_channels"] * itemsize
+
+
+def _query_bytes(fields: dict[str, Any], itemsize: int) -> int:
+    if fields.get("multi_latent_attention"):
+        return _attention_bytes(fields, itemsize)
+    return 2 * fields["num_attention_heads"] * fields["kv_channels"] * itemsize

@@ -139,9 +139,13 @@ def _tensor(shape: Shape, hardware: Hardware) -> float:
 
 
 def _context(shape: Shape, hardware: Hardware) -> float:
-    size = shape.batch * shape.sequence * shape.attention_bytes / shape.tp
-    one = _collective(size, shape.cp, _link(shape.tp * shape.cp, hardware), hardware)
-    return _passes(shape) * one * shape.layers / shape.pp * shape.micro_batches
+    parts = shape.ulysses if shape.cp % shape.ulysses == 0 else 1
+    others, link = shape.cp // parts, _link(shape.tp * shape.cp, hardware)
+    tokens = shape.batch * shape.sequence / shape.tp
+    gathered = _collective(tokens / parts * shape.attention_bytes, others, link, hardware)
+    turned = tokens / shape.cp * (shape.attention_bytes + shape.query_bytes)  # Ulysses: heads to their ranks and back
+    exchanged = _collective(turned, parts, _link(shape.tp * parts, hardware), hardware)
+    return _passes(shape) * (gathered + exchanged) * shape.layers / shape.pp * shape.micro_batches
 
 
 def _pipeline(shape: Shape, hardware: Hardware) -> float:

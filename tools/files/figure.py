@@ -10,6 +10,7 @@ from plugins.errors import DataError
 from tools.files.whole import whole_file
 
 ENDINGS = (".svg", ".png")
+PAGES = (".html", ".htm")
 
 
 def check_ending(path: Path) -> None:
@@ -20,6 +21,16 @@ def check_ending(path: Path) -> None:
     """
     if path.suffix not in ENDINGS:
         raise DataError(f"--picture {path}: want a file that ends in {' or '.join(ENDINGS)}")
+
+
+def check_page(path: Path) -> None:
+    """Refuse to write a page over what is likely to be none, before the long work that would end in it.
+
+    Raises:
+        DataError: the ending is neither .html nor .htm.
+    """
+    if path.suffix not in PAGES:
+        raise DataError(f"--html {path}: want a file that ends in {' or '.join(PAGES)}")
 
 
 def new_figure(width: float, height: float) -> Any:

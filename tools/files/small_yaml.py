@@ -68,7 +68,7 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
     """The text of a file that people write.
 
     Raises:
-        error: it is no ordinary file, too large, or no UTF-8.
+        error: it is no name of a file, no ordinary file, too large, or no UTF-8.
         OSError: it is not there, or may not be read.
     """
     file = os.fspath(path)
@@ -85,3 +85,5 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
     except UnicodeDecodeError as wrong:
         line = content[: wrong.start].count(b"\n") + 1
         raise error(f"{file}:{line}: cannot be read: byte 0x{content[wrong.start]:02x} is not UTF-8") from None
+    except ValueError as wrong:  # a NUL in the name
+        raise wrong if isinstance(wrong, TC3Error) else error(f"{file!r}: is no name of a file") from None

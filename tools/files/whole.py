@@ -40,3 +40,17 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """
     with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool) -> None:
+    """Refuse to replace an answer that somebody may have built on, before the long work that would end in it.
+
+    Args:
+        option: of the command line, for the message.
+        path: where it would be written; None where nowhere.
+
+    Raises:
+        DataError: there is a file, and `force` is not given.
+    """
+    if path is not None and os.path.lexists(path) and not force:
+        raise DataError(f"{option} {path}: exists; give it another name, or replace it with --force")

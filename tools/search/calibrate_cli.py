@@ -12,10 +12,11 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.ep_report.advise import DEFAULT_HARDWARE
-from tools.files.whole import write_whole
+from tools.files.whole import keep_existing, write_whole
 from tools.search.calibrate import Calibration, calibrate
 from tools.search.calibrate_file import cluster_text
 from tools.search.efficiency import Efficiency, cluster, efficiency_of
+from tools.search.progress import Progressing
 from tools.search.rows import read_rows
 
 
@@ -24,16 +25,22 @@ from tools.search.rows import read_rows
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @click.option("--like", metavar="NAME", help="Start from this cluster's efficiencies where FILE.yaml has none.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Cluster file to write.")
+@click.option("--force", is_flag=True, help="Replace the file of --out, if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def calibrate_command(measured: Path, cluster_name: str, like: str | None, out: Path, as_json: bool) -> None:
+def calibrate_command(
+    measured: Path, cluster_name: str, like: str | None, out: Path, force: bool, as_json: bool
+) -> None:
     """Fit what the devices of a cluster reach to the steps of MEASURED.yaml, and write a cluster file with it.
 
     MEASURED.yaml has the rows of `tc3 search validate`: id, hardware, config, and measured with a step time or a
-    throughput. All rows must come from the one cluster. Only parameters that these steps can tell apart are fitted:
-    a few steps that differ in batch, layout and sequence length tell more than many that are alike.
+    throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from the one
+    cluster. Only parameters that these steps can tell apart are fitted: a few steps that differ in batch, layout and
+    sequence length tell more than many that are alike.
     """
-    start = _start(cluster_name, like)
-    found = calibrate(read_rows(measured), cluster_name, start)
+    keep_existing("--out", out, force)
+    with Progressing("fitting"):
+        start = _start(cluster_name, like)
+        found = calibrate(read_rows(measured), cluster_name, start)
     write_whole(out, cluster_text(cluster_name, out.stem, found, measured.name))
     if as_json:
         click.echo(json.dumps({**asdict(found), "path": str(out)}))

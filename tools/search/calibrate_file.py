@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import yaml
 
 from tools.search.calibrate import Calibration
-from tools.search.efficiency import CLUSTERS
-from tools.search.hardware.load import FOLDER
+from tools.search.efficiency import cluster_file
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
@@ -20,7 +17,7 @@ def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> st
     Args:
         source: of the measurements.
     """
-    content: dict[str, Any] = yaml.safe_load(_file_of(cluster).read_text(encoding="utf-8"))
+    content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
     content["name"] = name
     content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}
     worst = max(abs(after) for _, after in found.errors.values())
@@ -31,11 +28,6 @@ def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> st
     ]
     body = yaml.safe_dump(content, sort_keys=False, width=110)
     return "".join(f"# {line}\n" for line in head) + body
-
-
-def _file_of(cluster: str) -> Path:
-    places = (CLUSTERS / f"{cluster}.yaml", FOLDER / f"{cluster}.yaml", Path(os.fspath(cluster)))
-    return next(place for place in places if place.is_file())
 
 
 def _short(value: float | bool) -> float | bool:

@@ -10,13 +10,14 @@ import click
 from rich.console import Console
 
 from tools.files.figure import check_ending
-from tools.files.whole import write_whole
+from tools.files.whole import keep_existing, write_whole
+from tools.ranges import Number
 from tools.search.budget import Budget, interruptible
 from tools.search.calibrate_cli import calibrate_command
-from tools.search.instance_file import read_instance
+from tools.search.instance_file import read_instance, with_margin
 from tools.search.layout_cli import layout
-from tools.search.progress import SearchProgress
 from tools.search.search_command import space_command
+from tools.search.search_progress import PlanProgress
 from tools.search.validate_cli import validate
 
 # of the time limit: starting Python and HiGHS's last look at the clock
@@ -63,19 +64,39 @@ def search() -> None:
     "--time-limit",
     default=60.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number("seconds"),
     metavar="SECONDS",
     help="For the whole command without --picture; less when the plan is proven best.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the random part of the search.")
+@click.option("--force", is_flag=True, help="Replace the file of --out, if there is one.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the random part of the search.")
+@click.option(
+    "--memory-margin",
+    default=0.0,
+    show_default=True,
+    type=Number("margin"),
+    metavar="SHARE",
+    help="Of memory_cap, to leave free, such as 0.05.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan (.svg or .png).")
-def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: bool, picture: Path | None) -> None:
+def pipeline(
+    instance: Path,
+    out: Path,
+    time_limit: float,
+    force: bool,
+    seed: int,
+    memory_margin: float,
+    as_json: bool,
+    picture: Path | None,
+) -> None:
     """Place the layers of INSTANCE.json on stages and chunks, and choose what they recompute.
 
     INSTANCE.json is a pipeline-balance problem (schema pp-balance/1). The plan keeps every stage under the memory
-    cap at its true peak; its simulated step time and a bound that no plan can beat are reported. Ctrl-C ends the
-    search with the best plan so far.
+    cap at its true peak; its simulated step time and a bound that no plan can beat are reported. The cap is taken as
+    it is: tools/search/examples has a commented instance.
+
+    Exit codes: 0 a plan; 1 none keeps the cap; 2 a wrong input; 130 interrupted, with the best plan so far.
     """
     budget = Budget(max(time_limit - _RESERVE, time_limit / 2))
     from tools.search.pipeline import optimise
@@ -84,9 +105,10 @@ def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: b
 
     if picture:
         check_ending(picture)
-    problem = read_instance(instance)
-    with interruptible(budget), SearchProgress(budget) as progress:
-        outcome = optimise(problem, budget, seed, progress.show)
+    keep_existing("--out", out, force)
+    problem = with_margin(read_instance(instance), memory_margin)
+    with interruptible(budget), PlanProgress(budget) as progress:
+        outcome = optimise(problem, budget, seed, progress.tell)
     if as_json:
         click.echo(json.dumps(report_json(outcome)))
     if outcome.plan is None:
@@ -98,6 +120,9 @@ def pipeline(instance: Path, out: Path, time_limit: float, seed: int, as_json: b
     click.echo(f"written: {out}", err=True)
     if picture:
         click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
+    if budget.stopped:
+        click.echo("interrupted: this is the best plan so far", err=True)
+        sys.exit(130)
 
 
 search.add_command(calibrate_command)

@@ -133,6 +133,9 @@ class Configuration:
         keep_gathered: what tensor-parallel AllGathers made is kept for backward, not gathered again (MindFormers).
         training_graph: activations as MindFormers' training_graph models keep them (`tools.search.activations_graph`).
         fp32_residual: the residual stream is kept in fp32.
+        ulysses: parts of the heads that context parallelism cuts, of MindFormers' ulysses_degree_in_cp (DeepSpeed
+            Ulysses): an All-to-All among as many ranks gives each a part of the heads for all their tokens, and keys
+            and values go round the other cp / ulysses ranks alone.
         logit_bytes: for each logit while the loss runs: compute precision, fp32 and the gradient.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
     """
@@ -172,6 +175,7 @@ class Configuration:
     fp32_residual: bool = False
     logit_bytes: int = 10
     layer_only: bool = False
+    ulysses: int = 1
 
     def __post_init__(self) -> None:
         ranks = self.dp * self.tp * self.cp
@@ -188,6 +192,11 @@ class Configuration:
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
+
+    @property
+    def head_parts(self) -> int:
+        """Parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
+        return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
     def devices(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
+from tools.ranges import Range
 from tools.search.hardware import Hardware, load_hardware
+from tools.search.hardware.load import FOLDER
+from tools.search.hardware.names import name_of
 
 FILE = Path(__file__).parent / "efficiencies.yaml"
 CLUSTERS = Path(__file__).parent / "clusters"
@@ -66,11 +70,40 @@ def clear_cache() -> None:
     _sets.cache_clear()
 
 
+def cluster_file(name: str) -> Path:
+    """The file of a cluster: of a name or device of this repository, else `name` as a path."""
+    word = name_of(name)
+    places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
+    return next((place for place in places if place.is_file()), Path(name))
+
+
 @lru_cache(maxsize=64)
 def cluster(name: str) -> Hardware:
     """A cluster of `tools.search.hardware`, or one that only measurements speak of."""
-    own = CLUSTERS / f"{name}.yaml"
-    return load_hardware(own if own.is_file() else name)
+    file = cluster_file(name)
+    return load_hardware(file if file.parent == CLUSTERS else name)
+
+
+# what an own value may be: shares, factors and seconds; wide, for what is fitted is bounded by tools.search.calibrate
+_VALUES = {
+    **dict.fromkeys(("hidden", "hidden_ep"), Range(0, 1, whole=False)),
+    **dict.fromkeys(("layer_s", "moe_s", "step_s"), Range(0, 100, whole=False)),
+    "half_size": Range(0, 1_000_000, whole=False),
+}
+_FACTOR = Range(0, 100, whole=False, above=True)
+
+
+def _own(hardware: Hardware) -> Efficiency:
+    """The efficiencies of a cluster file."""
+    content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
+    if not isinstance(content, Mapping) or set(content) != set(wanted):
+        raise RecipeError(f"{hardware.name}: efficiency: want exactly {', '.join(wanted)}")
+    for name in NAMES:
+        if refusal := _VALUES.get(name, _FACTOR).refusal(content[name]):
+            raise RecipeError(f"{hardware.name}: efficiency.{name}: {content[name]!r} {refusal}")
+    if not isinstance(content["mesh"], bool):
+        raise RecipeError(f"{hardware.name}: efficiency.mesh: {content['mesh']!r}: want true or false")
+    return Efficiency(**dict(content))
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
@@ -80,10 +113,7 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
         RecipeError: the device type has none, or the file's are not all of them.
     """
     if hardware.efficiency:
-        if set(hardware.efficiency) != {field.name for field in fields(Efficiency)}:
-            wanted = ", ".join(field.name for field in fields(Efficiency))
-            raise RecipeError(f"{hardware.name}: efficiency: want exactly {wanted}")
-        return Efficiency(**dict(hardware.efficiency))
+        return _own(hardware)
     for entry in _sets().values():
         if hardware.name in entry["clusters"]:
             return Efficiency(**{name: float(entry["values"][name]) for name in NAMES}, mesh=entry["mesh"])

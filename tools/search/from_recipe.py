@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 from plugins.errors import RecipeError
 from tools.check.converter import Built, convert
 from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
-from tools.check.stages import stage_layers_of
+from tools.check.stages import stage_layers_of, swaps
 from tools.check.view import View, look
 from tools.ep_report.settle import settle
 from tools.recipe.load import Recipe
 from tools.search.configuration import Configuration, Latent, Model, Recompute, Table, spread
+from tools.search.layer_numbers import table_by_numbers
 
+Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
 _MODE = ("plugins", "hierarchical_ep", "mode")
 _MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
@@ -70,6 +73,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
         keep_gathered=True,
         training_graph=True,
         fp32_residual=fields.get("fp32_residual_connection") is True,
+        ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
     )
 
 
@@ -130,24 +134,32 @@ def _schedule(view: View) -> str:
 
 def recompute_of(view: View, layers: Table) -> Recompute:
     """`recompute_config`, by layer."""
-    section = ("recompute_config",)
+    section, read = ("recompute_config",), reader_of(view)
     return Recompute(
-        full=spread(view.get((*section, "recompute")), layers),
-        select=select_of(view.get((*section, "select_recompute")), layers),
-        communication=spread(view.get((*section, "select_comm_recompute")), layers),
+        full=read(view.get((*section, "recompute")), layers),
+        select=select_of(view.get((*section, "select_recompute")), layers, read),
+        communication=read(view.get((*section, "select_comm_recompute")), layers),
         replay_tp=view.flag((*section, "mp_comm_recompute"), True),
     )
 
 
-def select_of(value: Any, layers: Table) -> Table | None:
+def reader_of(view: View) -> Reader:
+    """How recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
+    if not swaps(view):
+        return spread
+    schedule = _schedule(view)
+    return lambda value, layers: table_by_numbers(value, layers, schedule)
+
+
+def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """`select_recompute` by layer, as far as it saves memory: where norms run again.
 
     A flag or numbers stand for MindFormers' default operators, the multiplication and the activation function of an
     MLP, which a fused SwiGLU has not: `tc3 dryrun` sees no byte less.
     """
     if isinstance(value, dict):
-        return spread({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
-    return spread(value, layers) if patterns_of(value) and any(map(of_norms, value)) else None
+        return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
+    return read(value, layers) if patterns_of(value) and any(map(of_norms, value)) else None
 
 
 def patterns_of(value: Any) -> list[str]:

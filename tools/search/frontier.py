@@ -52,11 +52,11 @@ def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
 def draw_frontier(axes: Any, found: Found) -> None:
     """Candidates that fit as dots coloured by their stages, the frontier as a line, those placed as marks.
 
-    "Planned" ones have no dot: as ranked, all that the cap binds lie on it.
+    "Planned" ones have no dot: as ranked, all that the limit binds lie on it.
     """
     from matplotlib import colormaps
 
-    ranking, cap = found.ranking, found.request.cap
+    ranking, request = found.ranking, found.request
     shown = _sample(ranking)
     stages = np.array([block.pp for block in ranking.blocks])[ranking.places[shown, 0]]
     distinct = np.unique(stages)
@@ -81,7 +81,10 @@ def draw_frontier(axes: Any, found: Found) -> None:
     axes.scatter([e.peak / GIB for e in entries], [e.seconds for e in entries], s=28, label="placed", **marks)
     if found.own and not found.request.changed:
         axes.scatter([found.own.peak / GIB], [found.own.seconds], marker="*", s=130, color="tab:orange", label="recipe")
-    axes.axvline(cap / GIB, color="red", linestyle="--", linewidth=1, label="cap")
+    if request.margin:
+        label = f"limit less {100 * request.margin:.1f} %"
+        axes.axvline(request.room / GIB, color="tab:orange", linestyle="--", linewidth=1, label=label)
+    axes.axvline(request.cap / GIB, color="red", linestyle="--", linewidth=1, label="memory limit")
     axes.set_xlabel("memory of the heaviest stage, GiB")
     axes.set_ylabel("step, s")
     axes.set_title(f"{len(ranking.seconds):,} candidates that fit, of {ranking.funnel.total:,}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,11 @@ def read_instance(path: Path) -> Instance:
         tail=_both(root.key("tail")),
         types=tuple(_layer_type(place) for place in root.key("body").items()),
     )
+
+
+def with_margin(instance: Instance, share: float) -> Instance:
+    """The instance with a share of its cap left free."""
+    return replace(instance, cap=(1 - share) * instance.cap)
 
 
 def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:

@@ -162,6 +162,7 @@ class Work:
         gathered: bytes of the whole activation that a tensor-parallel AllGather or ReduceScatter makes or takes.
         collectives: such AllGathers and ReduceScatters, forward.
         moved_keys: bytes of keys and values of the device's part of the sequence, for context parallelism.
+        turned_heads: bytes of its queries, keys, values and results, which Ulysses sends to the ranks of their heads.
         copies: rows that a device hands to experts; 0 without experts.
     """
 
@@ -172,6 +173,7 @@ class Work:
     collectives: int = 0
     moved_keys: float = 0.0
     copies: float = 0.0
+    turned_heads: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -197,7 +199,8 @@ def work(config: Configuration, kind: str) -> Work:
         head = work(config, "head")
         products = (*layer.matmuls, more, *head.matmuls)
         traffic = layer.elementwise + head.elementwise + 6 * held * h * ITEM
-        return Work(products, layer.attention, traffic, layer.gathered, 5, layer.moved_keys, layer.copies)
+        exchanged = (layer.moved_keys, layer.copies, layer.turned_heads)
+        return Work(products, layer.attention, traffic, layer.gathered, 5, *exchanged)
     mlp, activated, copies = _mlp_work(config, kind, tokens, held)
     # two norms and two residual sums; dropout reads, writes and masks what it drops
     rows = 2 * (residual + ITEM) + 2 * (ITEM + 2 * residual) + (2 * (2 * ITEM + 1) if model.dropout else 0)
@@ -213,6 +216,7 @@ def work(config: Configuration, kind: str) -> Work:
         collectives=2 if kind == "moe" and not config.expert_tp else 4,
         moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * ITEM,
         copies=copies,
+        turned_heads=tokens * (model.heads + model.kv_heads) * (model.qk_dim + model.v_dim) / config.tp * ITEM,
     )
 
 

@@ -12,13 +12,17 @@ from rich.console import Console
 
 from plugins.pipeline_layout.plan import counts_of_offset, layout_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
+from tools.files.whole import keep_existing
+from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.budget import Budget, interruptible
 from tools.search.configuration import Configuration
 from tools.search.from_recipe import from_recipe
-from tools.search.layout_file import LayoutFile, path_of, write_layout
+from tools.search.layout_file import LayoutFile, is_layout_file, path_of, write_layout
+from tools.search.options import margin_option
 from tools.search.overlay_files import keep_files_of
+from tools.search.progress import Progressing
 from tools.search.schedules import is_v_shaped
 from tools.search.settle_layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
 
@@ -30,20 +34,24 @@ from tools.search.settle_layout import TABLES, TIME_LIMIT, NothingFits, even_lay
     "--time-limit",
     default=TIME_LIMIT,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number("seconds"),
     metavar="SECONDS",
     help="Of the search; less when the layout is proven best.",
 )
+@margin_option
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE's name, .layout.yaml.")
-@click.option("--seed", default=0, show_default=True, help="Of the random part of the search.")
+@click.option("--force", is_flag=True, help="Replace the file of --out, whatever it is.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the random part of the search.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def layout(
     recipe: Path,
     cluster: str,
     time_limit: float,
+    memory_margin: float | None,
     overrides: tuple[str, ...],
     out: Path | None,
+    force: bool,
     seed: int,
     as_json: bool,
 ) -> None:
@@ -51,19 +59,25 @@ def layout(
 
     A recipe whose model.model_config.offset is `auto` reads that file at every launch. The recipe's own offset and
     recompute tables play no part; its degrees, batch, schedule and memory limit do: when they change, the file must
-    be made anew. Ctrl-C ends the search with the best layout so far.
+    be made anew, which replaces it. What is predicted stays under the memory limit by a margin, the estimator's known
+    error by default.
+
+    Exit codes: 0 a layout; 1 none fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """
     loaded = apply_overrides(load_recipe(recipe), overrides)
     keep_files_of(recipe, "--out", out)
+    path = out or path_of(loaded.source)
+    if not is_layout_file(path):
+        keep_existing("--out" if out else "the layout file", path, force)
     budget = Budget(time_limit)
-    with interruptible(budget), Console(stderr=True).status(f"searching, up to {time_limit:g} s"):
+    with interruptible(budget), Progressing(f"searching for a layout, up to {time_limit:g} s"):
         try:
-            found = make_layout(loaded, cluster, budget, seed)
+            found = make_layout(loaded, cluster, budget, seed, memory_margin)
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
-    path = out or path_of(loaded.source)
     words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
+    words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
     text = _megatron(from_recipe(even_layout(loaded)), found)
     if as_json:
@@ -73,6 +87,9 @@ def layout(
     click.echo(f"written: {path}", err=True)
     if not is_auto(loaded):
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
+    if budget.stopped:
+        click.echo("interrupted: this is the best layout so far", err=True)
+        sys.exit(130)
 
 
 def _megatron(config: Configuration, found: LayoutFile) -> str | None:
@@ -91,6 +108,8 @@ def _print(found: LayoutFile, text: str | None) -> None:
     lines |= {name: getattr(found, name) for name in ("offset", *TABLES)}
     lines["step"] = f"{predicted['step_s']:.3f} s; no layout is more than {gap:.1%} faster"
     lines["memory by stage, GiB"] = " ".join(f"{stage:.1f}" for stage in predicted["stage_gib"])
-    lines["memory limit, GiB"] = f"{predicted['cap_gib']:.1f}"
+    margin = predicted["memory_margin"]
+    lines["memory limit, GiB"] = f"{predicted['cap_gib']:.1f}, of which a margin of {100 * margin:.1f} % stays free"
+    lines["fits"] = f"so near to the limit {predicted['fits']} published runs would have"
     for name, value in lines.items():
         console.print(f"{name:<22} {value}")

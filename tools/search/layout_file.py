@@ -20,9 +20,12 @@ from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 
 ENDING = ".layout.yaml"
-# of the model of time and memory: raised when its predictions change, so that no launch takes an older one's answer;
-# tests/tools/search/test_model_version.py notices
-MODEL_VERSION = 2
+# of the model of time and memory: raised when its predictions change, or what is asked of them (3: a margin to the
+# limit, Ulysses), so that no launch takes an older one's answer; tests/tools/search/test_model_version.py notices
+MODEL_VERSION = 3
+
+
+_HEAD = "# What `offset: auto` stands for."
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class LayoutFile:
         cluster: what times were predicted for.
         offset: of `model.model_config`.
         recompute, select_recompute, select_comm_recompute: of `recompute_config`.
-        predicted: step_s and bound_s in seconds, stage_gib and cap_gib of memory.
+        predicted: step_s and bound_s in seconds; stage_gib and cap_gib of memory, memory_margin of it that had to stay
+            free, and how many published runs would fit so near to the limit.
     """
 
     digest: str
@@ -53,6 +57,15 @@ def path_of(recipe: str) -> Path:
     return Path(recipe).with_suffix(ENDING)
 
 
+def is_layout_file(path: Path) -> bool:
+    """Whether a file is one of these, which may be made anew."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.readline().startswith(_HEAD)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def digest_of(inputs: Mapping[str, Any]) -> str:
     """Sixteen letters that tell inputs from others."""
     return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
@@ -64,7 +77,7 @@ def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
     Raises:
         DataError: the folder cannot be written to.
     """
-    head = f"# What `offset: auto` stands for. Made by `{command}`; read at every launch.\n"
+    head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
     write_whole(path, head + recipe_text(asdict(layout)))
 
 

@@ -16,17 +16,26 @@ from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import offset_of
 from tools.check.converter import convert
 from tools.check.schema import load_schema
-from tools.check.stages import EXCLUDE, RECOMPUTE, stage_layers_of
+from tools.check.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps
 from tools.check.view import MODEL, PARALLEL, RUNNER, View, look
 from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
-from tools.search.configuration import Configuration
-from tools.search.from_recipe import patterns_of
+from tools.search.configuration import Configuration, Table
+from tools.search.from_recipe import patterns_of, reader_of
+from tools.search.layer_numbers import numbers_of
 from tools.search.overlay_dispatch import dispatch_values
 from tools.search.overlay_files import keep_files_of
-from tools.search.overlay_recompute import has_counts, not_empty, plain_value, table_of, with_patterns
+from tools.search.overlay_recompute import (
+    has_counts,
+    named_layers,
+    not_empty,
+    plain_value,
+    swapped_value,
+    table_of,
+    with_patterns,
+)
 from tools.search.overlay_site import Site, site_values
 
 _PIPELINE = ("parallel", "pipeline_config")
@@ -156,9 +165,11 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         "select_recompute": config.recompute.select,
         "select_comm_recompute": config.recompute.communication,
     }.items():
-        table = not_empty(wanted)
-        now = view.get(("recompute_config", key))
-        if (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
+        now, table = view.get(("recompute_config", key)), not_empty(wanted)
+        if swaps(view):
+            if not _swapped_alike(view, key, now, config, table, same_shape and _OFFSET not in values):
+                values["recompute_config", key] = swapped_value(key, table, config, now)
+        elif (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
             values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)
     for key in EXCLUDE:
         now = view.get(("recompute_config", key))
@@ -170,6 +181,19 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
         values[mp] = config.recompute.replay_tp
     return values
+
+
+def _swapped_alike(
+    view: View, key: str, now: Any, config: Configuration, table: Table | None, same_layers: bool
+) -> bool:
+    """Whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or those."""
+    if table_of(key, now, config.layers, reader_of(view)) != table:
+        return False
+    return (
+        same_layers
+        or not table
+        or named_layers(now, config.layers) == set(numbers_of(table, config.layers, config.schedule))
+    )
 
 
 def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:

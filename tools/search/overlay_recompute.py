@@ -1,11 +1,15 @@
-"""The keys of `recompute_config`, read and written: flags, numbers of layers, and either for patterns of operators."""
+"""The keys of `recompute_config`, read and written: flags, counts of layers, and either for patterns of operators.
+
+Where activations are swapped, MindFormers wants the numbers of the layers in the place of counts (`layer_numbers`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tools.search.configuration import Table, spread
-from tools.search.from_recipe import of_norms, patterns_of, select_of
+from tools.search.configuration import Configuration, Table, spread
+from tools.search.from_recipe import Reader, of_norms, patterns_of, select_of
+from tools.search.layer_numbers import numbers_of
 
 _SELECT = "select_recompute"
 # the operators of a `select_recompute` that saves memory: MindFormers' default leaves the norms out, all that a fused
@@ -13,14 +17,34 @@ _SELECT = "select_recompute"
 SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shared_experts\.activation_func\.silu")
 
 
-def table_of(key: str, value: Any, layers: Table) -> Table | None:
+def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
     """Layers by chunk and stage of what stands at a recompute key; None of none, () where its patterns disagree."""
-    if key == _SELECT and select_of(value, layers) is None:
+    if key == _SELECT and select_of(value, layers, read) is None:
         return None
     if isinstance(value, dict):
-        tables = {not_empty(spread(inner, layers)) for inner in value.values()}
+        tables = {not_empty(read(inner, layers)) for inner in value.values()}
         return tables.pop() if len(tables) == 1 else ()
-    return not_empty(spread(value, layers))
+    return not_empty(read(value, layers))
+
+
+def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
+    """What a recompute key becomes where activations are swapped: numbers of layers, for the patterns `now` there.
+
+    Patterns stand in a mapping: MindFormers refuses a list of them then, and False for one of them.
+    """
+    layers = config.layers
+    value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
+    written = with_patterns(key, value, now)
+    if isinstance(written, list) and patterns_of(written):
+        return dict.fromkeys(written, value)
+    return False if written == [] else written
+
+
+def named_layers(value: Any, layers: Table) -> set[int]:
+    """The layers that a key names where activations are swapped."""
+    if isinstance(value, dict):
+        return set().union(*(named_layers(inner, layers) for inner in value.values()))
+    return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tools.search.funnel import Funnel
-from tools.search.memory_model import GIB
 from tools.search.rank_memory import MemoryTable
 from tools.search.rank_time import TimeTable
 from tools.search.search_limits import PLANNED, POLICIES
@@ -95,7 +94,7 @@ def feasible(request: Request) -> bool:
     memory = MemoryTable(request)
     every = blocks(request, Funnel())
     # many stages fit first
-    return any(fitting(memory.peaks(block), request.cap, block.recompute).any() for block in reversed(every))
+    return any(fitting(memory.peaks(block), request.room, block.recompute).any() for block in reversed(every))
 
 
 def rank(request: Request, report: Report | None = None) -> Ranking:
@@ -110,12 +109,12 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
     for number, block in enumerate(ranking.blocks):
         found = memory.peaks(block)
         _keep_least(ranking, block, found)
-        fits = fitting(found, request.cap, block.recompute)
-        funnel.drop(f"memory: over {request.cap / GIB:.1f} GiB on a stage", int(fits.size - fits.sum()))
+        fits = fitting(found, request.room, block.recompute)
+        funnel.drop(f"memory: over {request.room_words} on a stage", int(fits.size - fits.sum()))
         rows = np.flatnonzero(fits.any(axis=1))
         if len(rows):
             own = block.select(rows)
-            took, held = _timed(own, found[rows], times, request.cap)
+            took, held = _timed(own, found[rows], times, request.room)
             row, policy = np.nonzero(fits[rows])
             recompute = np.array([RECOMPUTE.index(word) for word in block.recompute])[policy]
             seconds.append(took[row, recompute])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from tools.search.frontier import as_svg, draw_frontier, draw_timeline
-from tools.search.report_text import HEADS, assumptions, lost, reasons, table_rows
+from tools.search.report_text import HEADS, LEFT, assumptions, lost, reasons, table_rows
 from tools.search.search_entry import PARTS, Entry
 from tools.search.search_run import Found
 from tools.search.search_times import SearchTimes
@@ -16,8 +16,16 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; 
 table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
 th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
 td.word, th.word { text-align: left } tr.own { background: #fff4df } svg { max-width: 100%; height: auto }
+.wide { overflow-x: auto } td.word { white-space: nowrap } dl { display: grid; grid-template-columns: max-content 1fr;
+gap: .1em 1em; margin: .3em 1em; font-size: 90% } dt { font-weight: 600 } dd { margin: 0 }
 """
-_WORDS = ("layout", "dispatch", "sharded", "recompute")
+_PICTURES = {  # what is drawn -> what it stands for
+    "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
+    "line": "the frontier: no candidate is faster with as little memory",
+    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser",
+    "star": "the recipe as it is written",
+    "dashed": "what a device may hold for the job, and the same less the margin",
+}
 
 
 def html(found: Found, times: SearchTimes, title: str) -> str:
@@ -30,15 +38,22 @@ def html(found: Found, times: SearchTimes, title: str) -> str:
     entries = [*found.entries, *([found.own] if found.own else [])]
     body = [
         f"<h1>{escape(title)}</h1><p>{escape(head)}</p>",
-        _table(HEADS, table_rows(found)),
+        _wide(_table(tuple(HEADS), table_rows(found))),
+        _key("How to read the table", HEADS),
         _list(reasons(found)),
         "<h2>Memory and time</h2>",
         as_svg(lambda axes: draw_frontier(axes, found), (12, 6.5)),
+        _key("How to read the picture", _PICTURES),
         "<h2>Where a step's time goes, in seconds</h2>",
-        _table(
-            ("", "layout", *PARTS), [_parts(name, entry) for name, entry in zip(_names(found), entries, strict=True)]
+        _wide(
+            _table(
+                ("", "layout", *PARTS),
+                [_parts(name, entry) for name, entry in zip(_names(found), entries, strict=True)],
+            )
         ),
+        _key("What the parts are", PARTS),
         "<h2>The first's pipeline</h2>",
+        "<p>A row is a pipeline stage, a bar a micro-batch's pass through one of the stage's chunks of layers.</p>",
         as_svg(lambda axes: draw_timeline(axes, found.entries[0], times), (12, 2 + 0.4 * found.entries[0].config.pp)),
         _layers(found.entries[0]),
         "<h2>What was dropped</h2>",
@@ -70,7 +85,7 @@ def _layers(entry: Entry) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    words = [head in _WORDS or (index == 0 and not head) for index, head in enumerate(heads)]
+    words = [head in LEFT or (index == 0 and not head) for index, head in enumerate(heads)]
 
     def line(tag: str, values: Sequence[str], own: bool = False) -> str:
         marks = (' class="word"' if word else "" for word in words)
@@ -79,6 +94,17 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     body = "\n".join(line("td", row, row[0] == "recipe") for row in rows)
     return f"<table><thead>{line('th', heads)}</thead>\n<tbody>{body}</tbody></table>"
+
+
+def _wide(table: str) -> str:
+    """A table that scrolls by itself where the page is narrower."""
+    return f'<div class="wide">{table}</div>'
+
+
+def _key(title: str, words: Mapping[str, str]) -> str:
+    """A legend, folded away."""
+    rows = "".join(f"<dt>{escape(name or '#')}</dt><dd>{escape(said)}</dd>" for name, said in words.items())
+    return f"<details open><summary>{escape(title)}</summary><dl>{rows}</dl></details>"
 
 
 def _list(lines: Sequence[str]) -> str:

@@ -15,30 +15,16 @@ from typing import Any
 
 import yaml
 
-from plugins.errors import DataError
+from plugins.errors import DataError, did_you_mean
 from tools.search.configuration import Configuration, Latent, Model, even_layers
 from tools.search.efficiency import cluster
 from tools.search.hardware import Hardware
+from tools.search.hardware.names import NAMES, device_in
 from tools.search.rows_benchmarks import layer_row, titan_row
 from tools.search.rows_mindformers import mindformers_row
 from tools.search.rows_unsaid import interleaved, micro_batch, recomputation
 from tools.search.stacks import Unexpressed, public_model, settings_of
 
-# words in a row's hardware line -> cluster; the first that fits
-_CLUSTERS = (
-    ("A100", "a100_80g"),
-    ("96GB HBM2e", "h100_96g"),
-    ("H800", "h800"),
-    ("GB300", "gb300"),
-    ("GB200", "gb200"),
-    ("B200", "b200"),
-    ("H100", "h100"),
-    ("Atlas 900 A2", "atlas_900_a2"),
-    ("Atlas 900 A3", "atlas_900_a3"),
-    ("910C", "atlas_900_a3"),
-    ("Atlas 800T A2", "atlas_800t_a2"),
-    ("910B", "atlas_800t_a2"),
-)
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "unspecified": "fp8"}
 # what the report leaves out of its 438B run, as recipes/telechat3_438b assumes it
 _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
@@ -87,6 +73,12 @@ def read_rows(path: Path) -> list[Row]:
     return [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]
 
 
+def unknown_device(hardware: str) -> str:
+    """What is wrong with a device that nobody knows, in words."""
+    named = did_you_mean(hardware.lower(), list(NAMES))
+    return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
+
+
 def express(row: Mapping[str, Any], place: str = "row") -> Row:
     """One row.
 
@@ -96,12 +88,12 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
     if "id" not in row:
         raise DataError(f"{place}.id: missing")
     group, hardware = str(row.get("group", "")), str(row.get("hardware", ""))
-    known = next((name for words, name in _CLUSTERS if words.lower() in hardware.lower()), "")
+    known = device_in(hardware)
     measured = row.get("measured") or {}
     common = (str(row["id"]), group, str(row.get("use", "fit")), known)
     try:
         if not known:
-            raise Unexpressed(f"no hardware is known for {hardware!r}")
+            raise Unexpressed(unknown_device(hardware))
         config, samples, assumed = _configuration(row.get("config"), group, known)
     except Unexpressed as error:
         return Row(*common, None, 0, False, (), measured, str(error))

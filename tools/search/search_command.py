@@ -13,9 +13,11 @@ from rich.console import Console
 
 from plugins.errors import DataError, RecipeError
 from tools.data.signals import terminate_as_interrupt
-from tools.files.figure import check_ending
-from tools.files.whole import write_whole
+from tools.files.figure import check_ending, check_page
+from tools.files.whole import keep_existing, write_whole
+from tools.ranges import Number
 from tools.search.budget import Budget
+from tools.search.options import margin_option
 from tools.search.search_limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instan
     from tools.search.search_request import Request
     from tools.search.search_run import Found
     from tools.search.search_times import SearchTimes
+    from tools.search.store import Store
 
 _RESERVE = 10.0  # seconds of the time limit for pictures and files
 _WIDTH = 200  # of tables in a file or pipe
@@ -31,15 +34,16 @@ _WIDTH = 200  # of tables in a file or pipe
 
 @click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--devices", type=click.IntRange(min=1), help="To use, all of them; the recipe's by default.")
+@click.option("--devices", type=Number("devices"), help="To use, all of them; the recipe's by default.")
 @click.option("--cluster", "cluster_name", default="atlas_800t_a2", show_default=True, metavar="NAME|FILE.yaml")
-@click.option("--gbs", type=click.IntRange(min=1), help="Global batch in samples; the recipe's by default.")
+@click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; the recipe's by default.")
 @click.option(
     "--memory",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number("memory_gib"),
     metavar="GIB",
     help="A device's for the job; by default the recipe's max_device_memory, or 90 % of the device's.",
 )
+@margin_option
 @click.option(
     "--limit",
     "limits",
@@ -47,12 +51,12 @@ _WIDTH = 200  # of tables in a file or pipe
     metavar="LIMIT",
     help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
 )
-@click.option("--top", default=10, show_default=True, type=click.IntRange(min=1), help="Strategies to place and show.")
+@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @click.option(
     "--time-limit",
     default=180.0,
     show_default=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number("seconds"),
     metavar="SECONDS",
     help="For ranking and placing together; the ranking is always finished.",
 )
@@ -62,6 +66,7 @@ _WIDTH = 200  # of tables in a file or pipe
     metavar="OVERLAY.yaml",
     help="The best, as a child of RECIPE.",
 )
+@click.option("--force", is_flag=True, help="Replace the file of --write, if there is one.")
 @click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report.")
 @click.option(
     "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw frontier and timeline (.svg, .png)."
@@ -69,9 +74,8 @@ _WIDTH = 200  # of tables in a file or pipe
 @click.option(
     "--verify",
     "verified",
-    default=0,
     metavar="N",
-    type=click.IntRange(min=0),
+    type=Number("rows"),
     help="Dry-run the best N, and more until one passes; drop what fails.",
 )
 @click.option("--full", is_flag=True, help="With --verify: compile whole stages, many minutes each, not single layers.")
@@ -87,51 +91,67 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. The best are given
     to the pipeline optimiser, which places their layers and chooses what each recomputes.
 
+    What is predicted stays under a device's memory by a margin, the estimator's known error by default, and the table
+    says how likely each strategy fits.
+
     Limits: name, sign, value. Names are dp tp pp vpp cp ep, mbs and m (samples of a micro-batch, and their number),
     mode (global, hierarchical, deduplicated), shard (none, optimizer, gradients), recompute (none, select,
     communication, full, planned); signs = != < <= > >= and %N=.
 
-    Exit codes: 0 a strategy; 1 none, with the nearest feasible change; 2 a wrong input; 130 interrupted (the best so
-    far is shown).
+    Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
+    input; 130 interrupted (the best so far is shown).
     """
-    from tools.recipe.load import load_recipe
-    from tools.search.overlay import require_layouts
-    from tools.search.overlay_files import keep_files_of
     from tools.search.search_progress import SpaceProgress
-    from tools.search.search_request import request_of
     from tools.search.search_run import search
-    from tools.search.search_times import SearchTimes
-    from tools.search.store import Store
 
-    if options["picture"]:
-        check_ending(options["picture"])
-    loaded = load_recipe(recipe)
-    for option, name in {"--write": "write", "--html": "html_file", "--state": "state"}.items():
-        keep_files_of(recipe, option, options[name])
-    asked = tuple(read_limit(text) for text in limits)
-    request = request_of(loaded, cluster_name, options["devices"], options["gbs"], options["memory"], asked)
-    if options["write"] or options["verified"]:  # before the search takes its minutes
-        require_layouts(loaded, request.devices)
-    times = SearchTimes(request.hardware)
-    store = Store(request, times, options["state"], options["resume"])
-    limit = options["time_limit"]
-    budget = Budget(max(limit - _RESERVE, limit / 2))
-    try:
-        with terminate_as_interrupt(), SpaceProgress() as progress:
-            found = search(request, options["top"], budget, store, times, progress.show)
-    except KeyboardInterrupt:
-        click.echo("interrupted while ranking: nothing found yet", err=True)
-        sys.exit(130)
+    with terminate_as_interrupt(), SpaceProgress() as progress:
+        try:
+            loaded, request, times, store = _asked(recipe, cluster_name, limits, options)
+            limit = options["time_limit"]
+            budget = Budget(max(limit - _RESERVE, limit / 2))
+            found = search(request, options["top"], budget, store, times, progress.tell)
+        except KeyboardInterrupt:
+            click.echo("interrupted: nothing found yet", err=True)
+            sys.exit(130)
     if len(found.ranking.seconds) == 0:
         _infeasible(request, found.ranking, as_json)
-    found.to_verify = options["verified"]
+    found.to_verify = options["verified"] or 0
     if found.to_verify and found.whole:
         _verify(loaded, found, options["full"])
     _tell(found, times, loaded, options, as_json)
     if not found.whole:
         click.echo(f"interrupted; {len(store)} strategies are placed: go on with --resume", err=True)
         sys.exit(130)
-    sys.exit(0 if found.entries else 1)
+    sys.exit(0 if found.entries and not found.unverified else 1)
+
+
+def _asked(
+    path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
+) -> tuple[Recipe, Request, SearchTimes, Store]:
+    """The recipe and what is asked, held against everything that would end the search in an error."""
+    from tools.recipe.load import load_recipe
+    from tools.search.overlay import require_layouts
+    from tools.search.overlay_files import keep_files_of
+    from tools.search.search_request import request_of, require_ulysses
+    from tools.search.search_times import SearchTimes
+    from tools.search.store import Store
+
+    if options["picture"]:
+        check_ending(options["picture"])
+    recipe = load_recipe(path)
+    for option, name in {"--write": "write", "--html": "html_file", "--state": "state"}.items():
+        keep_files_of(path, option, options[name])
+    keep_existing("--write", options["write"], options["force"])
+    if options["html_file"]:
+        check_page(options["html_file"])
+    asked = tuple(read_limit(text) for text in limits)
+    of_run = (options["devices"], options["gbs"], options["memory"])
+    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
+    require_ulysses(recipe, request)
+    if options["write"] or options["verified"]:  # before the search takes its minutes
+        require_layouts(recipe, request.devices)
+    times = SearchTimes(request.hardware)
+    return recipe, request, times, Store(request, times, options["state"], options["resume"])
 
 
 def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
@@ -152,19 +172,23 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 
     Ctrl-C keeps what is not tried yet.
     """
-    from tools.search.verify import verify
+    from tools.search.verify import Verdict, verify
 
     tried = list(found.entries)
 
-    def told(number: int, problems: list[str], estimate: int) -> None:
+    def told(number: int, verdict: Verdict) -> None:
         entry = tried[number]
-        alike = "" if full else ", if all layers recomputed alike"
-        own = f" (its own estimate: {estimate / (1 << 30):.1f} GiB{alike})" if estimate else ""
-        click.echo(f"dry run of {entry.layout}: {'; '.join(problems) or 'compiles and fits'}{own}", err=True)
+        own = f" (its own estimate: {verdict.estimate / (1 << 30):.1f} GiB)" if verdict.estimate else ""
+        words = "; ".join(verdict.problems) or "compiles and fits"
+        if not verdict.problems and verdict.doubts:
+            words = f"compiles, but is not proven to fit: {'; '.join(verdict.doubts)}"
+        click.echo(f"dry run of {entry.layout}: {words}{own}", err=True)
         found.verified += 1
-        if problems:
-            found.failed.append((entry, problems))
+        if verdict.problems:
+            found.failed.append((entry, verdict.problems))
             found.entries.remove(entry)
+        elif verdict.doubts:
+            found.doubtful.append((entry, verdict.doubts))
         else:
             found.passed.append(entry)
 
@@ -179,8 +203,8 @@ def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, A
     from tools.search.frontier import draw
     from tools.search.overlay import write_overlay
     from tools.search.report_html import html
-    from tools.search.report_text import NOT_VERIFIED, notes, print_text
     from tools.search.report_text import as_json as content
+    from tools.search.report_text import notes, print_text
 
     name = Path(recipe.source).name
     if as_json:
@@ -192,11 +216,11 @@ def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, A
     if not found.entries:
         return
     if found.unverified:
-        click.echo(f"the best is not verified: {NOT_VERIFIED}", err=True)
+        click.echo(f"the best is not verified: {found.unverified}", err=True)
     writers: dict[str, Callable[[Path], object]] = {
         "picture": lambda path: draw(found, times, path),
         "html_file": lambda path: write_whole(path, html(found, times, f"Parallel strategies for {name}")),
-        "write": lambda path: write_overlay(recipe, found.entries[0].config, path, notes(found), found.request.site),
+        "write": lambda path: write_overlay(recipe, found.best.config, path, notes(found), found.request.site),
     }
     failed: list[ValueError] = []
     for option in (option for option in writers if options[option]):

@@ -1,10 +1,12 @@
-"""Why a request has no answer, and the nearest one that has: without a limit, with other devices, or more memory."""
+"""Why a request has no answer, and the nearest one that has: a smaller margin, no limit, other devices, more memory."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from tools.search.funnel import Funnel
+from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
 from tools.search.rank import Ranked, Ranking, feasible
 from tools.search.search_request import Request
@@ -20,19 +22,30 @@ def explain(request: Request, ranking: Ranking) -> list[str]:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
     short = [
-        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB a device, the cap is "
-        f"{request.cap / GIB:.1f} GiB ({request.cap_source})",
+        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB a device, it may be "
+        f"{request.room_words}; the limit is {request.cap_source}",
         more_memory(request, least),
+        *_less_margin(request, least),
     ]
     return [*short, *_without_limits(request), *_more_devices(request)]
 
 
 def more_memory(request: Request, least: Ranked) -> str:
     """The memory that would be enough, where a device has it."""
-    gib, device = -(-least.peak * 10 // GIB) / 10, request.hardware.hbm_bytes / GIB
+    gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
+    device = request.hardware.hbm_bytes / GIB
     if gib > device:
         return f"no --memory is enough: a device has {device:.1f} GiB; the least is {least.candidate.words}"
     return f"nearest: --memory {gib:.1f} (GiB), with {least.candidate.words}"
+
+
+def _less_margin(request: Request, least: Ranked) -> list[str]:
+    """The margin with which the strategy that needs least would be taken, and how likely it then fits."""
+    if least.peak > request.cap:
+        return []
+    margin = math.floor(1000 * (1 - least.peak / request.cap)) / 1000
+    odds = known_errors().fits(least.peak, request.cap)
+    return [f"nearest: --memory-margin {margin:g}; {odds} published runs would fit then, had they so little left"]
 
 
 def _nothing_legal(ranking: Ranking) -> str:

@@ -54,7 +54,7 @@ def place_all(
             left.append(one)
         else:
             told(one, known)
-    jobs = [(configuration(request, one.candidate), times, request.cap, seconds) for one in left]
+    jobs = [(configuration(request, one.candidate), times, request.room, seconds) for one in left]
     try:
         with terminate_as_interrupt():
             for index, placement in _results(jobs, at_once):

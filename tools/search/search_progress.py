@@ -1,35 +1,37 @@
-"""A bar on stderr with the phase and the best step so far, when stderr is a terminal."""
+"""How far the search of a recipe is: the phase, and the best step so far."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from tools.search.budget import Budget
+from tools.search.incumbent import Incumbent
+from tools.search.progress import Progressing
 
-_WORDS = {"ranking": "ranking the space", "placing": "placing layers", "verifying": "dry runs"}
+_WORDS = {"ranking": "ranking the space", "placing": "placing layers"}
 
 
-class SpaceProgress:
-    """Shows one phase after the other."""
+class SpaceProgress(Progressing):
+    """Of `tc3 search RECIPE`: one phase after the other."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._tasks: dict[str, Any] = {}
+        super().__init__("looking at every mesh of the devices")
 
-    def __enter__(self) -> SpaceProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
-
-    def show(self, phase: str, done: int, of: int, best: float) -> None:
+    def tell(self, phase: str, done: int, of: int, best: float) -> None:
         """Tell how far a phase is, and the best step seconds so far (infinite: none)."""
-        if phase not in self._tasks:
-            self._tasks[phase] = self._bar.add_task(_WORDS[phase], total=of)
-        words = _WORDS[phase] + (f", best step {best:.2f} s" if math.isfinite(best) else "")
-        self._bar.update(self._tasks[phase], completed=done, total=of, description=words)
+        found = f", best step {best:.2f} s" if math.isfinite(best) else ""
+        self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
+
+
+class PlanProgress(Progressing):
+    """Of the pipeline optimiser: the best plan, and how far it may be from the best there is."""
+
+    def __init__(self, budget: Budget):
+        super().__init__("looking for a first plan", budget.seconds)
+        self._budget = budget
+
+    def tell(self, incumbent: Incumbent) -> None:
+        """Tell of a better plan or bound."""
+        if math.isfinite(incumbent.time):
+            found = f"best step {incumbent.time:.6g}, gap {100 * incumbent.gap:.2f} %"
+            self.show(f"{found}; up to {self._budget.seconds:.0f} s", self._budget.spent)

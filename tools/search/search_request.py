@@ -7,14 +7,17 @@ import os
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
+from tools.check.stages import swaps
 from tools.check.view import PARALLEL, View
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.recipe.load import Recipe
 from tools.search.configuration import Configuration
-from tools.search.efficiency import CLUSTERS, cluster
+from tools.search.efficiency import cluster, cluster_file
 from tools.search.from_recipe import from_recipe
 from tools.search.hardware import Hardware, known_hardware
+from tools.search.hardware.names import name_of
+from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
 from tools.search.overlay_site import Site
 from tools.search.search_limits import Limit
@@ -35,11 +38,13 @@ class Request:
         devices: to use, all of them.
         global_batch: samples a step.
         cap: bytes that a job may use on a device.
+        margin: share of `cap` that predictions must leave free, because they are off by as much.
         cap_source: where `cap` comes from.
         ulysses: how many parts of the heads context parallelism cuts (MindFormers' ulysses_degree_in_cp; graph mode
             reads no other key for it).
         limits: the user's.
         hardware_file: name or file of `hardware`, as a recipe names it.
+        swaps: the recipe moves activations to the host, which is not modelled.
         own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
     """
 
@@ -53,6 +58,19 @@ class Request:
     limits: tuple[Limit, ...] = ()
     hardware_file: str = DEFAULT_HARDWARE
     own_cap: bool = True
+    margin: float = 0.0
+    swaps: bool = False
+
+    @property
+    def room(self) -> float:
+        """Bytes that a prediction may reach on a device: the cap without its margin."""
+        return self.cap * (1 - self.margin)
+
+    @property
+    def room_words(self) -> str:
+        """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
+        margin = f" ({self.cap / GIB:.1f} less a margin of {100 * self.margin:.1f} %)" if self.margin else ""
+        return f"{self.room / GIB:.1f} GiB{margin}"
 
     @property
     def node(self) -> int:
@@ -77,8 +95,9 @@ def request_of(
     global_batch: int | None = None,
     memory_gib: float | None = None,
     limits: tuple[Limit, ...] = (),
+    margin: float | None = None,
 ) -> Request:
-    """The request for a recipe; what is None is the recipe's own.
+    """The request for a recipe; what is None is the recipe's own, and the margin the estimator's known error.
 
     Raises:
         RecipeError: the recipe describes no run, or there is no such cluster.
@@ -104,15 +123,34 @@ def request_of(
         limits=limits,
         hardware_file=file_of(cluster_name),
         own_cap=memory_gib is None and limit <= hardware.hbm_bytes,
+        margin=known_errors().margin if margin is None else margin,
+        swaps=swaps(View(recipe)),
+    )
+
+
+def require_ulysses(recipe: Recipe, request: Request) -> None:
+    """Refuse Ulysses where MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
+
+    Raises:
+        RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.
+    """
+    model = request.base.model
+    if request.ulysses == 1 or (model.latent and model.qk_dim == model.v_dim):
+        return
+    wrong = f"MindFormers 1.9.0 cuts values of {model.v_dim} numbers as if they had the {model.qk_dim} of queries"
+    line = "multi_latent_attention.py:352"
+    if not model.latent:
+        wrong, line = "MindFormers 1.9.0 cuts heads along the batch outside of MLA", "attention.py:302"
+    raise RecipeError(
+        f"{recipe.source}: {'.'.join((*PARALLEL, 'ulysses_degree_in_cp'))}: {wrong} and does not compile "
+        f"[mindformers/parallel_core/training_graph/transformer/{line}]; write ulysses_degree_in_cp: 1"
     )
 
 
 def file_of(cluster_name: str) -> str:
     """A cluster as recipes name it: the name of a hardware file, or the path of another."""
-    if cluster_name in known_hardware():
-        return cluster_name
-    own = CLUSTERS / f"{cluster_name}.yaml"
-    return os.path.abspath(own if own.is_file() else cluster_name)
+    name = name_of(cluster_name)
+    return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
 
 
 def _with_layout(recipe: Recipe) -> Recipe:

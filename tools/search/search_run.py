@@ -28,7 +28,8 @@ class Found:
         entries: the best, by simulated step time.
         own: the recipe's own run; None with `own_why` where it has no model.
         dropped: candidates of the short list that came to nothing, with the reason.
-        failed: what dry runs dropped of the `verified` best, with what they found; passed: what they found good.
+        failed: what dry runs dropped of the `verified` best, with what they found; doubtful: what they neither refused
+            nor proved to fit, with the reason; passed: what compiles and fits.
         to_verify: dry runs that were asked for.
         whole: False when the search was interrupted; candidates that were not placed are then missing.
         seconds: of the ranking.
@@ -41,6 +42,7 @@ class Found:
     own_why: str = ""
     dropped: list[tuple[Ranked, str]] = field(default_factory=list)
     failed: list[tuple[Entry, list[str]]] = field(default_factory=list)
+    doubtful: list[tuple[Entry, list[str]]] = field(default_factory=list)
     passed: list[Entry] = field(default_factory=list)
     verified: int = 0
     to_verify: int = 0
@@ -48,9 +50,17 @@ class Found:
     seconds: float = 0.0
 
     @property
-    def unverified(self) -> bool:
-        """Whether dry runs were asked for, but the best has had none."""
-        return bool(self.to_verify and self.entries) and self.entries[0] not in self.passed
+    def best(self) -> Entry:
+        """The fastest; where dry runs proved some to fit, the fastest of those."""
+        return self.passed[0] if self.passed else self.entries[0]
+
+    @property
+    def unverified(self) -> str:
+        """Why the best has not passed a dry run, where dry runs were asked for; "" where it has or none were."""
+        if not self.to_verify or not self.entries or self.passed:
+            return ""
+        doubts = next((lines for entry, lines in self.doubtful if entry is self.entries[0]), None)
+        return "it had no dry run before the search was interrupted" if doubts is None else "; ".join(doubts)
 
 
 def search(

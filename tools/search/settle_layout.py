@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import counts_of, counts_of_offset, offset_of
 from tools.check.converter import convert
 from tools.check.schema import load_schema
+from tools.check.stages import swaps
 from tools.check.view import MODEL, View
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.recipe.load import Recipe
 from tools.search.budget import Budget
-from tools.search.configuration import even_layers
+from tools.search.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.search.from_recipe import from_recipe
 from tools.search.layout_file import (
     MODEL_VERSION,
@@ -32,8 +33,9 @@ from tools.search.layout_file import (
     read_layout,
     write_layout,
 )
+from tools.search.memory_error import known_errors
 from tools.search.memory_model import GIB
-from tools.search.overlay_recompute import plain_value, with_patterns
+from tools.search.overlay_recompute import plain_value, swapped_value, with_patterns
 from tools.search.schedules import is_v_shaped
 
 AUTO = "auto"
@@ -110,12 +112,22 @@ def _from_file(recipe: Recipe, make: Callable[[Recipe], LayoutFile] | None) -> l
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
         raise RecipeError(f"{AUTO}: {path} was made for another run ({changed}): {command}")
     view, config = View(recipe), from_recipe(even_layout(recipe))
-    counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
+    placed = replace(config, layers=_laid(layout, config), recompute=Recompute())
     recipe["model"]["model_config"]["offset"] = layout.offset
     section = recipe["recompute_config"] = {**(recipe.get("recompute_config") or {})}
     for name in TABLES:
-        section[name] = with_patterns(name, getattr(layout, name), view.get(("recompute_config", name)))
+        value, now = getattr(layout, name), view.get(("recompute_config", name))
+        if swaps(view):  # the file counts layers, as launches without swapping read them
+            section[name] = swapped_value(name, spread(value, placed.layers), placed, now)
+        else:
+            section[name] = with_patterns(name, value, now)
     return [f"{_KEY}: auto -> {layout.offset}, recompute_config with it ({path})"]
+
+
+def _laid(layout: LayoutFile, config: Configuration) -> Table:
+    """The layers of a file [chunks][stages]."""
+    counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
+    return tuple(tuple(row) for row in counts)
 
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
@@ -127,8 +139,11 @@ def inputs_of(recipe: Recipe) -> dict[str, Any]:
     return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}
 
 
-def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> LayoutFile:
+def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
     """Ask the pipeline optimiser; the recipe's own offset and recompute tables are not read.
+
+    Args:
+        margin: share of the memory limit to leave free; the estimator's known error by default.
 
     Raises:
         NothingFits: and what is missing.
@@ -136,13 +151,18 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> 
     """
     # imported where a search starts: ranks that only read an answer need no solver
     from tools.search.placement import place
-    from tools.search.search_request import request_of
+    from tools.search.search_request import request_of, require_ulysses
     from tools.search.time_model import TimeModel
 
-    asked = request_of(even_layout(recipe), cluster)
-    found = place(asked.base, TimeModel(asked.hardware), asked.cap, budget, seed)
+    asked = request_of(even_layout(recipe), cluster, margin=margin)
+    require_ulysses(recipe, asked)
+    found = place(asked.base, TimeModel(asked.hardware), asked.room, budget, seed)
     if found.configuration is None:
-        raise NothingFits(f"{_KEY}: {AUTO}: {found.why}; the limit is {asked.cap_source}")
+        smaller = "; tc3 search layout --memory-margin takes a smaller one" if asked.margin else ""
+        raise NothingFits(
+            f"{_KEY}: {AUTO}: {found.why}; a stage may hold {asked.room_words}, "
+            f"the limit is {asked.cap_source}{smaller}"
+        )
     inputs, laid = inputs_of(recipe), found.configuration
     full, select, again = laid.recompute.full, laid.recompute.select, laid.recompute.communication
     return LayoutFile(
@@ -158,6 +178,8 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0) -> 
             "bound_s": round(found.bound_s, 4),
             "stage_gib": [round(peak / GIB, 2) for peak in found.peak_bytes],
             "cap_gib": round(asked.cap / GIB, 2),
+            "memory_margin": asked.margin,
+            "fits": known_errors().fits(max(found.peak_bytes), asked.cap),
         },
     )
 

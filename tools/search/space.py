@@ -249,6 +249,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
         shard_optimizer=candidate.shard != "none",
         shard_gradients=candidate.shard == "gradients",
         overlap_ep=request.base.overlap_ep and candidate.ep > 1,
+        ulysses=request.ulysses,
     )
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from tools.search.rows import read_rows
+from plugins.errors import DataError
+from tools.files.whole import keep_existing
+from tools.search.memory_error import known_errors, write_errors
+from tools.search.progress import Progressing
+from tools.search.rows import Row, read_rows
 from tools.search.validate import Prediction, predict, summary
 
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
@@ -17,18 +22,54 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 
 @click.command()
 @click.argument("rows", type=click.Path(path_type=Path), metavar="ROWS.yaml")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.yaml",
+    help="Write the errors of memory to a file such as tools/search/memory_errors.yaml.",
+)
+@click.option("--force", is_flag=True, help="Replace the file of --record, if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
-def validate(rows: Path, as_json: bool) -> None:
+def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> None:
     """Predict each run of a measurements file from its configuration alone.
 
-    ROWS.yaml holds `rows`, each with id, hardware and config; where there is a `measured` block, too, errors are
-    shown, with their mean and worst by device and kind over the rows with `use: fit`. A run that cannot be expressed
-    says why.
+    ROWS.yaml holds `rows`, each with id, hardware and config (tools/search/examples/measurements.yaml is a commented
+    example); where there is a `measured` block, too, errors are shown, with their mean and worst by device and kind
+    over the rows with `use: fit`. A run that cannot be expressed says why.
+
+    Exit codes: 0; 1 where the memory of a run of tools/search/memory_rows.yaml is predicted otherwise than
+    memory_errors.yaml records; 2 a wrong input, a device that nobody knows too.
     """
-    predictions = [predict(row) for row in read_rows(rows)]
+    keep_existing("--record", record, force)
+    with Progressing("predicting"):
+        predictions = [predict(row) for row in read_rows(rows)]
+    errors = {found.row.id: found.memory_error for found in predictions if found.memory_error is not None}
     if as_json:
         click.echo(json.dumps([prediction.as_json() for prediction in predictions]))
-        return
+    else:
+        _print(predictions)
+    _refuse_unknown(rows, [found.row for found in predictions])
+    if record:
+        if not errors:
+            raise DataError(f"{rows}: no row has a memory that is measured and can be predicted")
+        write_errors(record, errors, rows)
+        click.echo(f"written: {record}", err=True)
+    elif changed := known_errors().differences(errors):
+        for line in changed:
+            click.echo(f"tc3: {line}; --record makes the file anew", err=True)
+        sys.exit(1)
+
+
+def _refuse_unknown(path: Path, rows: list[Row]) -> None:
+    """Raise where a row's device is one that nobody knows, in one line for all of them."""
+    unknown = [(index, row) for index, row in enumerate(rows) if not row.cluster]
+    if unknown:
+        index, row = unknown[0]
+        more = f" (and {len(unknown) - 1} more rows)" if len(unknown) > 1 else ""
+        raise DataError(f"{path}: rows[{index}].hardware: {row.reason}{more}")
+
+
+def _print(predictions: list[Prediction]) -> None:
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, _WIDTH)
     console.print(_table(predictions))

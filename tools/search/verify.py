@@ -1,8 +1,11 @@
 """Dry runs of the best strategies: written as overlays, compiled through the virtual cluster, dropped if they fail.
 
 A quick dry run compiles each kind of layer once: whether MindSpore takes the strategy, and exactly what weights,
-gradients and optimizer state hold. It recomputes in all layers what a plan recomputes in some, so that activations are
-the search's own prediction; a full one compiles every kind of stage as it is, and its own estimate counts.
+gradients and optimizer state hold. Of activations it has an estimate and the search another: the larger counts. A full
+one compiles every kind of stage as it is, and its own estimate counts.
+
+What is over the limit fails. What is under it, but by less than the search's margin, is no failure and no proof either:
+both estimates are off by as much.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from tools.search.search_entry import Entry
 from tools.search.search_request import Request
 
 _MEMORY = "context.max_device_memory"  # what `tools.dryrun` says of it is judged here, against the search's cap
+_SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's weights are not counted to the last one
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,26 @@ class DryRun:
     problems: list[str]
     exact: list[int]
     total: list[int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a dry run means for a strategy.
+
+    Args:
+        problems: why it is none; [] where it compiles and nothing is over the limit.
+        doubts: why it is not proven to fit all the same.
+        estimate: bytes of the heaviest stage by the dry run's own estimate; 0: refused.
+    """
+
+    problems: list[str]
+    doubts: list[str]
+    estimate: int
+
+    @property
+    def proven(self) -> bool:
+        """Whether it compiles and fits."""
+        return not self.problems and not self.doubts
 
 
 Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is compiled
@@ -76,16 +100,15 @@ def verify(
     entries: Sequence[Entry],
     count: int,
     request: Request,
-    told: Callable[[int, list[str], int], None],
+    told: Callable[[int, Verdict], None],
     full: bool = False,
     run: Run = dry_run,
 ) -> None:
     """Dry-run entries one after the other: the first `count`, and more as long as none of them compiles and fits.
 
     Args:
-        request: what was asked for: its cap of bytes on a device, its machine.
-        told: hears the number of each, what is wrong with it ([] where it compiles and fits), and the bytes of the
-            heaviest stage by the dry run's own estimate (0: refused).
+        request: what was asked for: its cap of bytes on a device, its margin, its machine.
+        told: hears the number of each and what was found.
         full: compile every kind of stage.
         run: the dry run.
     """
@@ -100,21 +123,26 @@ def verify(
                 found = run(path, full)
             except (RecipeError, ClusterError) as error:
                 found = DryRun([str(error)], [], [])
-        problems = judge(entry, found, request.cap, full)
-        passed |= not problems
-        told(number, problems, max(found.total, default=0))
+        verdict = judge(entry, found, request, full)
+        passed |= verdict.proven
+        told(number, verdict)
 
 
-def judge(entry: Entry, found: DryRun, cap: float, full: bool) -> list[str]:
-    """What is wrong with a strategy by its dry run."""
+def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
+    """What a strategy's dry run means."""
+    estimate = max(found.total, default=0)
     if not found.exact:
-        return found.problems
-    rest = [memory.peak - memory.static for memory in all_stages(entry.config)]
-    needs = found.total if full else [exact + own for exact, own in zip(found.exact, rest, strict=True)]
-    over = [
-        f"stage {stage}: {need / GIB:.1f} GiB a device, {found.exact[stage] / GIB:.1f} of them exact, the cap is "
-        f"{cap / GIB:.1f}"
-        for stage, need in enumerate(needs)
-        if need > cap
+        return Verdict(found.problems, [], estimate)
+    needs = found.total
+    if not full:
+        rest = [memory.peak - memory.static for memory in all_stages(entry.config)]
+        own = [exact + more for exact, more in zip(found.exact, rest, strict=True)]
+        needs = [max(pair) for pair in zip(own, found.total, strict=True)]
+    lines = [
+        f"stage {stage}: {need / GIB:.1f} GiB a device, {exact / GIB:.1f} of them exact"
+        for stage, (need, exact) in enumerate(zip(needs, found.exact, strict=True))
     ]
-    return found.problems + over
+    cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)
+    over = [f"{line}, the limit is {cap / GIB:.1f}" for line, need in zip(lines, needs, strict=True) if need > cap]
+    near = [line for line, need in zip(lines, needs, strict=True) if proven < need <= cap]
+    return Verdict(found.problems + over, [f"{line}, it may be {request.room_words}" for line in near], estimate)

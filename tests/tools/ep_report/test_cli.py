@@ -78,8 +78,9 @@ def test_the_picture_of_the_same_numbers_is_the_same_file(tmp_path):
     ("arguments", "word"),
     [
         (["--ep", "64", "--set", "parallel_config.data_parallel=4"], "--ep 64: .*expert_parallel"),
-        (["--hardware", "h10"], "did you mean 'h100'"),
-        (["--hardware", "atlas_900_a3"], "npu_nums_per_device"),
+        (["--cluster", "h10"], "did you mean 'h100'"),
+        (["--hardware", "h10"], "did you mean 'h100'"),  # the option's old name
+        (["--cluster", "atlas_900_a3"], "npu_nums_per_device"),
         (["--picture", "streams.pdf"], ".svg or .png"),
         (["--set", "parallel_config.expert_paralel=8"], "did you mean"),
     ],

@@ -60,12 +60,12 @@ def predicted(request, candidate):
     if candidate.recompute != PLANNED:
         config = configuration(request, candidate)
         peak = max(memory.peak for memory in all_stages(config))
-        return (model.step(config).total, peak) if peak <= request.cap else None
+        return (model.step(config).total, peak) if peak <= request.room else None
     configs = [configuration(request, candidate._replace(recompute=policy)) for policy in POLICIES]
     peaks = [[memory.peak for memory in all_stages(config)] for config in configs]
     works = [sum(model.chunks(config)[:2]).sum(axis=0) for config in configs]
     stages = [
-        cheapest_mix(*points, request.cap)
+        cheapest_mix(*points, request.room)
         for points in zip(zip(*peaks, strict=True), zip(*works, strict=True), strict=True)
     ]
     if None in stages:

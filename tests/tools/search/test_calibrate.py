@@ -132,7 +132,9 @@ def test_the_command(tmp_path):
     result = CliRunner().invoke(calibrate_command, words)
     assert result.exit_code == 0, result.output
     assert "matmul: " in result.output and "matmul_fp8: stays" in result.output and os.path.isfile(out)
-    found = json.loads(CliRunner().invoke(calibrate_command, [*words, "--json"]).stdout)
+    again = CliRunner().invoke(calibrate_command, words)
+    assert isinstance(again.exception, DataError) and "mine.yaml: exists" in str(again.exception)
+    found = json.loads(CliRunner().invoke(calibrate_command, [*words, "--force", "--json"]).stdout)
     assert found["efficiency"]["matmul"] == pytest.approx(0.5, rel=0.05)
     assert yaml.safe_load(out.read_text())["name"] == "mine"
 
@@ -144,3 +146,23 @@ def test_a_file_with_half_of_the_efficiencies_is_refused(tmp_path):
     (tmp_path / "half.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(RecipeError, match="efficiency: want exactly matmul, "):
         efficiency_of(cluster(str(tmp_path / "half.yaml")))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("matmul", 0, "out of range"),
+        ("hidden", -0.5, "from 0 to 1"),
+        ("link", float("nan"), "not finite"),
+        ("memory", float("inf"), "not finite"),
+        ("step_s", "0.05", "not a number"),
+        ("mesh", 1, "want true or false"),
+    ],
+)
+def test_efficiencies_that_nothing_reaches_are_refused(tmp_path, name, value, word):
+    found = calibrate([express(row) for row in rows_of(START, dense_configs()[:1])], CLUSTER, START)
+    content = yaml.safe_load(cluster_text(CLUSTER, "odd", found, "measured.yaml"))
+    content["efficiency"][name] = value
+    (tmp_path / "odd.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(RecipeError, match=f"odd: efficiency.{name}: .*{word}"):
+        efficiency_of(cluster(str(tmp_path / "odd.yaml")))

@@ -6,8 +6,10 @@ import pytest
 import yaml
 
 from plugins.errors import RecipeError
+from tools.search.efficiency import cluster
 from tools.search.hardware import known_hardware, load_hardware
 from tools.search.hardware.load import CERTAINTIES, FOLDER
+from tools.search.search_request import file_of
 
 
 def content(name="atlas_800t_a2"):
@@ -60,15 +62,20 @@ def test_a_dtype_without_a_peak():
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("hbm_bytes.value", -1, ["hbm_bytes.value", "above 0", "-1"]),
-        ("hbm_bytes.value", 0, ["hbm_bytes.value", "above 0"]),
+        ("hbm_bytes.value", -1, ["hbm_bytes.value", "out of range", "-1"]),
+        ("hbm_bytes.value", 0, ["hbm_bytes.value", "out of range"]),
+        ("hbm_bytes.value", 64, ["hbm_bytes.value", "from 1,000,000 to"]),  # GiB are no bytes
+        ("peak_flops.bf16.value", 354, ["peak_flops.bf16.value", "out of range"]),
+        ("inter_node.latency_s.value", 20, ["inter_node.latency_s.value", "to 10"]),
+        ("devices_per_node.value", float("nan"), ["devices_per_node.value", "not finite"]),
+        ("devices_per_node.value", 10**30, ["devices_per_node.value", "out of range"]),
         ("hbm_bytes.value", "many", ["hbm_bytes.value", "'many'"]),
         ("hbm_bytes.value", float("inf"), ["hbm_bytes.value"]),
         ("hbm_bytes.value", True, ["hbm_bytes.value"]),
-        ("launch_s.value", -1e-6, ["launch_s.value", "0 or above"]),
+        ("launch_s.value", -1e-6, ["launch_s.value", "from 0 to 10"]),
         ("matmul_efficiency.value", 1.2, ["matmul_efficiency.value", "at most 1"]),
         ("inter_node.efficiency.value", 0, ["inter_node.efficiency.value"]),
-        ("devices_per_node.value", 7.5, ["devices_per_node.value", "integer"]),
+        ("devices_per_node.value", 7.5, ["devices_per_node.value", "whole number"]),
         ("peak_flops.bf16.value", None, ["peak_flops.bf16.value"]),
         ("peak_flops", {}, ["peak_flops", "at least one"]),
         ("peak_flops", {"bf61": {}}, ["peak_flops.bf61", "did you mean 'bf16'"]),
@@ -122,3 +129,23 @@ def test_a_file_that_is_none(text, word, tmp_path):
 def test_a_name_that_is_none():
     with pytest.raises(RecipeError, match=r"atlas_800_a2: no such file.*did you mean 'atlas_800t_a2'"):
         load_hardware("atlas_800_a2")
+
+
+@pytest.mark.parametrize("word", ["Atlas 800T A2", "atlas 800t a2", "atlas_800t_a2", "910B"])
+def test_a_device_is_known_by_the_names_that_people_use(word):
+    assert load_hardware(word).name == "atlas_800t_a2"
+    assert cluster(word).name == "atlas_800t_a2" and file_of(word) == "atlas_800t_a2"
+
+
+def test_a_missing_file_does_not_pass_for_the_device_in_its_name():
+    with pytest.raises(RecipeError, match=r"cluster my_h100.yaml: no such file"):
+        load_hardware("my_h100.yaml")
+
+
+def test_an_alias_bomb_is_refused_at_once(tmp_path):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    file = tmp_path / "bomb.yaml"
+    file.write_text("\n".join(lines), "utf-8")
+    with pytest.raises(RecipeError, match=r"bomb.yaml: cannot be read: more than"):
+        load_hardware(file)

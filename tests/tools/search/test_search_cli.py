@@ -38,7 +38,7 @@ def test_writes_a_solution_that_can_be_judged(problem, tmp_path):
 def test_json_on_stdout_and_a_picture_that_does_not_change(problem, tmp_path):
     pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for picture in pictures:
-        result = run(problem, "--out", tmp_path / "s.json", "--json", "--picture", picture)
+        result = run(problem, "--out", tmp_path / "s.json", "--force", "--json", "--picture", picture)
     printed = json.loads(result.stdout)
     assert printed["proven"] is True and printed["gap"] <= 1e-6
     assert printed["lower_bound"] <= printed["time"]
@@ -74,3 +74,20 @@ def test_out_that_cannot_be_written(problem, tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
     with pytest.raises(DataError, match=r"s\.json: cannot be written"):
         run(problem, "--out", tmp_path / "file" / "s.json")
+
+
+def test_a_plan_is_not_replaced_unasked(problem, tmp_path):
+    out = tmp_path / "s.json"
+    out.write_text("mine", "utf-8")
+    with pytest.raises(DataError, match=r"--out .*s\.json: exists; .* --force"):
+        run(problem, "--out", out)
+    assert out.read_text("utf-8") == "mine"
+    assert run(problem, "--out", out, "--force").exit_code == 0 and out.read_text("utf-8") != "mine"
+
+
+def test_the_cap_of_an_instance_is_taken_as_it_is_unless_a_margin_is_asked_for(problem, tmp_path):
+    whole = json.loads(run(problem, "--out", tmp_path / "a.json", "--json").stdout)
+    less = json.loads(run(problem, "--out", tmp_path / "b.json", "--json", "--memory-margin", 0.2).stdout)
+    assert 0.8 * 70 < max(whole["peak_mem"]) <= 70
+    assert max(less["peak_mem"]) <= 0.8 * 70
+    assert less["time"] >= whole["time"]

@@ -116,6 +116,20 @@ def test_operator_patterns_stay(made, tmp_path):
     assert recipe["recompute_config"]["select_comm_recompute"] == {r".*\.norm": made.select_comm_recompute}
 
 
+def test_a_recipe_that_swaps_is_given_numbers_of_layers(made, tmp_path):
+    more = "swap_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}], op_swap: {}}\n"
+    recipe = recipe_with(tmp_path, "auto", more=more)
+    first = [[1] * 8, [0] * 8]
+    write_layout(replace(made, recompute=first, select_recompute=False), path_of(recipe.source), "a test")
+    counted = recipe_with(tmp_path, "auto")
+    settle_layout(recipe), settle_layout(counted)
+    layers = from_recipe(counted).layers
+    numbers = [sum(layers[0][:stage]) for stage in range(8) if layers[0][stage]]
+    assert recipe["recompute_config"]["recompute"] == numbers
+    assert from_recipe(recipe).recompute.full == from_recipe(counted).recompute.full
+    assert check_recipe(tmp_path / "recipe.yaml").clean
+
+
 def test_inputs_are_numbers_and_words_that_files_keep():
     inputs = inputs_of(load_recipe(LARGE))
     assert inputs["pp"] == 8 and inputs["model.layers"] == 54 and inputs["max_device_memory"] == 45 * GIB
@@ -154,7 +168,8 @@ def test_selected_operators_are_named(made, tmp_path, value):
 
 def test_what_cannot_fit_says_so():
     recipe = apply_overrides(load_recipe(LARGE), ["context.max_device_memory=20GB"])
-    with pytest.raises(NothingFits, match=r"no plan keeps memory_cap 20: .*context.max_device_memory of the recipe"):
+    words = r"no plan keeps memory_cap 18\.\d+: .*18.5 GiB \(20.0 less .*context.max_device_memory of the recipe"
+    with pytest.raises(NothingFits, match=words):
         make_layout(recipe, "atlas_800t_a2", Budget(2))
 
 

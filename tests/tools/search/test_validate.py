@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from plugins.errors import DataError
 from tools.search.efficiency import efficiency_of
 from tools.search.rows import read_rows
 from tools.search.validate import QUANTITIES, measured_step, predict, summary
@@ -77,7 +78,7 @@ def test_summary_counts_only_rows_to_fit(predictions):
 def test_command_prints_json_and_a_table():
     runner = CliRunner()
     result = runner.invoke(validate, [str(FILE), "--json"])
-    assert result.exit_code == 0
+    assert isinstance(result.exception, DataError)  # one of the rows is on a device that nobody knows
     rows = json.loads(result.stdout)
     assert len(rows) == 13
     assert all(set(row) >= {"id", "reason", *QUANTITIES} for row in rows)
@@ -85,3 +86,24 @@ def test_command_prints_json_and_a_table():
     text = runner.invoke(validate, [str(FILE)]).stdout
     assert "llama_70b_fp8" in text
     assert "step time, device h100: mean" in text
+
+
+def test_an_unknown_device_is_refused_with_what_is_known():
+    with pytest.raises(DataError, match=r"measurements.yaml: rows\[11\].hardware: .*'TPU v9'; known are a100_80g, .*"):
+        CliRunner().invoke(validate, [str(FILE)], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("hardware", ["Atlas 800T A2", "atlas_800t_a2", "Atlas 800T A2, 8 a node", "Ascend 910B"])
+def test_a_device_is_taken_by_its_name_and_by_that_of_its_cluster(tmp_path, hardware):
+    file = tmp_path / "rows.yaml"
+    config = {"model": "llama3.1-8B", "devices": 8, "gbs": 8, "seq": 4096, "tp": 8, "pp": 1}
+    file.write_text(json.dumps({"rows": [{"id": "a", "hardware": hardware, "config": config}]}), "utf-8")
+    result = CliRunner().invoke(validate, [str(file), "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)[0]["step_time_s"] > 0
+
+
+def test_a_slip_in_a_devices_name_is_suggested_away(tmp_path):
+    file = tmp_path / "rows.yaml"
+    file.write_text(json.dumps({"rows": [{"id": "a", "hardware": "atlas_800t_a3", "config": {"x": 1}}]}), "utf-8")
+    with pytest.raises(DataError, match="did you mean 'atlas_800t_a2'"):
+        CliRunner().invoke(validate, [str(file)], catch_exceptions=False)

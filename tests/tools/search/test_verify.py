@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from tools.search.search_entry import entry_of
 from tools.search.search_request import request_of
 from tools.search.search_times import SearchTimes
 from tools.search.space import candidate_of, configuration
-from tools.search.verify import DryRun, dry_run, judge, verify
+from tools.search.verify import DryRun, Verdict, dry_run, judge, verify
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 
@@ -38,11 +39,11 @@ def test_each_entry_is_written_and_run(entries):
             raise ClusterError("no memory left")
         return DryRun([], [0] * 8, [9] * 8)
 
-    def tell(number, problems, estimate):
-        told.append((number, problems, estimate))
+    def tell(number, verdict):
+        told.append((number, verdict))
 
     verify(load_recipe(RECIPE), entries, 2, asked(), tell, run=run)
-    assert told == [(0, [], 9), (1, ["no memory left"], 0)]
+    assert told == [(0, Verdict([], [], 9)), (1, Verdict(["no memory left"], [], 0))]
     for config, entry in zip(seen, entries, strict=True):
         assert (config.layers, config.tp, config.dp) == (entry.config.layers, entry.config.tp, entry.config.dp)
 
@@ -79,14 +80,54 @@ def test_what_check_refuses_is_not_compiled(tmp_path):
     assert any("parallel_config.model_parallel" in problem for problem in problems)
 
 
+def with_cap(cap, margin=0.0):
+    """A request of so many bytes."""
+    return replace(asked(), cap=cap, margin=margin)
+
+
 def test_quick_runs_are_exact_without_activations_and_full_ones_count_their_own(entries):
     entry = entries[0]
     stages = all_stages(entry.config)
     exact = [int(stage.static) for stage in stages]
-    found = DryRun([], exact, [size + 2 * GIB for size in exact])
+    found = DryRun([], exact, exact)
     peak = max(stage.peak for stage in stages)
-    assert judge(entry, found, peak + 1, full=False) == []
-    tight = judge(entry, found, peak - 0.01 * GIB, full=False)
+    assert judge(entry, found, with_cap(peak + 1), full=False).proven
+    tight = judge(entry, found, with_cap(peak - 0.01 * GIB), full=False).problems
     assert len(tight) == 1 and tight[0].startswith(f"stage {[stage.peak for stage in stages].index(peak)}:")
-    assert judge(entry, found, max(exact) + 2 * GIB, full=True) == []
-    assert judge(entry, found, min(exact), full=True) and judge(entry, DryRun(["no"], [], []), 0, True) == ["no"]
+    found = DryRun([], exact, [size + 2 * GIB for size in exact])
+    assert judge(entry, found, with_cap(max(exact) + 2 * GIB), full=True).proven
+    assert judge(entry, found, with_cap(min(exact)), full=True).problems
+    assert judge(entry, DryRun(["no"], [], []), with_cap(0), True).problems == ["no"]
+
+
+def test_a_stage_that_the_dry_run_finds_over_the_limit_fails_whatever_the_search_predicted(entries):
+    """Its stage 4 recomputes nothing: the search took it to fit, and a quick dry run was not asked."""
+    entry = entries[0]
+    exact = [int(stage.static) for stage in all_stages(entry.config)]
+    total = [size + GIB for size in exact]
+    cap = max(stage.peak for stage in all_stages(entry.config)) + GIB
+    assert judge(entry, DryRun([], exact, total), with_cap(cap), full=False).proven
+    total[4] = int(cap) + GIB
+    problems = judge(entry, DryRun([], exact, total), with_cap(cap), full=False).problems
+    assert len(problems) == 1 and problems[0].startswith("stage 4:")
+
+
+def test_within_the_margin_nothing_is_proven_and_nothing_dropped(entries):
+    entry = entries[0]
+    exact = [int(stage.static) for stage in all_stages(entry.config)]
+    peak = max(stage.peak for stage in all_stages(entry.config))
+    verdict = judge(entry, DryRun([], exact, exact), with_cap(1.03 * peak, margin=0.05), full=False)
+    assert not verdict.proven and verdict.problems == [] and len(verdict.doubts) >= 1
+    assert "less a margin of 5.0 %" in verdict.doubts[0]
+    assert judge(entry, DryRun([], exact, exact), with_cap(peak / 0.95, margin=0.05), full=False).proven
+
+
+def test_it_goes_on_where_nothing_is_proven(entries):
+    told = []
+
+    def run(path, full):
+        exact = [0] * 8
+        return DryRun([], exact, [int(0.99 * 45 * GIB) if not told else 9] * 8)
+
+    verify(load_recipe(RECIPE), entries, 1, asked(), lambda *words: told.append(words), run=run)
+    assert [verdict.proven for _, verdict in told] == [False, True]

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from plugins.errors import RecipeError, did_you_mean
+from tools.ranges import Range
+from tools.search.hardware.names import name_of
+from tools.search.hardware.own_yaml import read_yaml
 
 FOLDER = Path(__file__).parent
 CERTAINTIES = ("quoted", "derived", "assumed")
 DTYPES = ("bf16", "fp16", "fp32", "fp8")
 
-# what a number must be, in words -> its test
-_POSITIVE, _NOT_NEGATIVE = "a number above 0", "a number, 0 or above"
-_SHARE, _COUNT = "a number above 0 and at most 1", "an integer, 1 or above"
-_LINK = {"bytes_per_s": _POSITIVE, "latency_s": _NOT_NEGATIVE, "efficiency": _SHARE}
+# what a number may be: units mistaken (TFLOP/s, GB, us) lie outside
+_RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs a second
+_SECONDS = Range(0, 10, whole=False)
+_SHARE = Range(0, 1, whole=False, above=True)
+_LINK = {"bytes_per_s": _RATE, "latency_s": _SECONDS, "efficiency": _SHARE}
 _FIGURES: dict[str, Any] = {
-    "peak_flops": dict.fromkeys(DTYPES, _POSITIVE),
-    "hbm_bytes": _POSITIVE,
-    "hbm_bytes_per_s": _POSITIVE,
-    "devices_per_node": _COUNT,
+    "peak_flops": dict.fromkeys(DTYPES, Range(1e9, 1e18, whole=False)),
+    "hbm_bytes": Range(1e6, 1e13, whole=False),
+    "hbm_bytes_per_s": _RATE,
+    "devices_per_node": Range(1, 100_000),
     "intra_node": _LINK,
     "inter_node": _LINK,
-    "launch_s": _NOT_NEGATIVE,
+    "launch_s": _SECONDS,
     "matmul_efficiency": _SHARE,
 }
 _WORDS = ("name", "device")
@@ -109,19 +110,19 @@ def known_hardware() -> list[str]:
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """The hardware of a name (see `known_hardware`) or of an own YAML file.
+    """The hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of an own YAML file.
 
     Raises:
         RecipeError: there is no such file, or a number is missing, impossible or without its source.
     """
-    word = os.fspath(name_or_path)
+    word = name_of(os.fspath(name_or_path))
     if word in known_hardware():
         return _Reader(str(FOLDER / f"{word}.yaml"), shown=f"{word}.yaml").hardware()
     if os.path.isfile(word):
         return _Reader(word, shown=word).hardware()
-    hint = did_you_mean(Path(word).stem, known_hardware())
+    hint = did_you_mean(Path(word).stem.lower().replace(" ", "_"), known_hardware())
     raise RecipeError(
-        f"--hardware {word}: no such file, and none of {', '.join(known_hardware())}{hint}; "
+        f"cluster {word}: no such file, and none of {', '.join(known_hardware())}{hint}; "
         "for another cluster copy one of them and pass its path"
     )
 
@@ -132,10 +133,7 @@ class _Reader:
     def __init__(self, path: str, shown: str):
         self.shown = shown
         self.origins: dict[str, Origin] = {}
-        try:
-            self.content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            raise RecipeError(f"{shown}: cannot be read: {' '.join(str(error).split())}") from None
+        self.content = read_yaml(Path(path), RecipeError, shown)
 
     def hardware(self) -> Hardware:
         """Everything, checked."""
@@ -151,7 +149,7 @@ class _Reader:
 
     def _value(self, content: Any, key: str, kind: Any) -> Any:
         """A number, or a mapping of numbers."""
-        if isinstance(kind, str):
+        if isinstance(kind, Range):
             return self._figure(content, key, kind)
         dtypes = key == "peak_flops"  # of which one may be enough
         content = self._mapping(content, key, list(kind), required=not dtypes)
@@ -159,7 +157,7 @@ class _Reader:
             raise RecipeError(f"{self.shown}: {key}: empty; give at least one of {', '.join(kind)}")
         return {name: self._figure(content[name], f"{key}.{name}", kind[name]) for name in content}
 
-    def _figure(self, content: Any, key: str, kind: str) -> float:
+    def _figure(self, content: Any, key: str, kind: Range) -> float:
         """The number at `key`; notes its origin."""
         content = self._mapping(content, key, ["value", "certainty", "source"], required=True)
         value, certainty, source = content["value"], content["certainty"], content["source"]
@@ -171,9 +169,10 @@ class _Reader:
             raise RecipeError(f"{self.shown}: {key}.source: say where the number comes from")
         self.origins[key] = Origin(certainty, source)
         number = _number(value)
-        if number is None or not _fits(number, kind):
-            raise RecipeError(f"{self.shown}: {key}.value: want {kind}, got {value!r}")
-        return int(number) if kind == _COUNT else number
+        if refusal := kind.refusal(value if number is None else number):
+            raise RecipeError(f"{self.shown}: {key}.value: {_short(value)} {refusal}")
+        assert number is not None
+        return int(number) if kind.whole else number
 
     def _mapping(self, content: Any, key: str, known: list[str], required: bool) -> dict[str, Any]:
         """`content` as a mapping of `known` keys, of which all must be there if `required`."""
@@ -191,19 +190,15 @@ class _Reader:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number; YAML 1.1 reads 1e12 as text, people mean a number."""
+    """A number; YAML 1.1 reads 1e12 as text, people mean a number."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     try:
-        number = float(value)
-    except ValueError:
+        return float(value)
+    except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
 
 
-def _fits(number: float, kind: str) -> bool:
-    if kind == _NOT_NEGATIVE:
-        return number >= 0
-    if kind == _COUNT:
-        return number >= 1 and number == int(number)
-    return 0 < number <= 1 if kind == _SHARE else number > 0
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
