@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tools.check.parameters import parts_of
+
 from plugins.errors import CheckpointError
 from tools.check.converter import convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
 from tools.check.view import View
 from tools.recipe.load import Recipe

@@ -1,36 +1,8 @@
-"""The only monkeypatches of the CPU backend: lines of MindSpore 2.9.0 / MindFormers 1.9.0 that no hook reaches.
-
-Each patch names the line it stands in for; when that line is gone, it refuses instead of patching blindly.
-"""
+"""The only monkeypatches of the CPU backend: lines of MindSpore 2.9.0 / MindFormers 1.9.0 that no hook reaches."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any
-
-
-class OutdatedPatchError(RuntimeError):
-    """The code that a patch stands in for has changed: check whether the patch is still needed."""
-
-
-def replace(module: ModuleType, name: str, line: str, replacement: Callable[..., Any]) -> None:
-    """Set `module.name` to `replacement` if the source of the original still holds `line`.
-
-    Raises:
-        OutdatedPatchError: when it does not.
-    """
-    original = getattr(module, name)
-    if getattr(original, "tc3_patch", False):
-        return
-    if line not in inspect.getsource(original):
-        raise OutdatedPatchError(
-            f"{module.__name__}.{name} no longer contains {line!r}: the CPU backend was written for MindSpore 2.9.0 "
-            "and MindFormers 1.9.0; install the versions in constraints.txt"
-        )
-    replacement.tc3_patch = True  # type: ignore[attr-defined]
-    setattr(module, name, replacement)
+from plugins.private_hooks import replace
 
 
 def before_mindformers(distributed: bool) -> None:

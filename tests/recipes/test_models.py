@@ -2,50 +2,17 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 
-from tests.recipes.oracles import RECIPES, ROOT, all_recipes
+from tests.recipes.counted import counted
+from tests.recipes.oracles import RECIPES, all_recipes
 from tests.recipes.test_numbers import CARDS, ENTRIES
 from tools.recipe.load import load_recipe
 
 # of the 36B, MindFormers cannot build the context stages: see below
 MODELS = [name for name in all_recipes() if ENTRIES[name].kind != "mini" and "telechat3_36b/context" not in name]
 
-COUNT = """
-import json, math, os, sys
-import mindspore as ms
-from mindformers import MindFormerConfig, build_context
-from mindformers.core.parallel_config import build_parallel_config
-from mindformers.models import build_network
-from mindspore.nn.utils import no_init_parameters
-
-def count(name):
-    config = MindFormerConfig(name)
-    # the mesh does not change a parameter's full shape: one process, one device
-    config.use_parallel, config.parallel.parallel_mode = False, 0
-    config.context = MindFormerConfig(mode=0, device_target="CPU")
-    config.recompute_config = MindFormerConfig(recompute=False)
-    config.parallel_config = MindFormerConfig(data_parallel=1, pipeline_stage=1)
-    config.model.model_config.update(dict(offset=0, pp_interleave_num=1, moe_token_dispatcher_type="alltoall"))
-    build_context(config)
-    build_parallel_config(config)
-    with no_init_parameters():
-        network = build_network(config.model, default_args={"parallel_config": config.parallel_config})
-    return sum(math.prod(parameter.shape) for parameter in network.trainable_params())
-
-for name in sys.argv[1:]:
-    if os.fork():  # a process for each model, whose memory is never given back; what takes long is the import
-        os.wait()
-        continue
-    try:
-        outcome = count(name)
-    except Exception as error:
-        outcome = repr(error)
-    print(json.dumps([name, outcome]), flush=True)
-    os._exit(0)
-"""
 IMPOSSIBLE = "telechat3_36b/context_32k.yaml"
 # keys of a model that no parameter's shape depends on: of recipes that differ in these alone one is built
 SHAPELESS = {
@@ -64,10 +31,7 @@ def built():
     """recipe -> number of parameters or an error's text."""
     shapes = {name: shape_of(name) for name in [*MODELS, IMPOSSIBLE]}
     one_each = {shape: str(RECIPES / name) for name, shape in shapes.items()}
-    command = [sys.executable, "-c", COUNT, *one_each.values()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    counts = counted(one_each.values())
     return {name: counts[one_each[shape]] for name, shape in shapes.items()}
 
 

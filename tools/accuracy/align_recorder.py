@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import mindspore as ms
 import numpy as np
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
-from mindformers.parallel_core.training_graph.transformer.mlp import MLPInterleaved
-from mindformers.parallel_core.training_graph.transformer.moe.shared_experts import SharedExpertMLPInterleaved
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore import Tensor, ops
-from mindspore.ops import Morph
-from mindspore.ops.auto_generate import OneHotExt
+from mindspore import Tensor
 from mindspore.train.callback import Callback
 
+from plugins.cpu_backend.pynative import stand_ins
+from plugins.private_hooks import replaced
 from tools.accuracy.counted_bias import CountedBias
 from tools.accuracy.reference.names import STATE
 
@@ -110,26 +108,13 @@ def forward(network, batch):
 
 @contextmanager
 def pynative():
-    """PyNative mode, with stand-ins for what works in graphs alone.
-
-    `Morph` is its function; `OneHotExt` has no CPU kernel here, `OneHot` has; MindFormers unpacks the three values of a
-    shared expert into two names, which the graph compiler lets pass.
-    """
-    stand_ins = {
-        (Morph, "__call__"): lambda self, *args: self.__morph_fn__(*args),
-        (OneHotExt, "__call__"): lambda self, index, depth, on, off: ops.OneHot()(index, depth, on, off),
-        (SharedExpertMLPInterleaved, "construct"): lambda self, hidden: MLPInterleaved.construct(self, hidden)[:2],
-    }
-    originals = {place: getattr(*place) for place in stand_ins}
-    ms.set_context(mode=ms.PYNATIVE_MODE)
-    for place, function in stand_ins.items():
-        setattr(*place, function)
-    try:
+    """PyNative mode for a while, with stand-ins for what works in graphs alone."""
+    with ExitStack() as stack:
+        for hook in stand_ins():
+            stack.enter_context(replaced(*hook))
+        stack.callback(ms.set_context, mode=ms.GRAPH_MODE)
+        ms.set_context(mode=ms.PYNATIVE_MODE)
         yield
-    finally:
-        for place, function in originals.items():
-            setattr(*place, function)
-        ms.set_context(mode=ms.GRAPH_MODE)
 
 
 class Trace:

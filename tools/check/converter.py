@@ -60,6 +60,8 @@ def convert(view: View, schema: Schema) -> Built:
         _place(built, taken, targets, (*MODEL, key), value)
     built.unread += [key for key in written if key in described["ignored"]]
     _settle(built)
+    # the other training models have output weights of their own, whatever this says
+    built.fields["tie_word_embeddings"] = built.fields.get("tie_word_embeddings") is True and described["ties"]
     return built
 
 

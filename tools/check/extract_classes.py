@@ -128,10 +128,18 @@ def _model(cls: Any, converter: Any, site: Path) -> dict[str, Any]:
         "line": _where(cls, site),
         "config_class": cls.__name__,
         "mla": mla,
+        "ties": _ties(cls),
         "defaults": {name: _plain(value) for name, value in sorted(defaults.items())},
         "ignored": sorted({name for name, _ in [*IGNORE_COMMON_HF_PARAMETER, *extra]}),
         "mapping": mapping,
     }
+
+
+def _ties(config_class: Any) -> bool:
+    """Whether its training model shares the embedding with the output layer where `tie_word_embeddings` asks for it."""
+    folder = Path(inspect.getsourcefile(config_class) or "").parent
+    texts = [file.read_text(encoding="utf-8") for file in folder.glob("modeling_*_train.py")]
+    return any("share_embeddings_and_output_weights=self.config.tie_word_embeddings" in text for text in texts)
 
 
 def _closure(function: Any) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 from rich.table import Table
 
 from tools.check.converter import Built
-from tools.check.parameters import Parts, parts_of
 from tools.check.stages import Layers, layers_of, runs_back, stage_layers_of
 from tools.check.view import LOADER, View
-
-FORMULA = "6 x (active + MTP + its head - embedding) + 3 x seq x heads x (d_qk + d_v) x (layers + MTP layers)"
+from tools.model.architecture import Model, model_of
+from tools.model.flops import FORMULA, flops_per_token
+from tools.model.weights import active_parameters, parameters, stage_parameters
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:
@@ -21,26 +21,27 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
     """
     layers = stage_layers_of(view, built)
     try:
-        parts = parts_of(built.fields)
-        if parts.total <= 0:
+        model = model_of(built.fields)
+        total = parameters(model)
+        if total <= 0:
             return None
-        if layers is not None and sum(map(sum, layers)) != len(parts.pattern):
+        if layers is not None and sum(map(sum, layers)) != model.layers:
             layers = None
         tokens = view.global_batch * built.fields["seq_length"]
-        flops = flops_per_token(built, parts)
+        flops = flops_per_token(model, built.fields["seq_length"])
     except (TypeError, KeyError, ValueError):
         return None
     budget = token_budget or _own_budget(view, tokens)
     return {
-        "parameters_total": parts.total,
-        "parameters_active": parts.active,
+        "parameters_total": total,
+        "parameters_active": active_parameters(model),
         "devices": view.devices,
         "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
         "global_batch_samples": view.global_batch,
         "tokens_per_step": tokens,
         "stage_layers": [sum(rows) for rows in zip(*layers, strict=True)] if layers else None,
         "stage_chunk_layers": layers,
-        "stage_parameters": _stage_parameters(view, built, parts) if layers else None,
+        "stage_parameters": _stage_parameters(view, built, model) if layers else None,
         "flops_per_token": flops,
         "flops_formula": FORMULA,
         "flops_per_step": flops * tokens,
@@ -49,30 +50,13 @@ def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[
     }
 
 
-def _stage_parameters(view: View, built: Built, parts: Parts) -> list[int]:
+def _stage_parameters(view: View, built: Built, model: Model) -> list[int]:
     """Weights on each stage; where the pipeline runs back up, the end is on the first."""
     in_order: Layers = layers_of(view, built) or []
     if not runs_back(view):
-        return parts.per_stage(in_order)
-    chunks = parts.per_stage([[*in_order[0], *in_order[1]]])
+        return stage_parameters(model, in_order)
+    chunks = stage_parameters(model, [[*in_order[0], *in_order[1]]])
     return [down + up for down, up in zip(chunks[: view.pp], reversed(chunks[view.pp :]), strict=True)]
-
-
-def flops_per_token(built: Built, parts: Parts) -> int:
-    """Model FLOPs of one token, forward and backward, without recomputation.
-
-    Each weight outside the embedding table multiplies once forward and twice backward, two FLOPs each. The head runs
-    once more for the MTP layer. Attention adds, per layer and head, seq/2 (causal) products of d_qk and of d_v.
-    """
-    fields = built.fields
-    heads, seq, depth = fields["num_attention_heads"], fields["seq_length"], fields.get("mtp_num_layers") or 0
-    if fields.get("multi_latent_attention"):
-        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
-    else:
-        width = 2 * fields["kv_channels"]
-    again = depth * fields["vocab_size"] * fields["hidden_size"]  # the head, for the MTP layer's prediction
-    matrices = parts.active + parts.active_mtp + again - parts.embedding
-    return int(6 * matrices + 3 * seq * heads * width * (len(parts.pattern) + depth))
 
 
 def _own_budget(view: View, tokens: int) -> int | None:

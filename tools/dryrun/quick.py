@@ -16,7 +16,8 @@ from tools.check.view import View
 from tools.dryrun.job import Job
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import Held
-from tools.dryrun.stages import DENSE, EXCLUDE, MOE, RECOMPUTE, Stage, stages_of, swaps
+from tools.dryrun.stages import EXCLUDE, RECOMPUTE, Stage, stages_of, swaps
+from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import Recipe
 from tools.search.activations import saved
 from tools.search.from_recipe import from_recipe

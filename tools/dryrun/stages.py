@@ -8,12 +8,11 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.check.converter import convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
 from tools.check.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
 from tools.check.view import MODEL, View
+from tools.model.architecture import model_of
 
-DENSE, MOE = "dense", "moe"
 _SWAP = ("layer_swap", "op_swap")
 
 
@@ -54,7 +53,7 @@ def stages_of(view: View) -> list[Stage]:
     layers = layers_of(view, built)
     if layers is None:
         raise RecipeError(f"{'.'.join(MODEL)}.offset: does not fit the layers and stages: see tc3 check")
-    pattern = parts_of(built.fields).pattern
+    pattern = model_of(built.fields).pattern
     rows = [list(row) for row in layers]
     if view.scheduler == "zero_bubble_v" and len(rows) > 1:
         rows[1].reverse()  # `layers_of` counts in the order of MindFormers' tables; the model runs back up the pipeline
@@ -63,7 +62,7 @@ def stages_of(view: View) -> list[Stage]:
     for chunk, row in enumerate(rows):
         order = range(len(row))
         for stage in reversed(order) if _runs_back(view, chunk) else order:
-            kinds = tuple(MOE if pattern[layer] else DENSE for layer in range(first, first + row[stage]))
+            kinds = pattern[first : first + row[stage]]
             found[stage].append((first, kinds))
             first += row[stage]
     last = 0 if _runs_back(view, len(rows) - 1) else len(rows[0]) - 1

@@ -8,10 +8,11 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import Built, convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
-from tools.check.table import flops_per_token
 from tools.check.view import MODEL, PARALLEL, View
+from tools.model.architecture import MOE, Model, model_of
+from tools.model.flops import flops_per_token, multiplied
+from tools.model.weights import parameters, weights
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 from tools.search.hardware import Hardware
@@ -90,15 +91,14 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
     view = View(recipe)
     built = convert(view, load_schema())
     try:
-        parts = parts_of(built.fields)
-        flops = flops_per_token(built, parts)
+        model = model_of(built.fields)
+        flops = flops_per_token(model, built.fields["seq_length"])
     except (KeyError, TypeError, ValueError) as error:
         raise _wrong(recipe, MODEL, f"its sizes do not make a model ({error}); `tc3 check` says more") from None
-    _check(recipe, view, built, hardware)
-    fields, depth = built.fields, built.number("mtp_num_layers")
-    expert = 3 * built.number("hidden_size") * built.number("moe_ffn_hidden_size")
-    moe_layers = sum(parts.pattern) + (depth if parts.pattern[-1] else 0)
-    weights_expert = moe_layers * built.number("num_moe_experts") * expert
+    _check(recipe, view, built, model, hardware)
+    fields = built.fields
+    moe_layers = model.pattern.count(MOE) + model.mtp * (model.last_kind == MOE)
+    weights_expert = moe_layers * sum(weight.size for weight in weights(model, MOE) if weight.split == "experts")
     dtype, itemsize = _DTYPES.get(str(fields.get("compute_dtype")), _FULL)
     recompute = _any(view.get(("recompute_config", "recompute")))
     return Shape(
@@ -109,31 +109,31 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep", "chunks")},
         dtype=dtype,
         itemsize=itemsize,
-        hidden=built.number("hidden_size"),
-        experts=built.number("num_moe_experts"),
-        top_k=built.number("moe_router_topk"),
-        expert_width=built.number("moe_ffn_hidden_size"),
-        shared_width=_shared_width(built),
-        layers=len(parts.pattern) + depth,
+        hidden=model.hidden,
+        experts=model.experts,
+        top_k=model.top_k,
+        expert_width=model.expert_ffn,
+        shared_width=model.shared_ffn,
+        layers=model.layers + model.mtp,
         moe_layers=moe_layers,
         recompute=recompute,
         replay_tp=recompute and view.flag(("recompute_config", "mp_comm_recompute"), True),
         shared_beside=fields.get("moe_shared_expert_overlap") is True,
         optimizer_shard=view.flag(("parallel", "enable_parallel_optimizer")),
-        weights_dense=parts.total - weights_expert,
+        weights_dense=parameters(model) - weights_expert,
         weights_expert=weights_expert,
         flops_per_token=flops,
-        head_flops_per_token=6 * (1 + depth) * fields["vocab_size"] * built.number("hidden_size"),
-        attention_bytes=_attention_bytes(fields, itemsize),
-        query_bytes=_query_bytes(fields, itemsize),
+        head_flops_per_token=6 * multiplied(model)["head"],
+        attention_bytes=model.kv_heads * (model.qk_dim + model.v_dim) * itemsize,
+        query_bytes=model.heads * (model.qk_dim + model.v_dim) * itemsize,
         ulysses=view.number((*PARALLEL, "ulysses_degree_in_cp"), 1),
     )
 
 
-def _check(recipe: Recipe, view: View, built: Built, hardware: Hardware | None) -> None:
+def _check(recipe: Recipe, view: View, built: Built, model: Model, hardware: Hardware | None) -> None:
     """Raise RecipeError for a recipe that has no expert-parallel communication to report on."""
-    experts, path = built.number("num_moe_experts"), (*PARALLEL, "expert_parallel")
-    if not experts or not any(parts_of(built.fields).pattern):
+    experts, path = model.experts, (*PARALLEL, "expert_parallel")
+    if MOE not in model.pattern:
         raise _wrong(recipe, (*MODEL, "n_routed_experts"), "the model has no routed experts: nothing to report")
     if not view.flag(("use_parallel",)):
         raise _wrong(recipe, ("use_parallel",), "one device has nobody to send tokens to; set it to True")
@@ -176,23 +176,6 @@ def _near(number: int, wanted: int) -> int:
     return min(divisors, key=lambda divisor: abs(divisor - wanted))
 
 
-def _shared_width(built: Built) -> int:
-    return built.number("moe_shared_expert_intermediate_size") if built.number("shared_expert_num") else 0
-
-
 def _any(recompute: Any) -> bool:
     """Whether any layer is recomputed: a flag, or numbers of layers by stage and chunk."""
     return any(map(_any, recompute)) if isinstance(recompute, list) else bool(recompute)
-
-
-def _attention_bytes(fields: dict[str, Any], itemsize: int) -> int:
-    if fields.get("multi_latent_attention"):
-        width = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
-        return fields["num_attention_heads"] * width * itemsize
-    return 2 * fields["num_query_groups"] * fields["kv_channels"] * itemsize
-
-
-def _query_bytes(fields: dict[str, Any], itemsize: int) -> int:
-    if fields.get("multi_latent_attention"):
-        return _attention_bytes(fields, itemsize)
-    return 2 * fields["num_attention_heads"] * fields["kv_channels"] * itemsize

@@ -6,8 +6,9 @@ this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism,
 
 from __future__ import annotations
 
+from tools.model.architecture import Model
 from tools.search.activations_graph import kept, layer_pass, loss_pass
-from tools.search.configuration import Configuration, Model
+from tools.search.configuration import Configuration
 from tools.search.layer_model import ITEM
 from tools.search.schedules import is_v_shaped
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 
 import math
 
+from tools.model.weights import weights
+from tools.search import sharding
 from tools.search.configuration import Configuration
-from tools.search.layer_model import weights
 
 _LOW, _WIDE = 2, 4  # bytes of a number in the type that computes, and in fp32
 # of the routed rows: permuted and gathered, exchanged, sorted by expert, made by the experts, sorted back, sent back;
@@ -57,7 +58,7 @@ def kept(config: Configuration, kind: str, option: str = "none") -> float:
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
     """Most bytes that a layer's backward needs beside what is kept, where its forward runs again in it or does not."""
     every = weights(config.model, kind, config.shared_whole)
-    largest = max(weight.size / weight.cut(config) for weight in every if weight.multiplies)
+    largest = max(weight.size / sharding.cut(weight, config) for weight in every if weight.multiplies)
     own = kept(config, kind) - (kept(config, "head") if kind == "mtp" else 0.0)
     return (_LOW + _WIDE) * largest + (own if again else _GRADIENTS * own)
 

@@ -12,77 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from plugins.errors import RecipeError
+from tools.model.architecture import Model
 from tools.search.schedules import is_v_shaped
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Ranks and head widths of multi-latent attention; `query_rank` 0: queries are not compressed."""
-
-    query_rank: int
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-
-@dataclass(frozen=True)
-class Model:
-    """A transformer. Sizes in elements.
-
-    Args:
-        head_dim: width of a query, key and value head (without `latent`).
-        experts, top_k, expert_ffn, shared_ffn: routed experts, those a token uses, their width, the shared one's width.
-        dense_layers: layers before the first MoE layer, where there are experts.
-        mtp: multi-token-prediction layers, after the last layer.
-        window: tokens that every other layer looks back at; 0: all layers look at everything.
-        dropout: masks are kept for backward (GPT-2 and GPT-3).
-        biased: experts have biases and a clamped activation, which no kernel fuses (GPT-OSS).
-        node_limit: most nodes that a token's experts lie on; 0: any (DeepSeek-V3: 4).
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    gated: bool = True
-    tied: bool = False
-    latent: Latent | None = None
-    qk_norm: bool = False
-    experts: int = 0
-    top_k: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    dense_layers: int = 0
-    mtp: int = 0
-    window: int = 0
-    dropout: bool = False
-    biased: bool = False
-    node_limit: int = 0
-
-    @property
-    def qk_dim(self) -> int:
-        """Width of a query head."""
-        return self.latent.nope + self.latent.rope if self.latent else self.head_dim
-
-    @property
-    def v_dim(self) -> int:
-        """Width of a value head."""
-        return self.latent.value if self.latent else self.head_dim
-
-    def kind(self, layer: int) -> str:
-        """ "moe" or "dense"."""
-        return "moe" if self.experts and layer >= self.dense_layers else "dense"
-
-    @property
-    def last_kind(self) -> str:
-        """The kind of an MTP layer's transformer layer: that of the last layer."""
-        return self.kind(self.layers - 1)
 
 
 @dataclass(frozen=True)
@@ -188,7 +121,7 @@ class Configuration:
             raise RecipeError(f"layers {self.layers}: want {self.model.layers} layers on {self.pp} stages")
 
     def stage_kinds(self, stage: int) -> list[list[str]]:
-        """For each chunk of a stage what it holds, in model order; see `tools.search.layer_model.KINDS`."""
+        """For each chunk of a stage what it holds, in model order; see `tools.model.weights.KINDS`."""
         if self.layer_only:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
@@ -232,7 +165,7 @@ def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str,
     for chunk, row in enumerate(layers):
         order = range(len(row))
         for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
-            found[chunk][stage] = tuple(model.kind(index) for index in range(first, first + row[stage]))
+            found[chunk][stage] = model.pattern[first : first + row[stage]]
             first += row[stage]
     found[0][0] = ("embedding", *found[0][0])
     turned = is_v_shaped(schedule) and len(layers) % 2 == 0

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.check.converter import Built, convert
-from tools.check.parameters import parts_of
+from tools.check.converter import convert
 from tools.check.schema import load_schema
 from tools.check.stages import stage_layers_of, swaps
 from tools.check.view import View, look
 from tools.ep_report.settle import settle
+from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
-from tools.search.configuration import Configuration, Latent, Model, Recompute, Table, spread
+from tools.search.configuration import Configuration, Recompute, Table, spread
 from tools.search.layer_numbers import table_by_numbers
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
@@ -34,8 +34,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
     built = convert(view, load_schema())
     layers = stage_layers_of(view, built)
     try:
-        parts_of(built.fields)
-        model = model_of(built)
+        model = model_of(built.fields)
     except (KeyError, TypeError, ValueError) as error:
         raise RecipeError(f"model.model_config: its sizes make no model ({error}); `tc3 check` says more") from None
     if layers is None:
@@ -74,36 +73,6 @@ def from_recipe(recipe: Recipe) -> Configuration:
         training_graph=True,
         fp32_residual=fields.get("fp32_residual_connection") is True,
         ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
-    )
-
-
-def model_of(built: Built) -> Model:
-    """The sizes of a recipe's TransformerConfig; KeyError or TypeError where one is missing."""
-    fields, number = built.fields, built.number
-    latent = None
-    if fields.get("multi_latent_attention"):
-        widths = (fields["qk_head_dim"], fields["qk_pos_emb_head_dim"], fields["v_head_dim"])
-        latent = Latent(number("q_lora_rank"), fields["kv_lora_rank"], *widths)
-    experts = number("num_moe_experts")
-    shared = number("moe_shared_expert_intermediate_size") if number("shared_expert_num") else 0
-    return Model(
-        layers=fields["num_layers"],
-        hidden=fields["hidden_size"],
-        heads=fields["num_attention_heads"],
-        kv_heads=fields["num_query_groups"],
-        head_dim=fields["kv_channels"],
-        ffn=fields["ffn_hidden_size"],
-        vocab=fields["vocab_size"],
-        gated=bool(fields.get("gated_linear_unit")),
-        tied=fields.get("tie_word_embeddings") is True,
-        latent=latent,
-        qk_norm=bool(fields.get("qk_layernorm")),
-        experts=experts,
-        top_k=number("moe_router_topk") if experts else 0,
-        expert_ffn=number("moe_ffn_hidden_size") if experts else 0,
-        shared_ffn=shared if experts else 0,
-        dense_layers=number("first_k_dense_replace") if experts else 0,
-        mtp=number("mtp_num_layers"),
     )
 
 

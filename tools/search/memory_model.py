@@ -16,10 +16,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from tools.model.weights import Weight, weights
+from tools.search import sharding
 from tools.search.activations import mtp_option, saved, working
 from tools.search.configuration import Configuration
 from tools.search.in_flight import enough, peak_vectors
-from tools.search.layer_model import Weight, weights, work
+from tools.search.layer_model import work
 from tools.search.schedules import operations
 
 GIB = 1 << 30
@@ -80,7 +82,7 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
-        local, shards = weight.size / weight.cut(config), weight.shards(config)
+        local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
         held += local / shards
         summed += local / (shards if config.shard_gradients or at_once else 1)
         # a cast copy, or a gathered one: fp32 weights that nobody shards are used as they are
@@ -93,8 +95,11 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 def _layer_weights(config: Configuration) -> float:
     """Weights of the largest layer on a device that gathers them."""
-    kinds = {config.model.kind(index) for index in (0, config.model.layers - 1)}
-    return max(sum(w.size / w.cut(config) for w in weights(config.model, kind, config.shared_whole)) for kind in kinds)
+    kinds = set(config.model.pattern)
+    return max(
+        sum(w.size / sharding.cut(w, config) for w in weights(config.model, kind, config.shared_whole))
+        for kind in kinds
+    )
 
 
 @lru_cache(maxsize=4096)

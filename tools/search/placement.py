@@ -50,7 +50,8 @@ class Placement:
 def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0) -> Placement:
     """The fastest placement of `config`'s layers, and recomputation for each, that keeps `cap_bytes` on every stage.
 
-    The configuration's own tables are one of the candidates, and the only one for V-shaped schedules.
+    The configuration's own tables are one of the candidates, and the only one for V-shaped schedules and for models
+    whose dense and MoE layers alternate.
 
     Raises:
         RecipeError: the schedule cannot run with these numbers.
@@ -60,7 +61,8 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
     outcomes: list[Outcome] = []
     candidates = [config]
     # no layer recomputes everything; some do; the last one does, and MTP with it
-    ways = [] if is_v_shaped(config.schedule) else [(False, False), (True, False)]
+    fixed = is_v_shaped(config.schedule) or config.model.alternates  # the optimiser keeps layers of a kind side by side
+    ways = [] if fixed else [(False, False), (True, False)]
     ways += [(True, True)] if ways and config.model.mtp else []
     for full, mtp in ways:
         instance = pipeline_instance(config, model, cap_bytes, full, mtp)
@@ -91,7 +93,9 @@ def _bound(outcome: Outcome) -> float:
 def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> str:
     if not outcomes:
         peak = max(memory.peak for memory in all_stages(config))
-        return f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}, and {config.schedule} is kept"
+        kept = "layers that alternate between dense and MoE" if config.model.alternates else config.schedule
+        needs = f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}"
+        return f"{needs}, and nothing is moved or recomputed for {kept}"
     return f"{outcomes[-1].why or 'no order of recompute options that MindFormers can express fits'} (GiB)"
 
 

@@ -94,8 +94,7 @@ def pipeline_instance(
 
 def kind_count(config: Configuration, kind: str) -> int:
     """Layers of a kind."""
-    model = config.model
-    return sum(model.kind(layer) == kind for layer in range(model.layers))
+    return config.model.pattern.count(kind)
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
@@ -132,7 +131,7 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
         return np.array([sum(static_memory(whole, 0))]), dict.fromkeys(kinds, 0.0)
     model = config.model
     # one layer more, which stays at the end: MTP goes where the last layer is
-    more = replace(model, layers=model.layers + 1, dense_layers=model.dense_layers + (model.last_kind == "dense"))
+    more = replace(model, pattern=(*model.pattern, model.last_kind))
 
     def held(first: int) -> np.ndarray:
         """[stages] with so many layers at the beginning and the others at the end."""
@@ -166,5 +165,5 @@ def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
 def may_hold_first(config: Configuration, stage: int) -> bool:
     """Whether a stage can hold layers of the first kind: those before it need one each, but for the first stage."""
     model = config.model
-    first = kind_count(config, model.kind(0))
+    first = kind_count(config, model.pattern[0])
     return first == model.layers or stage <= first

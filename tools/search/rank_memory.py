@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tools.model.weights import KINDS
 from tools.search.activations import saved, working
 from tools.search.configuration import Configuration
 from tools.search.in_flight import enough
-from tools.search.layer_model import KINDS
 from tools.search.memory_model import held_micro_batches, stage_memory, static_memory
 from tools.search.search_limits import POLICIES
 from tools.search.search_request import Request
@@ -169,7 +169,7 @@ def _buffers(config: Configuration, kind: str) -> float:
     """Bytes of communication buffers of a stage that holds one layer of a kind; other kinds have none."""
     if kind not in _LAYERS:
         return 0.0
-    model = replace(config.model, layers=1, dense_layers=int(kind == "dense"), mtp=0)
+    model = replace(config.model, pattern=(kind,), mtp=0)
     return stage_memory(replace(config, model=model, pp=1, layers=((1,),)), 0).buffers
 
 

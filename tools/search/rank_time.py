@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tools.model.weights import KINDS
 from tools.search.configuration import Configuration
-from tools.search.layer_model import KINDS
 from tools.search.layer_time import LayerTime
 from tools.search.rank_memory import Memo, groups, kind_counts, stage_keys
 from tools.search.search_limits import POLICIES

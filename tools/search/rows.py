@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from plugins.errors import DataError, did_you_mean
-from tools.search.configuration import Configuration, Latent, Model, even_layers
+from tools.model.architecture import Latent, Model, pattern_of
+from tools.search.configuration import Configuration, even_layers
 from tools.search.efficiency import cluster
 from tools.search.hardware import Hardware
 from tools.search.hardware.names import NAMES, device_in
@@ -204,7 +205,7 @@ def _dimensions(config: Mapping[str, Any], group: str) -> Model:
         latent = Latent(ranks["q_lora"], ranks["kv_lora"], ranks["nope"], ranks["rope"], ranks["v"])
     shared = config.get("shared") or 0
     return Model(
-        layers=config["layers"],
+        pattern=pattern_of(config["layers"], experts, config.get("dense_layers", 1)),
         hidden=h,
         heads=config["heads"],
         kv_heads=config.get("kv_heads") or config["heads"],
@@ -218,7 +219,6 @@ def _dimensions(config: Mapping[str, Any], group: str) -> Model:
         top_k=config.get("topk") or 0,
         expert_ffn=config.get("moe_ffn") or 0,
         shared_ffn=shared * (config.get("moe_ffn") or 0),
-        dense_layers=config.get("dense_layers", 1) if experts else 0,
         mtp=config.get("mtp") or 0,
         node_limit=settings.node_limit,
     )

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tools.search.configuration import Configuration, Model, even_layers
+from tools.model.architecture import Model, pattern_of
+from tools.search.configuration import Configuration, even_layers
 from tools.search.rows_unsaid import interleaved, recomputation
 from tools.search.stacks import Unexpressed, public_model
 
@@ -53,7 +54,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
 def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
     """One MoE layer's MLP alone, forward and backward."""
     model = Model(
-        layers=1,
+        pattern=pattern_of(1, config["experts"]),
         hidden=config["hidden"],
         heads=1,
         kv_heads=1,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tools.search.configuration import Configuration, Model, Recompute, Table, even_layers, spread
+from tools.model.architecture import Model, pattern_of
+from tools.search.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.search.stacks import Unexpressed, public_class
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -71,7 +72,7 @@ def _model(written: Mapping[str, Any], moe: Mapping[str, Any], assumed: list[str
     experts = moe.get("expert_num") or 1
     routed = experts if experts > 1 else 0
     return Model(
-        layers=layers,
+        pattern=pattern_of(layers, routed),
         hidden=hidden,
         heads=heads,
         kv_heads=written.get("n_kv_heads") or known.get("kv_heads") or heads,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tools.model.flops import flops_per_token
 from tools.search.configuration import Configuration
-from tools.search.layer_model import model_flops
 from tools.search.memory_model import GIB, layer_options, peak_memory
 from tools.search.search_times import SearchTimes
 from tools.search.space import Candidate, candidate_of
@@ -123,7 +123,7 @@ def entry_of(config: Configuration, times: SearchTimes, name: str = "", bound: f
         "rest": step.optimizer + step.fixed,
     }
     flops = times.hardware.peak_flops.get(config.dtype, times.hardware.peak_flops["bf16"])
-    rate = model_flops(config) * config.tokens / step.total / config.devices
+    rate = flops_per_token(config.model, config.sequence) * config.tokens / step.total / config.devices
     return Entry(name, config, step.total, parts, peak_memory(config), bound, rate / flops)
 
 

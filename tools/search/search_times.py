@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tools.search import sharding
 from tools.search.configuration import Configuration
 from tools.search.memory_model import stage_weights
 from tools.search.time_model import TimeModel
@@ -26,8 +27,8 @@ class SearchTimes(TimeModel):
         gathered = reduced = summed = 0.0
         item = 4 if config.wide_gradients else 2
         for weight in stage_weights(config, stage):
-            cut, group = weight.cut(config), weight.group(config)
-            size, groups = weight.size / cut, weight.copies(config) // group
+            cut, group = sharding.cut(weight, config), sharding.group(weight, config)
+            size, groups = weight.size / cut, sharding.copies(weight, config) // group
             gathered += self._collective(2 * size, group, cut)
             reduced += self._collective(item * size, group, cut)
             summed += 2 * self._collective(item * size / group, groups, cut * group)

@@ -20,6 +20,7 @@ from tools.check.stages import swaps
 from tools.check.view import MODEL, View
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
+from tools.model.architecture import words_of
 from tools.recipe.load import Recipe
 from tools.search.budget import Budget
 from tools.search.configuration import Configuration, Recompute, Table, even_layers, spread
@@ -134,7 +135,8 @@ def inputs_of(recipe: Recipe) -> dict[str, Any]:
     """What the answer depends on, but for the cluster: all that the model of time and memory reads, and its version."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, "model")}
-    sizes = {f"model.{name}": value for name, value in asdict(config.model).items()}
+    sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}
+    sizes |= {"model.layers": config.model.layers, "model.pattern": words_of(config.model.pattern)}
     run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}
     return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from tools.search.configuration import Configuration, Model, Table
+from tools.model.architecture import Model
+from tools.search.configuration import Configuration, Table
 from tools.search.layer_model import work
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from tools.search.configuration import Latent, Model
+from tools.model.architecture import Latent, Model, pattern_of
 
 MODELS = Path(__file__).parent / "models.yaml"
 
@@ -116,4 +116,5 @@ def _model(entry: dict[str, Any]) -> Model:
     sizes = {key: value for key, value in entry.items() if key not in ("match", "parameters", "type")}
     if "latent" in sizes:
         sizes["latent"] = Latent(**sizes["latent"])
-    return Model(**sizes)
+    pattern = pattern_of(sizes.pop("layers"), sizes.get("experts", 0), sizes.pop("dense_layers", 0))
+    return Model(pattern, **sizes)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tools.model.weights import KINDS
+from tools.search import sharding
 from tools.search.activations import mtp_option
 from tools.search.configuration import Configuration
-from tools.search.layer_model import KINDS
 from tools.search.layer_time import LayerTimes, Parts
 from tools.search.memory_model import layer_options, stage_weights
 from tools.search.simulate import Durations, simulate
@@ -108,8 +109,8 @@ class TimeModel(LayerTimes):
         gather = 2 * (2 * runs if config.shard_weights else 1) if config.shard_optimizer else 0
         reduce = (4 if config.wide_gradients else 2) * (1 if config.shard_optimizer else 2) * runs
         for weight in stage_weights(config, stage):
-            cut, group = weight.cut(config), weight.group(config)
-            local, groups = weight.size / cut, weight.copies(config) // group
+            cut, group = sharding.cut(weight, config), sharding.group(weight, config)
+            local, groups = weight.size / cut, sharding.copies(weight, config) // group
             total += self._collective(local * (gather + reduce), group, cut)
             total += 2 * self._collective(local / group * reduce, groups, cut * group)  # sums of the groups' shards
         # weights travel during the first forward and gradients during the last backward, FSDP's all the time; a chunk
@@ -118,7 +119,7 @@ class TimeModel(LayerTimes):
         return max(0.0, total - micro_batch * max(runs, rounds)) if config.overlap_dp else total
 
     def _optimizer(self, config: Configuration, stage: int) -> float:
-        held = sum(w.size / w.cut(config) / w.shards(config) for w in stage_weights(config, stage))
+        held = sum(w.size / sharding.cut(w, config) / sharding.shards(w, config) for w in stage_weights(config, stage))
         return _OPTIMIZER_BYTES * held / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
 

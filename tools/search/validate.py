@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from tools.model.flops import flops_per_token
 from tools.search.efficiency import Efficiency
-from tools.search.layer_model import model_flops, work
+from tools.search.layer_model import work
 from tools.search.memory_model import peak_memory
 from tools.search.rows import Row
 from tools.search.time_model import TimeModel
@@ -92,7 +93,7 @@ def _step_flops(row: Row) -> float:
     assert config is not None
     if config.layer_only:
         return 3 * work(config, "moe").flops * config.devices
-    return model_flops(config, row.masked) * config.tokens
+    return flops_per_token(config.model, config.sequence, row.masked) * config.tokens
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

@@ -1,5 +1,4 @@
 import copy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,10 @@ from plugins.attention_balance.settings import OWN_BATCHES, SETTINGS, layout_of,
 from plugins.attention_balance.shape import model_cost
 from plugins.errors import RecipeError
 from tools.check.converter import convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
-from tools.check.table import flops_per_token
 from tools.check.view import View
+from tools.model.architecture import model_of
+from tools.model.flops import flops_per_token
 from tools.recipe.load import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
@@ -90,10 +89,8 @@ def test_batches_and_costs_are_those_of_tc3_check(name):
     assert (layout.ranks, layout.slots, layout.batch) == (view.dp, view.batch, view.global_batch)
     assert (layout.objective.stages, layout.window) == (view.pp, 3)
 
-    cost, fields = model_cost(recipe["model"]["model_config"]), built.fields
-    at = [
-        flops_per_token(replace(built, fields={**fields, "seq_length": length}), parts_of(fields)) for length in (0, 2)
-    ]
+    cost = model_cost(recipe["model"]["model_config"])
+    at = [flops_per_token(model_of(built.fields), length) for length in (0, 2)]
     assert cost.per_pair == at[1] - at[0], "a token of a sequence of n attends to n / 2 on average"
     assert cost.per_token == pytest.approx(at[0], rel=0.01)
 

@@ -6,7 +6,8 @@ from tools.check.check import check_recipe
 from tools.check.view import View
 from tools.dryrun.layout import WEIGHT
 from tools.dryrun.quick import compose, layer_shares, quick_plan
-from tools.dryrun.stages import DENSE, MOE, stages_of
+from tools.dryrun.stages import stages_of
+from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 

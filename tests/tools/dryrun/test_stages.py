@@ -5,7 +5,8 @@ import pytest
 from plugins.errors import RecipeError
 from tools.check.view import View
 from tools.dryrun.jobs import plan_jobs
-from tools.dryrun.stages import DENSE, MOE, stages_of
+from tools.dryrun.stages import stages_of
+from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tools.model.architecture import Model, pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.activations import mtp_option, working
 from tools.search.activations_graph import kept, logit_exchanges
-from tools.search.configuration import Configuration, Model, Recompute
+from tools.search.configuration import Configuration, Recompute
 from tools.search.from_recipe import from_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -112,7 +113,7 @@ def test_digits_of_numbers_that_are_no_powers_of_one_base_reach_all_ranks():
         assert last * base >= 4 * dp * cp > last
 
 
-MODEL = Model(layers=6, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=256, mtp=1)
+MODEL = Model(pattern_of(6), hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=128, vocab=256, mtp=1)
 
 
 @pytest.mark.parametrize(

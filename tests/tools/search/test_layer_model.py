@@ -7,15 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.check.converter import convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
-from tools.check.table import flops_per_token
+from tools.check.table import table_of
 from tools.check.view import View
+from tools.model.architecture import Model, pattern_of
+from tools.model.flops import flops_per_token
+from tools.model.weights import parameters, weights
 from tools.recipe.load import load_recipe
 from tools.search.activations import saved
-from tools.search.configuration import Configuration, Model, Recompute, even_layers, spread
+from tools.search.configuration import Configuration, Recompute, even_layers, spread
 from tools.search.from_recipe import from_recipe
-from tools.search.layer_model import model_flops, parameters, weights, work
+from tools.search.layer_model import work
 from tools.search.stacks import _model, _models
 
 RECIPES = (
@@ -26,7 +28,7 @@ RECIPES = (
     "telechat2_115b/pretrain_8k",
     "pangu_ultra_moe_718b/pretrain_4k",
 )
-GPT = Model(layers=4, hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512, gated=False, dropout=True)
+GPT = Model(pattern_of(4), hidden=64, heads=4, kv_heads=4, head_dim=16, ffn=256, vocab=512, gated=False, dropout=True)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -34,10 +36,9 @@ def test_parameters_and_flops_equal_those_of_check(name):
     recipe = load_recipe(f"recipes/{name}.yaml")
     config = from_recipe(recipe)
     built = convert(View(recipe), load_schema())
-    parts = parts_of(built.fields)
-    assert parameters(config.model) == parts.total
-    # check counts norms among what multiplies; they are a millionth
-    assert model_flops(config) == pytest.approx(flops_per_token(built, parts), rel=1e-3)
+    table = table_of(View(recipe), built)
+    assert parameters(config.model) == table["parameters_total"]
+    assert flops_per_token(config.model, config.sequence) == table["flops_per_token"]
 
 
 @pytest.mark.parametrize("entry", _models()["models"], ids=lambda entry: entry["match"])
@@ -73,7 +74,7 @@ def test_a_dense_layer_multiplies_every_weight_with_every_token(tp, cp, batch, k
 
 
 def test_experts_compute_top_k_of_each_token_wherever_they_are():
-    moe = replace(GPT, experts=16, top_k=4, expert_ffn=32, gated=True)
+    moe = replace(GPT, pattern=pattern_of(4, 16), experts=16, top_k=4, expert_ffn=32, gated=True)
     one = Configuration(moe, layers=((4,),), sequence=128)
     spread_out = replace(one, dp=8, ep=8)
     experts = 2 * 128 * 4 * 3 * 64 * 32
@@ -97,7 +98,7 @@ def test_activations_of_a_gpt_layer_are_korthikantis(tp):
 @given(kind=st.sampled_from(["dense", "moe"]), tp=st.sampled_from([1, 2, 4]), keep=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_more_recomputation_keeps_less(kind, tp, keep):
-    model = replace(GPT, experts=16, top_k=2, expert_ffn=32, gated=True)
+    model = replace(GPT, pattern=pattern_of(4, 16), experts=16, top_k=2, expert_ffn=32, gated=True)
     config = Configuration(model, tp=tp, layers=((4,),), keep_gathered=keep)
     none, again, select, full = (saved(config, kind, name) for name in ("none", "communication", "select", "full"))
     assert full < select < none
@@ -119,7 +120,7 @@ def test_known_layouts():
     deepseek = even_layers(61, 8, 4, mtp=1)  # Megatron-Bridge: the head alone, MTP before it
     assert deepseek[-1] == (2, 2, 2, 2, 2, 2, 1, 0)
     config = Configuration(
-        replace(GPT, layers=61, mtp=1), pp=8, layers=deepseek, micro_batches=8, schedule="interleaved_1f1b"
+        replace(GPT, pattern=pattern_of(61), mtp=1), pp=8, layers=deepseek, micro_batches=8, schedule="interleaved_1f1b"
     )
     assert config.stage_kinds(7)[-1] == ["head"]
     assert config.stage_kinds(6)[-1] == ["dense", "mtp"]

@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tools.model.architecture import Model, pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.activations import saved
-from tools.search.configuration import Configuration, Model, Recompute, even_layers
+from tools.search.configuration import Configuration, Recompute, even_layers
 from tools.search.from_recipe import from_recipe
 from tools.search.memory_model import (
     GIB,
@@ -21,8 +22,9 @@ from tools.search.memory_model import (
     static_memory,
 )
 from tools.search.schedules import operations
+from tools.search.sharding import copies, cut, shards
 
-MODEL = Model(layers=16, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=192, vocab=512)
+MODEL = Model(pattern_of(16), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=192, vocab=512)
 
 # GiB a device that MindSpore's compiled graphs hold (`tc3 dryrun`): weights, Adam state, accumulated, gathered
 COMPILED = [
@@ -61,7 +63,9 @@ def _all_weights(config):
 def test_activations_of_published_runs(layers, tp, pp, vpp, gib):
     # Korthikanti et al. (arXiv 2205.05198): 22B with micro-batch 4, 530B with 1; selective, sequence parallel
     hidden, batch = (6144, 4) if layers == 48 else (20480, 1)
-    model = Model(layers, hidden, 64, 64, hidden // 64, 4 * hidden, 51200, gated=False, tied=True, dropout=True)
+    model = Model(
+        pattern_of(layers), hidden, 64, 64, hidden // 64, 4 * hidden, 51200, gated=False, tied=True, dropout=True
+    )
     table = even_layers(layers, pp, vpp)
     config = Configuration(
         model,
@@ -106,7 +110,7 @@ def test_in_flight_micro_batches_are_those_of_the_whole_schedule(pp, chunks, rou
     elif pp % 2 and schedule == "seqsmartvpp":  # wants an even number of stages
         schedule = "seqvpp"
     layers = ((1,) * pp,) * chunks
-    model = replace(MODEL, layers=pp * chunks)
+    model = replace(MODEL, pattern=pattern_of(pp * chunks))
     config = Configuration(model, pp=pp, layers=layers, schedule=schedule, micro_batches=micro_batches)
     sizes = np.array([1.0, 2.5, 1.7][:chunks])
     moments = np.array(slow_held(operations(schedule, stage, pp, chunks, micro_batches), chunks))
@@ -141,12 +145,12 @@ def test_shard_size_bounds_what_the_optimizer_spreads():
     whole = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
     config = replace(whole, shard_size=8)
     (held, state, summed, _), (all_held, *_) = static_memory(config, 1), static_memory(whole, 1)
-    local = sum(weight.size / weight.cut(config) / weight.shards(config) for weight in stage_weights(config, 1))
+    local = sum(weight.size / cut(weight, config) / shards(weight, config) for weight in stage_weights(config, 1))
     assert held == 4 * local and state == 2 * held and summed == static_memory(whole, 1)[2]
     assert 1 < held / all_held <= 512 / 8
     for weight in stage_weights(config, 1):
-        assert weight.shards(config) in (1, 8) and weight.shards(replace(config, shard_size=3)) == 1
-        assert weight.shards(replace(config, shard_size=weight.copies(config))) == weight.shards(whole)
+        assert shards(weight, config) in (1, 8) and shards(weight, replace(config, shard_size=3)) == 1
+        assert shards(weight, replace(config, shard_size=copies(weight, config))) == shards(weight, whole)
 
 
 def test_shard_size_is_read_from_the_recipe():
@@ -177,7 +181,7 @@ def test_recomputing_and_sharding_more_never_takes_more(tp, pp, dp):
 
 def test_options_of_layers():
     table = ((4,),)
-    config = Configuration(replace(MODEL, layers=4), layers=table)
+    config = Configuration(replace(MODEL, pattern=pattern_of(4)), layers=table)
     both = replace(config, recompute=Recompute(full=((1,),), select=((2,),), communication=((3,),)))
     assert layer_options(both, 0, 0, 4) == ["full", "select", "communication", "none"]
     assert layer_options(config, 0, 0, 2) == ["none", "none"]

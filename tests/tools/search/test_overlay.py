@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tools.check import check_recipe
 from tools.check.converter import convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
 from tools.check.view import View
 from tools.dryrun.memory import GIB, limit_of
 from tools.dryrun.stages import stages_of
 from tools.ep_report.settle import settle
+from tools.model.architecture import model_of
+from tools.model.weights import layer_size
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.configuration import Recompute, even_layers
@@ -229,9 +230,9 @@ def test_a_pipeline_that_runs_back_up(tmp_path):
     table = check_recipe(tmp_path / "child.yaml").table
     assert table["stage_layers"] == [8, 8, 7, 7, 7, 7, 5, 5]
     assert table["stage_chunk_layers"] == [list(row) for row in layers]
-    parts = parts_of(convert(View(child), load_schema()).fields)
-    size = {"dense": parts.dense_layer, "moe": parts.moe_layer, "embedding": parts.embedding, "head": parts.head}
-    assert table["stage_parameters"] == [sum(size[kind] for kind in (*stage.kinds, *stage.ends)) for stage in stages]
+    model = model_of(convert(View(child), load_schema()).fields)
+    kinds = [(*stage.kinds, *stage.ends) for stage in stages]
+    assert table["stage_parameters"] == [sum(layer_size(model, kind) for kind in stage) for stage in kinds]
 
 
 def test_a_recipe_is_not_written_over(tmp_path):

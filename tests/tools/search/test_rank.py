@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.tools.search.reference_space import cheapest_mix, predicted
 from tests.tools.search.test_space import MODEL, request
+from tools.model.architecture import pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.memory_model import GIB
 from tools.search.rank import feasible, mix, rank
@@ -33,9 +34,16 @@ def judge(asked, ranking, draws, seed=0):
     return fits
 
 
+DENSE = {"pattern": pattern_of(7), "experts": 0, "top_k": 0, "shared_ffn": 0, "kv_heads": 6}
+
+
 @pytest.mark.parametrize(
     ("cap", "changes"),
-    [(0.8, {}), (50, {"mtp": 1, "tied": True}), (1, {"experts": 0, "top_k": 0, "shared_ffn": 0, "kv_heads": 6})],
+    [
+        (0.8, {}),
+        (50, {"mtp": 1, "tied": True}),
+        (1, {"pattern": pattern_of(7), "experts": 0, "top_k": 0, "shared_ffn": 0, "kv_heads": 6}),
+    ],
 )
 def test_small_spaces_agree_with_the_reference(cap, changes):
     asked = request(devices=12, batch=24, cap=cap * GIB, model=replace(MODEL, **changes))

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.search.reference_space import predicted
 from tests.tools.search.test_space import BASE, MODEL
-from tools.search.configuration import Latent
+from tools.model.architecture import Latent, pattern_of
 from tools.search.efficiency import cluster
 from tools.search.memory_model import GIB
 from tools.search.rank import rank
@@ -30,7 +30,7 @@ LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
     ],
 )
 def test_training_graphs_agree_with_the_reference(changes, limits, seen):
-    model = replace(MODEL, layers=9, mtp=1, latent=LATENT)
+    model = replace(MODEL, pattern=pattern_of(9, 48, 1), mtp=1, latent=LATENT)
     base = replace(BASE, model=model, layers=((9,),), training_graph=True, fp32_residual=True, **changes)
     devices, batch = (16, 88) if base.schedule == "seqsmartvpp" else (12, 48) if base.shard_size == 3 else (16, 48)
     asked = Request(

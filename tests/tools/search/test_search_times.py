@@ -2,11 +2,13 @@ from dataclasses import replace
 
 import pytest
 
+from tools.model.architecture import pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.efficiency import cluster
 from tools.search.from_recipe import from_recipe
 from tools.search.memory_model import stage_weights
 from tools.search.search_times import SearchTimes
+from tools.search.sharding import copies
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,10 @@ def test_groups_of_shards_are_reduced_inside_and_summed_once(times, run):
 
 def test_one_group_is_no_group(times, run):
     # all weights of a dense model on one tp rank have as many copies
-    run = replace(run, ep=1, tp=1, shared_whole=False, model=replace(run.model, experts=0, top_k=0, shared_ffn=0))
-    (copies,) = {weight.copies(run) for weight in stage_weights(run, 1)}
-    assert times.once_and_each(replace(run, shard_size=copies), 1) == times.once_and_each(run, 1)
+    dense = replace(run.model, pattern=pattern_of(run.model.layers), experts=0, top_k=0, shared_ffn=0)
+    run = replace(run, ep=1, tp=1, shared_whole=False, model=dense)
+    (held,) = {copies(weight, run) for weight in stage_weights(run, 1)}
+    assert times.once_and_each(replace(run, shard_size=held), 1) == times.once_and_each(run, 1)
 
 
 def test_without_sharded_gradients_nothing_is_reduced_each_time(times, run):

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
 from tests.tools.search.reference_space import every_candidate, legal
+from tools.model.architecture import Model, pattern_of
 from tools.recipe.load import load_recipe
-from tools.search.configuration import Configuration, Model
+from tools.search.configuration import Configuration
 from tools.search.efficiency import cluster
 from tools.search.from_recipe import from_recipe
 from tools.search.funnel import Funnel
@@ -19,7 +20,7 @@ from tools.search.space import blocks, candidate_of, configuration, divisors, me
 from tools.search.space_layers import balanced_layers, end_weight
 
 MODEL = Model(
-    layers=7,
+    pattern=pattern_of(7, 48, 1),
     hidden=768,
     heads=12,
     kv_heads=12,
@@ -30,7 +31,6 @@ MODEL = Model(
     top_k=4,
     expert_ffn=384,
     shared_ffn=384,
-    dense_layers=1,
 )
 BASE = Configuration(MODEL, layers=((7,),), sequence=1536, shared_whole=True, keep_gathered=True, overlap_dp=True)
 
@@ -54,7 +54,7 @@ def enumerated(asked):
 @given(devices=st.sampled_from([1, 6, 12]), batch=st.sampled_from([12, 18]), dense=st.booleans())
 @settings(max_examples=4, deadline=None)
 def test_space_is_what_plain_loops_find(devices, batch, dense):
-    model = replace(MODEL, experts=0, top_k=0, shared_ffn=0) if dense else MODEL
+    model = replace(MODEL, pattern=pattern_of(7), experts=0, top_k=0, shared_ffn=0) if dense else MODEL
     asked = request(devices, batch, model=model)
     found, funnel = enumerated(asked)
     every = list(every_candidate(asked))
@@ -117,7 +117,7 @@ def test_limits_that_are_none(limit, message):
 def test_balanced_layers(stages, chunks, layers, mtp):
     if layers < stages * chunks:
         return
-    model = replace(MODEL, layers=layers, mtp=mtp, vocab=96000)
+    model = replace(MODEL, pattern=pattern_of(layers, 48, 1), mtp=mtp, vocab=96000)
     table = balanced_layers(model, 1536, stages, chunks)
     assert sum(map(sum, table)) == layers
     flat = [count for row in table for count in row]

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
+from tools.model.architecture import Model, pattern_of
 from tools.recipe.load import load_recipe
-from tools.search.configuration import Configuration, Model, Recompute, even_layers
+from tools.search.configuration import Configuration, Recompute, even_layers
 from tools.search.efficiency import CLUSTERS, NAMES, _sets, cluster, efficiency_of
 from tools.search.from_recipe import from_recipe
 from tools.search.hardware import known_hardware
@@ -15,7 +16,7 @@ from tools.search.layer_model import work
 from tools.search.simulate import Durations, simulate
 from tools.search.time_model import TimeModel, closed_form
 
-MODEL = Model(layers=16, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
+MODEL = Model(pattern_of(16), hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
 A2 = TimeModel(cluster("atlas_800t_a2"))
 
 
@@ -112,7 +113,7 @@ def test_a_group_in_a_full_mesh_uses_only_its_own_links():
 
 
 def test_experts_over_more_nodes_cost_more_and_overlap_hides_some():
-    model = replace(MODEL, experts=64, top_k=8, expert_ffn=2048)
+    model = replace(MODEL, pattern=pattern_of(16, 64), experts=64, top_k=8, expert_ffn=2048)
     one = Configuration(model, dp=64, ep=8, layers=((16,),))
     near = A2.layer(one, "moe").forward.ep
     far = A2.layer(replace(one, ep=64), "moe").forward.ep

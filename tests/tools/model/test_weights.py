@@ -2,7 +2,8 @@
 
 import pytest
 
-from tools.check.parameters import parts_of
+from tools.model.architecture import model_of
+from tools.model.weights import KINDS, active_parameters, layer_size, parameters, stage_parameters
 
 MLA = {
     "vocab_size": 131072, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
@@ -30,26 +31,27 @@ M438 = {
     ],
 )
 def test_totals_are_exact(fields, total):
-    assert parts_of(fields).total == total
+    assert parameters(model_of(fields)) == total
 
 
 def test_active_parameters_give_the_model_its_name():
-    assert parts_of({**M105, "mtp_num_layers": 1}).active == pytest.approx(4.7e9, rel=0.01)
+    assert active_parameters(model_of({**M105, "mtp_num_layers": 1})) == pytest.approx(4.7e9, rel=0.01)
 
 
 def test_stages_add_up_to_the_whole():
-    parts = parts_of({**M105, "mtp_num_layers": 1})
-    stages = parts.per_stage([[6, 6, 6, 6, 6, 5, 5, 5]])
-    assert sum(stages) == parts.total
-    assert stages[1] == 6 * parts.moe_layer
-    assert stages[0] == parts.embedding + parts.dense_layer + 5 * parts.moe_layer
-    assert stages[-1] == 5 * parts.moe_layer + parts.head + parts.mtp
+    model = model_of({**M105, "mtp_num_layers": 1})
+    size = {kind: layer_size(model, kind) for kind in KINDS}
+    stages = stage_parameters(model, [[6, 6, 6, 6, 6, 5, 5, 5]])
+    assert sum(stages) == parameters(model)
+    assert stages[1] == 6 * size["moe"]
+    assert stages[0] == size["embedding"] + size["dense"] + 5 * size["moe"]
+    assert stages[-1] == 5 * size["moe"] + size["head"] + size["mtp"]
 
 
 def test_interleaved_stages_add_up_too():
-    parts = parts_of(M438)
+    model = model_of(M438)
     layers = [[4, 4, 4, 4, 4, 4, 4, 4], [3, 3, 3, 3, 3, 3, 3, 1]]
-    assert sum(parts.per_stage(layers)) == parts.total
+    assert sum(stage_parameters(model, layers)) == parameters(model)
 
 
 def test_a_dense_model_with_grouped_queries():
@@ -58,10 +60,10 @@ def test_a_dense_model_with_grouped_queries():
         "kv_channels": 2, "vocab_size": 100, "gated_linear_unit": True, "normalization": "RMSNorm",
     }  # fmt: skip
     layer = 8 * (4 + 2 + 2) * 2 + 8 * 8 + 3 * 8 * 20 + 2 * 8
-    assert parts_of(fields).total == 2 * layer + 2 * 100 * 8 + 8
-    assert parts_of(fields).active == parts_of(fields).total
+    assert parameters(model_of(fields)) == 2 * layer + 2 * 100 * 8 + 8
+    assert active_parameters(model_of(fields)) == parameters(model_of(fields))
 
 
 def test_every_second_layer_is_moe():
-    pattern = parts_of({**M105, "first_k_dense_replace": 0, "moe_layer_freq": 2, "num_layers": 4}).pattern
-    assert pattern == (True, False, True, False)
+    pattern = model_of({**M105, "first_k_dense_replace": 0, "moe_layer_freq": 2, "num_layers": 4}).pattern
+    assert pattern == ("moe", "dense", "moe", "dense")

@@ -1,0 +1,59 @@
+"""The one way into what MindSpore, MindFormers and msprobe keep private: nothing else in this repository patches them.
+
+A patch stands in for a line of their source, and a subclass may rely on one that calls what it overrides. Either line
+is named here, and where it is gone the patch refuses: another version may have taken the need away, or moved it, and a
+patch that is never called fails in silence. `docs/upgrade-mindformers.md` lists every use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class OutdatedHookError(RuntimeError):
+    """The code that a private hook relies on has changed: check whether the hook is still needed."""
+
+
+def relies_on(function: Any, line: str) -> None:
+    """Hold that the source of a function or class still has `line` in it.
+
+    Raises:
+        OutdatedHookError: when it has not.
+    """
+    if line not in inspect.getsource(function):
+        raise OutdatedHookError(
+            f"{function.__module__}.{function.__qualname__} no longer contains {line!r}; install the versions in "
+            "constraints.txt, or see docs/upgrade-mindformers.md"
+        )
+
+
+def replace(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> None:
+    """Set `owner.name` (of a module or a class) to `replacement` for good; a second call leaves the first one's.
+
+    Raises:
+        OutdatedHookError: the source of the original does not hold `line`.
+    """
+    original = getattr(owner, name)
+    if getattr(original, "tc3_patch", False):
+        return
+    relies_on(original, line)
+    replacement.tc3_patch = True  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, line: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """As `replace`, until the block ends.
+
+    Raises:
+        OutdatedHookError: as `replace`.
+    """
+    original = getattr(owner, name)
+    replace(owner, name, line, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

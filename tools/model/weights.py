@@ -1,0 +1,168 @@
+"""Every weight of a transformer, one layer at a time, and what they add up to by stage.
+
+Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
+"head" (last norm and output projection). Letters: h hidden, n heads.
+
+Counts are those of MindFormers' graph mode, to the last number; the router's aux-free bias is no weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tools.model.architecture import MOE, Model
+
+KINDS = ("embedding", "dense", "moe", "mtp", "head")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix of rows x columns, as the framework stores it.
+
+    Args:
+        split: what is cut: "rows" or "columns" over tp, "experts" over ep, "" nothing.
+        wide: used in fp32 (router, norms, embedding), so not cast to the compute precision.
+        multiplies: it is the right side of a matmul.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    split: str = ""
+    wide: bool = False
+    multiplies: bool = True
+
+    @property
+    def size(self) -> int:
+        """Numbers in it."""
+        return self.rows * self.columns
+
+
+@lru_cache(maxsize=4096)
+def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight, ...]:
+    """All weights of one layer of a kind, not cut.
+
+    Args:
+        shared_whole: the shared expert and the MTP projection are whole on every tensor-parallel rank.
+    """
+    h = model.hidden
+    if kind == "embedding":
+        return (Weight("embedding", model.vocab, h, "rows", wide=True, multiplies=False),)
+    if kind == "head":
+        out = () if model.tied else (Weight("output", model.vocab, h, "rows"),)
+        return (*out, *_norm(model, "final_norm", h))
+    if kind == "mtp":
+        extra = Weight("projection", h, 2 * h, "" if shared_whole else "rows")
+        norms = [norm for index in range(3) for norm in _norm(model, f"mtp_norm_{index}", h)]
+        return (*weights(model, model.last_kind, shared_whole), extra, *norms)
+    mlp = _moe(model, shared_whole) if kind == MOE else _mlp(model, "mlp", model.ffn, "rows", "columns", model.bias)
+    return (*attention_weights(model), *mlp, *_norm(model, "norm_1", h), *_norm(model, "norm_2", h))
+
+
+@lru_cache(maxsize=256)
+def attention_weights(model: Model) -> tuple[Weight, ...]:
+    """The attention's part of a layer's weights."""
+    return _latent(model) if model.latent else _grouped(model)
+
+
+def _grouped(model: Model) -> tuple[Weight, ...]:
+    h, n = model.hidden, model.heads
+    projected = (n + 2 * model.kv_heads) * model.head_dim
+    found = [Weight("qkv", projected, h, "rows"), Weight("proj", h, n * model.head_dim, "columns")]
+    found += _bias("qkv", projected, "rows", model.bias or model.qkv_bias) + _bias("proj", h, "", model.bias)
+    if model.qk_norm:
+        found += [*_norm(model, "q_norm", model.head_dim), *_norm(model, "k_norm", model.head_dim)]
+    return tuple(found)
+
+
+def _latent(model: Model) -> tuple[Weight, ...]:
+    mla, h, n = model.latent, model.hidden, model.heads
+    assert mla is not None
+    biased = model.joint_latent and (model.bias or model.qkv_bias)
+    down, query, up = mla.kv_rank + mla.rope, n * model.qk_dim, n * (mla.nope + mla.value)
+    found = [
+        Weight("kv_down", down, h),
+        Weight("kv_up", up, mla.kv_rank, "rows"),
+        Weight("proj", h, n * mla.value, "columns"),
+        *_bias("kv_down", down, "", biased),
+        *_bias("kv_up", up, "rows", biased),
+        *_bias("proj", h, "", model.joint_latent and model.bias),
+    ]
+    if mla.query_rank:
+        found += [Weight("q_down", mla.query_rank, h), Weight("q_up", query, mla.query_rank, "rows")]
+        found += _bias("q_down", mla.query_rank, "", biased) + _bias("q_up", query, "rows", biased)
+    else:
+        found += [Weight("q", query, h, "rows"), *_bias("q", query, "rows", biased)]
+    if model.qk_norm:
+        found += _norm(model, "kv_norm", mla.kv_rank)
+        found += _norm(model, "q_norm", mla.query_rank) if mla.query_rank else ()
+    return tuple(found)
+
+
+def _norm(model: Model, name: str, width: int) -> tuple[Weight, ...]:
+    scale = Weight(name, width, 1, wide=True, multiplies=False)
+    return (scale, Weight(f"{name}_bias", width, 1, wide=True, multiplies=False)) if model.norm_bias else (scale,)
+
+
+def _bias(name: str, width: int, split: str, there: bool) -> list[Weight]:
+    return [Weight(f"{name}_bias", width, 1, split, multiplies=False)] if there else []
+
+
+def _mlp(model: Model, name: str, width: int, first: str, second: str, bias: bool = False) -> tuple[Weight, ...]:
+    h, inner = model.hidden, (2 if model.gated else 1) * width
+    matrices = (Weight(f"{name}_fc1", inner, h, first), Weight(f"{name}_fc2", h, width, second))
+    return (*matrices, *_bias(f"{name}_fc1", inner, first, bias), *_bias(f"{name}_fc2", h, "", bias))
+
+
+def _moe(model: Model, shared_whole: bool) -> tuple[Weight, ...]:
+    h, width = model.hidden, model.expert_ffn
+    found = [
+        Weight("router", model.experts, h, wide=True),
+        Weight("experts_1", model.experts * h, (2 if model.gated else 1) * width, "experts"),
+        Weight("experts_2", model.experts * width, h, "experts"),
+    ]
+    if model.shared_ffn:
+        first, second = ("", "") if shared_whole else ("rows", "columns")
+        found += _mlp(model, "shared", model.shared_ffn, first, second)
+    if model.shared_gate:
+        found.append(Weight("shared_gate", 1, h, wide=True))
+    return tuple(found)
+
+
+def layer_size(model: Model, kind: str) -> int:
+    """Numbers in the weights of one layer of a kind."""
+    return sum(weight.size for weight in weights(model, kind))
+
+
+def used_size(model: Model, kind: str) -> int:
+    """As `layer_size`, but of the routed experts only the top-k that a token uses."""
+    idle = sum(weight.size for weight in weights(model, kind) if weight.split == "experts")
+    return layer_size(model, kind) - (idle // model.experts * (model.experts - model.top_k) if idle else 0)
+
+
+def parameters(model: Model) -> int:
+    """All weights of the model."""
+    return sum(layer_size(model, kind) for kind in ("embedding", "head", *model.pattern, *["mtp"] * model.mtp))
+
+
+def active_parameters(model: Model) -> int:
+    """Weights that one token passes through, embedding included, MTP not: the A in a name such as 105B-A4.7B."""
+    return sum(used_size(model, kind) for kind in ("embedding", "head", *model.pattern))
+
+
+def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]:
+    """Weights on each stage (all its devices together), from layers [chunk][stage] in model order.
+
+    The embedding is on the first stage, head and MTP on the last. With an MTP layer the last stage also looks tokens up
+    in the embedding, which MindFormers shares between the stages: it is counted once.
+    """
+    stages, first = [0] * len(layers[0]), 0
+    for row in layers:
+        for stage, count in enumerate(row):
+            stages[stage] += sum(layer_size(model, kind) for kind in model.pattern[first : first + count])
+            first += count
+    stages[0] += layer_size(model, "embedding")
+    stages[-1] += layer_size(model, "head") + model.mtp * layer_size(model, "mtp")
+    return stages
