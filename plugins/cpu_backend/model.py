@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
+from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import VocabParallelEmbedding
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
@@ -15,7 +16,20 @@ from plugins.cpu_backend import world
 from plugins.cpu_backend.attention import core_attention
 from plugins.cpu_backend.experts import GroupedExperts
 from plugins.cpu_backend.operators import EmbeddingLookup, Outer, TopK
+from plugins.private_hooks import relies_on
 from plugins.telechat3_moe import gpt_model
+
+# attributes that `replace_hard_coded` sets: one that is gone would be set all the same, and read by nobody
+for _owner, _line in (
+    (RotaryEmbedding, "self.outer = Outer()"),
+    (RotaryEmbedding, "self.outer_for_eod = Outer()"),
+    (VocabParallelEmbedding, "self.embedding_morph = P.Morph("),
+    (TopKRouter, "self.topk = TopkExt()"),
+    (TopKRouter, "self.afb_topk = TopkExt()"),
+    (TopKRouter, "self.tc_topk = TopkExt()"),
+    (TopKRouter, "self.dp = config.data_parallel_size"),
+):
+    relies_on(_owner, _line)
 
 
 def on_cpu(layer) -> None:

@@ -22,10 +22,16 @@ from mindspore.common import dtype as mstype
 
 from plugins.errors import StoppedError
 from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read
+from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import newest_of_rank
 
 __all__ = ["SETTINGS", "enable"]
+
+# the step and the parts of the loss are known where these are called, and nowhere else
+relies_on(callback.MFLossMonitor, "self.print_output_info(cb_params, cur_epoch_num, origin_epochs, throughput,")
+relies_on(callback.MFLossMonitor, "lm_loss, aux_loss, mtp_loss, indexer_loss)")
+relies_on(callback._get_loss_output, "loss, overflow, scaling_sens, *res = output")
 
 
 def enable(config, settings) -> None:

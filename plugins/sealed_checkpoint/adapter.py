@@ -12,7 +12,12 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.utils.parallel_utils import barrier_world
 
+from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.plan import expected_files, remove_old, write_refusal, write_seal
+
+# where it is no longer called, or what is kept no longer listed, nothing would be sealed and nothing removed
+relies_on(CheckpointMonitor, "self._save_megatron_ckpt_file_format(cb_params)")
+relies_on(CheckpointMonitor, "current_ckpt_step_list=self.current_ckpt_step_list")
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from plugins.private_hooks import replace
+
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
     """A `PrecisionDebugger` that writes `folder/stepN/rankM/`.
@@ -49,7 +51,9 @@ def use_numpy_statistics() -> None:
         self.api_register.register_inner_used_api()
         return TensorStatInfo(*statistics(values))
 
-    MindsporeDataProcessor.get_stat_info = get_stat_info
+    replace(
+        MindsporeDataProcessor, "get_stat_info", 'get_norm_value = mint.norm if hasattr(mint, "norm")', get_stat_info
+    )
 
 
 def statistics(values: np.ndarray) -> tuple[Any, ...]:

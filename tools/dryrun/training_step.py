@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from plugins.private_hooks import replaced
 from tools.check.view import View
 from tools.dryrun.inputs import shapes_of
 from tools.recipe.dump import dump_recipe
@@ -65,7 +66,8 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     dump_recipe(plain, flat)  # MindFormers applies its defaults only to a file
     config = MindFormerConfig(str(flat))
     context = importlib.import_module("mindformers.core.context.build_context")  # its package hides it
-    with _replaced(parallel, "init", lambda: None), _replaced(context, "_setup_affinity", lambda _: None):
+    no_affinity = replaced(context, "_setup_affinity", '"affinity_cpu_list" in context_config', lambda _: None)
+    with replaced(parallel, "init", "def init(backend_name=None)", lambda: None), no_affinity:
         build_context(config)  # the virtual cluster is up already, and this host's CPUs are left alone
     # which C++ would ask of the library that is not there; Python's own setter stops at 4,095
     AutoParallelContext.get_instance().set_global_rank(get_rank())
@@ -76,7 +78,8 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     data = GeneratorDataset(_NoData(_samples(recipe)), column_names=columns, shuffle=False)
     # asked to, MindSpore also writes every rank's strategy for checkpoints: 14 of 16 GB and 40 % of the time at 8,192
     # devices, and nothing of it is in the graph
-    keep_no_strategy = _replaced(strategy, "enable_save_strategy_online", lambda: None)
+    online = "enable_save_strategy_online"
+    keep_no_strategy = replaced(strategy, online, f"strategy_layout_handle.{online}()", lambda: None)
     with no_init_parameters(), keep_no_strategy, _stop_at_training() as taken:
         trainer = Trainer(config, train_dataset=data.batch(1))
         with suppress(_Reached):
@@ -134,16 +137,5 @@ def _stop_at_training() -> Iterator[list[Any]]:
         taken.append(model._network)
         raise _Reached
 
-    with _replaced(Model, "train", train):
+    with replaced(Model, "train", "_init_auto_parallel_context(self._network)", train):
         yield taken
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
