@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tools.check.parameters import parts_of
-
 from plugins.errors import CheckpointError
 from tools.check.converter import convert
 from tools.check.schema import load_schema
 from tools.check.view import View
+from tools.model.architecture import model_of
+from tools.model.weights import parameters
 from tools.recipe.load import Recipe
 
 _TRAINED = ("weight", "weight1", "weight2", "bias")  # how names of trained parameters end; others count, or balance
@@ -33,7 +33,7 @@ def check_model(recipe: Recipe, folder: Path) -> None:
 
 def _weights_of(recipe: Recipe) -> int | None:
     try:
-        return parts_of(convert(View(recipe), load_schema()).fields).total
+        return parameters(model_of(convert(View(recipe), load_schema()).fields))
     except (TypeError, KeyError, ValueError):
         return None
 

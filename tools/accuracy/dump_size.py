@@ -20,9 +20,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.check.converter import convert
-from tools.check.parameters import parts_of
 from tools.check.schema import load_schema
 from tools.check.view import LOADER, View
+from tools.model.architecture import DENSE, model_of
+from tools.model.weights import parameters
 from tools.recipe.load import Recipe
 
 VALUE = 4  # bytes
@@ -40,9 +41,9 @@ def bytes_of_dump(recipe: Recipe, level: str, task: str, steps: int) -> int | No
         layers = fields["num_layers"] + 2 * (fields.get("mtp_num_layers") or 0) + 1
         if task == "statistics":
             return round(view.devices * steps * layers * TEXT * LEVELS[level][1])
-        weights = parts_of(fields).total
+        weights = parameters(model_of(fields))
         values = steps * (LEVELS[level][0] * _step(fields, _tokens(view), _length(view)) + 2 * weights) + weights
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         return None
     return round(VALUE * values * (view.dp if view.parallel else view.devices))  # a split model is written once
 
@@ -76,12 +77,12 @@ def _tokens(view: View) -> int:
 def _step(fields: Mapping[str, Any], tokens: int, length: int) -> float:
     """Values of one step at L0 without the weights."""
     hidden, losses = fields["hidden_size"], 1 + (fields.get("mtp_num_layers") or 0)
-    pattern = parts_of(fields).pattern
+    pattern = model_of(fields).pattern
     pattern = (*pattern, *pattern[-1:] * (losses - 1))
     common = _attention(fields) + 5 * length
     total = tokens * (losses * (15 * fields["vocab_size"] + 2 * hidden) + 24 * hidden + (losses - 1) * 47 * hidden)
-    for moe in pattern:
-        if not moe:
+    for kind in pattern:
+        if kind == DENSE:
             total += tokens * (47 * hidden + 12 * fields["ffn_hidden_size"] + common)
             continue
         shared = (fields.get("moe_shared_expert_intermediate_size") or 0) if fields.get("shared_expert_num") else 0
