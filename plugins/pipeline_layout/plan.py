@@ -31,7 +31,10 @@ def parse(text: str) -> list[str]:
     """
     unrolled = re.sub(r"[,\s]", "", text)
     for pattern in (_GROUP, _LETTER):
-        length = sum(len(found[1]) * min(int(found[2][:9]), _LONGEST) for found in pattern.finditer(unrolled))
+        length = sum(
+            len(found[1]) * min(int(found[2].lstrip("0")[:9] or 0), _LONGEST + 1)
+            for found in pattern.finditer(unrolled)
+        )
         if length > _LONGEST:
             raise RecipeError(f"layout {text[:80]!r}: stands for more than {_LONGEST:,} layers")
         unrolled = pattern.sub(lambda found: found[1] * int(found[2]), unrolled)

@@ -18,6 +18,7 @@ import yaml
 from plugins.errors import RecipeError, did_you_mean
 from tools.files.small_yaml import SmallLoader, TooLarge, small_text
 from tools.recipe.numbers import refuse_numbers
+from tools.recipe.sections import refuse_sections
 
 BASE_CONFIG = "base_config"
 KeyPath = tuple[Any, ...]  # mapping keys and list indices from the top of the recipe
@@ -62,12 +63,13 @@ class _Spot:
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """The flat effective recipe of a file, its numbers held against `tools.ranges`: what every tool but check takes.
+    """The flat effective recipe of a file that tools can work with, which is what all but check take.
 
     Raises:
-        RecipeError: as `read_recipe`; a number that no training can mean.
+        RecipeError: as `read_recipe`; a section that is none, a number that no training can mean.
     """
     recipe = read_recipe(path)
+    refuse_sections(recipe)
     refuse_numbers(recipe)
     return recipe
 

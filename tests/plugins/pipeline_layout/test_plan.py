@@ -95,3 +95,12 @@ def test_offsets_that_do_not_fit_are_named(offset, layers, stages, chunks, words
 
 def test_a_layout_is_no_offset():
     assert is_layout("Et|tL") and not is_layout("auto") and not is_layout([1, 0])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Et*9999999999,L", "(t|)*99999999", "t*" + "9" * 5000, "t*" + "0" * 20 + "9" * 10, "(tttttttttt)*9999,(tt)*99999"],
+)
+def test_a_layout_of_a_billion_layers_is_not_unrolled(text):
+    with pytest.raises(RecipeError, match="stands for more than 100,000 layers"):
+        parse(text)

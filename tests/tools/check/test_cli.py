@@ -89,3 +89,40 @@ def test_checking_imports_no_mindformers():
     )
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert output.strip() == "False"
+
+
+def test_a_token_budget_with_a_unit():
+    result = run("--no-build", "--json", "--token-budget", "1M", MINI)
+    assert json.loads(result.stdout)["recipes"][0]["table"]["steps"] == 977
+    assert run("--no-build", "--token-budget", "10Q", MINI).exit_code == 2
+
+
+def test_overrides_are_checked_too():
+    result = run("--no-build", "--set", "model.model_config.num_experts_per_tok=40", MINI)
+    assert result.exit_code == 1 and "40 experts a token of 16" in result.output
+    refused = run("--no-build", "--set", "optimizer.eps=.nan", MINI).exception
+    assert isinstance(refused, RecipeError) and "not a finite number" in str(refused)
+
+
+def test_a_build_that_is_interrupted_leaves_no_process(monkeypatch):
+    from tools.check.build import Builder
+
+    builder = Builder([])
+
+    def interrupt(text):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(builder.process, "communicate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        builder.results()
+    assert builder.process.wait(timeout=60) == -9
+
+
+def test_checking_starts_nothing_heavy():
+    heavy = "matplotlib scipy transformers tokenizers pandas torch highspy mindspore datasets"
+    code = (
+        f"import sys; sys.argv = ['tc3', 'check', '--no-build', {MINI!r}]\nfrom launch.cli import main\ntry: main()\n"
+        f"except SystemExit: pass\nprint([name for name in {heavy!r}.split() if name in sys.modules])"
+    )
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "[]"

@@ -100,3 +100,15 @@ def test_documents_of_a_compressed_mask(tmp_path, lengths, room, severity):
 def test_blends(value, word):
     found = wrong(put(MINI, (*LOADER, "config", "data_path"), value))
     assert word in found["train_dataset.data_loader.config.data_path"].wrong
+
+
+@pytest.mark.parametrize("shares", [("nan", "1"), ("inf", "1"), ("-1", "2"), ("0", "0")])
+def test_shares_of_a_blend_that_are_none(shares, prefix):
+    path = (*LOADER, "config", "data_path")
+    found = wrong(put(on(prefix), path, [shares[0], prefix, shares[1], prefix]))
+    assert "no shares of a whole" in found["train_dataset.data_loader.config.data_path"].wrong
+
+
+def test_a_split_that_leaves_nothing_to_train_on(prefix):
+    found = wrong(put(on(prefix), (*LOADER, "config", "split"), "0, 0, 0.0"))
+    assert "nothing to train on" in found["train_dataset.data_loader.config.split"].wrong

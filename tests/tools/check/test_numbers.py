@@ -79,7 +79,7 @@ def test_out_of_range(path, value):
     start = time.monotonic()
     found = findings(put(SEMI, path, value))
     assert any(key.startswith(dotted(path)) for key in found), found
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60
 
 
 def test_degrees_that_multiply_to_no_cluster():

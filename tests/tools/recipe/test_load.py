@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from plugins.errors import RecipeError
-from tools.recipe.load import load_recipe
+from tools.recipe.load import load_recipe, read_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,7 +37,7 @@ def test_bases_merge_shallowly_among_themselves_and_the_file_deeply_on_top(write
         empty: {now: filled}
         """,
     )
-    assert load_recipe(top) == {
+    assert read_recipe(top) == {
         "model": {"x": 1, "y": 2, "deep": {"p": 1, "q": 3, "r": 4}},  # b over a: deeply
         "only_a": 1,
         "list": [9],  # lists are replaced
