@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from launch.preflight import data_prefixes
 from plugins.errors import DataError
 from tools.check.view import LOADER, RUNNER, View
+from tools.data.blend import read_blend
 from tools.data.index import map_lengths
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
@@ -66,12 +66,10 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
         DataError: an index is missing or broken.
     """
     view = View(recipe)
-    path = view.get((*CONFIG, "data_path"))
-    prefixes = data_prefixes(path)
-    if len(prefixes) == len(path):
-        wanted = [samples] if len(path) == 1 else []
+    prefixes, weights = read_blend(view.get((*CONFIG, "data_path")))
+    if weights is None:
+        wanted = [samples] if len(prefixes) == 1 else []
     else:
-        weights = [float(word) for word in path[::2]]
         wanted = [math.ceil(samples * (weight / sum(weights)) * _MARGIN) for weight in weights]
     length = view.number((*CONFIG, "seq_length"), 1)
     share = _training_share(str(view.get((*CONFIG, "split"), "1")))
@@ -130,13 +128,11 @@ def _same_corpora(old: Any, new: Any) -> bool:
     """Whether two `data_path` have the same weights and corpora; one that has moved is told by its index."""
     if old == new or not (isinstance(old, list) and isinstance(new, list)):
         return bool(old == new)
-    before, after = data_prefixes(old), data_prefixes(new)
-    weighted = len(before) < len(old), len(after) < len(new)
-    if len(old) != len(new) or weighted[0] != weighted[1]:
+    before, after = read_blend(old), read_blend(new)
+    if before.weights != after.weights or len(before.prefixes) != len(after.prefixes):
         return False
-    if weighted[0] and [float(word) for word in old[::2]] != [float(word) for word in new[::2]]:
-        return False
-    return all(_same_corpus(Path(f"{one}.idx"), Path(f"{two}.idx")) for one, two in zip(before, after, strict=True))
+    pairs = zip(before.prefixes, after.prefixes, strict=True)
+    return all(_same_corpus(Path(f"{one}.idx"), Path(f"{two}.idx")) for one, two in pairs)
 
 
 def _same_corpus(old: Path, new: Path) -> bool:

@@ -17,6 +17,7 @@ from launch.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from tools.check import check_recipe
 from tools.check.dispatch import check_dispatch
+from tools.data.blend import read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.load import Recipe
 
@@ -112,19 +113,10 @@ def held_out(recipe: Mapping[str, Any]) -> list[str]:
 
 def data_prefixes(data_path: Any) -> list[str]:
     """Prefixes in a `data_path`: a list of them, or weights and prefixes by turns (as MindFormers tells them apart)."""
-    if not isinstance(data_path, list) or not all(isinstance(entry, (str, int, float)) for entry in data_path):
-        raise RecipeError(f"{_DATA_PATH}: wants a list such as ['1', PREFIX], got {data_path!r}")
-    entries = [str(entry).strip() for entry in data_path]
-    weighted = len(entries) % 2 == 0 and all(_is_number(entry) for entry in entries[::2])
-    return entries[1::2] if weighted else entries
-
-
-def _is_number(text: str) -> bool:
     try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+        return read_blend(data_path).prefixes
+    except DataError as error:
+        raise RecipeError(f"{_DATA_PATH}: {error}") from None
 
 
 def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import struct
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +26,28 @@ def jsonl(folder: Path) -> None:
 
 def corpus(folder: Path) -> None:
     """corpus.jsonl, and c.bin, c.idx, c.json, c_tokenizer made of it."""
-    jsonl(folder)
-    prepare(PrepareOptions(Corpus((str(folder / "corpus.jsonl"),)), folder / "c", vocab_size=300))
+    _prepared(folder, "c", 0.0)
+
+
+def _prepared(folder: Path, prefix: str, held_out: float) -> None:
+    """Write what `tc3 data prepare` makes of corpus.jsonl; it is made once a process."""
+    made, files = _made(prefix, held_out)
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.replace(made.encode(), str(folder).encode()))  # a sidecar names its sources
+
+
+@cache
+def _made(prefix: str, held_out: float) -> tuple[str, dict[str, bytes]]:
+    """Where it was made, and the files made there."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        jsonl(folder)
+        source = Corpus((str(folder / "corpus.jsonl"),))
+        prepare(PrepareOptions(source, folder / prefix, vocab_size=300, held_out=held_out, seed=3))
+        files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return made, files
 
 
 def truncated_gz(folder: Path) -> None:
@@ -97,13 +119,7 @@ def deep_json(folder: Path) -> None:
 
 def corpus_of_mini(folder: Path) -> None:
     """The corpora that recipes/mini reads: output/data/stdlib and its held-out part."""
-    target = folder / "output" / "data"
-    target.mkdir(parents=True)
-    jsonl(folder)
-    options = PrepareOptions(
-        Corpus((str(folder / "corpus.jsonl"),)), target / "stdlib", vocab_size=300, held_out=0.3, seed=3
-    )
-    prepare(options)
+    _prepared(folder, "output/data/stdlib", 0.3)
 
 
 def cut_corpus_of_mini(folder: Path) -> None:
@@ -200,3 +216,15 @@ def slow_text(folder: Path) -> None:
     letters = random.integers(97, 123, 6_000_000, dtype=np.uint8)
     letters[random.integers(0, len(letters), len(letters) // 12)] = 32  # blanks
     (folder / "slow.txt").write_bytes(letters.tobytes())
+
+
+def dumps_without_tensors(folder: Path) -> None:
+    """Dumps a and b of one call, whose .npy files are not there."""
+    tensor = {"type": "mindspore.Tensor", "dtype": "Float32", "shape": [2], "data_name": "gone.npy"}
+    tensor |= dict.fromkeys(("Max", "Min", "Mean", "Norm"), 1.0)
+    call = {"input_args": [tensor], "input_kwargs": {}, "output": [tensor]}
+    content = {"level": "L0", "task": "tensor", "data": {"Cell.layer.Dense.forward.0": call}}
+    for name in ("a", "b"):
+        rank = folder / name / "step0" / "rank0"
+        rank.mkdir(parents=True)
+        (rank / "dump.json").write_text(json.dumps(content))

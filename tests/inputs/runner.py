@@ -45,6 +45,7 @@ class Ended(NamedTuple):
 def run_here(row: Row, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ended:
     """Call what the console script calls, in this process."""
     monkeypatch.setattr(sys, "argv", ["tc3", *(row.place(word, folder) for word in shlex.split(row.run))])
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # what `main` puts there is gone after the test
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in _SIGNALS}
     before = set(psutil.Process().children(recursive=True))

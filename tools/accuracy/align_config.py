@@ -11,6 +11,7 @@ from typing import Any
 
 from plugins.errors import DataError
 from tools.check.view import LOADER, View, look
+from tools.data.blend import read_blend
 from tools.recipe.diff import ABSENT, Change, compare
 from tools.recipe.load import Recipe
 from tools.recipe.meaning import UNCLASSIFIED
@@ -31,7 +32,6 @@ STAYS = "the global batch stays"  # micro-batches: another layout of the same st
 SUMS = ("document lengths", "first tokens", "tokenizers", "shares of the blend")
 HEAD = 64 << 20  # bytes of a corpus that the checksum reads; a corpus may have terabytes
 _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config\.data_path")
-_WEIGHT = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,14 @@ def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
     """(weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
-    words = [str(word) for word in look(recipe, (*LOADER, "config", "data_path"), []) or []]
-    weights = [float(word) for word in words if _WEIGHT.fullmatch(word)]
-    return weights, [word for word in words if not _WEIGHT.fullmatch(word)]
+    path = (*LOADER, "config", "data_path")
+    if not (found := look(recipe, path, None)):
+        return [], []
+    try:
+        blend = read_blend(found)
+    except DataError as error:
+        raise DataError(f"{'.'.join(path)}: {error}") from None
+    return blend.weights or [], blend.prefixes
 
 
 def _crc(file: Path, start: int) -> int:

@@ -18,6 +18,7 @@ from plugins.errors import DataError
 from tools.check.converter import Built
 from tools.check.report import Findings
 from tools.check.view import LOADER, View
+from tools.data.blend import read_blend
 from tools.data.index import IndexReader
 from tools.data.outputs import read_sidecar
 
@@ -70,25 +71,18 @@ def _prefixes(value: Any, found: Findings) -> list[str]:
     """Prefixes of a `data_path`: a list of them, or weights and prefixes by turns."""
     if not isinstance(value, list):
         return []
-    if not value or not all(isinstance(item, (str, int, float)) for item in value):
-        found.error(_PATH, f"{value!r} is no list of paths", "['1', PREFIX]", rule="blend")
+    try:
+        prefixes, weights = read_blend(value)
+    except DataError as error:
+        found.error(_PATH, str(error), rule="blend")
         return []
-    words = [str(item).strip() for item in value]
-    weights = [_is_number(word) for word in words[::2]]
-    if len(words) % 2 == 0 and any(weights) and not all(weights):
-        found.error(_PATH, "mixes weighted and unweighted prefixes", "a weight before each prefix", rule="blend")
+    if weights is None and any(map(_is_number, prefixes)):
+        found.error(_PATH, f"{len(value)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
         return []
-    if len(words) % 2 and any(map(_is_number, words)):
-        found.error(_PATH, f"{len(words)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
-        return []
-    if len(words) % 2 or not all(weights):
-        return words
-    shares = [float(word) for word in words[::2]]
-    if not all(0 <= share < math.inf for share in shares) or not sum(shares):
-        found.error(
-            _PATH, f"{', '.join(words[::2])}: no shares of a whole", "finite numbers of zero or more", rule="blend"
-        )
-    return words[1::2]
+    if weights is not None and (not all(0 <= weight < math.inf for weight in weights) or not sum(weights)):
+        shares = ", ".join(f"{weight:g}" for weight in weights)
+        found.error(_PATH, f"{shares}: no shares of a whole", "finite numbers of zero or more", rule="blend")
+    return prefixes
 
 
 def _is_number(text: str) -> bool:

@@ -17,6 +17,7 @@ from plugins.attention_balance.plan import Layout
 from plugins.attention_balance.shape import model_cost
 from plugins.errors import DataError, RecipeError
 from tools.check.view import LOADER, MODEL, View
+from tools.data.blend import Blend, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
@@ -82,7 +83,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     if not view.flag((*CONFIG, "add_extra_token_to_sequence"), True):
         raise _wrong(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")
     layout = plugin.layout_of(recipe, settings.window if window is None else window)
-    samples = _samples(view, layout)
+    samples, blend = _samples(view, layout), _blend(view)
     if layout.window > layout.steps(samples):
         raise RecipeError(f"--window {layout.window}: the run has {layout.steps(samples):,} steps")
     algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
@@ -90,7 +91,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         sequence_length=_number(view, (*CONFIG, "seq_length")),
         seed=view.get((*CONFIG, "seed"), 1234),
         training_share=_training_share(view),
-        wanted=math.ceil(samples * _MARGIN) if _weighted(view) else samples,
+        wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
         steps=layout.steps(samples),
         layout=layout,
         cost=settings.cost or model_cost(view.get(MODEL), view.get(("recompute_config", "recompute"))),
@@ -116,9 +117,9 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
         )
     if view.parallel and view.pp > 1:
         notes.append("the pipeline is modelled as 1F1B with equal stages; other schedules have other bubbles")
-    corpora = [word for word in view.get((*CONFIG, "data_path"), []) if not _is_number(word)]
-    if len(corpora) > 1:
-        notes.append(f"the recipe blends {len(corpora)} corpora; these numbers are as if it trained on PREFIX alone")
+    blend = _blend(view)
+    if blend and len(blend.prefixes) > 1:
+        notes.append(f"the recipe blends {len(blend.prefixes)} corpora; these numbers are as if it trained on PREFIX alone")
     written, found = view.get((*CONFIG, "eod")), _end_of_document(prefix)
     if found is not None and written != found:
         notes.append(
@@ -147,18 +148,17 @@ def _samples(view: View, layout: Layout) -> int:
     return sizes[0]
 
 
-def _weighted(view: View) -> bool:
-    """Whether `data_path` has weights, and so makes a blend."""
-    words = view.get((*CONFIG, "data_path"))
-    return isinstance(words, list) and bool(words) and len(words) % 2 == 0 and _is_number(words[0])
+def _blend(view: View) -> Blend | None:
+    """The recipe's own corpora, for PREFIX takes their place; None where it names none.
 
-
-def _is_number(word: object) -> bool:
+    Raises:
+        RecipeError: MindFormers could not read its `data_path`.
+    """
+    path = (*CONFIG, "data_path")
     try:
-        float(str(word))
-    except ValueError:
-        return False
-    return True
+        return read_blend(view.get(path)) if view.get(path) else None
+    except DataError as error:
+        raise _wrong(view.recipe, path, str(error)) from None
 
 
 def _training_share(view: View) -> float:
