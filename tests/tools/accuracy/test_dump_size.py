@@ -28,11 +28,12 @@ def test_the_estimate_is_near_what_was_written(level, task, steps, measured):
 
 
 @pytest.mark.parametrize(
-    "recipe", ["telechat3_36b/pretrain_8k", "telechat3_105b/pretrain_4k", "pangu_ultra_moe/pretrain_4k"]
+    "recipe", ["telechat3_36b/pretrain_8k", "telechat3_105b/pretrain_4k", "pangu_ultra_moe_718b/pretrain_4k"]
 )
 def test_every_kind_of_model_has_an_estimate(recipe):
     loaded = load_recipe(f"recipes/{recipe}.yaml")
-    assert bytes_of_dump(loaded, "L0", "tensor", 1) > 1e9 > bytes_of_dump(loaded, "L0", "statistics", 1) > 1e6
+    values, texts = (bytes_of_dump(loaded, "L0", task, 1) for task in ("tensor", "statistics"))
+    assert values > 100 * texts > 1e8
 
 
 def test_the_line_says_how_much_and_how_that_is_known():
