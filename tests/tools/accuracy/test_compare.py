@@ -222,6 +222,9 @@ def test_files_and_exit_codes(tmp_path):
     assert content["first"]["forward"]["place"] == "layers.1.act (Relu)" and content["first"]["weights"] is None
     assert len((tmp_path / "out" / "rows.csv").read_text().splitlines()) == content["tensors"] + 1
     page = (tmp_path / "out" / "compare.html").read_text()
+    assert all(
+        words in page for words in ("error (logarithmic)", "within its tolerance", "tolerance (Table 2)", "step 1")
+    )
     assert "<svg" in page and "layers.1.act" in page and "http" not in page and "<script" not in page
     text = invoke(golden, bench).stdout
     assert "first forward: step 0 Cell.layers.1.act.Relu.forward.0.output.0: value: error 0.01" in text
