@@ -15,7 +15,7 @@ _LAYER = re.compile(r"(?:^|[._])layers(?:\.|-CellList_)(\d+)")
 
 
 def picture(rows: list[Row]) -> str:
-    """An <svg> of `rows` (of one phase, in order): error in decades, tolerance as a line, layers and steps marked below."""
+    """An <svg> of `rows` (of one phase, in order): error in decades, tolerance as a line, layers and steps below."""
     count = len(rows)
     spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
     groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]
