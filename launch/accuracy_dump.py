@@ -61,10 +61,10 @@ def run(job: Job) -> int:
     # fewer samples, but the schedule stays: the first steps are those of the real run
     shorter = steps_overrides(recipe, job.steps)
     recipe = apply_overrides(recipe, [each for each in shorter if not each.startswith("lr_schedule.")])
-    for line in prepare(recipe):
-        click.echo(line, err=True)
     preflight.check_machine(recipe)
     preflight.check_sound(recipe)
+    for line in prepare(recipe):
+        click.echo(line, err=True)
     preflight.check_data(recipe)
     preflight.check_disk(out)
     size = dump_size.bytes_of_dump(recipe, job.level, job.task, job.steps)
@@ -76,11 +76,11 @@ def run(job: Job) -> int:
     marker.write(out, False, **facts)
     dump_recipe(recipe, out / "recipe.yaml")
     outcome = _supervised(recipe, out, job)
-    if outcome.code and outcome.failure is None:
+    if outcome.code and not outcome.failure:
         _clear(out, new)
         click.echo("tc3: interrupted; what was dumped is not whole and was removed", err=True)
         return outcome.code
-    if outcome.code:
+    if outcome.failure:
         _complain(outcome.failure, out)
         return outcome.code
     marker.write(out, True, **facts)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from plugins.errors import DataError
 from tools.accuracy.dumps.npy import CHUNK, WIDEST, NpyFile
 
 SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
@@ -52,6 +53,10 @@ def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Mea
         DataError: a file is missing or broken.
     """
     with NpyFile(golden) as want, NpyFile(bench) as got:
+        if want.size != got.size:
+            raise DataError(
+                f"{bench}: shape {list(got.shape)}, {golden}: {list(want.shape)}: but their dump.json agree"
+            )
         identical, total = _first_look(want, got)
         if identical and np.isfinite(total):
             return Measured()
@@ -152,13 +157,13 @@ def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Mea
 
 
 def _different(want: NpyFile, got: NpyFile) -> Measured:
-    """Integers and booleans: every difference counts."""
+    """Integers, booleans and complex numbers: every difference counts."""
     outside, place, values, offset = 0, 0, (0.0, 0.0), 0
     for a, b in _pieces(want, got):
         differs = a != b
         if not outside and differs.any():
             top = int(differs.argmax())
-            place, values = offset + top, (float(b[top]), float(a[top]))
+            place, values = offset + top, (float(b[top].real), float(a[top].real))
         outside += int(differs.sum())
         offset += len(a)
     return Measured(float("inf") if outside else 0.0, outside, place, *values)

@@ -14,6 +14,7 @@ from tools.accuracy.html import STYLE
 MOST = 2000  # rows in the table: a browser gets slow; rows.csv has them all
 PLOT = """
 svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.step { stroke: #888; stroke-dasharray: 3 3; } .wide { overflow-x: auto; }
 .grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
 """
 NAMES = {
@@ -39,7 +40,7 @@ def html(report: Report) -> str:
 <h2>{escape(report.meaning())}</h2>
 <ul>{first}</ul>
 {plots}
-<p class=note>Error of each tensor relative to max(|value|, root mean square); the line is Table 2's tolerance.</p>
+<p class=note>Errors are relative to max(|value|, root mean square) of a tensor; of an update, to the update.</p>
 <h2>Findings{f": the first {MOST}" if len(report.findings) > MOST else ""}</h2>{_table(shown)}
 <details><summary>All {len(report.rows)} tensors{f": the first {MOST}" if len(report.rows) > MOST else ""}</summary>
 {_table(report.rows[:MOST])}</details>
@@ -65,4 +66,4 @@ def _table(rows: list[Row]) -> str:
         values = [row.step, row.rank, row.phase, row.name, row.dtype, shape, row.count, *numbers, row.kind, row.detail]
         cells = "".join(f"<td>{escape(str(value))}</td>" for value in values)
         lines.append(f'<tr class="{"fail" if row.kind else ""}">{cells}</tr>')
-    return f"<table>{''.join(lines)}</table>"
+    return f"<div class=wide><table>{''.join(lines)}</table></div>"

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import click
 
+from tools.accuracy.dumps.read import LEVELS, TASKS
 from tools.ranges import Number
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "accuracy_dump.py"
-LEVELS = ("L0", "L1", "mix", "L2")
-TASKS = ("statistics", "tensor")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 At L0 every cell is dumped with what goes in and comes out, forward and backward, so that a value that passes through
 five cells is written ten times. Values of one step, with T tokens a worker and P weights:
 
-    a layer      T (47 h + 12 F + attention + 5 s)        h hidden size, F MLP width, s the mask's row, of each of 5 cells
+    a layer      T (47 h + 12 F + attention + 5 s)        h hidden size, F MLP width, s a row of the mask, in 5 cells
     a MoE layer  T (57 h + 12 F_shared + attention + 5 s), and its experts, whose weights go in too:
                  2 (T k + 128 E) (2 h + 3 F_expert) + 6 E h F_expert
     attention    8 (q rank + kv rank) + n (6 nope + 10 rope + 8 v) with latent attention, n 8 d + 6 g d without
@@ -28,9 +28,9 @@ from tools.recipe.load import Recipe
 
 VALUE = 4  # bytes
 BLOCK = 128  # rows that the CPU's grouped product pads an expert's tokens to, at most
-TEXT = 270_000  # bytes that statistics of one layer and step take, at L0
+TEXT = 180_000  # bytes that statistics of one layer and step take, at L0
 # of what L0 writes: values, and statistics, measured in recipes/mini/pretrain.yaml
-LEVELS = {"L0": (1.0, 1.0), "L1": (1.0, 1.0), "mix": (2.0, 2.0), "L2": (1.0, 1.0)}
+LEVELS = {"L0": (1.0, 1.0), "L1": (4.7, 5.8), "mix": (6.1, 7.0), "L2": (4.7, 1.0)}
 
 
 def bytes_of_dump(recipe: Recipe, level: str, task: str, steps: int) -> int | None:
@@ -40,7 +40,7 @@ def bytes_of_dump(recipe: Recipe, level: str, task: str, steps: int) -> int | No
     try:
         layers = fields["num_layers"] + 2 * (fields.get("mtp_num_layers") or 0) + 1
         if task == "statistics":
-            return round(view.devices * steps * layers * TEXT * LEVELS[level][1])
+            return round(view.devices / view.pp * steps * layers * TEXT * LEVELS[level][1])
         weights = parameters(model_of(fields))
         values = steps * (LEVELS[level][0] * _step(fields, _tokens(view), _length(view)) + 2 * weights) + weights
     except (KeyError, TypeError, ValueError):

@@ -73,6 +73,8 @@ def equivalence_command(
     if recipe is None:
         raise click.UsageError("which RECIPE? for instance recipes/mini/pretrain.yaml; --list shows the strategies")
     only = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not only:
+        raise RecipeError(f"--only {names!r}: names no strategy; --list shows all")
     chosen = choose(only)
     check_page(page)
     if update and BASELINE not in only and not any(case.variant for case in chosen):

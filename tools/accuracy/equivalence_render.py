@@ -16,6 +16,9 @@ CLASSES = {PASS: "pass", FAIL: "fail", NONE: "none"}
 LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
 
 
+NOT_TRAINED = "<p class=note>Nothing was trained, so nothing was compared with golden numbers.</p>"
+
+
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
     """Write everything to `console`."""
     table = _table("how", "compared", "used", "result")
@@ -67,7 +70,7 @@ def as_html(matrix: Matrix, golden: list[str]) -> str:
 <h1>Equivalence of strategies: {"passed" if passed else "differences found"}</h1>
 <p>{escape(matrix.summary())}; {matrix.steps} steps each.</p><p class=note>{escape(LEGEND)}</p>
 <table><tr><th>strategy</th><th>how</th><th>what</th><th>compared</th><th>used</th><th>result</th></tr>{rows}</table>
-{_list("Differences from the golden numbers", golden)}
+{_list("Differences from the golden numbers", golden) if matrix.runs else NOT_TRAINED}
 </body></html>
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from plugins.errors import DataError
@@ -36,5 +37,5 @@ def _check_folder(file: Path | None, option: str) -> None:
     place = file.absolute().parent if file else Path.cwd()
     while not place.exists():
         place = place.parent
-    if not place.is_dir():
-        raise DataError(f"{option} {file}: {place} is no folder")
+    if not place.is_dir() or not os.access(place, os.W_OK) or os.statvfs(place).f_blocks == 0:
+        raise DataError(f"{option} {file}: {place} is no folder that one can write to")

@@ -79,9 +79,6 @@ def _prefixes(value: Any, found: Findings) -> list[str]:
     if weights is None and any(map(_is_number, prefixes)):
         found.error(_PATH, f"{len(value)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
         return []
-    if weights is not None and (not all(0 <= weight < math.inf for weight in weights) or not sum(weights)):
-        shares = ", ".join(f"{weight:g}" for weight in weights)
-        found.error(_PATH, f"{shares}: no shares of a whole", "finite numbers of zero or more", rule="blend")
     return prefixes
 
 

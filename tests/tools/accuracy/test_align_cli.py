@@ -12,7 +12,8 @@ from tests.tools.accuracy import align_cases as cases
 from tests.tools.accuracy.test_align_faults import ROPE, ScaledSoftmax
 from tools.accuracy import align_sides
 from tools.accuracy.align import Ladder, Wanted, climb, compare_records
-from tools.accuracy.align_render import print_ladder
+from tools.accuracy.align_compare import NONE, Row
+from tools.accuracy.align_render import failed_text, print_ladder
 from tools.accuracy.align_sides import SideFailedError
 from tools.accuracy.reference.golden import write_corpus
 
@@ -70,3 +71,11 @@ def test_what_is_printed():
     assert "logits: " in text and text.rstrip().endswith("not aligned")
     data = json.loads(json.dumps(ladder.as_json()))
     assert data["passed"] is False and data["rungs"][0]["rows"][-1]["status"] in ("passed", "failed")
+
+
+def test_a_row_says_what_differs_and_not_one_half():
+    setting = Row("optimizer.weight_decay", 1, NONE, "must match", detail="0.1 | 0.05: changes the numbers")
+    assert failed_text(setting) == "optimizer.weight_decay: 0.1 | 0.05: changes the numbers (must match)"
+    tokens = Row("batch labels", 17, NONE, "elements that differ")
+    assert failed_text(tokens) == "batch labels: 17 elements that differ, should be none"
+    assert failed_text(Row("logits", 0.1, 1e-5, "relative")) == "logits: 0.1 (relative; at most 1e-05)"

@@ -5,11 +5,14 @@ import platform
 import subprocess
 import sys
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from tools.accuracy.cli import accuracy
+from plugins.errors import DataError
+from tools.accuracy.cli import _pairs, accuracy
 from tools.accuracy.operators import SPECS
+from tools.accuracy.pages import check_page
 
 # Found on CPU with MindSpore 2.9.0, seed 0: (operator, data type) -> phases
 KNOWN = {
@@ -60,9 +63,27 @@ def test_json_and_html(tmp_path):
     assert "http" not in text and "<script" not in text
 
 
-def test_list():
-    result = CliRunner(env={"COLUMNS": "200"}).invoke(accuracy, ["ops", "--list"])
-    assert result.exit_code == 0 and all(name in result.stdout for name in SPECS)
+def test_every_listed_name_can_be_given_back():
+    """Uncut, the first word of a line, whatever the terminal's width."""
+    result = CliRunner(env={"COLUMNS": "40"}).invoke(accuracy, ["ops", "--list"])
+    listed = [line.split()[0] for line in result.stdout.splitlines()]
+    assert result.exit_code == 0 and listed == list(SPECS)
+    for name in listed:
+        assert name in [spec.name for spec, _ in _pairs((name,), SPECS[name].dtypes)]
+    with pytest.raises(click.BadParameter):
+        _pairs((listed[0][:-1],), SPECS[listed[0]].dtypes)
+
+
+def test_a_page_replaces_pages_only(tmp_path):
+    """And what cannot be written is refused before the operators are run."""
+    (tmp_path / "recipe.yaml").write_text("seed: 1")
+    (tmp_path / "old.html").write_text("<!DOCTYPE html>old")
+    for name, words in (("recipe.yaml", "is no HTML page"), ("recipe.yaml/x.html", "is no folder")):
+        result = ops("relu", "--html", str(tmp_path / name))
+        assert isinstance(result.exception, DataError) and words in str(result.exception)
+    check_page(tmp_path / "old.html")
+    check_page(tmp_path / "new" / "page.html")
+    assert (tmp_path / "recipe.yaml").read_text() == "seed: 1" and not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,9 @@ def test_files_and_exit_codes(tmp_path):
     assert content["first"]["forward"]["place"] == "layers.1.act (Relu)" and content["first"]["weights"] is None
     assert len((tmp_path / "out" / "rows.csv").read_text().splitlines()) == content["tensors"] + 1
     page = (tmp_path / "out" / "compare.html").read_text()
+    assert all(
+        words in page for words in ("error (logarithmic)", "within its tolerance", "tolerance (Table 2)", "step 1")
+    )
     assert "<svg" in page and "layers.1.act" in page and "http" not in page and "<script" not in page
     text = invoke(golden, bench).stdout
     assert "first forward: step 0 Cell.layers.1.act.Relu.forward.0.output.0: value: error 0.01" in text
@@ -242,9 +245,69 @@ def cut_json(folder):
     file.write_text(file.read_text()[:-100])
 
 
+def node(change):
+    """Spoil one tensor's node of dump.json."""
+
+    def spoil(folder):
+        file = folder / "step0" / "rank0" / "dump.json"
+        content = json.loads(file.read_text())
+        change(content["data"]["Cell.layers.0.linear.Dense.forward.0"]["output"][0])
+        file.write_text(json.dumps(content))
+
+    return spoil
+
+
+def replaced(name, text):
+    """Spoil one file."""
+
+    def spoil(folder):
+        next(folder.rglob(name)).write_text(text)
+
+    return spoil
+
+
+def entry(value):
+    return json.dumps({"level": "L0", "task": "tensor", "data": {"Cell.a.B.forward.0": value}})
+
+
+def a_folder(folder):
+    file = folder / "step0" / "rank0" / "dump.json"
+    file.unlink()
+    file.mkdir()
+
+
+def saved(values):
+    return lambda folder: np.save(next(folder.rglob("*linear.Dense.forward.0.output.0.npy")), values)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (replaced("dump.json", "[]"), "has no 'level'"),
+        (replaced("dump.json", "null"), "has no 'level'"),
+        (replaced("dump.json", "x" * 9), "not msprobe's dump.json"),
+        (replaced("dump.json", "[" * 100_000), "not msprobe's dump.json"),
+        (replaced("dump.json", '{"level": 3, "task": "tensor", "data": {"a": {}}}'), "level 3 cannot be compared"),
+        (replaced("dump.json", '{"level": "L0", "task": "md5", "data": {"a": {}}}'), "task 'md5' cannot be compared"),
+        (replaced("dump.json", '{"level": "L0", "task": "tensor", "data": []}'), "no tensor was dumped"),
+        (replaced("dump.json", entry(None)), "its tensors by role are wanted, not 'None'"),
+        (replaced("dump.json", entry([1])), "its tensors by role are wanted"),
+        (a_folder, "Is a directory"),
+        (node(lambda each: each.update(shape=None)), "shape None: the file is damaged"),
+        (node(lambda each: each.update(shape=[float("nan"), 8])), "shape .nan, 8."),
+        (node(lambda each: each.update(shape=[-4, 8])), "shape .-4, 8."),
+        (node(lambda each: each.update(shape=[10**30])), "shape .1000"),
+        (node(lambda each: each.pop("dtype")), "dtype None"),
+        (node(lambda each: each.update(data_name="../../../../etc/passwd")), "data_name"),
+        (node(lambda each: each.update(data_name=5)), "data_name 5"),
+        (node(lambda each: each.update(Max="big")), "Max 'big'"),
+        (replaced("tc3_dump.json", '{"comp'), "does not say whether the dump is whole"),
+        (replaced("tc3_dump.json", "[]"), "does not say whether the dump is whole"),
+        (replaced("tc3_dump.json", "{}"), "does not say whether the dump is whole"),
+        (replaced("*linear.Dense.forward.0.output.0.npy", "1,2\n3,4\n"), "not a .npy file"),
+        (saved(np.ones(3)), r"shape \[3\], .*: \[4, 8\]: but their dump.json agree"),
+        (saved(np.array([["a"] * 8] * 4)), "neither numbers nor truth values"),
+        (saved(np.zeros((4, 8), [("a", "f4"), ("b", "i2")])), "neither numbers nor truth values"),
         (lambda folder: marker.write(folder, False), "was not finished"),
         (truncated, "ends too early: the dump is not whole"),
         (without_a_file, "No such file or directory: the dump names it"),
@@ -286,8 +349,11 @@ def test_dumps_without_a_tensor_are_refused(tmp_path):
 def test_wrong_folders_get_one_message(tmp_path):
     dump = write_dump(tmp_path / "runs" / "a", run())
     (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.csv").write_text("a,b")
+    (dump / "step0x").mkdir()
     for folder, words in (
         (tmp_path / "none", "no such folder"),
+        (tmp_path / "rows.csv", "a file; a dump is a folder"),
         (tmp_path / "empty", "not a dump: it holds no stepN/rankM/dump.json"),
         (dump / "step0", f"it is one step of a dump: give {dump}"),
         (dump / "step0" / "rank0", f"it is one rank of a dump: give {dump}"),
@@ -296,3 +362,11 @@ def test_wrong_folders_get_one_message(tmp_path):
         with pytest.raises(DataError) as error:
             open_dump(folder)
         assert words in str(error.value)
+
+
+def test_the_files_of_a_comparison_never_lie_in_a_dump(tmp_path):
+    dump = write_dump(tmp_path / "a", run())
+    for out in (dump, dump / "step0" / "new"):
+        result = invoke(dump, dump, "--out", out)
+        assert isinstance(result.exception, DataError) and "stays as it is" in str(result.exception)
+    assert not list(dump.rglob("compare.json"))

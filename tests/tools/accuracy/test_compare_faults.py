@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.accuracy_dump import dumped_bytes
 from tests.training import runs
 from tests.training.conftest import corpus  # noqa: F401 (a fixture)
 from tools.accuracy.compare import compare_dumps
+from tools.accuracy.dump_size import bytes_of_dump
 from tools.accuracy.dumps.read import open_dump
+from tools.recipe.load import load_recipe
 
 FAULTS = Path(__file__).parent / "compare_fault"
 SMALL = ("train_dataset.data_loader.config.seq_length=16", "model.model_config.max_position_embeddings=16")
@@ -31,6 +34,8 @@ def dump(corpus, out, fault=""):  # noqa: F811
 @pytest.mark.slow
 def test_a_rerun_is_clean_and_faults_are_placed(corpus, tmp_path):  # noqa: F811
     golden = dump(corpus, tmp_path / "golden")
+    expected = bytes_of_dump(load_recipe(tmp_path / "golden" / "recipe.yaml"), "L0", "tensor", 2)
+    assert dumped_bytes(tmp_path / "golden") == pytest.approx(expected, rel=0.5)
     assert (golden.level, golden.task, list(golden.folders)) == ("L0", "tensor", [0, 1, 2])
     check_layout(tmp_path / "golden")
 
@@ -39,6 +44,7 @@ def test_a_rerun_is_clean_and_faults_are_placed(corpus, tmp_path):  # noqa: F811
     assert (first.step, first.role, first.kind) == (0, "output", "value")
     assert first.place == "network.model.decoder.layers.1.self_attention.core_attention (CoreAttention)"
     assert first.error == pytest.approx(0.01, rel=0.1) and "initial loss is affected" in report.meaning()
+    assert report.first["weights"] is None or report.first["weights"].step == 2
 
     # the first step's learning rate is 0: until the weights after the second, this is a rerun of the same
     report = compare_dumps(golden, dump(corpus, tmp_path / "decay", "decay"))

@@ -1,8 +1,12 @@
 """One fault at a time, and what the headline must say of it: what differs first in time, never its consequence."""
 
+import json
+
+import numpy as np
 import pytest
 
-from tests.tools.accuracy.little import write_little
+from tests.tools.accuracy.dump_writer import write_dump
+from tests.tools.accuracy.little import Faults, train, write_little
 from tools.accuracy.compare import compare_dumps
 from tools.accuracy.dumps.read import open_dump
 
@@ -63,10 +67,43 @@ def test_the_headline_names_the_fault_and_not_what_follows_from_it(tmp_path, gol
     faults, words = FAULTS[fault]
     bench = open_dump(write_little(tmp_path / "bench", task, **faults))
     report = compare_dumps(golden(task, faults.get("moments", True)), bench)
-    print(report.meaning())
     assert any(all(part in report.meaning() for part in option.split(" .* ")) for option in words.split("|"))
 
 
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
 def test_a_rerun_of_the_little_model_has_no_finding(tmp_path, golden, task):
     assert compare_dumps(golden(task, True), open_dump(write_little(tmp_path / "b", task))).passed
+
+
+def test_without_gradients_a_counter_is_not_taken_for_an_initial_weight_either(tmp_path):
+    """Dumps of forward passes alone do not tell weights from state: then the order of the calls decides."""
+    sides = {
+        name: train(Faults(**faults))
+        for name, faults in (("a", {}), ("b", {"softmax": 1.01}), ("c", {"weights_seed": 1}))
+    }
+    dumps = {}
+    for name, steps in sides.items():
+        forward = [{key: call for key, call in calls.items() if ".forward." in key} for calls in steps]
+        dumps[name] = open_dump(write_dump(tmp_path / name, forward))
+    report = compare_dumps(dumps["a"], dumps["b"])
+    assert report.first["state"] is None and "initial loss is affected: net.attn.core" in report.meaning()
+    assert "before any update" in compare_dumps(dumps["a"], dumps["c"]).meaning()
+
+
+def test_parameters_that_a_dump_itself_calls_untrained_are_state(tmp_path):
+    """At L1 and L2 there are no gradients of parameters; the weights that are dumped apart say it themselves."""
+    dumps = []
+    for name, load in (("a", 1.0), ("b", 2.0)):
+        router = {"weight": np.ones((4, 4), np.float32), "expert_load": np.full(4, load, np.float32)}
+        held = {0: {"Cell.net.router.Router.forward.0": {"parameters": router}}}
+        call = {"Functional.matmul.0.forward": {"input": [np.ones(4, np.float32)], "output": []}}
+        folder = write_dump(tmp_path / name, [call], level="L1", weights=held)
+        file = folder / "weights" / "step0" / "rank0" / "dump.json"
+        content = json.loads(file.read_text())
+        for label, node in content["data"]["Cell.net.router.Router.forward.0"]["parameters"].items():
+            node["requires_grad"] = label == "weight"
+        file.write_text(json.dumps(content))
+        dumps.append(open_dump(folder))
+    report = compare_dumps(*dumps)
+    assert report.first["weights"] is None and report.first["state"].name.endswith("expert_load")
+    assert "expert_load of net.router (Router), which no gradient trains" in report.meaning()

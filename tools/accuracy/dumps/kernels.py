@@ -63,10 +63,13 @@ def _files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
     names = {}
     if mapping.exists():
         with mapping.open(newline="", encoding="utf-8") as file:
-            names = dict(csv.reader(file))
+            try:
+                names = dict(csv.reader(file))
+            except ValueError as error:
+                raise DataError(f"{mapping}: not two names a line ({error})") from None
     for path in folder.glob("*.npy"):
         parts = names.get(path.name, path.name).split(".")
-        if len(parts) != 10 or parts[5] not in ("input", "output"):
+        if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
             raise DataError(f"{path}: not the name of a kernel's tensor")
         kind, scope, _, _, when, role, place, _, dtype, _ = parts
         with NpyFile(path) as file:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from plugins.errors import DataError
+
 FILE = "tc3_dump.json"
 
 
@@ -21,6 +23,18 @@ def write(folder: Path, complete: bool, **facts: Any) -> None:
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """What was stated; None for a dump that msprobe wrote on its own."""
+    """What was stated; None for a dump that msprobe wrote on its own.
+
+    Raises:
+        DataError: the file is not as `write` left it.
+    """
     file = folder / FILE
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        stated = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        stated = None
+    if not isinstance(stated, dict) or not isinstance(stated.get("complete"), bool):
+        raise DataError(f"{file}: damaged: it does not say whether the dump is whole; make the dump again")
+    return stated

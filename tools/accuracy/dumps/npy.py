@@ -32,7 +32,7 @@ class NpyFile:
             raise DataError(f"{path}: {error.strerror}: the dump names it, so the dump is not whole") from None
         try:
             self.dtype, self.shape, self._start = _header(self._file)
-        except ValueError as error:
+        except (ValueError, SyntaxError, TypeError, OSError) as error:
             self._file.close()
             raise DataError(f"{path}: not a .npy file ({error})") from None
         self.size = int(np.prod(self.shape, dtype=np.int64))
@@ -81,6 +81,6 @@ def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
     if np.lib.format.read_magic(stream) != (1, 0):
         raise ValueError("format 1.0 is wanted")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
-    if dtype.hasobject:
-        raise ValueError("it holds Python objects")
+    if dtype.kind not in "biufc":
+        raise ValueError(f"its values are neither numbers nor truth values: {dtype}")
     return dtype, shape, fortran

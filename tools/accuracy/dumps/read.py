@@ -7,6 +7,7 @@ weights before step N.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ ROLES = {
 }
 WEIGHTS = "weights"
 STATISTICS = ("Max", "Min", "Mean", "Norm")
+HEAD = ("level", "task", "data")
+LEVELS = ("L0", "L1", "mix", "L2")
+TASKS = ("statistics", "tensor")
+LARGEST = 2**62  # values
+_STEP = re.compile(r"step(\d+)$")
 _RANK = re.compile(r"rank(\d+)$")
 _PROCESS = re.compile(r"proc\d+$")
 
@@ -76,6 +82,10 @@ def open_dump(folder: Path) -> Dump:
         DataError: it is no dump, or not a whole one.
     """
     if not folder.is_dir():
+        if folder.exists():
+            raise DataError(
+                f"{folder}: a file; a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
+            )
         raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
     stated = marker.read(folder)
     if stated is not None and not stated["complete"]:
@@ -94,7 +104,7 @@ def open_dump(folder: Path) -> Dump:
 
 def _steps(folder: Path) -> dict[int, dict[int, Path]]:
     """step -> rank -> folder with a dump.json."""
-    folders = {_number(path): _ranks(path) for path in folder.glob("step[0-9]*") if path.is_dir()}
+    folders = {int(match[1]): _ranks(path) for path in folder.glob("step*") if (match := _STEP.match(path.name))}
     return {step: ranks for step, ranks in sorted(folders.items()) if ranks}
 
 
@@ -114,16 +124,15 @@ def _elsewhere(folder: Path) -> str:
         return f"; it is one rank of a dump: give {folder.parent.parent}"
     if any(folder.glob("*/dump.json")):
         return f"; it is one step of a dump: give {folder.parent}"
-    inside = next((path.parent for path in sorted(folder.glob("*/step[0-9]*")) if _ranks(path)), None)
+    steps = (path for path in sorted(folder.glob("*/step*")) if _STEP.match(path.name))
+    inside = next((path.parent for path in steps if _ranks(path)), None)
     return f"; did you mean {inside}?" if inside else ""
-
-
-def _number(step: Path) -> int:
-    return int(step.name.removeprefix("step"))
 
 
 def _ranks(step: Path) -> dict[int, Path]:
     """rank -> folder; a single process that knew no rank (`procPID`) is rank 0."""
+    if not step.is_dir():
+        return {}
     folders = [path for path in step.iterdir() if (path / "dump.json").exists()]
     ranks = {int(match[1]): path for path in folders if (match := _RANK.match(path.name))}
     processes = [path for path in folders if _PROCESS.match(path.name)]
@@ -138,16 +147,29 @@ def _content(folder: Path) -> dict[str, Any]:
     file = folder / "dump.json"
     try:
         content = json.loads(file.read_bytes())
-        if not isinstance(content["data"], dict) or not content["data"]:
-            raise DataError(f"{file}: no tensor was dumped: the run ended before its first step, or nothing was hooked")
-        return {"level": content["level"], "task": content["task"], "data": content["data"]}
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise DataError(f"{file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: not msprobe's dump.json, or not a whole one ({error})") from None
+    missing = [key for key in HEAD if not isinstance(content, dict) or key not in content]
+    if missing:
+        raise DataError(f"{file}: not msprobe's dump.json: it has no {missing[0]!r}")
+    if not isinstance(content["data"], dict) or not content["data"]:
+        raise DataError(f"{file}: no tensor was dumped: the run ended before its first step, or nothing was hooked")
+    for key, known in (("level", LEVELS), ("task", TASKS)):
+        if content[key] not in known:
+            raise DataError(f"{file}: {key} {content[key]!r} cannot be compared; {', '.join(known)} can")
+    return {key: content[key] for key in HEAD}
 
 
 def _entries(folder: Path) -> list[Entry]:
     data = _content(folder)["data"]
-    return [Entry(_name(folder, key), tuple(_items(key, value, folder))) for key, value in data.items()]
+    found = []
+    for key, value in data.items():
+        if not isinstance(value, dict):
+            raise DataError(f"{folder / 'dump.json'}: {key}: its tensors by role are wanted, not {str(value)[:40]!r}")
+        found.append(Entry(_name(folder, key), tuple(_items(key, value, folder))))
+    return found
 
 
 def _name(folder: Path, key: str) -> Name:
@@ -188,7 +210,25 @@ def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
 
 
 def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
+    wrong = _wrong(node)
+    if wrong:
+        raise DataError(f"{data.parent / 'dump.json'}: {label}: {wrong}: the file is damaged, or no dump of msprobe's")
     dtype = node["dtype"].rpartition(".")[2].lower()
     file = data / node["data_name"] if node.get("data_name") else None
     statistics = tuple(node.get(name) for name in STATISTICS)
     return Item(label, role, dtype, tuple(node["shape"]), statistics, file, trained=node.get("requires_grad"))
+
+
+def _wrong(node: dict[str, Any]) -> str | None:
+    """What a tensor's node has that none can have; None if nothing."""
+    dtype, shape, name = node.get("dtype"), node.get("shape"), node.get("data_name")
+    if not isinstance(dtype, str):
+        return f"dtype {dtype!r}"
+    if not isinstance(shape, list) or not all(type(size) is int and 0 <= size < LARGEST for size in shape):
+        return f"shape {str(shape)[:60]}"
+    if math.prod(shape) >= LARGEST:
+        return f"shape {str(shape)[:60]}"
+    if name is not None and (not isinstance(name, str) or "/" in name):
+        return f"data_name {name!r}"
+    odd = next((key for key in STATISTICS if not isinstance(node.get(key), int | float | None)), None)
+    return f"{odd} {node[odd]!r}" if odd else None

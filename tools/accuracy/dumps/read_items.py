@@ -36,7 +36,9 @@ class Item:
     @property
     def parameter(self) -> str:
         """The parameter's name in its cell: of a parameter, and of the gradient of one (`weight.0`)."""
-        return self.label.removeprefix("parameters.").split(".")[0]
+        if self.role == "parameters":
+            return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
+        return self.label.removesuffix(".0")
 
     @property
     def is_tensor(self) -> bool:
