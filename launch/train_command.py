@@ -76,7 +76,8 @@ def train(
 ) -> None:
     """Train RECIPE under msrun and stay in charge of it.
 
-    Exit code: 0 trained, 1 a worker failed, 2 something to mend first, 130/143 interrupted.
+    Exit code: 0 trained (or complete already), 1 failed, or stopped for what is not finite, 2 something to mend first,
+    130/143 interrupted.
     """
     if resume == "":
         raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")

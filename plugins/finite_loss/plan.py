@@ -55,12 +55,14 @@ class Watch:
 
     Attributes:
         stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
-            gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones.
+            gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones;
+        scale_before: the loss scale of the step before.
     """
 
     stop_after: int
     scale_falls: bool = False
     run: list[tuple[int, str]] = field(default_factory=list)
+    scale_before: float = _LEAST_SCALE
 
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
@@ -72,7 +74,10 @@ class Watch:
             None without clipping; overflow: whether the optimizer skipped the step; scale: of the loss.
         """
         wrong = next((f"{name} is {_words(value)}" for name, value in losses.items() if not _finite(value)), None)
-        if wrong is None and not (overflow and self.scale_falls and scale > _LEAST_SCALE):
+        # on some devices `scale` is that of the next step: with 1.0 it may have fallen just now
+        falls = self.scale_falls and max(scale, self.scale_before) > _LEAST_SCALE
+        self.scale_before = scale
+        if wrong is None and not (overflow and falls):
             if not _finite(norm):
                 wrong = f"{NORM} is {_words(norm)}"
             elif norm is None and overflow:

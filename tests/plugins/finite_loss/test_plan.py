@@ -47,6 +47,8 @@ def test_gradients_that_overflow_under_a_scale_that_can_fall_are_no_fault():
     watch = Watch(1, scale_falls=True)
     assert see(watch, 1, norm=INF, overflow=True, scale=65536.0) is None
     assert see(watch, 2, norm=None, overflow=True, scale=2.0) is None
+    assert see(watch, 3, norm=INF, overflow=True, scale=1.0) is None, "it has fallen to 1.0 by this very step"
+    watch = Watch(1, scale_falls=True)
     assert "loss is NaN" in see(watch, 3, loss=NAN, norm=INF, overflow=True, scale=65536.0), "no scale mends a loss"
     assert "global norm" in see(Watch(1, True), 4, norm=INF, overflow=True, scale=1.0), "it can fall no further"
     assert "global norm" in see(Watch(1, True), 5, norm=INF, scale=65536.0), "the optimizer took that step"
