@@ -97,12 +97,12 @@ def _own(hardware: Hardware) -> Efficiency:
     """The efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
     if not isinstance(content, Mapping) or set(content) != set(wanted):
-        raise RecipeError(f"{hardware.name}: efficiency: want exactly {', '.join(wanted)}")
+        raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
     for name in NAMES:
         if refusal := _VALUES.get(name, _FACTOR).refusal(content[name]):
-            raise RecipeError(f"{hardware.name}: efficiency.{name}: {content[name]!r} {refusal}")
+            raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")
     if not isinstance(content["mesh"], bool):
-        raise RecipeError(f"{hardware.name}: efficiency.mesh: {content['mesh']!r}: want true or false")
+        raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: want true or false")
     return Efficiency(**dict(content))
 
 

@@ -21,6 +21,9 @@ from tools.search.instance import Instance, LayerType, Option
 from tools.search.schedules import check_schedule
 
 SCHEMA = "pp-balance/1"
+_MOST = {"P": 1_000, "V": 100, "M": 100_000}  # more is a slip of the keyboard, and would never end
+_PASSES = 1_000_000
+_LARGEST = 1e15
 # the schema's names; with one chunk all of them are 1F1B
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_1f1b_less_memory")
 
@@ -35,13 +38,16 @@ def read_instance(path: Path) -> Instance:
         content = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is not JSON ({' '.join(str(error).split())[:120]})") from None
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
         schema.refuse(f"want {SCHEMA!r}")
-    stages, chunks, micro_batches = (root.key(name).whole() for name in "PVM")
+    stages, chunks, micro_batches = (root.key(name).whole(most) for name, most in _MOST.items())
+    if stages * chunks * micro_batches > _PASSES:
+        passes = f"{stages * chunks * micro_batches:,} passes, of which at most {_PASSES:,} can be simulated"
+        root.key("M").refuse(f"P x V x M is {passes}")
     static = root.key("static_mem").items()
     if len(static) != stages:
         root.key("static_mem").refuse(f"{len(static)} stages; P is {stages}")
@@ -88,7 +94,7 @@ def _layer_type(place: _Place) -> LayerType:
     )
     times = _both(place)
     return LayerType(
-        place.key("name").text(), place.key("count").whole(), *times, place.key("param_mem").number(), options
+        place.key("name").text(), place.key("count").whole(10_000), *times, place.key("param_mem").number(), options
     )
 
 
@@ -126,14 +132,14 @@ class _Place:
     def text(self) -> str:
         return self._checked(lambda value: isinstance(value, str) and bool(value), "want a text")
 
-    def whole(self) -> int:
-        good = self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and v >= 1, "want 1, 2, 3, ...")
-        return good
+    def whole(self, most: int) -> int:
+        want = f"want 1, 2, 3, ... up to {most:,}"
+        return self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most, want)
 
     def number(self, least: float = 0.0) -> float:
         def good(value: Any) -> bool:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            return number and math.isfinite(value) and value >= least
+            return number and least <= value <= _LARGEST and value >= -_LARGEST
 
         return float(self._checked(good, "want a number" if least < 0 else "want a number, 0 or more"))
 

@@ -64,7 +64,7 @@ def _layers(axes: Any, instance: Instance, plan: np.ndarray) -> None:
     for stage in range(instance.stages):
         own = plan[:, stage :: instance.stages]
         layers, recomputed = own.sum(axis=0), own[~free].sum(axis=0)
-        text = f"layers {' '.join(map(str, layers))}\nrecompute {' '.join(map(str, recomputed))}"
+        text = f"layers by chunk {' '.join(map(str, layers))}\nof them recomputed {' '.join(map(str, recomputed))}"
         axes.annotate(text, (1.005, stage), xycoords=("axes fraction", "data"), va="center", fontsize="x-small")
 
 
@@ -79,8 +79,15 @@ def _memory(axes: Any, instance: Instance, plan: np.ndarray, simulation: Simulat
         colour = colormaps["viridis"](stage / instance.stages)
         axes.step(times, memory, where="post", color=colour, linewidth=0.8, label=f"stage {stage}")
     axes.axhline(instance.cap, color="red", linestyle="--", linewidth=1)
-    axes.annotate("cap", (1.005, instance.cap), xycoords=("axes fraction", "data"), va="center", color="red")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("memory")
+    axes.annotate(
+        "memory_cap",
+        (1.005, instance.cap),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        color="red",
+        fontsize="x-small",
+    )
+    axes.set_ylim(0, 1.05 * max(instance.cap, axes.get_ylim()[1]))
+    axes.set_ylabel("memory of a stage,\nin the instance's unit")
     axes.set_xlabel("time of one step, in the instance's unit")
     axes.legend(ncols=min(8, instance.stages), fontsize="x-small", loc="lower center")

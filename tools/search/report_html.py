@@ -12,19 +12,20 @@ from tools.search.search_run import Found
 from tools.search.search_times import SearchTimes
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 92em; padding: 0 1em; color: #222 }
 table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
 th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
 td.word, th.word { text-align: left } tr.own { background: #fff4df } svg { max-width: 100%; height: auto }
-.wide { overflow-x: auto } td.word { white-space: nowrap } dl { display: grid; grid-template-columns: max-content 1fr;
+.wide { overflow-x: auto } td, th { white-space: nowrap } dl { display: grid; grid-template-columns: max-content 1fr;
 gap: .1em 1em; margin: .3em 1em; font-size: 90% } dt { font-weight: 600 } dd { margin: 0 }
 """
 _PICTURES = {  # what is drawn -> what it stands for
     "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
     "line": "the frontier: no candidate is faster with as little memory",
-    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser",
+    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser, and "
+    "so under the line, whose candidates recompute alike in all layers",
     "star": "the recipe as it is written",
-    "dashed": "what a device may hold for the job, and the same less the margin",
+    "dashed": "what a device may hold for the job (red), and the same less the margin (orange)",
 }
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from plugins.errors import DataError, did_you_mean
 from tools.model.architecture import Latent, Model, pattern_of
 from tools.search.configuration import Configuration, even_layers
 from tools.search.efficiency import cluster
 from tools.search.hardware import Hardware
 from tools.search.hardware.names import NAMES, device_in
+from tools.search.hardware.own_yaml import read_yaml
 from tools.search.rows_benchmarks import layer_row, titan_row
 from tools.search.rows_mindformers import mindformers_row
+from tools.search.rows_sane import check_row
 from tools.search.rows_unsaid import interleaved, micro_batch, recomputation
 from tools.search.stacks import Unexpressed, public_model, settings_of
 
@@ -64,12 +64,9 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
         DataError: it cannot be read, or is no mapping with a list `rows`.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    content = read_yaml(path, DataError)
     rows = content.get("rows") if isinstance(content, dict) else content
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+    if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: rows: want a list of measurements, each with id, hardware and config")
     return [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]
 
@@ -84,10 +81,9 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
     """One row.
 
     Raises:
-        DataError: it has no id.
+        DataError: it has no id, or something in it is no such thing.
     """
-    if "id" not in row:
-        raise DataError(f"{place}.id: missing")
+    check_row(row, place)
     group, hardware = str(row.get("group", "")), str(row.get("hardware", ""))
     known = device_in(hardware)
     measured = row.get("measured") or {}

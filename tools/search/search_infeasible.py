@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from dataclasses import replace
 
 from tools.search.funnel import Funnel
@@ -13,7 +15,8 @@ from tools.search.search_request import Request
 from tools.search.space import blocks
 
 _MULTIPLES = (2, 3, 4, 6, 8, 16, 32)
-_NEAR = 256  # numbers of devices tried in each direction
+_NEAR = 256  # numbers of devices tried in each direction,
+_SECONDS = 5.0  # and for how long
 
 
 def explain(request: Request, ranking: Ranking) -> list[str]:
@@ -79,7 +82,9 @@ def _other_devices(request: Request) -> list[str]:
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
         tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
-        devices = next((number for number in tried if _legal(replace(request, devices=number))), None)
+        until = time.monotonic() + _SECONDS
+        at_once = itertools.takewhile(lambda _, until=until: time.monotonic() < until, tried)
+        devices = next((number for number in at_once if _legal(replace(request, devices=number))), None)
         if devices is not None:
             lines.append(f"nearest with {word}: --devices {devices}")
     return lines

@@ -145,7 +145,8 @@ def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dic
         error = getattr(prediction, field)
         if error is None or prediction.row.use != "fit":
             continue
-        for name in ("all", f"device {prediction.row.cluster}", f"group {prediction.row.group}"):
+        group = [f"group {prediction.row.group}"] if prediction.row.group else []
+        for name in ("all", f"device {prediction.row.cluster}", *group):
             groups.setdefault(name, []).append(abs(error))
     return {
         name: {"rows": len(errors), "mean": sum(errors) / len(errors), "worst": max(errors)}

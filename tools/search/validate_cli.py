@@ -49,6 +49,9 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     else:
         _print(predictions)
     _refuse_unknown(rows, [found.row for found in predictions])
+    if not any(found.step_time_s for found in predictions):
+        reasons = "; ".join(f"{found.row.id}: {found.reason}" for found in predictions[:3])
+        raise DataError(f"{rows}: no row can be predicted ({reasons})")
     if record:
         if not errors:
             raise DataError(f"{rows}: no row has a memory that is measured and can be predicted")

@@ -164,5 +164,5 @@ def test_efficiencies_that_nothing_reaches_are_refused(tmp_path, name, value, wo
     content = yaml.safe_load(cluster_text(CLUSTER, "odd", found, "measured.yaml"))
     content["efficiency"][name] = value
     (tmp_path / "odd.yaml").write_text(yaml.safe_dump(content))
-    with pytest.raises(RecipeError, match=f"odd: efficiency.{name}: .*{word}"):
+    with pytest.raises(RecipeError, match=f"odd.yaml: efficiency.{name}: .*{word}"):
         efficiency_of(cluster(str(tmp_path / "odd.yaml")))

@@ -71,6 +71,7 @@ class Hardware:
         launch_s: fixed cost of one operator.
         matmul_efficiency: share of the peak that a training step's matmuls reach.
         origins: dotted key -> where the number comes from.
+        file: what the file is called in messages.
         efficiency: a file's own values of `tools.search.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
     """
 
@@ -86,6 +87,7 @@ class Hardware:
     matmul_efficiency: float
     origins: Mapping[str, Origin] = field(repr=False)
     efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    file: str = field(default="", repr=False, compare=False)
 
     @property
     def assumed(self) -> list[str]:
@@ -145,7 +147,9 @@ class _Reader:
         values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
         values["intra_node"] = Link(**values["intra_node"])
         values["inter_node"] = Link(**values["inter_node"])
-        return Hardware(content["name"], content["device"], **values, origins=self.origins, efficiency=efficiency)
+        return Hardware(
+            content["name"], content["device"], **values, origins=self.origins, efficiency=efficiency, file=self.shown
+        )
 
     def _value(self, content: Any, key: str, kind: Any) -> Any:
         """A number, or a mapping of numbers."""
