@@ -9,7 +9,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
-from tools.dryrun.passes import Pass, most_saved
+from tools.dryrun.passes import Pass, most_saved, waiting
 
 GIB = 1 << 30
 
@@ -24,7 +24,7 @@ class Memory:
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that wait for their backward, at the fullest moment (estimate).
-        working: most that is alive inside one pass (estimate).
+        working: what is alive inside a pass beside them, at the fullest moment of both together (estimate).
         limit: `context.max_device_memory`; 0 when the recipe sets none.
     """
 
@@ -54,15 +54,29 @@ class Memory:
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
     """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order."""
     chunks = graph["activations"]
+    saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
     return Memory(
         weights=total(held, WEIGHT),
         state=total(held, STATE),
         accumulated=total(held, ACCUMULATED),
         gathered=sum(graph["kept"].values()),
-        saved=most_saved(passes, [chunk["saved"] for chunk in chunks]),
-        working=max((max(chunk["forward"], chunk["backward"]) for chunk in chunks), default=0),
+        saved=saved,
+        working=most_alive(passes, chunks) - saved,
         limit=limit,
     )
+
+
+def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, int]]) -> int:
+    """Bytes of activations at the fullest moment: what waits for its backward, and what is alive in the pass that runs.
+
+    A forward's own part of what waits is among what is alive in it, and counts once.
+    """
+    most = max((chunk["backward"] for chunk in chunks), default=0)  # where no passes are known
+    sizes = [chunk["saved"] for chunk in chunks]
+    for before, item in zip(waiting(passes, sizes), passes, strict=True):
+        inside = chunks[item.chunk]["forward" if item.kind == "F" else "backward"]
+        most = max(most, before + inside)
+    return most
 
 
 def limit_of(recipe: Mapping[str, Any]) -> int:

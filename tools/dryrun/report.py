@@ -16,7 +16,7 @@ from tools.dryrun.links import check_links
 from tools.dryrun.memory import limit_of, memory_of, over_limit
 from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.passes import Pass
-from tools.dryrun.quick import compose, layer_shares
+from tools.dryrun.quick import compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
 from tools.recipe.load import Recipe
@@ -52,7 +52,7 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
     """
     view = View(recipe)
     quick = not plan.job_of
-    found = _composed(plan, results) if quick else _compiled(plan, results)
+    found = _composed(recipe, plan, results) if quick else _compiled(plan, results)
     known = quick or all(
         [tuple(item) for item in one.graph["passes"]] == _passes(view, one.stage.number, plan.micro_batches)
         for one in found
@@ -96,9 +96,9 @@ def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
     ]
 
 
-def _composed(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
+def _composed(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Each stage from its layers."""
-    parts = compose(plan.stages, results, layer_shares(plan.jobs[0].recipe))
+    parts = compose(recipe, plan.stages, results)
     return [Found(stage, None, False, held, graph) for stage, (held, graph) in zip(plan.stages, parts, strict=True)]
 
 
