@@ -1,9 +1,9 @@
-"""How far `tc3 dryrun --quick` is from full depth, stage by stage: recompute lists, offsets, chunks, MTP, exclusions, swap.
+"""How far `tc3 dryrun --quick` is from full depth, stage by stage: recomputation, offsets, chunks, MTP, swapping.
 
     python benchmarks/dryrun_quick_vs_full.py [--jobs N] [--only NAME]
 
 A small model (tests/tools/dryrun/pipeline.yaml: 16 devices a stage, dp 8 x tp 2 x ep 8) of which activations are most
-of the memory, so that what `--quick` adds up weighs more than in a real recipe. Compiles are kept in the dry run's cache.
+of the memory, so that what `--quick` adds up weighs more than in a real recipe. Compiles stay in the dry run's cache.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What MindFormers takes for a key of `model.model_config` that a recipe leaves out: its own default, from `schema.json`."""
+"""What MindFormers takes for a key of `model.model_config` that a recipe leaves out, by `schema.json`."""
 
 from __future__ import annotations
 

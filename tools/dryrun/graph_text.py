@@ -84,7 +84,7 @@ class Node:
 
 @dataclass(frozen=True)
 class GraphText:
-    """All subgraphs by name, and the name of the one that runs; "para1", "para2" ... that each takes, in their order."""
+    """All subgraphs by name, and the name of the one that runs; the parameters ("para1" ...) that each takes."""
 
     root: str
     graphs: dict[str, list[Node]]

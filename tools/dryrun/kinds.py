@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from tools.check.stages import EXCLUDE, RECOMPUTE, swaps
@@ -136,7 +137,7 @@ def _order(kind: Kind) -> tuple[bool, int, tuple[bool, ...]]:
 
 
 def _falls(group: Sequence[Kind]) -> bool:
-    pairs = zip(group, group[1:], strict=False)
+    pairs = pairwise(group)
     return all(not after or before for one, other in pairs for before, after in zip(one.on, other.on, strict=True))
 
 
