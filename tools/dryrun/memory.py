@@ -12,6 +12,7 @@ from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
 from tools.dryrun.passes import Pass, most_saved, waiting
 
 GIB = 1 << 30
+FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,36 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     return int(float(match[1]) * GIB)
 
 
-def over_limit(stages: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
+def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
+    """Whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
+
+    Args:
+        error: most that the total may be off, as a share of it; what is exact is not.
+    """
+    if not limit:
+        return NO_LIMIT
+    if memory["exact"] > limit or memory["total"] * (1 - error) > limit:
+        return DOES_NOT_FIT
+    return UNKNOWN if memory["total"] * (1 + error) > limit else FITS
+
+
+def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
+    """A line for each stage that lies within the error of the limit."""
+    where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
+    return [
+        f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
+        f"{stage['memory']['total'] / GIB:.1f} GiB a device is {where}: run it at full depth, without --quick"
+        for stage in stages
+        if fit_of(stage["memory"], limit, error) == UNKNOWN
+    ]
+
+
+def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
     """Stages of a report that do not fit, with the keys that would mend it; one line for those that need the same."""
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
-        if memory["total"] <= limit:
+        if fit_of(memory, limit, error) != DOES_NOT_FIT:
             continue
         sure = memory["exact"] > limit
         largest = sorted(_MEND, key=lambda name: -memory[name])[:2]

@@ -22,6 +22,7 @@ from tools.dryrun.layout import Held
 from tools.dryrun.stages import DENSE, MOE, Stage, stages_of
 from tools.recipe.load import Recipe
 
+ERROR = 0.03  # most that a total is off, against full depth: benchmarks/dryrun_quick_vs_full.py
 _LAYER = "decoder.layers."
 _NOTHING = {"saved": 0, "forward": 0, "backward": 0}
 _LEAST = 2  # layers of a stage in front: what two of them share belongs to none

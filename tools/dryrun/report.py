@@ -13,10 +13,10 @@ from tools.check.view import View
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.links import check_links
-from tools.dryrun.memory import limit_of, memory_of, over_limit
+from tools.dryrun.memory import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN, fit_of, limit_of, memory_of, over_limit, unsure
 from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.passes import Pass
-from tools.dryrun.quick import compose
+from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
 from tools.recipe.load import Recipe
@@ -64,10 +64,16 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
     programs = programs_of(compiled)
     links = check_links(plan, compiled, view.devices // view.pp, alike=not runs_back(view))
     problems = check_order(programs) + links.problems
-    problems += over_limit(stages, limit) + _uneven(found, view.devices // view.pp)
+    error = ERROR if quick else 0.0
+    problems += over_limit(stages, limit, error) + unsure(stages, limit, error)
+    problems += _uneven(found, view.devices // view.pp)
+    for stage in stages:
+        stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
     return {
         "recipe": recipe.source,
         "quick": quick,
+        "quick_error": error if quick else None,
+        "fit": _worst([stage["fit"] for stage in stages], len(plan.stages)),
         "compiled": not view.on_cpu,
         "devices": view.devices,
         "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
@@ -83,6 +89,12 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
         "seconds": [result["seconds"] for result in results],
         "peak_mib": [result.get("peak_mib") for result in results],
     }
+
+
+def _worst(fits: Sequence[str], stages: int) -> str:
+    """The pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
+    known = [*fits, *([UNKNOWN] if len(fits) < stages else [])]
+    return next(verdict for verdict in (DOES_NOT_FIT, NO_LIMIT, UNKNOWN, FITS) if verdict in known)
 
 
 def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:

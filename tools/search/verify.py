@@ -1,8 +1,9 @@
 """Dry runs of the best strategies: written as overlays, compiled through the virtual cluster, dropped if they fail.
 
 A quick dry run compiles each kind of layer once: whether MindSpore takes the strategy, and exactly what weights,
-gradients and optimizer state hold. It recomputes in all layers what a plan recomputes in some, so that activations are
-the search's own prediction; a full one compiles every kind of stage as it is, and its own estimate counts.
+gradients and optimizer state hold. Activations are the larger of the search's own prediction and what the dry run puts
+together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
+counts.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def judge(entry: Entry, found: DryRun, cap: float, full: bool) -> list[str]:
     if not found.exact:
         return found.problems
     rest = [memory.peak - memory.static for memory in all_stages(entry.config)]
-    needs = found.total if full else [exact + own for exact, own in zip(found.exact, rest, strict=True)]
+    own = [exact + size for exact, size in zip(found.exact, rest, strict=True)]
+    needs = found.total if full else [max(pair) for pair in zip(own, found.total, strict=True)]
     over = [
         f"stage {stage}: {need / GIB:.1f} GiB a device, {found.exact[stage] / GIB:.1f} of them exact, the cap is "
         f"{cap / GIB:.1f}"
