@@ -7,7 +7,6 @@ errors only with `here` (the run starts on this machine). A file that shapes the
 from __future__ import annotations
 
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any

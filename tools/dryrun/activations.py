@@ -12,28 +12,41 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from tools.dryrun.by_layer import Moment, name_of, owner_place, parts_of, places_of
 from tools.dryrun.collectives import attributes_of
-from tools.dryrun.graph_text import GraphText, Node, TensorType
+from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of
 from tools.dryrun.layout import BYTES
 from tools.dryrun.passes import chunks_of
 
+_PARAMETER = re.compile(r"%(para\d+)_")
 _VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze", "Load"))  # of their first argument
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     """For each chunk: bytes "saved" for a micro-batch's backward, and most bytes alive in "forward" and "backward".
 
+    "parts" holds the same by layer (see `by_layer`). Without a pipeline the whole step counts as one "backward".
+
     Args:
         rows: what stands for dimensions that only routing decides (see `routed_rows`).
     """
-    return [
-        {
-            "saved": saved_bytes(graph.graphs[forward], backward, rows),
-            "forward": peak_bytes(graph.graphs[forward], rows),
-            "backward": peak_bytes(graph.graphs[backward], rows) if backward else 0,
-        }
-        for forward, backward in chunks_of(graph)
-    ]
+    found = []
+    for name, behind in chunks_of(graph):
+        forward, backward = graph.graphs[name], graph.graphs.get(behind, [])
+        saved = saved_bytes(forward, behind, rows)
+        for place, size in received_bytes(graph, name, behind, rows).items():
+            saved[place] = saved.get(place, 0) + size
+        found.append(
+            {
+                "saved": sum(saved.values()),
+                "forward": peak_bytes(forward, rows),
+                "backward": peak_bytes(backward, rows),
+                "parts": parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows)),
+            }
+        )
+    if not found:  # without a pipeline MindSpore leaves no passes in subgraphs of their own
+        found.append({"saved": 0, "forward": 0, "backward": peak_bytes(graph.graphs[graph.root], rows), "parts": {}})
+    return found
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
@@ -54,15 +67,55 @@ def _exchanges(graphs: Iterable[list[Node]]) -> Iterable[Node]:
     return (node for nodes in graphs for node in nodes if node.op in ("AlltoAllV", "AllToAllV"))
 
 
-def saved_bytes(nodes: list[Node], backward: str, rows: int) -> int:
-    """Bytes that the forward subgraph binds to its backward; its parameters are counted elsewhere."""
+def saved_bytes(nodes: list[Node], backward: str, rows: int) -> dict[str, int]:
+    """Part -> bytes that the forward subgraph binds to its backward; its parameters are counted elsewhere."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
-        return 0
+        return {}
     kept = set()
     for number in bound.operands:
         kept |= _owners(number, nodes)
-    return sum(output_bytes(nodes[number], rows) for number in kept)
+    places = places_of(nodes)
+    readers: dict[int, set[int]] = {number: set() for number in kept}
+    for place, node in zip(places, nodes, strict=True):
+        if node.op in _VIEWS or node.op in ("MakeTuple", "Partial", "Return", "UpdateState"):
+            continue
+        for number in node.operands:
+            for owner in _owners(number, nodes) & kept:
+                readers[owner].add(place)
+    found: dict[str, int] = {}
+    for number in kept:
+        part = owner_place(places[number], readers[number])
+        found[part] = found.get(part, 0) + output_bytes(nodes[number], rows)
+    return found
+
+
+def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
+    """Part -> bytes that a chunk takes from the stage in front of it and binds to its backward as they came.
+
+    They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
+    starts from them.
+    """
+    nodes, root = graph.graphs[forward], graph.graphs[graph.root]
+    bound = next((node for node in nodes if node.binds == backward), None)
+    calls = [node for node in root if forward in node.calls]
+    if bound is None or not calls:
+        return {}
+    arguments = [arguments_of(node.head) for node in calls[:2]]
+    kept = set(_PARAMETER.findall(bound.head))
+    places = places_of(nodes)
+    found: dict[str, int] = {}
+    for index, parameter in enumerate(graph.parameters.get(forward, ())):
+        taken = [row[index] for row in arguments if index < len(row)]
+        if parameter not in kept or not taken or len(set(taken)) < len(taken) or not taken[0][1:].isdecimal():
+            continue  # not kept, or the same for every micro-batch
+        owners = [root[owner] for owner in _owners(int(taken[0][1:]), root)]
+        size = sum(output_bytes(node, rows) for node in owners if node.op == "Receive")
+        if size:
+            reader = f"%{parameter}_"
+            place = min((place for place, node in zip(places, nodes, strict=True) if reader in node.head), default=0)
+            found[name_of(place)] = found.get(name_of(place), 0) + size
+    return found
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
@@ -96,6 +149,11 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 def peak_bytes(nodes: list[Node], rows: int) -> int:
     """Most bytes alive at once when the operators run in the order of the text; views cost nothing."""
+    return max((moment.most for moment in moments_of(nodes, rows)), default=0)
+
+
+def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
+    """Bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
         for operand in node.operands:
@@ -104,13 +162,14 @@ def peak_bytes(nodes: list[Node], rows: int) -> int:
     ends: dict[int, list[int]] = {}
     for owner, place in last.items():
         ends.setdefault(place, []).append(owner)
-    alive = most = 0
+    alive, found = 0, []
     for place, node in enumerate(nodes):
         if node.op not in _VIEWS and node.op != "MakeTuple" and place in last:
             alive += output_bytes(node, rows)
-        most = max(most, alive)
+        most = alive
         alive -= sum(output_bytes(nodes[owner], rows) for owner in ends.get(place, ()))
-    return most
+        found.append(Moment(most, alive))
+    return found
 
 
 def output_bytes(node: Node, rows: int) -> int:

@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # what a result depends on: not how it is put together and shown
 _CODE = (
     *("plugins", "launch/dryrun_rank.py", "tools/check/view.py", "tools/check/arithmetic.py"),
+    "tools/check/defaults.py",
     *(f"tools/dryrun/{name}.py" for name in ("compile", "training_step", "inputs", "virtual_cluster", "layout")),
     *(f"tools/dryrun/{name}.py" for name in ("graph_text", "graph_report", "collectives", "activations", "flops")),
-    "tools/dryrun/passes.py",
+    *("tools/dryrun/by_layer.py", "tools/dryrun/passes.py"),
 )
 _PACKAGES = ("mindspore", "mindformers")
 

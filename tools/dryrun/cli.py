@@ -13,7 +13,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
-from tools.check.view import View
+from tools.check.view import MODEL, PARALLEL, View
 from tools.dryrun import cache
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.job import Job
@@ -22,8 +22,11 @@ from tools.dryrun.picture import draw
 from tools.dryrun.pool import run_jobs
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
+from tools.dryrun.say import said_after
 from tools.ep_report.settle import settle
 from tools.files.figure import check_ending
+from tools.files.whole import check_writable
+from tools.ranges import RANGES, Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.settle_layout import settle_layout
@@ -56,11 +59,11 @@ class Ranks(click.ParamType):
     show_default=True,
     help="Global ranks to compile. Ranks of one stage are compared call by call; all-stages takes one of each stage.",
 )
-@click.option("--devices", type=click.IntRange(min=1), help="Another number of devices: data_parallel follows.")
-@click.option("--micro-batches", type=click.IntRange(min=1), help="Micro-batches to compile; 2 a stage by default.")
+@click.option("--devices", type=Number("devices"), help="Another number of devices: data_parallel follows.")
+@click.option("--micro-batches", type=Number("micro_batches"), help="Micro-batches to compile; 2 a stage by default.")
 @click.option("--quick", is_flag=True, help="Each kind of layer once; the stages are put together from them.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Compiles at a time; as many as fit by default.")
+@click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
@@ -82,18 +85,24 @@ def dryrun(
     pipeline stage. What it says is what it would do: memory of every device, collectives and their ranks, Sends and
     Receives, or its refusal.
 
-    Exit codes: 0 it compiles, fits and runs through; 1 it does not; 2 a wrong input; 130 interrupted.
+    Exit codes: 0 it compiles, fits and runs through; 1 it does not, or --quick cannot tell whether it fits; 2 a wrong
+    input; 130 interrupted.
     """
     if picture:
         check_ending(picture)
+        check_writable(picture)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses its own ranks and micro-batches")
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
-    refused = [str(finding) for finding in check_recipe(loaded).errors]
+    refuse_sizes(View(loaded))
+    with said_after("checking the recipe"):
+        refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
         settle_layout(loaded)
         settle(loaded)
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
+        if quick and plan.job_of:
+            click.echo("--quick: there is one stage, which is built as it is", err=True)
         results = compile_all(plan, jobs, not no_cache)
         refused = [_refusal(result) for result in results if "error" in result]
     if refused:
@@ -109,6 +118,21 @@ def dryrun(
         console = Console(highlight=False)
         render(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
     sys.exit(1 if report["problems"] else 0)
+
+
+def refuse_sizes(view: View) -> None:
+    """Refuse what would keep this machine busy for ever.
+
+    Raises:
+        RecipeError: more layers, devices or micro-batches than anybody has.
+    """
+    written = (("model.model_config.num_hidden_layers", view.get((*MODEL, "num_hidden_layers")), "layers"),)
+    written += (("parallel_config.micro_batch_num", view.get((*PARALLEL, "micro_batch_num")), "micro_batches"),)
+    written += (("parallel_config: devices in all", view.devices, "devices"),)
+    for path, value, name in written:
+        refusal = RANGES[name].refusal(value) if isinstance(value, int) and value > 0 else None
+        if refusal:
+            raise RecipeError(f"{path}: {value:,} {refusal}")
 
 
 def resized(recipe: Recipe, devices: int | None) -> Recipe:
@@ -171,11 +195,17 @@ def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
+    if not console.is_terminal:
+        click.echo(f"compiling {len(jobs)} rank{'s' * (len(jobs) > 1)}, each a minute or more", err=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("compiling", total=len(jobs))
         running: set[int] = set()
 
         def told(job: Job, event: str, seconds: float, result: dict[str, Any] | None) -> None:
+            if event == "running":
+                if not console.is_terminal:
+                    click.echo(f"stage {job.stage} (rank {job.rank}): still compiling after {seconds:.0f} s", err=True)
+                return
             running.symmetric_difference_update({job.rank})
             names = ", ".join(map(str, sorted(running)))
             bar.update(task, advance=event == "done", description=f"compiling rank {names}" if names else "compiling")

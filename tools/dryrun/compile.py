@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.check.view import MODEL, View
+from tools.check.defaults import model_default, model_number
+from tools.check.view import View
 from tools.dryrun.graph_report import report_graph
 from tools.dryrun.graph_text import read_graph
 from tools.dryrun.job import Job
@@ -116,5 +117,5 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 def _even_rows(view: View) -> int:
     """Tokens of a rank and micro-batch x experts that each goes to."""
-    tokens = view.batch * view.number((*MODEL, "seq_length"), 1) // (view.tp * view.cp)
-    return tokens * view.number((*MODEL, "num_experts_per_tok"), 1)
+    tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
+    return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)

@@ -15,6 +15,7 @@ from plugins.errors import ClusterError
 
 _ROOT = re.compile(r"# IR entry: @(\S+)")
 _GRAPH = re.compile(r"subgraph @([^\s(]+)\(")
+_PARAMETER = re.compile(r"%(para\d+)_")
 _NODE = re.compile(r"  %(\d+)\([^)]*\) = (.*)")
 _TYPES = re.compile(r"      : (\(.*\)) -> (\(.*\))$")
 _SCOPE = re.compile(r"      # Fullname with scope: \((.*)\)")
@@ -83,10 +84,11 @@ class Node:
 
 @dataclass(frozen=True)
 class GraphText:
-    """All subgraphs by name, and the name of the one that runs."""
+    """All subgraphs by name, and the name of the one that runs; the parameters ("para1" ...) that each takes."""
 
     root: str
     graphs: dict[str, list[Node]]
+    parameters: dict[str, list[str]] = field(default_factory=dict)
 
 
 def read_graph(file: Path) -> GraphText:
@@ -96,13 +98,13 @@ def read_graph(file: Path) -> GraphText:
         ClusterError: it is no such text.
     """
     with file.open(encoding="utf-8", errors="replace") as lines:
-        root, graphs = _parse(lines)
+        root, graphs, parameters = _parse(lines)
     if root not in graphs:
         raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
     for nodes in graphs.values():
         for node in nodes:
             node.calls = [called for called in node.calls if called in graphs]
-    return GraphText(root, graphs)
+    return GraphText(root, graphs, parameters)
 
 
 def tensors(text: str) -> tuple[TensorType, ...]:
@@ -119,10 +121,24 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"-?\d+", text)))
 
 
-def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]]]:
-    """Name of the root graph, and the operators of each graph."""
+def arguments_of(head: str) -> list[str]:
+    """What a call hands over, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
+    inside = head.partition("(")[2].rpartition(")")[0]
+    found, depth = [""], 0
+    for letter in inside:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [text.strip() for text in found]
+
+
+def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, list[str]]]:
+    """Name of the root graph, the operators of each graph, and the parameters that each takes."""
     root = ""
     graphs: dict[str, list[Node]] = {}
+    parameters: dict[str, list[str]] = {}
     nodes: list[Node] = []
     for line in lines:
         if match := _NODE.match(line):
@@ -132,9 +148,10 @@ def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]]]:
             _complete(nodes[-1], line)
         elif match := _GRAPH.match(line):
             nodes = graphs[match[1]] = []
+            parameters[match[1]] = _PARAMETER.findall(line)
         elif match := _ROOT.match(line):
             root = match[1]
-    return root, graphs
+    return root, graphs, parameters
 
 
 def _node(text: str) -> Node:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from plugins.errors import RecipeError
 from tools.check.arithmetic import columns_of
-from tools.check.view import LOADER, MODEL, View
+from tools.check.defaults import model_number
+from tools.check.view import LOADER, View
 
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -17,7 +18,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
         RecipeError: a column of which the shape is not known here.
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
-    length = view.number((*MODEL, "seq_length"), 0)
+    length = model_number(view, "seq_length")
     tokens = ((batch, length), "int32")
     known = {
         "input_ids": tokens,

@@ -9,9 +9,10 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
-from tools.dryrun.passes import Pass, most_saved
+from tools.dryrun.passes import Pass, most_saved, waiting
 
 GIB = 1 << 30
+FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Memory:
         accumulated: gradients summed over micro-batches.
         gathered: weights in compute precision, gathered from the optimizer's shards for the whole step.
         saved: activations that wait for their backward, at the fullest moment (estimate).
-        working: most that is alive inside one pass (estimate).
+        working: what is alive inside a pass beside them, at the fullest moment of both together (estimate).
         limit: `context.max_device_memory`; 0 when the recipe sets none.
     """
 
@@ -54,15 +55,29 @@ class Memory:
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
     """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order."""
     chunks = graph["activations"]
+    saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
     return Memory(
         weights=total(held, WEIGHT),
         state=total(held, STATE),
         accumulated=total(held, ACCUMULATED),
         gathered=sum(graph["kept"].values()),
-        saved=most_saved(passes, [chunk["saved"] for chunk in chunks]),
-        working=max((max(chunk["forward"], chunk["backward"]) for chunk in chunks), default=0),
+        saved=saved,
+        working=most_alive(passes, chunks) - saved,
         limit=limit,
     )
+
+
+def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, int]]) -> int:
+    """Bytes of activations at the fullest moment: what waits for its backward, and what is alive in the pass that runs.
+
+    A forward's own part of what waits is among what is alive in it, and counts once.
+    """
+    most = max((chunk["backward"] for chunk in chunks), default=0)  # where no passes are known
+    sizes = [chunk["saved"] for chunk in chunks]
+    for before, item in zip(waiting(passes, sizes), passes, strict=True):
+        inside = chunks[item.chunk]["forward" if item.kind == "F" else "backward"]
+        most = max(most, before + inside)
+    return most
 
 
 def limit_of(recipe: Mapping[str, Any]) -> int:
@@ -80,12 +95,36 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     return int(float(match[1]) * GIB)
 
 
-def over_limit(stages: Sequence[Mapping[str, Any]], limit: int) -> list[str]:
+def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
+    """Whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
+
+    Args:
+        error: most that the total may be off, as a share of it; what is exact is not.
+    """
+    if not limit:
+        return NO_LIMIT
+    if memory["exact"] > limit or memory["total"] * (1 - error) > limit:
+        return DOES_NOT_FIT
+    return UNKNOWN if memory["total"] * (1 + error) > limit else FITS
+
+
+def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
+    """A line for each stage that lies within the error of the limit."""
+    where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
+    return [
+        f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
+        f"{stage['memory']['total'] / GIB:.1f} GiB a device is {where}: run it at full depth, without --quick"
+        for stage in stages
+        if fit_of(stage["memory"], limit, error) == UNKNOWN
+    ]
+
+
+def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0.0) -> list[str]:
     """Stages of a report that do not fit, with the keys that would mend it; one line for those that need the same."""
     needs: dict[tuple[str, str, str], list[str]] = {}
     for stage in stages if limit else ():
         memory = stage["memory"]
-        if memory["total"] <= limit:
+        if fit_of(memory, limit, error) != DOES_NOT_FIT:
             continue
         sure = memory["exact"] > limit
         largest = sorted(_MEND, key=lambda name: -memory[name])[:2]

@@ -47,8 +47,21 @@ def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
 
 def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
     """Bytes that wait for their backward at the fullest moment, when a micro-batch leaves `sizes[chunk]` in a chunk."""
-    now = most = 0
+    own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
+    return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
+
+
+def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
+    """Bytes that wait for their backward in front of each pass.
+
+    Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
+    """
+    split = {item[1:] for item in passes if item.kind == "W"}
+    now, found = 0, []
     for item in passes:
-        now += sizes[item.chunk] if item.kind == "F" else -sizes[item.chunk]
-        most = max(most, now)
-    return most
+        found.append(now)
+        if item.kind == "F":
+            now += sizes[item.chunk]
+        elif item.kind == "W" or item[1:] not in split:
+            now -= sizes[item.chunk]
+    return found

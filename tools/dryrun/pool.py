@@ -26,8 +26,9 @@ WORKER = "launch.dryrun_rank"
 GIB = 1 << 30
 _NEEDS = 6 * GIB  # of one compile: the largest that was seen at full depth, and some room
 _POLL = 0.2  # seconds
+_TOLD = 30.0  # seconds after which a compile that still runs is told of
 
-Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, "started" or "done", seconds, result
+Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what is new, seconds, result
 
 
 def run_jobs(jobs: Sequence[Job], progress: Progress, at_once: int | None = None) -> list[dict[str, Any]]:
@@ -36,7 +37,7 @@ def run_jobs(jobs: Sequence[Job], progress: Progress, at_once: int | None = None
     After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
 
     Args:
-        progress: is told of each start and end.
+        progress: is told of each job "started" and "done", and now and then of what is still "running".
         at_once: how many run at a time, by default as many as fit.
 
     Raises:
@@ -57,6 +58,8 @@ def run_jobs(jobs: Sequence[Job], progress: Progress, at_once: int | None = None
                         del running[place]
                         results[place] = run.result()
                         progress(run.job, "done", time.monotonic() - run.started, results[place])
+                    elif run.due():
+                        progress(run.job, "running", time.monotonic() - run.started, None)
                 if refused and not running:
                     break
                 time.sleep(_POLL)
@@ -86,7 +89,15 @@ class _Run:
         command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        self.started = time.monotonic()
+        self.started = self._told = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time to say that it still runs."""
+        now = time.monotonic()
+        if now - self._told < _TOLD:
+            return False
+        self._told = now
+        return True
 
     def result(self) -> dict[str, Any]:
         """What it found."""

@@ -1,126 +1,164 @@
-"""The quick dry run: each kind of layer compiled once, in two stages, and the real stages put together from them.
+"""The quick dry run: each kind of layer compiled once, on few stages, and the real stages put together from them.
 
-Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each kind,
-the embedding, the head and the MTP layers on two stages of the same size have the layouts of the whole model. What adds
-up by layers is exact (weights, optimizer state, gradients, gathered weights); activations are estimates on top of
-estimates; traffic is not given.
+Sharding depends on the devices of a stage, not on how many stages there are or how deep they are: a layer of each kind
+(see `kinds`), the embedding, the head and the MTP layers on stages of the same size have the layouts of the whole
+model. What adds up by layers is exact (weights, optimizer state, gradients, gathered weights); activations are added up
+from the parts of the compiled passes, and differ from those of full depth by at most `ERROR`; traffic is not given.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from tools.check.stages import swaps
 from tools.check.view import View
+from tools.dryrun.by_layer import BACK, COMMON, FRONT, put_together
 from tools.dryrun.job import Job
-from tools.dryrun.jobs import Plan
+from tools.dryrun.jobs import Plan, plan_jobs
+from tools.dryrun.kinds import Kind, groups_of, kinds_of, settings_of, write_settings
 from tools.dryrun.layout import Held
-from tools.dryrun.stages import EXCLUDE, RECOMPUTE, Stage, stages_of, swaps
+from tools.dryrun.stages import Stage, stages_of
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import Recipe
-from tools.search.activations import saved
-from tools.search.from_recipe import from_recipe
 
+ERROR = 0.03  # most that a total is off, against full depth: benchmarks/dryrun_quick_vs_full.py
 _LAYER = "decoder.layers."
+_NOTHING = {"saved": 0, "forward": 0, "backward": 0}
+_LEAST = 2  # layers of a stage in front: what two of them share belongs to none
+
+
+class Small(NamedTuple):
+    """What is compiled instead of the model.
+
+    Args:
+        groups: kinds of layers by stage.
+        kinds: of the real layers [stage][chunk][layer].
+        recipe: of the small model.
+    """
+
+    groups: list[list[Kind]]
+    kinds: list[list[list[Kind]]]
+    recipe: Recipe
 
 
 def quick_plan(recipe: Recipe) -> Plan:
-    """Two compiles (one without a pipeline) that stand for all stages: `compose` takes them apart."""
+    """The few compiles that stand for all stages: `compose` takes them apart. One stage alone is compiled as it is."""
     view = View(recipe)
-    small = _reduced(recipe, view)
+    if view.pp == 1:
+        return plan_jobs(recipe)
+    small = small_of(recipe).recipe
     per_stage = view.devices // view.pp
     jobs = [Job(small, stage * per_stage, stage) for stage in range(View(small).pp)]
     return Plan(stages_of(view), jobs, [], View(small).micro_batches)
 
 
-def _reduced(recipe: Recipe, view: View) -> Recipe:
-    """One layer of each kind in front; behind, one of the last kind with the head."""
+def small_of(recipe: Recipe) -> Small:
+    """A layer of each kind in front; behind, one like the last with the head, whose MTP layers are set up as it is."""
+    view = View(recipe)
+    stages = stages_of(view)
+    settings = settings_of(view, stages)
+    kinds = kinds_of(view, stages, settings)
+    by_layer = {
+        first + place: kind
+        for stage, chunks in zip(stages, kinds, strict=True)
+        for (first, _), chunk in zip(stage.chunks, chunks, strict=True)
+        for place, kind in enumerate(chunk)
+    }
+    groups = groups_of([by_layer[layer] for layer in sorted(by_layer)], swaps(view))
+    groups = [group * _LEAST if len(group) < _LEAST else group for group in groups]
+    groups.append([by_layer[max(by_layer)]])
     small = copy.deepcopy(recipe)
+    _set_layers(small, groups)
+    write_settings(small, settings, groups)
+    return Small(groups, kinds, small)
+
+
+def _set_layers(small: Recipe, groups: Sequence[Sequence[Kind]]) -> None:
+    """Make the groups the layers of the recipe's stages."""
     model = small["model"]["model_config"]
-    kinds = _front(stages_of(view))
-    pp = 2 if view.pp > 1 else 1
-    model["num_hidden_layers"] = len(kinds) + (pp == 2)
-    if MOE in kinds:  # whichever way the recipe spells its layers, or leaves to a default
-        model |= {"first_k_dense_replace": kinds.count(DENSE), "moe_layer_freq": 1}
+    blocks = [kind.block for group in groups for kind in group]
+    total, pp = len(blocks), len(groups)
+    model["num_hidden_layers"] = total
+    if MOE in blocks:  # whichever way the recipe spells its layers, or leaves to a default
+        dense = blocks.index(MOE)
+        behind = [int(block == MOE) for block in blocks] if DENSE in blocks[dense:] else 1
+        model |= {"first_k_dense_replace": 0 if behind != 1 else dense, "moe_layer_freq": behind}
     elif "first_k_dense_replace" in model:
-        model["first_k_dense_replace"] = min(model["first_k_dense_replace"] or 0, model["num_hidden_layers"])
-    if pp == 2:
-        model["offset"] = [len(kinds) - 1, 0] if len(kinds) > 1 else 0
-        model["pp_interleave_num"] = 1
-        small["parallel_config"] |= {"pipeline_stage": 2, "micro_batch_num": 2}
-        small["parallel"]["pipeline_config"] = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
-    else:
-        model["offset"] = 0
-    section = small.get("recompute_config") or {}
-    keys = EXCLUDE if swaps(view) else (*RECOMPUTE, *EXCLUDE)  # lists of layers' numbers hold for fewer layers as well
-    section |= {key: _flat(section[key]) for key in keys if key in section}
-    return small
-
-
-def _front(stages: Sequence[Stage]) -> list[str]:
-    """The kinds of layer that the model has, dense first."""
-    found = {kind for stage in stages for kind in stage.kinds}
-    return [kind for kind in (DENSE, MOE) if kind in found]
-
-
-def _flat(setting: Any) -> Any:
-    """A recompute setting by stages as one for all: on where it is on for some layer."""
-    if isinstance(setting, dict):
-        return {key: _flat(value) for key, value in setting.items()}
-    if isinstance(setting, list) and not any(isinstance(item, str) for item in setting):
-        return any(any(item) if isinstance(item, list) else item for item in setting)
-    return setting
-
-
-def layer_shares(recipe: Recipe) -> dict[str, float]:
-    """By the estimator, bytes that a layer of each kind keeps for its backward: to take one compile's sum apart."""
-    config = from_recipe(recipe)
-    options = (("full", config.recompute.full), ("select", config.recompute.select))
-    option = next((name for name, table in options if table), "none")
-    return {kind: saved(config, kind, option) for kind in (DENSE, MOE)}
+        model["first_k_dense_replace"] = min(model["first_k_dense_replace"] or 0, total)
+    model["offset"] = [len(group) - total // pp for group in groups]
+    model["pp_interleave_num"] = 1
+    small["parallel_config"] |= {"pipeline_stage": pp, "micro_batch_num": pp}
+    small["parallel"]["pipeline_config"] = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
 
 
 def compose(
-    stages: Sequence[Stage], results: Sequence[Mapping[str, Any]], shares: Mapping[str, float]
+    recipe: Recipe, stages: Sequence[Stage], results: Sequence[Mapping[str, Any]]
 ) -> list[tuple[list[Held], dict[str, Any]]]:
     """For each stage of the real pipeline: what it holds, and a graph's summary without traffic.
 
     Args:
+        recipe: the real one.
         results: of `quick_plan`'s jobs.
-        shares: `layer_shares`.
     """
-    held = [[Held(**item) for item in result["held"]] for result in results]
-    kept = [result["graph"]["kept"] for result in results]
-    kinds = _front(stages)
-    front = results[0]["graph"]["activations"][0]
-    one = front["saved"] / sum(shares[kind] for kind in kinds)
-    layer = {kind: int(one * shares[kind]) for kind in kinds}
-    back = results[-1]["graph"]["activations"][0]
+    small = small_of(recipe)
+    layers = _Compiled(small.groups, results)
     found = []
-    for stage in stages:
-        names = [f"{_LAYER}{kinds.index(kind)}." for kind in stage.kinds]
-        chunks = []
-        for chunk, (_, chunk_kinds) in enumerate(stage.chunks):
-            last = "head" in stage.ends and chunk == len(stage.chunks) - 1
-            behind = max(back["saved"] - layer[kinds[-1]], 0) if last else 0
-            left = sum(layer[kind] for kind in chunk_kinds) + behind
-            chunks.append({"saved": left, **{key: (back if last else front)[key] for key in ("forward", "backward")}})
-        own = {
-            f"{place}:{name}": size
-            for place, prefix in enumerate(names)
-            for both in kept
-            for name, size in both.items()
-            if prefix in name
-        }
-        own |= {name: size for both in _ends(kept, stage) for name, size in both.items() if _LAYER not in name}
-        parts = [item for prefix in names for both in held for item in both if prefix in item.name]
-        outside = {item.name: item for both in _ends(held, stage) for item in both if _LAYER not in item.name}
-        graph = {"activations": chunks, "kept": own, "flops": [], "collectives": []}
-        found.append(([*parts, *outside.values()], graph))
+    for stage, chunks in zip(stages, small.kinds, strict=True):
+        own = [layers.of(kind) for chunk in chunks for kind in chunk]
+        held = [item for one in own for item in one.held]
+        kept = {f"{place}:{name}": size for place, one in enumerate(own) for name, size in one.kept.items()}
+        ends = [layers.results[place] for end, place in (("embedding", 0), ("head", -1)) if end in stage.ends]
+        outside = {item["name"]: Held(**item) for result in ends for item in result["held"]}
+        held += [item for name, item in outside.items() if _LAYER not in name]
+        for result in ends:
+            kept |= {name: size for name, size in result["graph"]["kept"].items() if _LAYER not in name}
+        passes = [
+            layers.chunk(chunk, "embedding" in stage.ends and number == 0, "head" in stage.ends and chunk is chunks[-1])
+            for number, chunk in enumerate(chunks)
+        ]
+        found.append((held, {"activations": passes, "kept": kept, "flops": [], "collectives": []}))
     return found
 
 
-def _ends(both: Sequence[Any], stage: Stage) -> list[Any]:
-    """Of what the front and the back compile hold beside layers, that of the stage's ends; its middle has nothing."""
-    return [both[place] for place, end in ((0, "embedding"), (-1, "head")) if end in stage.ends]
+class _Layer(NamedTuple):
+    """What was found of one compiled layer."""
+
+    held: list[Held]
+    kept: dict[str, int]
+    part: Mapping[str, int]
+
+
+class _Compiled:
+    """The small model's compiles, by kind of layer."""
+
+    def __init__(self, groups: Sequence[Sequence[Kind]], results: Sequence[Mapping[str, Any]]):
+        self.results = results
+        self._parts = [result["graph"]["activations"][0]["parts"] for result in results]
+        self._layers: dict[Kind, _Layer] = {}
+        numbered = [(job, kind) for job, group in enumerate(groups) for kind in group]
+        for number, (job, kind) in enumerate(numbered):
+            if kind not in self._layers:
+                self._layers[kind] = self._layer(job, number)
+
+    def _layer(self, job: int, number: int) -> _Layer:
+        name = f"{_LAYER}{number}."
+        held = [Held(**item) for item in self.results[job]["held"] if name in item["name"]]
+        kept = {key: size for key, size in self.results[job]["graph"]["kept"].items() if name in key}
+        return _Layer(held, kept, self._parts[job].get(str(number), _NOTHING))
+
+    def of(self, kind: Kind) -> _Layer:
+        """What was found of a kind of layer."""
+        return self._layers[kind]
+
+    def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, int]:
+        """A micro-batch's passes through a chunk of such layers, with what stands at the model's ends."""
+        front, back = self._parts[0], self._parts[-1]
+        shared = [parts.get(COMMON, _NOTHING) for parts in ((front, back) if head else (front,))]
+        parts = [max(shared, key=lambda part: part["saved"])]
+        parts += [front.get(FRONT, _NOTHING)] if embedding else []
+        parts += [self.of(kind).part for kind in kinds]
+        if head:
+            parts += [back.get(FRONT, _NOTHING), back.get(BACK, _NOTHING)]
+        return put_together(parts)

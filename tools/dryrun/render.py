@@ -41,6 +41,19 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         console.print("a recipe of the CPU: built, not compiled; its workers send what plugins/cpu_backend sends")
     elif not report["problems"]:
         console.print(_together(report), highlight=False)
+        if report["fit"] != "unknown":
+            console.print(_fit(report), highlight=False)
+
+
+def _fit(report: Mapping[str, Any]) -> str:
+    """The verdict on memory, where all stages have one."""
+    if report["fit"] == "no limit":
+        return "the recipe sets no context.max_device_memory: whether it fits is not said"
+    fullest = max(report["stages"], key=lambda stage: stage["memory"]["total"])
+    memory = fullest["memory"]
+    room = f"the fullest stage, {fullest['stage']}, takes {memory['total'] / memory['limit']:.0%} of the limit"
+    error = f" (--quick may be off by {report['quick_error']:.0%})" if report["quick"] else ""
+    return f"{report['fit']}: {room}{error}"
 
 
 def _together(report: Mapping[str, Any]) -> str:
@@ -67,8 +80,9 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     """What was not compiled but concluded."""
     if report["quick"]:
         return [
-            "quick: each kind of layer was compiled once, in two stages; the stages are put together from them. "
-            "Estimates are rough, traffic is not given: leave out --quick for both"
+            "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "
+            "the stages are put together from them, each of its own kinds. A stage's total is within "
+            f"{report['quick_error']:.0%} of full depth; traffic is not given: leave out --quick for both"
         ]
     found = []
     micro = report["micro_batches"]

@@ -13,10 +13,10 @@ from tools.check.view import View
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.links import check_links
-from tools.dryrun.memory import limit_of, memory_of, over_limit
+from tools.dryrun.memory import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN, fit_of, limit_of, memory_of, over_limit, unsure
 from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.passes import Pass
-from tools.dryrun.quick import compose, layer_shares
+from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
 from tools.recipe.load import Recipe
@@ -52,7 +52,7 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
     """
     view = View(recipe)
     quick = not plan.job_of
-    found = _composed(plan, results) if quick else _compiled(plan, results)
+    found = _composed(recipe, plan, results) if quick else _compiled(plan, results)
     known = quick or all(
         [tuple(item) for item in one.graph["passes"]] == _passes(view, one.stage.number, plan.micro_batches)
         for one in found
@@ -64,10 +64,16 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
     programs = programs_of(compiled)
     links = check_links(plan, compiled, view.devices // view.pp, alike=not runs_back(view))
     problems = check_order(programs) + links.problems
-    problems += over_limit(stages, limit) + _uneven(found, view.devices // view.pp)
+    error = ERROR if quick else 0.0
+    problems += over_limit(stages, limit, error) + unsure(stages, limit, error)
+    problems += _uneven(found, view.devices // view.pp)
+    for stage in stages:
+        stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
     return {
         "recipe": recipe.source,
         "quick": quick,
+        "quick_error": error if quick else None,
+        "fit": _worst([stage["fit"] for stage in stages], len(plan.stages)),
         "compiled": not view.on_cpu,
         "devices": view.devices,
         "layout": {"dp": view.dp, "tp": view.tp, "pp": view.pp, "cp": view.cp, "ep": view.ep, "chunks": view.chunks},
@@ -85,6 +91,12 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
     }
 
 
+def _worst(fits: Sequence[str], stages: int) -> str:
+    """The pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
+    known = [*fits, *([UNKNOWN] if len(fits) < stages else [])]
+    return next(verdict for verdict in (DOES_NOT_FIT, NO_LIMIT, UNKNOWN, FITS) if verdict in known)
+
+
 def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Each stage by the job that stands for it."""
     held = [[Held(**item) for item in result["held"]] for result in results]
@@ -96,9 +108,9 @@ def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
     ]
 
 
-def _composed(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
+def _composed(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
     """Each stage from its layers."""
-    parts = compose(plan.stages, results, layer_shares(plan.jobs[0].recipe))
+    parts = compose(recipe, plan.stages, results)
     return [Found(stage, None, False, held, graph) for stage, (held, graph) in zip(plan.stages, parts, strict=True)]
 
 

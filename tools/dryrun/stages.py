@@ -13,7 +13,7 @@ from tools.check.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
 from tools.check.view import MODEL, View
 from tools.model.architecture import model_of
 
-_SWAP = ("layer_swap", "op_swap")
+SWAP = ("layer_swap", "op_swap")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]],
     layers = {
         first + place: (chunk, place) for chunk, (first, kinds) in enumerate(chunks) for place in range(len(kinds))
     }
-    written += [view.get(("swap_config", key)) for key in _SWAP]
+    written += [view.get(("swap_config", key)) for key in SWAP]
     return tuple(_own_layers(value, layers) for value in written) + excluded
 
 

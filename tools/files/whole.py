@@ -32,6 +32,22 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuse a file that cannot be written, before the long work that would end in it; nothing is made.
+
+    Raises:
+        DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.
+    """
+    target = Path(path).absolute()
+    if target.is_dir():
+        raise DataError(f"{path}: cannot be written (it is a folder)")
+    above = next(folder for folder in target.parents if folder.exists())
+    if not above.is_dir():
+        raise DataError(f"{path}: cannot be written ({above} is a file)")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise DataError(f"{path}: cannot be written (nothing can be written in {above})")
+
+
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` in UTF-8.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from tools.check.defaults import model_number
 from tools.check.view import LOADER, MODEL, View
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.meaning import GROUPS, Meaning, meaning_of
@@ -84,7 +85,8 @@ def compare(before: Recipe, after: Recipe) -> Comparison:
 def batch_of(recipe: Recipe) -> Batch:
     """Devices, global batch and tokens of a step, as MindFormers' trainer computes them."""
     view = View(recipe)
-    length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), 0))
+    default = model_number(view, "seq_length")
+    length = view.number((*MODEL, "seq_length"), view.number((*LOADER, "config", "seq_length"), default))
     return Batch(view.devices, view.global_batch, view.global_batch * length)
 
 

@@ -1,8 +1,9 @@
 """Dry runs of the best strategies: written as overlays, compiled through the virtual cluster, dropped if they fail.
 
 A quick dry run compiles each kind of layer once: whether MindSpore takes the strategy, and exactly what weights,
-gradients and optimizer state hold. Of activations it has an estimate and the search another: the larger counts. A full
-one compiles every kind of stage as it is, and its own estimate counts.
+gradients and optimizer state hold. Activations are the larger of the search's own prediction and what the dry run puts
+together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
+counts.
 
 What is over the limit fails. What is under it, but by less than the search's margin, is no failure and no proof either:
 both estimates are off by as much.
@@ -21,7 +22,7 @@ from tools.check.view import View
 from tools.dryrun.cli import compile_all, without_files
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.jobs import plan_jobs
-from tools.dryrun.quick import quick_plan
+from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.ep_report.settle import settle
 from tools.recipe.load import Recipe, load_recipe
@@ -143,6 +144,7 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
         for stage, (need, exact) in enumerate(zip(needs, found.exact, strict=True))
     ]
     cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)
+    proven = proven if full else min(proven, cap / (1 + ERROR))
     over = [f"{line}, the limit is {cap / GIB:.1f}" for line, need in zip(lines, needs, strict=True) if need > cap]
     near = [line for line, need in zip(lines, needs, strict=True) if proven < need <= cap]
     return Verdict(found.problems + over, [f"{line}, it may be {request.room_words}" for line in near], estimate)

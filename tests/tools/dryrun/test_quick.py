@@ -1,15 +1,19 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tools.check.check import check_recipe
 from tools.check.view import View
 from tools.dryrun.layout import WEIGHT
-from tools.dryrun.quick import compose, layer_shares, quick_plan
+from tools.dryrun.quick import ERROR, compose, quick_plan
+from tools.dryrun.quick import small_of as quick_small_of
+from tools.dryrun.report import report_of
 from tools.dryrun.stages import stages_of
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
-from tools.recipe.override import apply_overrides
+from tools.search.from_recipe import from_recipe
+from tools.search.verify import DryRun, judge
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 NAMES = [f"telechat3_{size}/{kind}" for size in ("105b", "438b", "1119b") for kind in ("pretrain_4k", "context_128k")]
@@ -27,10 +31,68 @@ def test_the_small_recipe_is_one_that_mindformers_takes(name):
         assert small["parallel_config"][key] == whole[key]
 
 
-def test_recompute_lists_become_one_setting():
-    recipe = load_recipe(RECIPES / "telechat3_105b/pretrain_4k.yaml")
-    changed = apply_overrides(recipe, ["recompute_config.recompute=[0, 0, 0, 3, 0, 0, 0, 0]"])
-    assert quick_plan(changed).jobs[0].recipe["recompute_config"]["recompute"] is True
+def test_a_layer_that_is_recomputed_and_one_that_is_not_are_two_kinds():
+    loaded = recompute(recompute=[4, 2, 1, 0, 0, 0, 0, 0])
+    small = small_of(loaded)["recompute_config"]
+    assert small["recompute"] == [2, 0]  # dense and MoE; the MoE layer that is not recomputed stands behind them
+    assert groups_of(loaded) == [[(DENSE, (True,)), (MOE, (True,)), (MOE, (False,))], [(MOE, (False,))]]
+    assert [[kind.on for kind in chunk] for chunk in quick_small_of(loaded).kinds[1]] == [
+        [(True,)] * 2 + [(False,)] * 4
+    ]
+
+
+def test_what_no_one_stage_can_say_takes_another_stage():
+    """The dense layer is not recomputed and comes first, so that no MoE layer behind it on its stage can be."""
+    loaded = recompute(recompute=[0, 2, 0, 6, 0, 0, 0, 1])
+    small = small_of(loaded)
+    assert groups_of(loaded)[:2] == [[(DENSE, (False,)), (MOE, (False,))], [(MOE, (True,))] * 2]
+    assert small["recompute_config"]["recompute"] == [0, 2, 1]
+    assert small["parallel_config"]["pipeline_stage"] == 3
+    assert [len(stage.kinds) for stage in stages_of(View(small))] == [2, 2, 1]
+
+
+def test_select_lists_and_exclusions_set_kinds_apart_but_not_where_the_layer_is_recomputed_whole():
+    norms = {r".*\.norm": [0, 0, 3, 0, 0, 0, 0, 0], r"mlp\.mul": True}
+    loaded = recompute(recompute=[0, 0, 1, 0, 0, 0, 0, 0], select_recompute=norms)
+    on = {kind.on for stage in quick_small_of(loaded).kinds for chunk in stage for kind in chunk}
+    assert on == {(False, False), (True, True), (False, True)}
+    loaded = recompute(recompute=True, select_recompute=norms, select_comm_recompute=[1] * 8)
+    assert {kind.on for stage in quick_small_of(loaded).kinds for chunk in stage for kind in chunk} == {(True, True)}
+    assert small_of(loaded)["recompute_config"]["recompute"] is True
+
+
+def test_one_number_a_stage_is_dealt_to_its_chunks():
+    loaded = load_recipe(RECIPES / "telechat3_438b/pretrain_4k.yaml")
+    loaded["recompute_config"]["recompute"] = [3, 0, 0, 0, 0, 0, 0, 0]
+    first = quick_small_of(loaded).kinds[0]
+    assert [sum(kind.on[0] for kind in chunk) for chunk in first] == [2, 1]
+    small_of(loaded)
+
+
+def test_swapped_layers_are_kinds_of_their_own():
+    loaded = recompute(recompute=[7, 13])  # with swapping, numbers of layers
+    loaded["swap_config"] = {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [8, 14]}], "op_swap": {}}
+    small = small_of(loaded)
+    swap = small["swap_config"]["layer_swap"][0]["layers"]
+    again = small["recompute_config"]["recompute"]
+    assert len(swap) == len(again) == 1 and swap != again
+    kinds = quick_small_of(loaded).kinds
+    assert [kind.on for kind in kinds[1][0]][:3] == [(False, False), (True, False), (False, True)]
+
+
+def test_the_small_models_last_layer_is_like_the_last_whose_settings_mtp_layers_share():
+    loaded = recompute(recompute=[0, 0, 0, 0, 0, 0, 0, 1])
+    assert groups_of(loaded)[-1] == [(MOE, (True,))]
+
+
+def recompute(**section):
+    loaded = load_recipe(RECIPES / LARGE)
+    loaded["recompute_config"] = section
+    return loaded
+
+
+def groups_of(loaded):
+    return [[(kind.block, kind.on) for kind in group] for group in quick_small_of(loaded).groups]
 
 
 def small_of(loaded):
@@ -55,20 +117,17 @@ def test_layers_that_the_recipe_lists():
     loaded["model"]["model_config"] |= {"first_k_dense_replace": 0, "moe_layer_freq": [0, *[1] * 44]}
     assert kinds_of(loaded) == [DENSE, MOE, MOE]
     loaded["model"]["model_config"]["moe_layer_freq"] = [1] * 45
-    assert kinds_of(loaded) == [MOE, MOE]
+    assert kinds_of(loaded) == [MOE] * 3  # two in front: what both read belongs to neither
 
 
 def test_a_recipe_that_says_nothing_of_recomputation():
     loaded = load_recipe(RECIPES / LARGE)
     del loaded["recompute_config"]
-    small = small_of(loaded)
-    assert not small.get("recompute_config")
-    shares = layer_shares(small)
-    assert shares[MOE] > shares[DENSE] > 0  # nothing is recomputed
+    assert not small_of(loaded).get("recompute_config")
 
 
 @pytest.mark.parametrize(
-    ("name", "layers"), [("pangu_ultra_moe_718b/pretrain_4k", 3), ("telechat3_36b/pretrain_8k", 2)]
+    ("name", "layers"), [("pangu_ultra_moe_718b/pretrain_4k", 3), ("telechat3_36b/pretrain_8k", 3)]
 )
 def test_recipes_of_other_models(name, layers):
     assert small_of(load_recipe(RECIPES / f"{name}.yaml"))["model"]["model_config"]["num_hidden_layers"] == layers
@@ -77,17 +136,54 @@ def test_recipes_of_other_models(name, layers):
 def test_a_model_of_experts_with_dense_layers_only_stays_dense():
     loaded = load_recipe(RECIPES / LARGE)
     loaded["model"]["model_config"]["first_k_dense_replace"] = 45
-    assert kinds_of(loaded) == [DENSE, DENSE]
+    assert kinds_of(loaded) == [DENSE] * 3
 
 
-def test_what_a_stage_excludes_becomes_one_setting():
+def test_what_a_stage_excludes_is_excluded_there_alone():
     loaded = load_recipe(RECIPES / LARGE)
     loaded["recompute_config"]["select_recompute_exclude"] = {r"mlp\.mul": [0, 0, 0, 6, 0, 0, 0, 0]}
-    assert small_of(loaded)["recompute_config"]["select_recompute_exclude"] == {r"mlp\.mul": True}
+    assert small_of(loaded)["recompute_config"]["select_recompute_exclude"] == {r"mlp\.mul": [0, 2, 0]}
+    kinds = quick_small_of(loaded).kinds
+    assert [kinds[stage][0][0].on for stage in (2, 3)] == [(False,), (True,)]
 
 
 def weight(name, size):
     return {"name": name, "kind": WEIGHT, "dtype": "Float32", "shape": (size,), "slice": (size,), "shards": 1}
+
+
+def part(saved, forward=0, backward=0):
+    return {"saved": saved, "forward": forward, "backward": backward}
+
+
+GIB = 1 << 30
+
+
+def results_of(plan, saved):
+    """Compiles as they might have been: `saved` by layer of the small model; 1 GiB in its front, 2 in its back."""
+    found, number = [], 0
+    for job, stage in zip(plan.jobs, stages_of(View(plan.jobs[0].recipe)), strict=True):
+        held, parts = [], {"common": part(0)}
+        for _ in stage.kinds:
+            held.append(weight(f"decoder.layers.{number}.w", 1 << 20))
+            parts[str(number)] = part(saved[number], saved[number] + GIB // 10, GIB // 2)
+            number += 1
+        if "embedding" in stage.ends:
+            held.append(weight("embedding.w", 1000))
+            parts["front"] = part(GIB, GIB, 0)
+        if "head" in stage.ends:
+            held += [weight("output_layer.w", 500), weight("embedding.w", 1000)]
+            parts["back"] = part(2 * GIB, 2 * GIB, GIB)
+        graph = {"kept": {}, "activations": [{**part(0), "parts": parts}]}
+        found.append({"rank": job.rank, "stage": job.stage, "held": held, "groups": [], "graph": graph, "seconds": {}})
+    return found
+
+
+def reported(loaded, saved):
+    plan = quick_plan(loaded)
+    results = [
+        result | {"graph": result["graph"] | {"collectives": [], "groups": []}} for result in results_of(plan, saved)
+    ]
+    return report_of(loaded, plan, results, View(loaded).node)
 
 
 def test_stages_are_put_together_from_layers():
@@ -95,17 +191,57 @@ def test_stages_are_put_together_from_layers():
     front = [weight("embedding.w", 1000), weight("decoder.layers.0.w", 10), weight("decoder.layers.1.w", 7)]
     back = [weight("embedding.w", 1000), weight("decoder.layers.2.w", 7), weight("output_layer.w", 500)]
     back.append(weight("mtp.layers.0.w", 50))
+    in_front = {"common": part(1), "front": part(5, 9, 1), "0": part(8, 20, 30), "1": part(4, 6, 40)}
+    behind = {"common": part(2), "front": part(0), "2": part(4, 6, 40), "back": part(100, 130, 60)}
     results = [
-        {"held": front, "graph": {"activations": [{"saved": 8, "forward": 1, "backward": 2}],
+        {"held": front, "graph": {"activations": [{**part(8), "parts": in_front}],
                                   "kept": {"embedding.w": 100, "decoder.layers.1.w": 3}}},
-        {"held": back, "graph": {"activations": [{"saved": 10, "forward": 3, "backward": 4}],
-                                 "kept": {"mtp.layers.0.w": 9}}},
+        {"held": back, "graph": {"activations": [{**part(10), "parts": behind}], "kept": {"mtp.layers.0.w": 9}}},
     ]  # fmt: skip
-    parts = compose(plan.stages, results, layer_shares(plan.jobs[0].recipe))
+    parts = compose(load_recipe(RECIPES / LARGE), plan.stages, results)
     sums = [sum(item.elements for item in held) for held, _ in parts]
     assert sums == [1000 + 10 + 5 * 7, *[6 * 7] * 4, *[7 * 7] * 2, 7 + 1000 + 500 + 50]
     assert [sum(graph["kept"].values()) for _, graph in parts] == [100 + 5 * 3, *[18] * 4, *[21] * 2, 3 + 9]
-    assert [graph["activations"][0]["saved"] for _, graph in parts] == [24, *[24] * 4, *[28] * 2, 4 + 6]
-    # where nothing is recomputed, a layer of experts keeps more than a dense one
-    parts = compose(plan.stages, results, {"dense": 1.0, "moe": 3.0})
-    assert [graph["activations"][0]["saved"] for _, graph in parts] == [2 + 5 * 6, *[36] * 4, *[42] * 2, 6 + 4]
+    passes = [graph["activations"][0] for _, graph in parts]
+    assert [item["saved"] for item in passes] == [1 + 5 + 8 + 5 * 4, *[1 + 6 * 4] * 4, *[1 + 7 * 4] * 2, 2 + 4 + 100]
+    assert [item["forward"] for item in passes] == [34 - 4 + 6, *[25 - 4 + 6] * 4, *[29 - 4 + 6] * 2, 2 + 4 + 130]
+    assert [item["backward"] for item in passes] == [40, *[40] * 6, 60]
+
+
+@pytest.mark.parametrize(
+    ("kept_gib", "verdict", "words"),
+    [(0.1, "fits", ""), (1.5, "does not fit", "the limit is 55.5"), (1.3, "unknown", "unknown whether it fits")],
+)
+def test_the_stage_without_recomputation_decides(kept_gib, verdict, words):
+    """Seven stages recompute all their layers; the sixth, with 7 layers and 3 micro-batches in flight, none."""
+    loaded = recompute(recompute=[6, 6, 6, 6, 6, 0, 7, 1])
+    blocks = [kind.on[0] for group in quick_small_of(loaded).groups for kind in group]
+    report = reported(loaded, [GIB // 100 if again else int(kept_gib * GIB) * 2 for again in blocks])
+    assert report["fit"] == verdict and report["quick_error"] == ERROR
+    assert [stage["fit"] for stage in report["stages"]] == ["fits"] * 5 + [verdict] + ["fits"] * 2
+    assert len(report["problems"]) == (verdict != "fits")
+    assert all(words in line and "stage 5" in line for line in report["problems"])
+    saved = report["stages"][5]["memory"]["saved"]
+    assert saved == 3 * 7 * int(kept_gib * GIB) * 2  # 1F1B: stage 5 of 8 has three micro-batches in flight
+
+
+def test_search_does_not_take_a_winner_of_which_one_stage_recomputes_nothing_and_does_not_fit():
+    loaded = recompute(recompute=[6, 6, 6, 6, 6, 0, 7, 1])
+    blocks = [kind.on[0] for group in quick_small_of(loaded).groups for kind in group]
+    report = reported(loaded, [GIB // 100 if again else 3 * GIB for again in blocks])
+    memory = [stage["memory"] for stage in report["stages"]]
+    found = DryRun([], [one["exact"] for one in memory], [one["total"] for one in memory])
+    loaded["recompute_config"]["recompute"] = True  # the search's own prediction sees no danger
+    config = from_recipe(loaded)
+    asked = SimpleNamespace(cap=55.5 * GIB, room=55.5 * GIB, room_words="55.5 GiB")
+    (problem,) = judge(SimpleNamespace(config=config), found, asked, full=False).problems
+    assert problem.startswith("stage 5: ")
+
+
+def test_search_takes_no_quick_dry_run_for_proof_that_is_nearer_to_the_limit_than_it_may_be_off():
+    config = from_recipe(recompute(recompute=True))
+    asked = SimpleNamespace(cap=55.5 * GIB, room=55.5 * GIB, room_words="55.5 GiB")
+    near = DryRun([], [10 * GIB] * 8, [int(55 * GIB)] * 8)
+    quick = judge(SimpleNamespace(config=config), near, asked, full=False)
+    assert not quick.proven and not quick.problems and len(quick.doubts) == 8
+    assert judge(SimpleNamespace(config=config), near, asked, full=True).proven

@@ -28,6 +28,8 @@ STAGE = {
 REPORT = {
     "recipe": "a.yaml",
     "quick": False,
+    "quick_error": None,
+    "fit": "fits",
     "compiled": True,
     "devices": 64,
     "layout": {"dp": 4, "tp": 8, "pp": 2, "cp": 1, "ep": 8, "chunks": 1},
@@ -64,7 +66,7 @@ def test_what_was_concluded_is_said():
     assert "4 of 256 micro-batches" in text and "1 as rank 0" in text and "equals the model of schedule 1f1b" in text
     unknown = {**REPORT, "schedule_model_equals_graph": False}
     assert "is not known, or differs from" in " ".join(notes(unknown))
-    assert notes({**REPORT, "quick": True})[0].startswith("quick: each kind of layer")
+    assert notes({**REPORT, "quick": True, "quick_error": 0.03})[0].startswith("quick: each kind of layer")
 
 
 def test_problems_and_a_count_that_differs():
@@ -78,10 +80,18 @@ def test_problems_and_a_count_that_differs():
 def test_links_that_were_not_compared_are_counted():
     some = shown({**REPORT, "links": {"exact": 2, "alike": 1, "unknown": 4}})
     assert "3 of 7 links between stages compared" in some and "of 4 links no end was compiled" in some
-    quick = shown({**REPORT, "quick": True, "links": {"exact": 0, "alike": 0, "unknown": 7}})
-    assert "of the pipeline's 7 links none was compared" in quick and "fit" not in quick
+    quick = shown({**REPORT, "quick": True, "quick_error": 0.03, "links": {"exact": 0, "alike": 0, "unknown": 7}})
+    assert "of the pipeline's 7 links none was compared" in quick and "Receives fit" not in quick
+    assert "fits: the fullest stage, 0, takes 70% of the limit (--quick may be off by 3%)" in quick
     alone = shown({**REPORT, "links": {"exact": 0, "alike": 0, "unknown": 0}})
     assert "links" not in alone and "in the same order" in alone
+
+
+def test_the_picture_of_a_quick_run_has_no_empty_half(tmp_path):
+    quick = {**REPORT, "quick": True, "stages": [{**STAGE, "traffic": []}]}
+    drawn = draw(quick, tmp_path / "a.svg").read_text()
+    assert "GiB on a device" in drawn and "sent by a device" not in drawn
+    assert "sent by a device" in draw(REPORT, tmp_path / "b.svg").read_text()
 
 
 def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
