@@ -13,8 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plugins.errors import RecipeError
 from plugins.hierarchical_ep import plan
 from tools.files.whole import write_whole
+from tools.model import architecture
 from tools.search.configuration import Configuration
 from tools.search.placement import Placement
 from tools.search.search_request import Request
@@ -22,7 +24,8 @@ from tools.search.search_times import SearchTimes
 from tools.search.space import Candidate, configuration
 
 _HERE = Path(__file__).parent
-_CODE = (_HERE, Path(plan.__file__).parent)  # the second counts the bytes of dispatch modes
+# the others count the bytes of dispatch modes, and weights and FLOPs
+_CODE = (_HERE, Path(plan.__file__).parent, Path(architecture.__file__).parent)
 _TABLES = ("full", "select", "communication")
 
 
@@ -32,13 +35,17 @@ class Store:
     Args:
         path: of the file; the question's own in the cache by default.
         resume: read what is there; otherwise the file is begun anew.
+
+    Raises:
+        RecipeError: `path` is a file of another kind, which would be lost.
     """
 
     def __init__(self, request: Request, times: SearchTimes, path: Path | None = None, resume: bool = False):
         self.request = request
         self.digest = digest_of(request, times)
         self.path = path or folder() / f"{self.digest}.json"
-        self._placed: dict[str, dict[str, Any]] = self._read() if resume else {}
+        placed = self._read(own=path is None)
+        self._placed: dict[str, dict[str, Any]] = placed if resume else {}
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -71,12 +78,18 @@ class Store:
         content = {"digest": self.digest, "placed": self._placed}
         write_whole(self.path, json.dumps(content) + "\n")
 
-    def _read(self) -> dict[str, dict[str, Any]]:
-        """What the file holds of this question; nothing where it is missing, broken or of another one."""
+    def _read(self, own: bool) -> dict[str, dict[str, Any]]:
+        """What the file holds of this question; nothing where it is missing, of another one, or our own and damaged."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return {}
+        except (OSError, ValueError):
+            content = None
+        if not isinstance(content, dict) or not isinstance(content.get("placed"), dict):
+            if own:
+                return {}
+            raise RecipeError(f"--state {self.path}: is no state of a search; give it another name")
         return content["placed"] if content.get("digest") == self.digest else {}
 
 

@@ -1,9 +1,9 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from plugins.errors import RecipeError
 from tests.tools.search.test_space import request
 from tools.search import store
 from tools.search.memory_model import GIB
@@ -39,7 +39,12 @@ def test_round_trip(case, tmp_path):
 def test_all_code_that_answers_counts(case, monkeypatch):
     asked, times, _, _ = case
     names = {f"{file.parent.name}/{file.name}" for file in store.code()}
-    assert {"search/layer_time.py", "hierarchical_ep/traffic.py", "hierarchical_ep/topology.py"} <= names
+    assert {
+        "search/layer_time.py",
+        "hierarchical_ep/traffic.py",
+        "hierarchical_ep/topology.py",
+        "model/weights.py",
+    } <= names
     before = digest_of(asked, times)
     monkeypatch.setattr(store, "code", lambda: [Path(__file__)])
     assert digest_of(asked, times) != before
@@ -52,5 +57,24 @@ def test_another_question_has_another_state(case, tmp_path):
     path = tmp_path / "state.json"
     Store(asked, times, path).keep(candidate, placement, 10.0)
     assert len(Store(other, times, path, resume=True)) == 0
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")))[:-9], "utf-8")
-    assert len(Store(asked, times, path, resume=True)) == 0
+
+
+@pytest.mark.parametrize(
+    "content", ["# a page of somebody's\n", '["a list"]', '{"digest": "x"}', '{"digest": "x", "pla']
+)
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_file_of_another_kind_is_not_written_over(case, tmp_path, content, resume):
+    asked, times, _, _ = case
+    path = tmp_path / "README.md"
+    path.write_text(content, "utf-8")
+    with pytest.raises(RecipeError, match=r"README\.md: is no state of a search"):
+        Store(asked, times, path, resume)
+    assert path.read_text("utf-8") == content
+
+
+def test_a_damaged_state_in_the_cache_is_begun_anew(case, tmp_path, monkeypatch):
+    asked, times, _, _ = case
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    store.folder().mkdir(parents=True)
+    (store.folder() / f"{digest_of(asked, times)}.json").write_text('{"digest": "x", "pla', "utf-8")
+    assert len(Store(asked, times, resume=True)) == 0
