@@ -147,7 +147,7 @@ REFUSALS = {
     "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
     "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
-    "bad parallel size": (["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"], "wants a positive integer"),
+    "bad parallel size": (["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"], "it must be a whole number from 1 to 1,000,000"),
     "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
 }
 
