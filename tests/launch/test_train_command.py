@@ -182,7 +182,10 @@ REFUSALS = {
         ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
         "checkpoint.load_path: gone: no folder that can be read (No such file or directory)",
     ),
-    "bad parallel size": (["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"], "wants a positive integer"),
+    "bad parallel size": (
+        ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],
+        "it must be a whole number from 1 to 1,000,000",
+    ),
     "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
 }
 
