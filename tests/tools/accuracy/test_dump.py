@@ -1,12 +1,13 @@
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from launch import accuracy_dump
-from plugins.errors import DataError
+from plugins.errors import DataError, RecipeError
 from tests.tools.accuracy.dump_writer import write_kernels
 from tools.accuracy.cli import accuracy
 from tools.accuracy.compare import compare_dumps
@@ -118,3 +119,17 @@ def test_an_optimizers_kernel_is_no_initial_weight(tmp_path):
     golden = write_kernels(tmp_path / "a", values)
     bench = write_kernels(tmp_path / "b", {**values, ("Sub", 60): np.zeros((2, 3), np.float32)})
     assert "the optimizer: weight decay" in compare_dumps(golden, bench).meaning()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"), [("5", "callbacks: wants a list"), ("[MFLossMonitor]", "callbacks.0: wants a mapping")]
+)
+def test_a_recipe_is_checked_before_anything_of_it_is_changed(tmp_path, callbacks, words):
+    text = Path("recipes/mini/pretrain.yaml").read_text("utf-8")
+    head, _, tail = text.partition("\ncallbacks:\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{head}\ncallbacks: {callbacks}\n\n{tail[tail.index('checkpoint:') :]}")
+    out = tmp_path / "out"
+    with pytest.raises(RecipeError, match=words):
+        accuracy_dump.run(Job(str(recipe), str(out), False, 2, "L0", "statistics", []))
+    assert not out.exists()
