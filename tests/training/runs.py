@@ -37,6 +37,11 @@ def compiled_once(folder):
     return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(folder)}
 
 
+def dying(**when):
+    """Environment of a run that is killed in a save, see kill_in_save/sitecustomize.py."""
+    return {"PYTHONPATH": os.pathsep.join([str(HERE / "kill_in_save"), str(ROOT)]), **when}
+
+
 def start(recipe, run_dir, corpus, *more, **environment):
     """Popen of `tc3 train` with its output captured."""
     env = {**os.environ, **environment}

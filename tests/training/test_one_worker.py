@@ -71,7 +71,7 @@ def test_killed_in_training_it_goes_on_to_the_same_losses(whole, graph, corpus, 
 def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, graph, corpus, tmp_path):
     run_dir = tmp_path / "run"
     # files 1 and 2 are the first checkpoint's weights and optimizer; 4 is the second one's optimizer
-    hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL": "0:4"}
+    hook = runs.dying(TC3_TEST_KILL="0:4")
     text = runs.train(runs.TINY, run_dir, corpus, expect=1, **hook, **graph)
     assert "SIGKILL" in text
     assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()

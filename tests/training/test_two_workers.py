@@ -45,7 +45,7 @@ def test_the_checkpoint_describes_every_parameter_of_both_ranks(whole_dp2):
 
 def test_killed_in_a_save_of_one_rank_both_go_on_from_the_checkpoint_before(whole_dp2, graph_dp2, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL": "1:4"}
+    hook = runs.dying(TC3_TEST_KILL="1:4")
     runs.train(runs.TINY_DP2, run_dir, corpus, expect=1, **hook, **graph_dp2)
     assert runs.processes_of(run_dir) == []
     text = runs.train(runs.TINY_DP2, run_dir, corpus, "--resume", "auto", **graph_dp2)
@@ -61,7 +61,7 @@ def test_killed_in_a_save_of_one_rank_both_go_on_from_the_checkpoint_before(whol
 def test_the_only_checkpoint_kept_is_there_until_all_ranks_have_sealed_the_next(graph_dp2, corpus, tmp_path):
     """Rank 1 dies over its first file of the second checkpoint; rank 0, which removes the old, has sealed its part."""
     run_dir = tmp_path / "run"
-    hook = {"PYTHONPATH": str(runs.HERE / "kill_in_save"), "TC3_TEST_KILL_SEAL": "1:3"}
+    hook = runs.dying(TC3_TEST_KILL_SEAL="1:3")
     one = ("--set", "checkpoint.save_max=1")
     runs.train(runs.TINY_DP2, run_dir, corpus, *one, expect=1, **hook, **graph_dp2)
     assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
