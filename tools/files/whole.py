@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,7 @@ def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Refuse a file that cannot be written, before the long work that would end in it; nothing is made.
+    """Refuse a file that cannot be written, before the long work that would end in it; nothing stays behind.
 
     Raises:
         DataError: it is a folder, or stands in a file or in a folder in which nothing can be written.
@@ -44,8 +45,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     above = next(folder for folder in target.parents if folder.exists())
     if not above.is_dir():
         raise DataError(f"{path}: cannot be written ({above} is a file)")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise DataError(f"{path}: cannot be written (nothing can be written in {above})")
+    try:
+        tempfile.TemporaryFile(dir=above).close()  # root may write where permissions say otherwise, but not everywhere
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written ({above}: {error.strerror or error})") from None
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:

@@ -16,9 +16,10 @@ from launch.cli import tc3
 from plugins.errors import TC3Error
 from tools.dryrun import cache
 from tools.dryrun import compile as compiling
-from tools.dryrun.cli import resized, without_files
+from tools.dryrun.cli import compile_all, resized, without_files
 from tools.dryrun.job import Job
-from tools.dryrun.quick import quick_plan
+from tools.dryrun.quick import ERROR, quick_plan
+from tools.dryrun.report import report_of
 from tools.recipe.load import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -60,6 +61,41 @@ def test_a_mistake_is_one_line_with_its_key_before_anything_is_compiled(change, 
 def test_wrong_input(arguments, message):
     with pytest.raises(TC3Error, match=message):
         run(LARGE, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.model_config.num_hidden_layers=1000000000", "num_hidden_layers: 1,000,000,000 is out of range"),
+        ("parallel_config.data_parallel=99999999999", "devices in all: 6,399,999,999,936 is out of range"),
+        ("parallel_config.micro_batch_num=99999999999", "micro_batch_num: 99,999,999,999 is out of range"),
+    ],
+)
+def test_sizes_that_would_keep_the_machine_busy_for_ever_are_refused(change, message):
+    with pytest.raises(TC3Error, match=message):
+        run(LARGE, "--set", change)
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TC3Error, match="file is a file"):
+        run(LARGE, "--picture", str(tmp_path / "file" / "a.svg"))
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(TC3Error, match="it is a folder"):
+        run(LARGE, "--picture", str(tmp_path / "folder.svg"))
+
+
+@pytest.mark.parametrize("option", ["--devices", "--micro-batches", "--jobs"])
+@pytest.mark.parametrize("number", ["99999999999", "nan", "1e400", "0", "1.5"])
+def test_numbers_that_are_not_sane_are_usage_errors(option, number):
+    done = run(LARGE, option, number)
+    assert done.exit_code == 2 and "it must be a whole number from 1 to" in done.output
+
+
+def test_one_stage_alone_is_compiled_as_it_is_by_quick():
+    """A recipe of the CPU has no graph of which layers could be taken apart."""
+    plan = quick_plan(without_files(load_recipe(ROOT / "recipes/mini/pretrain.yaml")))
+    assert plan.job_of == [0] and len(plan.jobs) == 1
 
 
 def test_usage_errors():
@@ -200,7 +236,7 @@ def test_a_pipeline_is_compiled_stage_by_stage(whole):
 
 
 @pytest.mark.slow
-def test_the_quick_run_puts_the_same_stages_together(whole, tmp_path):
+def test_the_quick_run_puts_the_same_stages_together(whole, tmp_path, monkeypatch):
     process = start(tmp_path, PIPELINE, "--json", "--quick")
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
@@ -209,6 +245,28 @@ def test_the_quick_run_puts_the_same_stages_together(whole, tmp_path):
     for ours, theirs in zip(quick["stages"], whole["stages"], strict=True):
         for part in ("weights", "state", "accumulated", "gathered"):
             assert ours["memory"][part] == theirs["memory"][part], part
+        for part in ("saved", "total"):
+            assert abs(ours["memory"][part] / theirs["memory"][part] - 1) < ERROR, part
+    _a_smaller_limit_is_told_by_stage(quick, tmp_path, monkeypatch)
+
+
+def _a_smaller_limit_is_told_by_stage(quick, cache_folder, monkeypatch):
+    """The compiles are those of the run above; the limit lies between its two stages, and search counts the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder))
+    recipe = without_files(load_recipe(PIPELINE))
+    plan = quick_plan(recipe)
+    results = compile_all(plan, 1, use_cache=True)
+    assert all(result["cached"] for result in results)
+    low, high = sorted(quick["stages"], key=lambda stage: stage["memory"]["total"])
+    limit = (low["memory"]["total"] + high["memory"]["total"]) / 2 / (1 << 30)
+    recipe["context"]["max_device_memory"] = f"{limit:.6f}GB"
+    report = report_of(recipe, plan, results, 8)
+    assert report["fit"] == "does not fit"
+    assert [stage["fit"] for stage in report["stages"]] == [
+        "does not fit" if stage is high else "fits" for stage in quick["stages"]
+    ]
+    (problem,) = report["problems"]
+    assert f"stage {high['stage']}:" in problem
 
 
 @pytest.mark.slow

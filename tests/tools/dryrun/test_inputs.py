@@ -37,6 +37,13 @@ def test_a_rank_reads_its_rows_or_those_of_all(recipe, times):
     assert View(recipe).full_batch == (times > 1)
 
 
+def test_a_length_that_the_recipe_leaves_out_is_that_of_mindformers():
+    recipe = change(SEMI)
+    recipe["model"] = {**recipe["model"], "model_config": dict(recipe["model"]["model_config"])}
+    del recipe["model"]["model_config"]["seq_length"]
+    assert shapes_of(View(recipe))["input_ids"][0] == (ROWS, 4096)
+
+
 def test_full_batch_is_for_split_models():
     assert not View(change(MINI, (STRATEGY, "full_batch"))).full_batch
 

@@ -6,8 +6,19 @@ import pytest
 from plugins.errors import RecipeError
 from tools.dryrun.compile import parameters_of
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
-from tools.dryrun.memory import GIB, limit_of, memory_of, over_limit
-from tools.dryrun.passes import Pass
+from tools.dryrun.memory import (
+    DOES_NOT_FIT,
+    FITS,
+    GIB,
+    NO_LIMIT,
+    UNKNOWN,
+    fit_of,
+    limit_of,
+    memory_of,
+    over_limit,
+    unsure,
+)
+from tools.dryrun.passes import Pass, most_saved, waiting
 
 
 def held(name="decoder.layers.0.w", kind=WEIGHT, dtype="Float32", shape=(8, 4), part=(4, 4), shards=2):
@@ -49,6 +60,33 @@ def test_memory_adds_up():
     assert memory.exact == 280 and memory.total == 280 + 20 + 90
     assert memory.as_json()["total"] == 390
     assert total(parts, STATE) == 64
+
+
+def test_a_backward_that_is_cut_in_two_frees_at_the_end_of_its_second_part():
+    """zero_bubble_v: the gradients of weights are taken later and need what was kept."""
+    cut = [Pass("F", 0, 0), Pass("F", 1, 0), Pass("B", 0, 0), Pass("F", 2, 0), Pass("W", 0, 0), Pass("B", 1, 0)]
+    assert waiting(cut, [10]) == [0, 10, 20, 20, 30, 20]
+    assert most_saved(cut, [10]) == 30
+    assert most_saved([], []) == 0
+
+
+@pytest.mark.parametrize(
+    ("total", "exact", "error", "fit"),
+    [
+        (53, 30, 0.03, FITS),
+        (55, 30, 0.03, UNKNOWN),
+        (56, 30, 0.03, UNKNOWN),
+        (56, 30, 0.0, DOES_NOT_FIT),
+        (56, 55.6, 0.03, DOES_NOT_FIT),
+        (58, 30, 0.03, DOES_NOT_FIT),
+    ],
+)
+def test_within_its_error_of_the_limit_it_is_not_known_whether_a_stage_fits(total, exact, error, fit):
+    memory = {"total": total * GIB, "exact": exact * GIB}
+    assert fit_of(memory, 55.5 * GIB, error) == fit
+    lines = unsure([{"stage": 4, "memory": memory}], 55.5 * GIB, error)
+    assert len(lines) == (fit == UNKNOWN) and all("stage 4: unknown whether it fits" in line for line in lines)
+    assert fit_of(memory, 0, error) == NO_LIMIT
 
 
 def test_limit_of_a_recipe():

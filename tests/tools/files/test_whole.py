@@ -4,7 +4,7 @@ import pytest
 
 from plugins.errors import DataError
 from tools.files.figure import new_figure, save_figure
-from tools.files.whole import whole_file, write_whole
+from tools.files.whole import check_writable, whole_file, write_whole
 
 
 def test_a_file_and_its_folders_are_made(tmp_path):
@@ -66,3 +66,12 @@ def test_a_picture_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         save_figure(figure, path)
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_place_that_cannot_be_written_is_refused_beforehand_and_nothing_is_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, words in ((tmp_path, "it is a folder"), (tmp_path / "file" / "x", "is a file"), ("/proc/x", "/proc")):
+        with pytest.raises(DataError, match=words):
+            check_writable(path)
+    check_writable(tmp_path / "new" / "folder" / "x.svg")
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]
