@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plugins.errors import DataError
 from plugins.hierarchical_ep import plan
 from tools.files.whole import write_whole
 from tools.search.configuration import Configuration
@@ -23,6 +24,7 @@ from tools.search.space import Candidate, configuration
 
 _HERE = Path(__file__).parent
 _CODE = (_HERE, Path(plan.__file__).parent)  # the second counts the bytes of dispatch modes
+_BEGIN = b'{"digest": '
 _TABLES = ("full", "select", "communication")
 
 
@@ -32,12 +34,17 @@ class Store:
     Args:
         path: of the file; the question's own in the cache by default.
         resume: read what is there; otherwise the file is begun anew.
+
+    Raises:
+        DataError: `path` is a file of something else.
     """
 
     def __init__(self, request: Request, times: SearchTimes, path: Path | None = None, resume: bool = False):
         self.request = request
         self.digest = digest_of(request, times)
         self.path = path or folder() / f"{self.digest}.json"
+        if path is not None and path.exists() and not is_state(path):
+            raise DataError(f"--state {path}: is no state of a search, and would be lost; give it another name")
         self._placed: dict[str, dict[str, Any]] = self._read() if resume else {}
 
     def __len__(self) -> int:
@@ -78,6 +85,15 @@ class Store:
         except (OSError, ValueError):
             return {}
         return content["placed"] if content.get("digest") == self.digest else {}
+
+
+def is_state(path: Path) -> bool:
+    """Whether a file is one of these, of whatever question, or begins as one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BEGIN)) == _BEGIN
+    except OSError:
+        return False
 
 
 def folder() -> Path:
