@@ -40,7 +40,7 @@ def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
     colours = colormaps["viridis"]
     chunks = 1 + max(span.op.chunk for timeline in timelines for span in timeline.spans)
     offset = 0.0
-    for timeline in timelines:
+    for timeline, way in zip(timelines, ("forward", "backward"), strict=True):
         for row, stream in enumerate(reversed(STREAMS)):
             for span in timeline.on(stream):
                 colour = _GREY if span.op.chunk == WHOLE else colours(span.op.chunk / chunks)
@@ -48,5 +48,8 @@ def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
                 axes.broken_barh([place], (row - 0.4, 0.8), facecolor=colour)
         offset += timeline.makespan
         axes.axvline(1e3 * offset, color="black", linewidth=0.8)
+        axes.text(1e3 * offset, -0.85, f"{way} ends ", ha="right", va="bottom", fontsize="x-small")
+    axes.set_xlim(left=0)
+    axes.set_ylim(-0.9, len(STREAMS) - 0.4)
     axes.set_yticks(range(len(STREAMS)), [_ROWS[stream] for stream in reversed(STREAMS)])
     axes.set_title(f"{name}: {1e3 * offset:.2f} ms", loc="left", fontsize="medium")

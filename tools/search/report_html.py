@@ -22,8 +22,8 @@ gap: .1em 1em; margin: .3em 1em; font-size: 90% } dt { font-weight: 600 } dd { m
 _PICTURES = {  # what is drawn -> what it stands for
     "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
     "line": "the frontier: no candidate is faster with as little memory",
-    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser, and "
-    "so under the line, whose candidates recompute alike in all layers",
+    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser; "
+    "under the line where candidates recompute alike in all layers",
     "star": "the recipe as it is written",
     "dashed": "what a device may hold for the job (red), and the same less the margin (orange)",
 }

@@ -24,6 +24,7 @@ PLANNED = "planned"  # by layer, chosen by the pipeline optimiser
 NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "mbs", "m")
 WORDS = {"mode": MODES, "shard": SHARDS, "recompute": (*POLICIES, PLANNED)}
 
+_LARGEST = 1_000_000_000
 _ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 _FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\s*")
 
@@ -75,10 +76,12 @@ def read_limit(text: str) -> Limit:
         sign = "%"
     if name in WORDS:
         values = _words(text, name, sign, words)
-    elif all(word.isdecimal() for word in words):
+    elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
+        raise RecipeError(f"--limit {text!r}: remainders are by 1 to {_LARGEST:,}")
+    elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
         values = tuple(int(word) for word in words)
     else:
-        raise RecipeError(f"--limit {text!r}: {name} is a number")
+        raise RecipeError(f"--limit {text!r}: {name} is a number, at most {_LARGEST:,}")
     if sign not in ("=", "!=") and len(values) > 1:
         raise RecipeError(f"--limit {text!r}: {sign} takes one number")
     if modulus is not None and not 0 <= values[0] < int(modulus):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import RecipeError
+from plugins.errors import DataError
 from plugins.hierarchical_ep import plan
 from tools.files.whole import write_whole
 from tools.model import architecture
@@ -26,6 +26,7 @@ from tools.search.space import Candidate, configuration
 _HERE = Path(__file__).parent
 # the others count the bytes of dispatch modes, and weights and FLOPs
 _CODE = (_HERE, Path(plan.__file__).parent, Path(architecture.__file__).parent)
+_BEGIN = b'{"digest": '
 _TABLES = ("full", "select", "communication")
 
 
@@ -37,15 +38,16 @@ class Store:
         resume: read what is there; otherwise the file is begun anew.
 
     Raises:
-        RecipeError: `path` is a file of another kind, which would be lost.
+        DataError: `path` is a file of something else.
     """
 
     def __init__(self, request: Request, times: SearchTimes, path: Path | None = None, resume: bool = False):
         self.request = request
         self.digest = digest_of(request, times)
         self.path = path or folder() / f"{self.digest}.json"
-        placed = self._read(own=path is None)
-        self._placed: dict[str, dict[str, Any]] = placed if resume else {}
+        if path is not None and path.exists() and not is_state(path):
+            raise DataError(f"--state {path}: is no state of a search, and would be lost; give it another name")
+        self._placed: dict[str, dict[str, Any]] = self._read() if resume else {}
 
     def __len__(self) -> int:
         return len(self._placed)
@@ -78,19 +80,22 @@ class Store:
         content = {"digest": self.digest, "placed": self._placed}
         write_whole(self.path, json.dumps(content) + "\n")
 
-    def _read(self, own: bool) -> dict[str, dict[str, Any]]:
-        """What the file holds of this question; nothing where it is missing, of another one, or our own and damaged."""
+    def _read(self) -> dict[str, dict[str, Any]]:
+        """What the file holds of this question; nothing where it is missing, broken or of another one."""
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return {}
         except (OSError, ValueError):
-            content = None
-        if not isinstance(content, dict) or not isinstance(content.get("placed"), dict):
-            if own:
-                return {}
-            raise RecipeError(f"--state {self.path}: is no state of a search; give it another name")
+            return {}
         return content["placed"] if content.get("digest") == self.digest else {}
+
+
+def is_state(path: Path) -> bool:
+    """Whether a file is one of these, of whatever question, or begins as one."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_BEGIN)) == _BEGIN
+    except OSError:
+        return False
 
 
 def folder() -> Path:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.errors import RecipeError
+from plugins.errors import DataError
 from tests.tools.search.test_space import request
 from tools.search import store
 from tools.search.memory_model import GIB
@@ -57,17 +57,17 @@ def test_another_question_has_another_state(case, tmp_path):
     path = tmp_path / "state.json"
     Store(asked, times, path).keep(candidate, placement, 10.0)
     assert len(Store(other, times, path, resume=True)) == 0
+    path.write_text(path.read_text("utf-8")[:-9], "utf-8")
+    assert len(Store(asked, times, path, resume=True)) == 0
 
 
-@pytest.mark.parametrize(
-    "content", ["# a page of somebody's\n", '["a list"]', '{"digest": "x"}', '{"digest": "x", "pla']
-)
+@pytest.mark.parametrize("content", ["# a page of somebody's\n", '["a list"]', ""])
 @pytest.mark.parametrize("resume", [True, False])
 def test_a_file_of_another_kind_is_not_written_over(case, tmp_path, content, resume):
     asked, times, _, _ = case
     path = tmp_path / "README.md"
     path.write_text(content, "utf-8")
-    with pytest.raises(RecipeError, match=r"README\.md: is no state of a search"):
+    with pytest.raises(DataError, match=r"README\.md: is no state of a search"):
         Store(asked, times, path, resume)
     assert path.read_text("utf-8") == content
 
