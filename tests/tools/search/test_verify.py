@@ -79,14 +79,17 @@ def test_what_check_refuses_is_not_compiled(tmp_path):
     assert any("parallel_config.model_parallel" in problem for problem in problems)
 
 
-def test_quick_runs_are_exact_without_activations_and_full_ones_count_their_own(entries):
+def test_quick_runs_count_the_larger_activations_and_full_ones_their_own(entries):
     entry = entries[0]
     stages = all_stages(entry.config)
     exact = [int(stage.static) for stage in stages]
-    found = DryRun([], exact, [size + 2 * GIB for size in exact])
     peak = max(stage.peak for stage in stages)
-    assert judge(entry, found, peak + 1, full=False) == []
-    tight = judge(entry, found, peak - 0.01 * GIB, full=False)
+    low = DryRun([], exact, exact)  # of a dry run that sees less than the search predicts
+    assert judge(entry, low, peak + 1, full=False) == []
+    tight = judge(entry, low, peak - 0.01 * GIB, full=False)
     assert len(tight) == 1 and tight[0].startswith(f"stage {[stage.peak for stage in stages].index(peak)}:")
+    high = DryRun([], exact, [*exact[:4], int(peak) + GIB, *exact[5:]])  # and of one that sees more
+    assert [line.split(":")[0] for line in judge(entry, high, peak + 1, full=False)] == ["stage 4"]
+    found = DryRun([], exact, [size + 2 * GIB for size in exact])
     assert judge(entry, found, max(exact) + 2 * GIB, full=True) == []
     assert judge(entry, found, min(exact), full=True) and judge(entry, DryRun(["no"], [], []), 0, True) == ["no"]
