@@ -19,6 +19,8 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = model_number(view, "seq_length")
+    config = (*LOADER, "config")  # the loader's own defaults: mindformers/dataset/dataloader/blended_megatron_dataloader.py
+    ends = view.number((*config, "eod_pad_length"), view.number((*config, "compressed_eod_mask_length"), 128))
     tokens = ((batch, length), "int32")
     known = {
         "input_ids": tokens,
@@ -26,7 +28,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
         "loss_mask": ((batch, length), "float32"),
         "position_ids": tokens,
         "attention_mask": ((batch, 1, length, length), "uint8"),
-        "actual_seq_len": ((batch, view.number((*LOADER, "config", "eod_pad_length"), 128)), "int32"),
+        "actual_seq_len": ((batch, ends), "int32"),
     }
     columns = view.get(("train_dataset", "input_columns")) or columns_of(view)
     unknown = [name for name in columns if name not in known]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from dataclasses import replace
@@ -83,8 +82,11 @@ def _other_devices(request: Request) -> list[str]:
     for step, word in ((-1, "fewer"), (1, "more")):
         tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
         until = time.monotonic() + _SECONDS
-        at_once = itertools.takewhile(lambda _, until=until: time.monotonic() < until, tried)
-        devices = next((number for number in at_once if _legal(replace(request, devices=number))), None)
+        devices = None
+        for number in tried:
+            if time.monotonic() >= until or devices is not None:
+                break
+            devices = number if _legal(replace(request, devices=number)) else None
         if devices is not None:
             lines.append(f"nearest with {word}: --devices {devices}")
     return lines
