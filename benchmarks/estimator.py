@@ -58,7 +58,12 @@ _TYPES: dict[str, tuple[tuple[str, ...], bool, str, tuple[str, ...]]] = {
         ("matmul", "matmul_fp8", "half_size", "attention", "memory", "unfused", "link", "hidden"),
     ),
     "h800": (("h800",), False, "h100", ()),
-    "blackwell": (("b200", "gb200", "gb300", "b300"), False, "h100", ("matmul", "memory", "link", "hidden_ep", "moe_s")),
+    "blackwell": (
+        ("b200", "gb200", "gb300", "b300"),
+        False,
+        "h100",
+        ("matmul", "memory", "link", "hidden_ep", "moe_s"),
+    ),
     "ascend_910b": (
         ("atlas_800t_a2", "atlas_900_a2"),
         True,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
+Shown = TypeVar("Shown", bound="Progressing")
 _FIRST, _EVERY = 2.0, 15.0  # seconds until the first line, and between two
 
 
@@ -23,7 +24,7 @@ class Progressing:
         self._thread: threading.Thread | None = None
         self._bar: Any = None
 
-    def __enter__(self) -> Progressing:
+    def __enter__(self: Shown) -> Shown:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
