@@ -139,11 +139,11 @@ def _tensor(shape: Shape, hardware: Hardware) -> float:
 
 
 def _context(shape: Shape, hardware: Hardware) -> float:
-    parts = shape.ulysses if shape.cp % shape.ulysses == 0 else 1
-    others, link = shape.cp // parts, _link(shape.tp * shape.cp, hardware)
     tokens = shape.batch * shape.sequence / shape.tp
-    gathered = _collective(tokens / parts * shape.attention_bytes, others, link, hardware)
-    turned = tokens / shape.cp * (shape.attention_bytes + shape.query_bytes)  # Ulysses: heads to their ranks and back
+    gathered = _collective(tokens * shape.attention_bytes, shape.cp, _link(shape.tp * shape.cp, hardware), hardware)
+    # Ulysses: heads to their ranks and back; MindFormers 1.9.0 gathers keys and values all the same
+    parts = shape.ulysses if shape.cp % shape.ulysses == 0 else 1
+    turned = tokens / shape.cp * (shape.attention_bytes + shape.query_bytes)
     exchanged = _collective(turned, parts, _link(shape.tp * parts, hardware), hardware)
     return _passes(shape) * (gathered + exchanged) * shape.layers / shape.pp * shape.micro_batches
 

@@ -5,8 +5,8 @@ fused kernels; it is more than the mathematics needs:
 
 * norms compute in fp32 and keep input and result; the MLP's first product is kept in fp32, in bf16 in routed experts;
 * SwiGLU repeats itself: its result is not kept, whatever is recomputed;
-* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again (with
-  Ulysses those of the rank's heads, which is what a rank holds that gathers nothing);
+* under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again
+  (with ulysses_degree_in_cp as well: flash attention is not told of it);
 * of the routed copies every permutation and exchange is kept: their number is known to the routing alone, and the
   backward of each asks the tensor for its shape;
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows.
@@ -91,7 +91,7 @@ def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
 def _attention(config: Configuration, tokens: float, held: float) -> float:
     """Queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and not."""
     model = config.model
-    keys = config.cp // config.head_parts * (model.heads if model.latent else model.kv_heads)
+    keys = config.cp * (model.heads if model.latent else model.kv_heads)
     heads = model.heads * (model.qk_dim + 2 * model.v_dim) + keys * (model.qk_dim + model.v_dim)
     ranks = model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     gathered = tokens * (ranks if model.latent else model.hidden)

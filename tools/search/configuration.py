@@ -66,9 +66,9 @@ class Configuration:
         keep_gathered: what tensor-parallel AllGathers made is kept for backward, not gathered again (MindFormers).
         training_graph: activations as MindFormers' training_graph models keep them (`tools.search.activations_graph`).
         fp32_residual: the residual stream is kept in fp32.
-        ulysses: parts of the heads that context parallelism cuts, of MindFormers' ulysses_degree_in_cp (DeepSpeed
-            Ulysses): an All-to-All among as many ranks gives each a part of the heads for all their tokens, and keys
-            and values go round the other cp / ulysses ranks alone.
+        ulysses: parts of the heads that MindFormers' ulysses_degree_in_cp cuts. MindFormers 1.9.0 exchanges heads for
+            it, but does not tell its flash attention (flash_attention.py:384), which gathers keys and values over the
+            whole of cp all the same: compiled graphs hold as much memory as without it, to the byte.
         logit_bytes: for each logit while the loss runs: compute precision, fp32 and the gradient.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
     """

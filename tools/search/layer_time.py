@@ -8,8 +8,8 @@ Forward:
     elementwise   bytes / (HBM bandwidth x memory)
     tp            AllGathers and ReduceScatters over the slowest link of the group
     cp            keys and values once round the group; with Ulysses an All-to-All of queries, keys, values and results
-                  among the ranks that share the heads, and keys and values round the others alone; logits on their way
-                  to the loss (`logit_exchanges`)
+                  beside it, which is the least of what compiled graphs show; logits on their way to the loss
+                  (`logit_exchanges`)
     ep            the EP planner's expected bytes (`plugins.hierarchical_ep.traffic`), dispatch and combine
     fixed         host and launches, more for MoE layers
 
@@ -187,10 +187,9 @@ class LayerTimes:
         return self._collective(size, config.tp, 1) * self._exposed(config.overlap_tp)
 
     def _context(self, config: Configuration, done: Work) -> float:
-        parts = config.head_parts
-        others = config.cp // parts
-        gathered = self._collective(done.moved_keys * others, others, config.tp * parts)
-        return (gathered + self._collective(done.turned_heads, parts, config.tp)) * self._exposed(True)
+        gathered = self._collective(done.moved_keys * config.cp, config.cp, config.tp)
+        exchanged = self._collective(done.turned_heads, config.head_parts, config.tp)
+        return (gathered + exchanged) * self._exposed(True)
 
     def _logits(self, config: Configuration, kind: str) -> float:
         """Forward seconds of logits on their way to the loss, with nothing beside them."""

@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import Any, TypeVar
 
-_Progressing = TypeVar("_Progressing", bound="Progressing")
+Shown = TypeVar("Shown", bound="Progressing")
 _FIRST, _EVERY = 2.0, 15.0  # seconds until the first line, and between two
 
 
@@ -24,7 +24,7 @@ class Progressing:
         self._thread: threading.Thread | None = None
         self._bar: Any = None
 
-    def __enter__(self: _Progressing) -> _Progressing:
+    def __enter__(self: Shown) -> Shown:
         if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn

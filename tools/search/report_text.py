@@ -134,6 +134,11 @@ def assumptions(found: Found, times: SearchTimes) -> list[str]:
         lines.append(
             "sharded gradients are reduced with every micro-batch, half of it beside its computation (not measured)"
         )
+    if request.ulysses > 1:
+        lines.append(
+            "ulysses_degree_in_cp: MindFormers 1.9.0 exchanges heads and gathers keys and values over the whole of cp "
+            "all the same; 1 needs no more memory and less communication"
+        )
     if request.swaps:
         lines.append("swap_config: activations are predicted as if they stayed on the device and moved at no cost")
     if request.changed and found.own:

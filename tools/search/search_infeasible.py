@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from tools.search.funnel import Funnel
@@ -81,15 +82,20 @@ def _other_devices(request: Request) -> list[str]:
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
         tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
-        until = time.monotonic() + _SECONDS
-        devices = None
-        for number in tried:
-            if time.monotonic() >= until or devices is not None:
-                break
-            devices = number if _legal(replace(request, devices=number)) else None
+        at_once = _for_seconds(tried)
+        devices = next((number for number in at_once if _legal(replace(request, devices=number))), None)
         if devices is not None:
             lines.append(f"nearest with {word}: --devices {devices}")
     return lines
+
+
+def _for_seconds(numbers: Iterable[int]) -> Iterator[int]:
+    """The numbers, as long as there is time."""
+    until = time.monotonic() + _SECONDS
+    for number in numbers:
+        if time.monotonic() > until:
+            return
+        yield number
 
 
 def _more_devices(request: Request) -> list[str]:

@@ -134,7 +134,7 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
     estimate = max(found.total, default=0)
     if not found.exact:
         return Verdict(found.problems, [], estimate)
-    needs: list[float] = [*found.total]
+    needs: list[float] = list(found.total)
     if not full:
         rest = [memory.peak - memory.static for memory in all_stages(entry.config)]
         own = [exact + more for exact, more in zip(found.exact, rest, strict=True)]

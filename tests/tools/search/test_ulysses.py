@@ -1,4 +1,8 @@
-"""Context parallelism that cuts heads: time and memory against sums by hand, and what MindFormers does not compile."""
+"""Ulysses as MindFormers 1.9.0 compiles it: time and memory against sums by hand, and what it does not compile.
+
+`tc3 dryrun` of the 105B recipe with equal widths, dp4 tp2 cp4: keys and values are gathered over cp 4 with
+ulysses_degree_in_cp 4 as with 1, and what a forward hands to its backward is the same to the byte.
+"""
 
 from dataclasses import replace
 
@@ -37,16 +41,16 @@ def test_time_by_hand():
         assert layer.backward.cp == layer.forward.cp  # what was gathered is kept
         return layer.forward.cp
 
-    assert cp(1) == pytest.approx(seconds(4 * KEYS, 4, 2))  # keys and values of the whole sequence
-    assert cp(4) == pytest.approx(seconds(2 * KEYS, 4, 2))  # a device's own queries, keys, values and results, once
-    assert cp(2) == pytest.approx(seconds(2 * KEYS, 2, 4) + seconds(2 * KEYS, 2, 2))
-    assert cp(4) < 0.6 * cp(1)
+    gathered = seconds(4 * KEYS, 4, 2)  # keys and values of the whole sequence
+    assert cp(1) == pytest.approx(gathered)
+    assert cp(4) == pytest.approx(gathered + seconds(2 * KEYS, 4, 2))  # queries, keys, values and results of a device
+    assert cp(2) == pytest.approx(gathered + seconds(2 * KEYS, 2, 2))
 
 
-def test_memory_by_hand():
-    kept = [saved(replace(RUN, ulysses=degree), "dense") for degree in (1, 2, 4)]
-    assert kept[0] - kept[1] == 2 * KEYS and kept[1] - kept[2] == KEYS
-    assert kept[2] == saved(replace(RUN, cp=1, dp=4, sequence=32768 // 4), "dense")  # as without context parallelism
+def test_what_is_kept_is_the_whole_sequences_keys_whatever_the_degree():
+    one, two, four = (saved(replace(RUN, ulysses=degree), "dense") for degree in (1, 2, 4))
+    assert one == two == four
+    assert one - saved(replace(RUN, cp=1, dp=4, sequence=32768 // 4), "dense") == 3 * KEYS
 
 
 def test_without_ranks_for_the_heads_nothing_is_cut():
