@@ -26,7 +26,9 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     Every tensor is judged by the report's Table 2, by data type and accumulation count. A difference of values, shape
     or data type, a factor that scales a whole tensor, a weight's update that is not the same, a call that only one side
     has, a NaN, and an infinity that only one side has are findings. The first one of the forward pass, of the backward
-    pass and among the weights is named, with what it usually means. A rerun on the same device must have none.
+    pass, among the weights and in state that no gradient trains (counters, biases, caches) is named, and the headline
+    says what the earliest of them usually means. A rerun on the same device must have none. Dumps of statistics are
+    judged by these; what they cannot tell is said.
 
     Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
     """
