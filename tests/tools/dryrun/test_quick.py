@@ -3,6 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.dryrun_quick_vs_full import LAYOUTS, compare
 from tools.check.check import check_recipe
 from tools.check.view import View
 from tools.dryrun.layout import WEIGHT
@@ -17,6 +18,7 @@ from tools.search.verify import DryRun, judge
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 NAMES = [f"telechat3_{size}/{kind}" for size in ("105b", "438b", "1119b") for kind in ("pretrain_4k", "context_128k")]
 LARGE = "telechat3_105b/pretrain_4k.yaml"
+NORMS = "recompute [1, 0], norms [2, 1]"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,3 +236,10 @@ def test_search_does_not_take_a_winner_of_which_one_stage_recomputes_nothing_and
     config = from_recipe(loaded)
     (problem,) = judge(SimpleNamespace(config=config), found, 55.5 * GIB, full=False)
     assert problem.startswith("stage 5: ")
+
+
+@pytest.mark.slow
+def test_stages_put_together_are_those_of_full_depth_where_some_layers_recompute_their_norms(tmp_path, monkeypatch):
+    """One of the layouts of benchmarks/dryrun_quick_vs_full.py; test_cli.py has an interleaved one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert compare(NORMS, LAYOUTS[NORMS], jobs=2) < ERROR
