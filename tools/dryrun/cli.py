@@ -126,11 +126,11 @@ def refuse_sizes(view: View) -> None:
     Raises:
         RecipeError: more layers, devices or micro-batches than anybody has.
     """
-    written = [
+    written = (
         ("model.model_config.num_hidden_layers", view.get((*MODEL, "num_hidden_layers")), "layers"),
         ("parallel_config.micro_batch_num", view.get((*PARALLEL, "micro_batch_num")), "micro_batches"),
         ("parallel_config: devices in all", view.devices, "devices"),
-    ]
+    )
     for path, value, name in written:
         refusal = RANGES[name].refusal(value) if isinstance(value, int) and value > 0 else None
         if refusal:

@@ -19,10 +19,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = model_number(view, "seq_length")
-    config = (
-        *LOADER,
-        "config",
-    )  # the loader's own defaults: mindformers/dataset/dataloader/blended_megatron_dataloader.py
+    config = (*LOADER, "config")  # with the defaults of MindFormers' BlendedMegatronDatasetDataLoader
     ends = view.number((*config, "eod_pad_length"), view.number((*config, "compressed_eod_mask_length"), 128))
     tokens = ((batch, length), "int32")
     known = {
