@@ -15,7 +15,7 @@ from tools.search.space import blocks
 
 _MULTIPLES = (2, 3, 4, 6, 8, 16, 32)
 _NEAR = 256  # numbers of devices tried in each direction,
-_CANDIDATES = 1_000_000_000  # and of strategies, which takes some seconds
+_MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strategies, which takes some seconds
 
 
 def explain(request: Request, ranking: Ranking) -> list[str]:
@@ -91,7 +91,7 @@ def _first_legal(request: Request, numbers: Iterable[int]) -> int | None:
         if blocks(replace(request, devices=number), funnel):
             return number
         seen += funnel.total
-        if seen > _CANDIDATES:
+        if seen > _CANDIDATES and request.devices > _MANY:
             return None
     return None
 
