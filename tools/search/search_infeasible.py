@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 
 from tools.search.funnel import Funnel
@@ -16,7 +15,7 @@ from tools.search.space import blocks
 
 _MULTIPLES = (2, 3, 4, 6, 8, 16, 32)
 _NEAR = 256  # numbers of devices tried in each direction,
-_SECONDS = 5.0  # and for how long
+_MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strategies, which takes some seconds
 
 
 def explain(request: Request, ranking: Ranking) -> list[str]:
@@ -61,10 +60,6 @@ def _nothing_legal(ranking: Ranking) -> str:
     return f"none of {ranking.funnel.total:,} strategies is legal; most break: {most}"
 
 
-def _legal(request: Request) -> bool:
-    return bool(blocks(request, Funnel()))
-
-
 def _without_limits(request: Request) -> list[str]:
     """Limits that alone stand in the way."""
     lines = []
@@ -82,20 +77,23 @@ def _other_devices(request: Request) -> list[str]:
     lines = []
     for step, word in ((-1, "fewer"), (1, "more")):
         tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
-        at_once = _for_seconds(tried)
-        devices = next((number for number in at_once if _legal(replace(request, devices=number))), None)
+        devices = _first_legal(request, tried)
         if devices is not None:
             lines.append(f"nearest with {word}: --devices {devices}")
     return lines
 
 
-def _for_seconds(numbers: Iterable[int]) -> Iterator[int]:
-    """The numbers, as long as there is time."""
-    until = time.monotonic() + _SECONDS
+def _first_legal(request: Request, numbers: Iterable[int]) -> int | None:
+    """The first number of devices that some legal strategy uses, as long as the spaces looked at are not too large."""
+    seen = 0
     for number in numbers:
-        if time.monotonic() > until:
-            return
-        yield number
+        funnel = Funnel()
+        if blocks(replace(request, devices=number), funnel):
+            return number
+        seen += funnel.total
+        if seen > _CANDIDATES and request.devices > _MANY:
+            return None
+    return None
 
 
 def _more_devices(request: Request) -> list[str]:
