@@ -14,7 +14,9 @@ import numpy as np
 from tools.data.prepare import PrepareOptions, prepare
 from tools.data.sources import Corpus
 
-TEXTS = [f"Document {number}: {'the quick brown fox jumps over the lazy dog. ' * (number % 7 + 1)}" for number in range(40)]
+TEXTS = [
+    f"Document {number}: {'the quick brown fox jumps over the lazy dog. ' * (number % 7 + 1)}" for number in range(40)
+]
 
 
 def jsonl(folder: Path) -> None:

@@ -119,7 +119,9 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
         notes.append("the pipeline is modelled as 1F1B with equal stages; other schedules have other bubbles")
     blend = _blend(view)
     if blend and len(blend.prefixes) > 1:
-        notes.append(f"the recipe blends {len(blend.prefixes)} corpora; these numbers are as if it trained on PREFIX alone")
+        notes.append(
+            f"the recipe blends {len(blend.prefixes)} corpora; these numbers are as if it trained on PREFIX alone"
+        )
     written, found = view.get((*CONFIG, "eod")), _end_of_document(prefix)
     if found is not None and written != found:
         notes.append(

@@ -23,7 +23,14 @@ _FORM: dict[str, Any] = {
     "globs": [str],
     "held_out": {"fraction": float, "seed": int},
 }
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", dict: "a mapping", list: "a list"}
+_WORDS = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list",
+}
 
 
 def check_form(path: Path, sidecar: dict[str, Any]) -> None:
