@@ -23,7 +23,7 @@ _FORM: dict[str, Any] = {
     "globs": [str],
     "held_out": {"fraction": float, "seed": int},
 }
-_WORDS = {
+_WORDS: dict[type, str] = {
     str: "text",
     int: "a whole number",
     float: "a number",
@@ -43,9 +43,8 @@ def check_form(path: Path, sidecar: dict[str, Any]) -> None:
 
 
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
-    kind = form if isinstance(form, type) else type(form)
-    kinds = (int, float) if kind is float else kind
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+    kind: type = form if isinstance(form, type) else type(form)
+    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
         raise DataError(f"{path}: {place}: want {_WORDS[kind]}, got {value!r:.60}; make the pair again")
     if isinstance(form, list):
         for number, item in enumerate(value):
