@@ -44,7 +44,8 @@ def check_form(path: Path, sidecar: dict[str, Any]) -> None:
 
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
     kind: type = form if isinstance(form, type) else type(form)
-    if not isinstance(value, (int, float) if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
+    # bool counts as int, and an integer is a number
+    if type(value) is not kind and not (kind is float and type(value) is int):
         raise DataError(f"{path}: {place}: want {_WORDS[kind]}, got {value!r:.60}; make the pair again")
     if isinstance(form, list):
         for number, item in enumerate(value):
