@@ -44,8 +44,7 @@ def check_form(path: Path, sidecar: dict[str, Any]) -> None:
 
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
     kind: type = form if isinstance(form, type) else type(form)
-    # bool counts as int, and an integer is a number
-    if type(value) is not kind and not (kind is float and type(value) is int):
+    if not _fits(value, kind):
         raise DataError(f"{path}: {place}: want {_WORDS[kind]}, got {value!r:.60}; make the pair again")
     if isinstance(form, list):
         for number, item in enumerate(value):
@@ -56,3 +55,8 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
             if key not in value:
                 raise DataError(f"{path}: {name}: missing{did_you_mean(key, list(value))}; make the pair again")
             _check(path, name, value[key], inner)
+
+
+def _fits(value: object, kind: type) -> bool:
+    """An integer is a number, but true and false are not."""
+    return type(value) is kind or (kind is float and type(value) is int)
