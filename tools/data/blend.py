@@ -37,7 +37,7 @@ def read_blend(data_path: Any) -> Blend:
     if len(known) < len(weights):
         raise DataError(f"mixes weighted and unweighted prefixes: {data_path!r}; a weight before each prefix, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
-        raise DataError(f"weights must be numbers, 0 or above, not all 0: {words[::2]!r}")
+        raise DataError(f"{', '.join(words[::2])}: no shares of a whole; finite numbers of zero or more")
     return Blend(words[1::2], known)
 
 

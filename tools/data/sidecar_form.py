@@ -23,7 +23,7 @@ _FORM: dict[str, Any] = {
     "globs": [str],
     "held_out": {"fraction": float, "seed": int},
 }
-_WORDS = {
+_WORDS: dict[type, str] = {
     str: "text",
     int: "a whole number",
     float: "a number",
@@ -44,8 +44,7 @@ def check_form(path: Path, sidecar: dict[str, Any]) -> None:
 
 def _check(path: Path, place: str, value: Any, form: Any) -> None:
     kind: type = form if isinstance(form, type) else type(form)
-    kinds: Any = (int, float) if kind is float else kind
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+    if not _fits(value, kind):
         raise DataError(f"{path}: {place}: want {_WORDS[kind]}, got {value!r:.60}; make the pair again")
     if isinstance(form, list):
         for number, item in enumerate(value):
@@ -56,3 +55,8 @@ def _check(path: Path, place: str, value: Any, form: Any) -> None:
             if key not in value:
                 raise DataError(f"{path}: {name}: missing{did_you_mean(key, list(value))}; make the pair again")
             _check(path, name, value[key], inner)
+
+
+def _fits(value: object, kind: type) -> bool:
+    """An integer is a number, but true and false are not."""
+    return type(value) is kind or (kind is float and type(value) is int)
