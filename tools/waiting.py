@@ -7,13 +7,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-AFTER, EVERY = 2.0, 20.0  # seconds until the first line, and between the others
+AFTER, EVERY = 2.0, 15.0  # seconds until the first line, and between the others
+Shown = TypeVar("Shown", bound="Progressing")
 
 
 @contextmanager
 def saying(what: str) -> Iterator[None]:
-    """While the block runs: a line on stderr after two seconds, and one now and then, ``WHAT (22 s so far)``."""
+    """A line on stderr after two seconds, and one now and then while the block runs: ``WHAT (22 s so far)``.
+
+    For work that cannot say how far it is.
+    """
     done = threading.Event()
     thread = threading.Thread(target=_say, args=(what, done), daemon=True)
     thread.start()
@@ -30,3 +35,52 @@ def _say(what: str, done: threading.Event) -> None:
         with suppress(OSError, ValueError):  # nobody listens
             print(f"{what} ({time.monotonic() - started:.0f} s so far)", file=sys.stderr, flush=True)
         pause = EVERY
+
+
+class Progressing:
+    """Shows words that change, and how much of `total` is done; work that ends within two seconds says nothing.
+
+    Args:
+        words: what is done at first.
+        total: of what `show` counts; None where nobody knows.
+    """
+
+    def __init__(self, words: str, total: float | None = None):
+        self.words, self._total = words, total
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._bar: Any = None
+
+    def __enter__(self: Shown) -> Shown:
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self.words, total=self._total)
+            self._bar.start()
+        else:
+            self._thread = threading.Thread(target=self._say, daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        if self._bar:
+            self._bar.stop()
+        if self._thread:
+            self._thread.join()
+
+    def show(self, words: str, done: float | None = None, total: float | None = None) -> None:
+        """Say something else, and how far it is."""
+        self.words, self._total = words, total or self._total
+        if self._bar:
+            self._bar.update(self._task, description=words, completed=done, total=self._total)
+
+    def _say(self) -> None:
+        wait = AFTER
+        while not self._over.wait(wait):
+            with suppress(OSError, ValueError):
+                print(f"{self.words} ...", file=sys.stderr, flush=True)
+            wait = EVERY

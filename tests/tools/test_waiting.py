@@ -1,7 +1,7 @@
 import threading
 
 from tools import waiting
-from tools.waiting import saying
+from tools.waiting import Progressing, saying
 
 
 def test_what_lasts_is_said_now_and_then_on_stderr_alone(monkeypatch, capsys):
@@ -35,3 +35,21 @@ def test_an_error_passes_through():
     except ValueError as error:
         assert str(error) == "x"
     assert threading.active_count() >= 1 and not any(item.name.startswith("saying") for item in threading.enumerate())
+
+
+def test_what_counts_says_what_it_is_at(monkeypatch):
+    said, enough = [], threading.Event()
+
+    def note(*args, **kwargs):
+        said.append(args[0])
+        if len(said) == 2:
+            progress.show("39 of 40 done: matmul", 39, 40)
+        if len(said) == 4:
+            enough.set()
+
+    monkeypatch.setattr(waiting, "AFTER", 0.01)
+    monkeypatch.setattr(waiting, "EVERY", 0.01)
+    monkeypatch.setattr("builtins.print", note)
+    with Progressing("comparing operators") as progress:
+        assert enough.wait(30)
+    assert said[0] == "comparing operators ..." and said[3] == "39 of 40 done: matmul ..."

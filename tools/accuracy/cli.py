@@ -15,10 +15,10 @@ from tools.accuracy.compare_cli import compare
 from tools.accuracy.dump import dump
 from tools.accuracy.equivalence_cli import equivalence_command
 from tools.accuracy.pages import check_page
-from tools.accuracy.progress import Counted
 from tools.accuracy.promotion import DEFAULT, NAMES
 from tools.files.whole import write_whole
 from tools.ranges import Number
+from tools.waiting import Progressing
 
 
 class DtypeName(click.ParamType):
@@ -86,9 +86,9 @@ def ops(
     from tools.accuracy.run import verify
 
     rows = []
-    with MindSporeDevice() as device, Counted() as progress:
+    with MindSporeDevice() as device, Progressing("comparing operators", len(pairs)) as progress:
         for done, (spec, dtype) in enumerate(pairs):
-            progress.show(f"{spec.name} {dtype}", done, len(pairs))
+            progress.show(f"{done} of {len(pairs)} done: {spec.name} {dtype}", done)
             rows += verify(spec, dtype, device, reruns, seed)
     report = Report(device.name, seed, reruns, rows)
     if page:

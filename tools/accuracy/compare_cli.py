@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from tools.accuracy.pages import check_out
-from tools.accuracy.progress import Counted
+from tools.waiting import Progressing
 
 
 @click.command()
@@ -40,8 +40,12 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
 
     sides = open_dump(golden), open_dump(bench)
     check_out(out, golden, bench)
-    with Counted() as progress:
-        report = compare_dumps(*sides, promoted, lambda done, total: progress.show("tensors compared", done, total))
+    with Progressing("comparing tensors") as progress:
+
+        def tell(done: int, total: int) -> None:
+            progress.show(f"{done:,} of {total:,} tensors compared", done, total)
+
+        report = compare_dumps(*sides, promoted, tell)
     if out:
         for file in write_files(report, out, page):
             click.echo(f"written: {file}", err=True)

@@ -8,8 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-QUIET = 2.0  # seconds of a command of which nobody needs to hear
-EVERY = 10.0  # seconds between two lines where no terminal shows a bar
+from tools.waiting import AFTER, EVERY
 
 
 class Reporter:
@@ -102,7 +101,7 @@ class TerminalReporter(Reporter):
 
     def _tell(self) -> None:
         """From a thread of its own, which speaks even where the work stays in C for minutes."""
-        pause = QUIET
+        pause = AFTER
         while not self._over.wait(pause):
             pause = EVERY
             if self._stage:

@@ -22,7 +22,6 @@ from tools.dryrun.picture import draw
 from tools.dryrun.pool import run_jobs
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
-from tools.dryrun.say import said_after
 from tools.ep_report.settle import settle
 from tools.files.figure import check_ending
 from tools.files.whole import check_writable
@@ -30,6 +29,7 @@ from tools.ranges import RANGES, Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.settle_layout import settle_layout
+from tools.waiting import saying
 
 ALL = "all-stages"
 _WIDTH = 130  # of tables in a file or pipe
@@ -95,7 +95,7 @@ def dryrun(
         raise click.UsageError("--quick chooses its own ranks and micro-batches")
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     refuse_sizes(View(loaded))
-    with said_after("checking the recipe"):
+    with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
         settle_layout(loaded)

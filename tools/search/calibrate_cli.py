@@ -16,8 +16,8 @@ from tools.files.whole import keep_existing, write_whole
 from tools.search.calibrate import Calibration, calibrate
 from tools.search.calibrate_file import cluster_text
 from tools.search.efficiency import Efficiency, cluster, efficiency_of
-from tools.search.progress import Progressing
 from tools.search.rows import read_rows
+from tools.waiting import Progressing
 
 
 @click.command("calibrate")

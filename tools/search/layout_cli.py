@@ -22,9 +22,9 @@ from tools.search.from_recipe import from_recipe
 from tools.search.layout_file import LayoutFile, is_layout_file, path_of, write_layout
 from tools.search.options import margin_option
 from tools.search.overlay_files import keep_files_of
-from tools.search.progress import Progressing
 from tools.search.schedules import is_v_shaped
 from tools.search.settle_layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
+from tools.waiting import Progressing
 
 
 @click.command("layout")

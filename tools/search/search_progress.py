@@ -6,7 +6,7 @@ import math
 
 from tools.search.budget import Budget
 from tools.search.incumbent import Incumbent
-from tools.search.progress import Progressing
+from tools.waiting import Progressing
 
 _WORDS = {"ranking": "ranking the space", "placing": "placing layers"}
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from plugins.errors import DataError
 from tools.files.whole import keep_existing
 from tools.search.memory_error import known_errors, write_errors
-from tools.search.progress import Progressing
 from tools.search.rows import Row, read_rows
 from tools.search.validate import Prediction, predict, summary
+from tools.waiting import Progressing
 
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
 

@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
-from tools.accuracy import progress
 from tools.accuracy.cli import _pairs, accuracy
 from tools.accuracy.operators import SPECS
 from tools.accuracy.pages import check_page
@@ -136,14 +135,3 @@ def test_a_list_of_no_strategies_is_not_all_of_them():
     """It trained for ten minutes."""
     result = CliRunner().invoke(accuracy, ["equivalence", "recipes/mini/pretrain.yaml", "--only", ","])
     assert isinstance(result.exception, RecipeError) and "names no strategy" in str(result.exception)
-
-
-def test_without_a_terminal_there_is_a_line_now_and_then(capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    with progress.Counted() as counted:
-        for done in range(40):
-            now[0] += 1
-            counted.show("matmul", done, 40)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [f"{done} of 40 done: matmul ..." for done in (2, 18, 34)]
