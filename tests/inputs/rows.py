@@ -19,7 +19,6 @@ A table is a YAML list; its file is named after its command. A row:
     writes     patterns of files that may appear under {tmp}; none unless it says otherwise
     seconds    an upper bound against hangs, no measurement; 60 unless it says otherwise
     after      the same from Ctrl-C on; 10 unless it says otherwise
-    pending    who mends it
 """
 
 from __future__ import annotations
@@ -59,7 +58,6 @@ class Row:
     writes: list[str] = field(default_factory=list)
     seconds: float = 60
     after: float = 10
-    pending: str = ""
 
     @property
     def apart(self) -> bool:

@@ -19,8 +19,6 @@ def _param(row: Row):
     marks = [pytest.mark.timeout(int(row.seconds) + 60)]
     if row.apart:
         marks.append(pytest.mark.slow)
-    if row.pending:
-        marks.append(pytest.mark.xfail(reason=f"pending: {row.pending}", strict=False))
     return pytest.param(row, id=f"{row.table}: {row.name}".replace(" ", "_"), marks=marks)
 
 

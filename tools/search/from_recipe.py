@@ -11,7 +11,7 @@ from plugins.errors import RecipeError
 from tools.check.converter import convert
 from tools.check.schema import load_schema
 from tools.check.stages import stage_layers_of, swaps
-from tools.check.view import View, look
+from tools.check.view import MODEL, View, look
 from tools.ep_report.settle import settle
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
@@ -28,9 +28,11 @@ def from_recipe(recipe: Recipe) -> Configuration:
     """The run that a MindFormers recipe describes.
 
     Raises:
-        RecipeError: its sizes make no model, or its offset does not fit.
+        RecipeError: it has no model or one of impossible sizes, or its offset does not fit.
     """
     view = View(recipe)
+    if not view.get(MODEL):
+        raise RecipeError(f"{recipe.source}: model.model_config: missing: this recipe describes no model")
     built = convert(view, load_schema())
     layers = stage_layers_of(view, built)
     try:

@@ -11,6 +11,21 @@ from plugins.errors import TC3Error
 from tools.files.small_yaml import SmallLoader, small_text
 
 
+class _Loader(SmallLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} is already set in line {lines[key.value]}", problem_mark=key.start_mark
+                )
+            lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
     """What is in a file.
 
@@ -22,7 +37,7 @@ def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> An
     """
     name = shown or str(path)
     try:
-        return yaml.load(small_text(path, error), SmallLoader)
+        return yaml.load(small_text(path, error), _Loader)
     except OSError as wrong:
         raise error(f"{name}: cannot be read: {wrong.strerror}") from None
     except (yaml.YAMLError, RecursionError) as wrong:
