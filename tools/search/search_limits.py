@@ -77,7 +77,7 @@ def read_limit(text: str) -> Limit:
     if name in WORDS:
         values = _words(text, name, sign, words)
     elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
-        raise RecipeError(f"--limit {text!r}: remainders are by 1 to {_LARGEST:,}")
+        raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} are none; by 1 to {_LARGEST:,}")
     elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
         values = tuple(int(word) for word in words)
     else:
