@@ -44,10 +44,12 @@ class Kind:
     Args:
         block: "dense" or "moe".
         on: for each of the recipe's settings whether it is on for this layer.
+        whole: whether the layer is recomputed as a whole.
     """
 
     block: str
     on: tuple[bool, ...]
+    whole: bool = False
 
 
 def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
@@ -83,7 +85,7 @@ def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Ki
     )
     if whole:
         on = [here or setting.path[1] in RECOMPUTE for here, setting in zip(on, settings, strict=True)]
-    return Kind(block, tuple(on))
+    return Kind(block, tuple(on), whole)
 
 
 def _lists(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], list[Any]]]:

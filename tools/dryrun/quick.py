@@ -136,6 +136,7 @@ class _Compiled:
     def __init__(self, groups: Sequence[Sequence[Kind]], results: Sequence[Mapping[str, Any]]):
         self.results = results
         self._parts = [result["graph"]["activations"][0]["parts"] for result in results]
+        self._whole = [all(kind.whole for kind in group) for group in groups]
         self._layers: dict[Kind, _Layer] = {}
         numbered = [(job, kind) for job, group in enumerate(groups) for kind in group]
         for number, (job, kind) in enumerate(numbered):
@@ -152,11 +153,17 @@ class _Compiled:
         """What was found of a kind of layer."""
         return self._layers[kind]
 
+    def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, int]:
+        """What several layers read: layers that are recomputed whole make it again and keep none of it."""
+        whole = all(kind.whole for kind in kinds)
+        jobs = range(len(self._parts) - (not head))
+        found = [self._parts[job].get(COMMON, _NOTHING) for job in jobs if self._whole[job] or not whole]
+        return max(found, key=lambda part: part["saved"], default=_NOTHING)
+
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, int]:
         """A micro-batch's passes through a chunk of such layers, with what stands at the model's ends."""
         front, back = self._parts[0], self._parts[-1]
-        shared = [parts.get(COMMON, _NOTHING) for parts in ((front, back) if head else (front,))]
-        parts = [max(shared, key=lambda part: part["saved"])]
+        parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []
         parts += [self.of(kind).part for kind in kinds]
         if head:

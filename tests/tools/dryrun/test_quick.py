@@ -254,3 +254,13 @@ def test_stages_put_together_are_those_of_full_depth_where_some_layers_recompute
     """One of the layouts of benchmarks/dryrun_quick_vs_full.py; test_cli.py has an interleaved one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert compare(NORMS, LAYOUTS[NORMS], jobs=2) < ERROR
+
+
+def test_layers_that_are_recomputed_whole_keep_nothing_of_what_all_layers_read():
+    loaded = recompute(recompute=[6, 6, 6, 6, 6, 0, 7, 0])
+    plan = quick_plan(loaded)
+    results = results_of(plan, [10] * 9)
+    for result in results:
+        result["graph"]["activations"][0]["parts"]["common"] = part(1000)
+    passes = [graph["activations"][0] for _, graph in compose(loaded, plan.stages, results)]
+    assert [item["saved"] for item in passes[1:7]] == [60, 60, 60, 60, 1000 + 70, 70]
