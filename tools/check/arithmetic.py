@@ -6,6 +6,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.converter import Built
+from tools.check.heads import check_heads
 from tools.check.report import Findings
 from tools.check.view import LOADER, MODEL, PARALLEL, View
 
@@ -17,7 +18,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
     """Every rule that follows from sizes alone."""
     _experts(view, built, found)
     _router(view, built, found)
-    _heads(view, built, found)
+    check_heads(view, built, found)
     _batches(view, found)
     _dataset(view, built, found)
     _schedule(view, found)
@@ -78,39 +79,6 @@ def _tied(view: View, found: Findings) -> None:
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied:
             found.warning((*MODEL, key), "does not reach the training model: it ties nothing", f"{not tied}")
-
-
-def _heads(view: View, built: Built, found: Findings) -> None:
-    heads, hidden = built.number("num_attention_heads"), built.number("hidden_size")
-    tp = view.tp if view.parallel else 1
-    degree = (*PARALLEL, "ulysses_degree_in_cp")
-    ulysses = view.number(degree, 1) if view.parallel else 1
-    if heads % tp:
-        wrong = f"{heads} heads cannot be divided over {tp} tensor-parallel ranks"
-        found.error((*PARALLEL, "model_parallel"), wrong, rule="heads_tp")
-    elif heads % (tp * ulysses):
-        wrong = f"{heads} heads cannot be divided over model_parallel x ulysses_degree_in_cp = {tp} x {ulysses}"
-        found.error(degree, wrong, "fewer", rule="heads_cp")
-    if view.parallel and view.cp % max(ulysses, 1):
-        found.error(degree, f"{ulysses} does not divide context_parallel {view.cp}", rule="heads_cp")
-    if view.get((*PARALLEL, "context_parallel_algo")) == "ulysses_cp" and view.parallel and ulysses == 1 < view.cp:
-        wrong = "alone changes nothing: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"
-        found.warning((*PARALLEL, "context_parallel_algo"), wrong, f"ulysses_degree_in_cp: {view.cp}", rule="heads_cp")
-    if "qk_pos_emb_head_dim" in built.fields:
-        query = built.number("qk_head_dim") + built.number("qk_pos_emb_head_dim")
-        if built.number("v_head_dim") > query:
-            wrong = f"larger than qk_head_dim + qk_pos_emb_head_dim = {query}"
-            found.error((*MODEL, "v_head_dim"), wrong, rule="v_head_dim")
-        if built.number("qk_pos_emb_head_dim") % 2:
-            found.error((*MODEL, "qk_pos_emb_head_dim"), "RoPE turns pairs: an even number is needed")
-    else:
-        groups = built.number("num_query_groups")
-        if groups and heads % groups:
-            found.error((*MODEL, "num_key_value_heads"), f"{groups} do not divide {heads} heads")
-        if groups and groups % tp:
-            found.error((*PARALLEL, "model_parallel"), f"{groups} key-value heads cannot be divided over {tp} ranks")
-        if heads and hidden % heads:  # even where head_dim is given
-            found.error((*MODEL, "num_attention_heads"), f"{heads} do not divide hidden_size {hidden}")
 
 
 def _divisions(view: View, built: Built, found: Findings) -> None:

@@ -10,6 +10,7 @@ _CONFIG = "mindformers/parallel_core/transformer_config.py"
 _LAYERS = "mindformers/parallel_core/training_graph/transformer/utils.py"
 _MOE = "mindformers/parallel_core/training_graph/transformer/moe/"
 _MLA = "mindformers/parallel_core/training_graph/transformer/multi_latent_attention.py"
+_ATTENTION = "mindformers/parallel_core/training_graph/transformer/attention.py"
 _TRAINER = "mindformers/trainer/base_trainer.py"
 _FRONTEND = "mindspore/lib/libmindspore_frontend.so"
 _AUTO = "mindspore/parallel/_auto_parallel_context.py"
@@ -85,6 +86,8 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         "if self.moe_router_load_balancing_type not in self.SUPPORTED_LOAD_BALANCING_TYPES:",
     ),
     "heads_cp": (_MLA, "if self.num_attention_heads % (self.tp * self.cp_ds) != 0:"),
+    "ulysses_latent": (_MLA, "new_shape = (seq_len, bs, self.tp, self.cp_ds, -1, self.q_head_dim)"),
+    "ulysses_grouped": (_ATTENTION, "key = self._ulysses_kv_a2a(key)"),
     "v_head_dim": (_MLA, "if zero_pad_length < 0:"),
     "rotary_fp16": (
         "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",

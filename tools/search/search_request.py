@@ -7,8 +7,10 @@ import os
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
+from tools.check.heads import DEGREE, not_compiled
+from tools.check.schema import load_schema
 from tools.check.stages import swaps
-from tools.check.view import PARALLEL, View
+from tools.check.view import View
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.recipe.load import Recipe
@@ -119,7 +121,7 @@ def request_of(
         global_batch=global_batch or base.global_batch,
         cap=cap,
         cap_source=source,
-        ulysses=View(recipe).number((*PARALLEL, "ulysses_degree_in_cp"), 1),
+        ulysses=View(recipe).number(DEGREE, 1),
         limits=limits,
         hardware_file=file_of(cluster_name),
         own_cap=memory_gib is None and limit <= hardware.hbm_bytes,
@@ -134,17 +136,11 @@ def require_ulysses(recipe: Recipe, request: Request) -> None:
     Raises:
         RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.
     """
-    model = request.base.model
-    if request.ulysses == 1 or (model.latent and model.qk_dim == model.v_dim):
-        return
-    wrong = f"MindFormers 1.9.0 cuts values of {model.v_dim} numbers as if they had the {model.qk_dim} of queries"
-    line = "multi_latent_attention.py:352"
-    if not model.latent:
-        wrong, line = "MindFormers 1.9.0 cuts heads along the batch outside of MLA", "attention.py:302"
-    raise RecipeError(
-        f"{recipe.source}: {'.'.join((*PARALLEL, 'ulysses_degree_in_cp'))}: {wrong} and does not compile "
-        f"[mindformers/parallel_core/training_graph/transformer/{line}]; write ulysses_degree_in_cp: 1"
-    )
+    refused = not_compiled(request.base.model) if request.ulysses > 1 else None
+    if refused:
+        why, rule = refused
+        where = load_schema().line(rule)
+        raise RecipeError(f"{recipe.source}: {'.'.join(DEGREE)}: {why}: write 1 [{where}]")
 
 
 def file_of(cluster_name: str) -> str:

@@ -177,8 +177,16 @@ def test_ulysses_is_its_degree():
     named = change(SEMI, ((*PARALLEL, "context_parallel"), 4), ((*PARALLEL, "context_parallel_algo"), "ulysses_cp"))
     assert dotted((*PARALLEL, "ulysses_degree_in_cp")) not in findings(named)
     assert "alone changes nothing" in findings(named, "warning")[dotted((*PARALLEL, "context_parallel_algo"))].wrong
-    two = change(SEMI, ((*PARALLEL, "context_parallel"), 2), ((*PARALLEL, "ulysses_degree_in_cp"), 2))
-    assert dotted((*PARALLEL, "ulysses_degree_in_cp")) not in findings(two)
+    degree = (*PARALLEL, "ulysses_degree_in_cp")
+    two = change(SEMI, ((*PARALLEL, "context_parallel"), 2), (degree, 2))
+    assert "does not compile" in findings(two)[dotted(degree)].wrong  # values are narrower than queries here
+    equal = put(
+        two,
+        (*MODEL, "v_head_dim"),
+        sum(SEMI["model"]["model_config"][key] for key in ("qk_head_dim", "qk_pos_emb_head_dim")),
+    )
+    assert dotted(degree) not in findings(equal)
+    assert "gathered over the whole of cp" in findings(equal, "warning")[dotted(degree)].wrong
 
 
 @pytest.mark.parametrize(("key", "value"), [("tie_word_embeddings", True),
