@@ -71,8 +71,8 @@ def _ulysses(view: View, model: Model | None, found: Findings) -> None:
     if view.get(_ALGORITHM) == "ulysses_cp" and view.parallel and degree == 1 < view.cp:
         wrong = "alone changes nothing: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"
         found.warning(_ALGORITHM, wrong, "colossalai_cp, which says what it does", rule="heads_cp")
-    if degree <= 1 or view.cp % degree:
-        return
+    if degree <= 1 or view.cp % degree or (model and model.heads % (view.tp * degree)):
+        return  # nothing, or said already
     refused = not_compiled(model) if model else None
     if refused:
         found.error(DEGREE, refused[0], "1", rule=refused[1])
