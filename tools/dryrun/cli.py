@@ -13,7 +13,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
-from tools.check.view import MODEL, PARALLEL, View
+from tools.check.view import View
 from tools.dryrun import cache
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.job import Job
@@ -25,7 +25,7 @@ from tools.dryrun.report import report_of
 from tools.ep_report.settle import settle
 from tools.files.figure import check_ending
 from tools.files.whole import check_writable
-from tools.ranges import RANGES, Number
+from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.search.settle_layout import settle_layout
@@ -94,7 +94,6 @@ def dryrun(
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses its own ranks and micro-batches")
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
-    refuse_sizes(View(loaded))
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
@@ -118,23 +117,6 @@ def dryrun(
         console = Console(highlight=False)
         render(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
     sys.exit(1 if report["problems"] else 0)
-
-
-def refuse_sizes(view: View) -> None:
-    """Refuse what would keep this machine busy for ever.
-
-    Raises:
-        RecipeError: more layers, devices or micro-batches than anybody has.
-    """
-    written = (
-        ("model.model_config.num_hidden_layers", view.get((*MODEL, "num_hidden_layers")), "layers"),
-        ("parallel_config.micro_batch_num", view.get((*PARALLEL, "micro_batch_num")), "micro_batches"),
-        ("parallel_config: devices in all", view.devices, "devices"),
-    )
-    for path, value, name in written:
-        refusal = RANGES[name].refusal(value) if isinstance(value, int) and value > 0 else None
-        if refusal:
-            raise RecipeError(f"{path}: {value:,} {refusal}")
 
 
 def resized(recipe: Recipe, devices: int | None) -> Recipe:

@@ -122,7 +122,7 @@ def test_an_optimizers_kernel_is_no_initial_weight(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "words"), [("5", "callbacks: wants a list"), ("[MFLossMonitor]", "callbacks.0: wants a mapping")]
+    ("callbacks", "words"), [("5", "callbacks: must be a list"), ("[MFLossMonitor]", "callbacks.0: must be a mapping")]
 )
 def test_a_recipe_is_checked_before_anything_of_it_is_changed(tmp_path, callbacks, words):
     text = Path("recipes/mini/pretrain.yaml").read_text("utf-8")

@@ -18,7 +18,7 @@ from tools.data.signals import interruptibly
 
 @pytest.mark.parametrize("kind", [TerminalReporter, CountingReporter])
 def test_without_a_terminal_slow_work_says_what_it_does_now_and_then(kind, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(reporters, "QUIET", 0.01)
+    monkeypatch.setattr(reporters, "AFTER", 0.01)
     monkeypatch.setattr(reporters, "EVERY", 0.01)
     with kind() as reporter:
         reporter.start("reading", 200)

@@ -130,7 +130,7 @@ def test_micro_batches_count_only_in_a_pipeline():
     recipe["model"] = {"model_config": {"seq_length": 4096}}
     assert batch_of(Recipe(recipe)) == (256, 1024, 1024 * 4096)
     assert batch_of(Recipe({**recipe, "parallel_config": {**mesh, "pipeline_stage": 1}})) == (32, 4, 4 * 4096)
-    assert batch_of(Recipe()) == (1, 1, 0)
+    assert batch_of(Recipe()) == (1, 1, 4096), "MindFormers' own default of seq_length"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
