@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tools.check.stages import EXCLUDE, RECOMPUTE, swaps
+from tools.check.stages import EXCLUDE, RECOMPUTE
 from tools.check.view import View
-from tools.dryrun.stages import SWAP, Stage
+from tools.dryrun.stages import SWAP, Stage, offloads
 from tools.model.architecture import MOE
 from tools.recipe.load import KeyPath, Recipe
 from tools.search.configuration import spread
@@ -56,13 +56,13 @@ def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
     """The settings that differ by layer."""
     found = []
     for key in (*RECOMPUTE, *EXCLUDE):
-        numbered = swaps(view) and key in RECOMPUTE
+        numbered = offloads(view) and key in RECOMPUTE
         for path, value in _lists(view.get(("recompute_config", key)), ("recompute_config", key)):
             layers = frozenset(value) if numbered else _counted(value, stages)
-            found.append(Setting(path, frozenset() if swaps(view) and key in EXCLUDE else layers, numbered))
-    for key in SWAP if swaps(view) else ():
-        for path, value in _lists(view.get(("swap_config", key)), ("swap_config", key)):
-            found.append(Setting(path, frozenset(value), True))
+            found.append(Setting(path, frozenset() if offloads(view) and key in EXCLUDE else layers, numbered))
+    for swap in SWAP if offloads(view) else ():
+        for path, value in _lists(view.get(swap), swap):
+            found.append(Setting(path, frozenset(item for item in value if isinstance(item, int)), True))
     return found
 
 
@@ -105,6 +105,8 @@ def _counted(value: list[Any], stages: Sequence[Stage]) -> frozenset[int]:
     sizes = tuple(
         tuple(len(stage.chunks[chunk][1]) for stage in stages) for chunk in range(len(stages[0].chunks))
     )  # [chunks][stages]
+    if not any(isinstance(item, list) for item in value):
+        value = [*value, *[0] * (len(stages) - len(value))][: len(stages)]  # MindFormers takes a shorter list, too
     table = spread(value, sizes) or ()
     return frozenset(
         stages[stage].chunks[chunk][0] + place

@@ -73,13 +73,26 @@ def test_one_number_a_stage_is_dealt_to_its_chunks():
 
 def test_swapped_layers_are_kinds_of_their_own():
     loaded = recompute(recompute=[7, 13])  # with swapping, numbers of layers
-    loaded["swap_config"] = {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [8, 14]}], "op_swap": {}}
-    small = small_of(loaded)
-    swap = small["swap_config"]["layer_swap"][0]["layers"]
+    model = loaded["model"]["model_config"]
+    model |= {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [8, 14]}]}
+    model["op_swap"] = [{"op_name": r"mlp\.mul", "backward_prefetch": 1, "layers": [8]}]
+    small = quick_small_of(loaded).recipe  # tc3 check counts layers here, as if nothing were swapped
+    small_model = small["model"]["model_config"]
+    swap = small_model["layer_swap"][0]["layers"]
     again = small["recompute_config"]["recompute"]
-    assert len(swap) == len(again) == 1 and swap != again
+    assert len(swap) == 2 and len(again) == 1 and not set(swap) & set(again)
+    assert len(small_model["op_swap"][0]["layers"]) == 1
     kinds = quick_small_of(loaded).kinds
-    assert [kind.on for kind in kinds[1][0]][:3] == [(False, False), (True, False), (False, True)]
+    assert [kind.on for kind in kinds[1][0]][:3] == [(False,) * 3, (True, False, False), (False, True, True)]
+    assert kinds[2][0][2].on == (False, True, False)
+
+
+def test_what_stands_in_swap_config_reaches_no_model_of_mindformers():
+    """Lists of layers go on counting, from the first stage on, whatever `swap` says."""
+    loaded = recompute(recompute=[7, 3])
+    loaded["swap_config"] = {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [8]}]}
+    kinds = quick_small_of(loaded).kinds
+    assert [sum(kind.whole for kind in stage[0]) for stage in kinds] == [6, 3, 0, 0, 0, 0, 0, 0]
 
 
 def test_the_small_models_last_layer_is_like_the_last_whose_settings_mtp_layers_share():

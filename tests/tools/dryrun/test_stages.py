@@ -50,9 +50,11 @@ def test_swapped_layers_are_named_and_set_their_stage_apart():
     loaded = recipe("telechat3_105b/pretrain_4k.yaml")
     loaded["recompute_config"]["recompute"] = [7, 13]  # with swapping, numbers of layers: the second of stages 1 and 2
     swapped = [{"backward_prefetch": 1, "layers": [8, 14, 26]}]  # the third of stages 1 and 2
-    loaded["swap_config"] = {"swap": True, "layer_swap": swapped, "op_swap": {r"mlp\.mul": swapped}}
+    model = loaded["model"]["model_config"]
+    operators = [{"op_name": r"mlp\.mul", **swapped[0]}]
+    model |= {"swap": True, "layer_swap": swapped, "op_swap": operators}
     assert plan_jobs(loaded).job_of == [0, 1, 1, 2, 3, 4, 4, 5]
-    loaded["swap_config"]["swap"] = False
+    model["swap"] = False
     loaded["recompute_config"]["recompute"] = True
     assert plan_jobs(loaded).job_of == [0, 1, 1, 1, 1, 2, 2, 3]
 
