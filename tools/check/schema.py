@@ -186,7 +186,7 @@ class Schema:
         """Keys of model.model_config: those that reach a field, and those of the model's config class."""
         described, fields = self.models[model], self.fields(model)
         elsewhere = {*self.data["sections"]["parallel_config"], *self.data["sections"]["recompute_config"]}
-        elsewhere |= {*_INJECTED, "swap", "layer_swap"}
+        elsewhere |= {*_INJECTED}
         names = {*fields, *described["mapping"], *described["defaults"], *self.not_reported, *described["ignored"]}
         keys = {}
         for key in sorted(names - elsewhere):

@@ -68,6 +68,9 @@ def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:
 def check_stages(view: View, built: Built, found: Findings) -> None:
     """`offset` and the recompute lists, with MindFormers' own conditions."""
     total = built.number("num_layers")
+    if view.get(("swap_config", "swap"), False) is True:
+        wrong = "reaches no model: MindFormers 1.9.0 drops swap_config on the way, and nothing is swapped"
+        found.error(("swap_config", "swap"), wrong, "swap and layer_swap under model.model_config")
     if view.parallel and view.pp * view.chunks > 1 and total > 0:
         _offset(view, total, found)
     for key in (*RECOMPUTE, *EXCLUDE):
@@ -83,8 +86,12 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
 
 
 def swaps(view: View) -> bool:
-    """Whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them."""
-    return view.get(("swap_config", "swap"), False) is True
+    """Whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them.
+
+    That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
+    `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.
+    """
+    return view.get((*MODEL, "swap"), False) is True
 
 
 def _offset(view: View, total: int, found: Findings) -> None:
@@ -141,7 +148,7 @@ def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> No
     elif isinstance(value, list):
         wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
         if wrong:
-            said = f"{wrong[0]!r} is none of the {total} layers, which swap_config.swap lists by their numbers"
+            said = f"{wrong[0]!r} is none of the {total} layers, which model_config.swap lists by their numbers"
             found.error(path, said, f"numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tools.check.stages import EXCLUDE, RECOMPUTE
+from tools.check.stages import EXCLUDE, RECOMPUTE, swaps
 from tools.check.view import View
-from tools.dryrun.stages import SWAP, Stage, offloads
+from tools.dryrun.stages import SWAP, Stage
 from tools.model.architecture import MOE
 from tools.recipe.load import KeyPath, Recipe
 from tools.search.configuration import spread
@@ -56,11 +56,11 @@ def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
     """The settings that differ by layer."""
     found = []
     for key in (*RECOMPUTE, *EXCLUDE):
-        numbered = offloads(view) and key in RECOMPUTE
+        numbered = swaps(view) and key in RECOMPUTE
         for path, value in _lists(view.get(("recompute_config", key)), ("recompute_config", key)):
             layers = frozenset(value) if numbered else _counted(value, stages)
-            found.append(Setting(path, frozenset() if offloads(view) and key in EXCLUDE else layers, numbered))
-    for swap in SWAP if offloads(view) else ():
+            found.append(Setting(path, frozenset() if swaps(view) and key in EXCLUDE else layers, numbered))
+    for swap in SWAP if swaps(view) else ():
         for path, value in _lists(view.get(swap), swap):
             found.append(Setting(path, frozenset(item for item in value if isinstance(item, int)), True))
     return found

@@ -12,13 +12,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tools.check.stages import swaps
 from tools.check.view import View
 from tools.dryrun.by_layer import BACK, COMMON, FRONT, put_together
 from tools.dryrun.job import Job
 from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.kinds import Kind, groups_of, kinds_of, settings_of, write_settings
 from tools.dryrun.layout import Held
-from tools.dryrun.stages import Stage, offloads, stages_of
+from tools.dryrun.stages import Stage, stages_of
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import Recipe
 
@@ -65,7 +66,7 @@ def small_of(recipe: Recipe) -> Small:
         for (first, _), chunk in zip(stage.chunks, chunks, strict=True)
         for place, kind in enumerate(chunk)
     }
-    groups = groups_of([by_layer[layer] for layer in sorted(by_layer)], offloads(view))
+    groups = groups_of([by_layer[layer] for layer in sorted(by_layer)], swaps(view))
     groups = [group * _LEAST if len(group) < _LEAST else group for group in groups]
     groups.append([by_layer[max(by_layer)]])
     small = copy.deepcopy(recipe)

@@ -9,7 +9,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from tools.check.converter import convert
 from tools.check.schema import load_schema
-from tools.check.stages import EXCLUDE, RECOMPUTE, layers_of
+from tools.check.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
 from tools.check.view import MODEL, View
 from tools.model.architecture import model_of
 
@@ -77,15 +77,6 @@ def stages_of(view: View) -> list[Stage]:
     ]
 
 
-def offloads(view: View) -> bool:
-    """Whether activations are swapped to the host: then recompute lists name layers instead of counting them.
-
-    That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but
-    hands no model: `TransformerOpParallelConfig.to_diff_dict` leaves it out, and recompute lists still count.
-    """
-    return view.get((*MODEL, "swap")) is True
-
-
 def _runs_back(view: View, chunk: int) -> bool:
     """In zero_bubble_v the second chunk goes from the last stage to the first."""
     return view.scheduler == "zero_bubble_v" and chunk == 1
@@ -95,7 +86,7 @@ def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]],
     """All that the recipe says of one stage's recomputation and swapping, as something to compare."""
     excluded = tuple(_setting(view.get(("recompute_config", key)), stage) for key in EXCLUDE)
     written = [view.get(("recompute_config", key)) for key in RECOMPUTE]
-    if not offloads(view):
+    if not swaps(view):
         return tuple(_setting(value, stage) for value in written) + excluded
     layers = {
         first + place: (chunk, place) for chunk, (first, kinds) in enumerate(chunks) for place in range(len(kinds))

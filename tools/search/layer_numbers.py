@@ -1,4 +1,4 @@
-"""Recompute keys under `swap_config.swap`: MindFormers then reads numbers of layers (which), not counts (how many).
+"""Recompute keys under `model_config.swap`: MindFormers then reads numbers of layers (which), not counts (how many).
 
 `LayerSetting` (parallel_core/training_graph/transformer/utils.py) takes a flag or a list of layers, by operator pattern
 in a mapping; a list of patterns is refused. Elsewhere a table [chunks][stages] counts layers from a chunk's first one.

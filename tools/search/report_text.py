@@ -140,7 +140,9 @@ def assumptions(found: Found, times: SearchTimes) -> list[str]:
             "all the same; 1 needs no more memory and less communication"
         )
     if request.swaps:
-        lines.append("swap_config: activations are predicted as if they stayed on the device and moved at no cost")
+        lines.append(
+            "model_config.swap: activations are predicted as if they stayed on the device and moved at no cost"
+        )
     if request.changed and found.own:
         own = request.base
         lines.append(f"the recipe's own row: as written, {own.devices:,} devices and batch {own.global_batch:,}")

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.tools.check.mutations import put
+from tests.tools.check.mutations import MODEL, put
 from tests.tools.check.test_rules import INTERLEAVED, SEMI, ZBV, change, findings
 
 STAGES, LAYERS = 4, 10
 PLAIN, TWO_CHUNKS, V = SEMI, change(SEMI, *INTERLEAVED), change(SEMI, *INTERLEAVED, *ZBV)
-SWAPPED = put(SEMI, ("swap_config",), {"swap": True})
+SWAPPED = put(SEMI, (*MODEL, "swap"), True)
 NORM, MUL = r".*\.norm", r"mlp\.mul"
 ROWS = [[1, 1, 0, 0], [0, 0, 0, 1]]
 VALUES = [
@@ -43,7 +43,7 @@ def fails_in_mindformers(recipe, key, value, monkeypatch):
     chunks = recipe["model"]["model_config"].get("pp_interleave_num", 1)
     context = {"pipeline_interleave": chunks > 1, **recipe["parallel"]["pipeline_config"]}
     monkeypatch.setattr(utils.ms, "get_auto_parallel_context", context.get)
-    swap = recipe.get("swap_config", {}).get("swap", False)
+    swap = recipe["model"]["model_config"].get("swap", False)
     settings = dict.fromkeys(KEYS, False) | {key: copy.deepcopy(value)}  # it turns lists round in place
     config = SimpleNamespace(
         **settings, cpu_offloading=swap, cpu_offloading_num_layers=None, op_swap=None, mp_comm_recompute=True,

@@ -16,7 +16,7 @@ from tools.search.layer_numbers import numbers_of, places, table_of_numbers
 from tools.search.overlay import overlay
 from tools.search.overlay_recompute import not_empty
 
-SWAP = "swap_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}], op_swap: {}}\n"
+SWAP = "model: {model_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}]}}\n"
 
 
 def swapping(folder, recompute, file=MTP):

@@ -117,8 +117,8 @@ def test_operator_patterns_stay(made, tmp_path):
 
 
 def test_a_recipe_that_swaps_is_given_numbers_of_layers(made, tmp_path):
-    more = "swap_config: {swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}], op_swap: {}}\n"
-    recipe = recipe_with(tmp_path, "auto", more=more)
+    swap = "auto, swap: True, layer_swap: [{backward_prefetch: 1, layers: [0]}]"
+    recipe = recipe_with(tmp_path, swap)
     first = [[1] * 8, [0] * 8]
     write_layout(replace(made, recompute=first, select_recompute=False), path_of(recipe.source), "a test")
     counted = recipe_with(tmp_path, "auto")
