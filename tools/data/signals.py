@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+INTERRUPTED = 130  # exit code
 _LOOK = 0.2  # seconds after which a waiting main thread looks for signals
 
 
@@ -33,9 +37,21 @@ def interruptibly(work: Callable[[], Result]) -> Result:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    while thread.is_alive():
-        thread.join(_LOOK)  # Python handles a signal between two waits
+    try:
+        while thread.is_alive():
+            thread.join(_LOOK)  # Python handles a signal between two waits
+    except BaseException:
+        atexit.register(_leave_behind, outcome)
+        raise
     return outcome.result()
+
+
+def _leave_behind(outcome: Future[Any]) -> None:
+    """End the process around work that goes on: Rust panics when it comes back to an interpreter that is torn down."""
+    if not outcome.done():  # an interrupted join takes its thread for stopped: is_alive() does not tell
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
 
 
 @contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -35,6 +37,18 @@ def test_without_a_terminal_quick_work_says_nothing(capsys) -> None:
         reporter.start("reading", 200)
         reporter.advance(200)
     assert capsys.readouterr().err == ""
+
+
+def test_work_that_goes_on_after_ctrl_c_is_left_behind() -> None:
+    """Rust panicked, with a backtrace, when it came back to an interpreter that was torn down."""
+    code = "import time; from tools.data.signals import interruptibly; print('on', flush=True); "
+    code += "interruptibly(lambda: time.sleep(600))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout and process.stdout.readline() == b"on\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    process.stdout.close()
 
 
 def test_ctrl_c_is_heard_while_work_holds_on() -> None:
