@@ -137,7 +137,7 @@ def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> Non
     """
     if not view.flag((*_CONFIG, "create_compressed_eod_mask")) or not len(index):
         return
-    path, room = (*_CONFIG, "eod_pad_length"), view.number((*_CONFIG, "eod_pad_length"), 128)
+    path, room = (*_CONFIG, "eod_pad_length"), view.mask_documents
     mean = seq * len(index) / max(index.tokens, 1)
     most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq)) + 2
     if mean > room:

@@ -105,6 +105,13 @@ class View:
         return steps if self.parallel and self.pp == 1 else 1
 
     @cached_property
+    def mask_documents(self) -> int:
+        """Documents of a sample that the compressed mask holds, by MindFormers' BlendedMegatronDatasetDataLoader."""
+        config = (*LOADER, "config")
+        older_name = self.number((*config, "compressed_eod_mask_length"), 128)
+        return self.number((*config, "eod_pad_length"), older_name)
+
+    @cached_property
     def batch(self) -> int:
         """Samples a data-parallel rank and micro-batch."""
         return self.number((*RUNNER, "batch_size"), 1)

@@ -174,7 +174,7 @@ def _training_share(view: View) -> float:
 def _room(view: View) -> int | None:
     if not view.flag((*CONFIG, "create_compressed_eod_mask")):
         return None
-    return view.number((*CONFIG, "eod_pad_length"), view.number((*CONFIG, "compressed_eod_mask_length"), 128))
+    return view.mask_documents
 
 
 def _number(view: View, path: KeyPath) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plugins.errors import RecipeError
 from tools.check.arithmetic import columns_of
 from tools.check.defaults import model_number
-from tools.check.view import LOADER, View
+from tools.check.view import View
 
 
 def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -19,8 +19,6 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = model_number(view, "seq_length")
-    config = (*LOADER, "config")  # with the defaults of MindFormers' BlendedMegatronDatasetDataLoader
-    ends = view.number((*config, "eod_pad_length"), view.number((*config, "compressed_eod_mask_length"), 128))
     tokens = ((batch, length), "int32")
     known = {
         "input_ids": tokens,
@@ -28,7 +26,7 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
         "loss_mask": ((batch, length), "float32"),
         "position_ids": tokens,
         "attention_mask": ((batch, 1, length, length), "uint8"),
-        "actual_seq_len": ((batch, ends), "int32"),
+        "actual_seq_len": ((batch, view.mask_documents), "int32"),
     }
     columns = view.get(("train_dataset", "input_columns")) or columns_of(view)
     unknown = [name for name in columns if name not in known]
