@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.accuracy.compare import compare_dumps
+from tools.accuracy.compare.run import compare_dumps
 from tools.accuracy.dumps import marker
 from tools.accuracy.dumps.read import open_dump
 

@@ -15,13 +15,13 @@ from typing import Any
 import click
 
 from tools.check.check import check_recipe
-from tools.check.view import View
 from tools.dryrun.cli import compile_all, without_files
 from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE = ROOT / "tests/tools/dryrun/pipeline.yaml"

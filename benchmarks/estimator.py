@@ -2,7 +2,7 @@
 
     python -m benchmarks.estimator ROWS.yaml            # table for RESULTS.md
     python -m benchmarks.estimator ROWS.yaml --fit      # of all device types or of those named after it;
-                                                        # writes tools/search/efficiencies.yaml
+                                                        # writes tools/estimate/efficiencies.yaml
     python -m benchmarks.estimator ROWS.yaml --halves   # how well rows are predicted that were not fitted
 
 The fit changes one parameter at a time by ever smaller factors, inside bounds that make physical sense, and keeps what
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import yaml
 
-from tools.search.efficiency import FILE, Efficiency, clear_cache
-from tools.search.rows import Row, read_rows
-from tools.search.time_model import TimeModel
-from tools.search.validate import predict, summary
+from tools.estimate.efficiency import FILE, Efficiency, clear_cache
+from tools.estimate.published.rows import Row, read_rows
+from tools.estimate.published.validate import predict, summary
+from tools.estimate.time_model import TimeModel
 
 # parameter -> (start, least, most)
 _SPACE = {
@@ -182,7 +182,7 @@ def halves(rows: list[Row]) -> str:
 
 
 _HEAD = """\
-# What each device type reaches: one set of parameters, see tools.search.efficiency.Efficiency.
+# What each device type reaches: one set of parameters, see tools.estimate.efficiency.Efficiency.
 # Written by `python -m benchmarks.estimator ROWS.yaml --fit` from published measurements (rows with `use: fit`);
 # `fitted` says which parameters were, `others` where the rest comes from. None is fitted for a single row.
 # Rows left out of the fit (`--halves`) are predicted less well than those in it: see benchmarks/RESULTS.md.

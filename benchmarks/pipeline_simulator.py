@@ -15,10 +15,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.tools.search.reference_simulator import reference
-from tools.search.schedules import SCHEDULES, is_v_shaped, operations
-from tools.search.simulate import Durations, simulate
-from tools.search.timetable import timetable
+from tests.tools.pipeline.reference_simulator import reference
+from tools.pipeline.schedules import SCHEDULES, is_v_shaped, operations
+from tools.pipeline.simulate import Durations, simulate
+from tools.pipeline.timetable import timetable
 
 STAGES, MICRO_BATCHES, RUNS = 16, 256, 5
 CHUNKS = {"1f1b": 1, "zero_bubble_v": 2}

@@ -16,17 +16,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from tools.estimate.search_times import SearchTimes
+from tools.placement.budget import Budget
 from tools.recipe.load import load_recipe
-from tools.search.budget import Budget
-from tools.search.rank import rank
-from tools.search.report_text import HEADS, cells, reasons
-from tools.search.search_entry import entry_of
-from tools.search.search_limits import read_limit
-from tools.search.search_place import place_all
-from tools.search.search_request import request_of
-from tools.search.search_run import search
-from tools.search.search_times import SearchTimes
-from tools.search.store import Store
+from tools.search.ranking.entry import entry_of
+from tools.search.ranking.place_best import place_all
+from tools.search.ranking.rank import rank
+from tools.search.ranking.run import search
+from tools.search.ranking.store import Store
+from tools.search.report.text import HEADS, cells, reasons
+from tools.search.space.limits import read_limit
+from tools.search.space.request import request_of
 
 RECIPE, CLUSTER = "recipes/telechat3_438b/pretrain_4k.yaml", "atlas_800t_a2"
 REPORT_S = 39.969  # Table 5, "Tool-Generated"; experts' layouts 40.076 and 40.147

@@ -11,7 +11,7 @@ import click
 
 from launch.output import Output, OutputFailed, settle
 from plugins.errors import TC3Error, did_you_mean
-from tools.waiting import saying
+from tools.process.waiting import saying
 
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
@@ -23,9 +23,9 @@ COMMANDS = {
         "tools.ep_report.cli:ep_report",
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
-    "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or what sets two apart."),
+    "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or what sets two apart."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
-    "train": ("launch.train_command:train", "Train a recipe under msrun."),
+    "train": ("launch.run.command:train", "Train a recipe under msrun."),
 }
 
 

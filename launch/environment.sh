@@ -64,5 +64,5 @@ install_into_venv() {
     "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" -c "$ROOT/constraints.txt" -e "${ROOT}[dev]" ||
         fail "pip could not install the packages; its own message is above"
     say "3/3 compiling MindFormers' dataset helper"
-    (cd "$ROOT" && "$VENV/bin/python" -m launch.dataset_helpers) || fail "MindFormers' dataset helper does not compile; see above"
+    (cd "$ROOT" && "$VENV/bin/python" -m launch.workers.dataset_helpers) || fail "MindFormers' dataset helper does not compile; see above"
 }

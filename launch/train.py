@@ -18,16 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.failure import STOPPED  # noqa: E402
-from launch.leave import run_and_leave  # noqa: E402
-from launch.lifeline import die_with_parent  # noqa: E402
-from launch.script_run import of_script  # noqa: E402
+from launch.on_cluster.run import of_script  # noqa: E402
+from launch.run.failure import STOPPED  # noqa: E402
+from launch.workers.hard_exit import run_and_leave  # noqa: E402
+from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
-from tools.ep_report.settle import settle  # noqa: E402
+from tools.auto.dispatch import settle  # noqa: E402
+from tools.auto.layout import settle_layout  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
-from tools.search.settle_layout import settle_layout  # noqa: E402
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
@@ -76,7 +76,7 @@ def train(recipe: Recipe, settle_run: Callable[[int], None] = lambda rank: None)
         from plugins.cpu_backend import adapter
 
         adapter.enable(config)
-    from launch import dataset_helpers, metrics
+    from launch.workers import dataset_helpers, metrics
     from plugins import enable_plugins
 
     dataset_helpers.use_this_python()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 # name -> distribution; msprobe is the import name of the last (the README says which project not to install)
 STACK = {"MindSpore": "mindspore", "MindFormers": "mindformers", "mindstudio-probe": "mindstudio-probe"}
-_SCHEMA = Path(__file__).resolve().parents[1] / "tools" / "check" / "schema.json"
+_SCHEMA = Path(__file__).resolve().parents[1] / "tools" / "schema" / "schema.json"
 
 
 def version_text() -> str:

@@ -77,5 +77,5 @@ def test_every_private_hook_is_listed():
     import_line = re.compile(r"^\s*from plugins\.private_hooks import", re.MULTILINE)
     found = {str(path.relative_to(ROOT)) for path in uses if import_line.search(path.read_text())}
     # these two hold what pynative.py names
-    found -= {"launch/accuracy_pynative.py", "tools/accuracy/align_recorder.py"}
-    assert found | {"plugins/cpu_backend/pynative.py", "tools/dryrun/virtual_cluster.py"} == listed
+    found -= {"launch/workers/accuracy_pynative.py", "tools/accuracy/align/recorder.py"}
+    assert found | {"plugins/cpu_backend/pynative.py", "tools/dryrun/compile/virtual_cluster.py"} == listed

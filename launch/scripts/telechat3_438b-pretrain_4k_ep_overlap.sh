@@ -123,7 +123,7 @@ command -v msrun >/dev/null || fail "no msrun on PATH: activate the environment 
 
 # Plugins and tools are imported from the checkout.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-# A worker ends with msrun, even when msrun is killed (launch/lifeline.py).
+# A worker ends with msrun, even when msrun is killed (launch/workers/lifeline.py).
 export TC3_SUPERVISED=1
 # The workers of a node share its cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > SLOTS ? $(nproc) / SLOTS : 1))}

@@ -12,7 +12,7 @@ from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology, of_mesh
 
-SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/search/hardware, for `mode: auto` alone
+SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/hardware, for `mode: auto` alone
 
 
 def uncut(batch: int, config: Any) -> list[np.ndarray]:

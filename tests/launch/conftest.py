@@ -5,8 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch import cli, preflight, train_command
-from launch.supervise import Outcome
+from launch import cli
+from launch.run import command as train_command
+from launch.run import preflight
+from launch.run.supervise import Outcome
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.data.index import IndexWriter
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from launch.train_command import default_run_dir
+from launch.run.command import default_run_dir
 from plugins.errors import RecipeError
 from tests.recipes.oracles import RECIPES, ROOT, all_recipes, load
 from tests.recipes.test_numbers import CARDS, ENTRIES

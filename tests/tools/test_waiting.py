@@ -1,7 +1,7 @@
 import threading
 
-from tools import waiting
-from tools.waiting import Progressing, saying
+from tools.process import waiting
+from tools.process.waiting import Progressing, saying
 
 
 def test_what_lasts_is_said_now_and_then_on_stderr_alone(monkeypatch, capsys):

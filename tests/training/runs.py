@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file
 
-from launch.readings import read_metrics
+from launch.run.readings import read_metrics
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tools.checkpoint.scan import iteration
 

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from tests.training import runs
-from tools.accuracy import golden_gate
+from tools.accuracy.equivalence import golden_gate
 
 pytestmark = pytest.mark.slow
 TINY = str(runs.TINY.relative_to(runs.ROOT))

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from launch.msrun import free_port
-from launch.readings import read_held_out
+from launch.run.msrun import free_port
+from launch.run.readings import read_held_out
 from tests.training import runs
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe

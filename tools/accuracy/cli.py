@@ -10,15 +10,15 @@ import click
 from rich.console import Console
 
 from plugins.errors import did_you_mean
-from tools.accuracy.align_cli import align
-from tools.accuracy.compare_cli import compare
-from tools.accuracy.dump import dump
-from tools.accuracy.equivalence_cli import equivalence_command
+from tools.accuracy.align.cli import align
+from tools.accuracy.compare.cli import compare
+from tools.accuracy.dumps.cli import dump
+from tools.accuracy.equivalence.cli import equivalence_command
 from tools.accuracy.pages import check_page
 from tools.accuracy.promotion import DEFAULT, NAMES
 from tools.files.whole import write_whole
+from tools.process.waiting import Progressing
 from tools.ranges import Number
-from tools.waiting import Progressing
 
 
 class DtypeName(click.ParamType):
@@ -73,7 +73,7 @@ def ops(
     Exit codes: 0 nothing failed, 1 failures found, 2 a wrong input.
     """
     if list_only:
-        from tools.accuracy.render import list_lines
+        from tools.accuracy.operators.render import list_lines
 
         click.echo("\n".join(list_lines()))
         return
@@ -81,9 +81,9 @@ def ops(
         raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 alone")
     pairs = _pairs(names, dtypes or DEFAULT)
     check_page(page)
-    from tools.accuracy.device import MindSporeDevice
-    from tools.accuracy.report import Report
-    from tools.accuracy.run import verify
+    from tools.accuracy.operators.device import MindSporeDevice
+    from tools.accuracy.operators.report import Report
+    from tools.accuracy.operators.run import verify
 
     rows = []
     with MindSporeDevice() as device, Progressing("comparing operators", len(pairs)) as progress:
@@ -92,14 +92,14 @@ def ops(
             rows += verify(spec, dtype, device, reruns, seed)
     report = Report(device.name, seed, reruns, rows)
     if page:
-        from tools.accuracy.html import html
+        from tools.accuracy.operators.html import html
 
         write_whole(page, html(report))
         click.echo(f"written: {page}", err=True)
     if as_json:
         click.echo(json.dumps(report.as_json()))
     else:
-        from tools.accuracy.render import print_report
+        from tools.accuracy.operators.render import print_report
 
         print_report(report, Console(highlight=False))
     sys.exit(0 if report.passed else 1)
@@ -107,7 +107,7 @@ def ops(
 
 def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     """(spec, data type) to run: those of `names` or all, in the order of the table."""
-    from tools.accuracy.operators import SPECS
+    from tools.accuracy.operators.specs import SPECS
 
     known = list(dict.fromkeys([*SPECS, *(name.split(".")[0] for name in SPECS)]))
     for name in names:

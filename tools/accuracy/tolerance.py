@@ -36,7 +36,7 @@ def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
 
 
 def systematic(dtype: str) -> tuple[float, float]:
-    """(floor, sigmas) of the factor that all elements of a tensor share: see tools/accuracy/compare_scale.py."""
+    """(floor, sigmas) of the factor that all elements of a tensor share: see tools/accuracy/compare/scale.py."""
     content = table()
     found = content["systematic"]
     return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from tools.check.converter import Built
 from tools.check.heads import check_heads
-from tools.check.report import Findings
-from tools.check.view import LOADER, MODEL, PARALLEL, View
+from tools.recipe.findings import Findings
+from tools.recipe.view import LOADER, MODEL, PARALLEL, View
+from tools.schema.converter import Built
 
 _COLUMNS = ["input_ids", "labels", "loss_mask", "position_ids"]
 _STRATEGY = ("parallel", "dataset_strategy")

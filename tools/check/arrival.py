@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.check.converter import Built, _apply
-from tools.check.report import Findings
-from tools.check.schema import Schema
-from tools.check.view import MODEL, RUNNER, View
+from tools.recipe.findings import Findings
 from tools.recipe.override import dotted
+from tools.recipe.view import MODEL, RUNNER, View
+from tools.schema.converter import Built, _apply
+from tools.schema.schema import Schema
 
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor")
 _FUNCTIONS = {"moe_router_score_function": "is_use_gated_sigmoid", "moe_token_drop_policy": "get_drop_policy"}

@@ -6,11 +6,11 @@ from typing import Any
 
 from tools.check.arrival import same
 from tools.check.build import Builder
-from tools.check.converter import convert
-from tools.check.report import Findings, Report
-from tools.check.schema import Schema, load_schema
-from tools.check.stages import layers_of
-from tools.check.view import MODEL, View
+from tools.recipe.findings import Findings, Report
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import convert
+from tools.schema.schema import Schema, load_schema
+from tools.schema.stages import layers_of
 
 # fields that MindFormers is right to derive: offset and recompute are compared as layers, rope_scaling is taken apart
 _DERIVED = {

@@ -11,18 +11,18 @@ from plugins.errors import RecipeError
 from tools.check.arithmetic import check_arithmetic
 from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
-from tools.check.converter import convert
 from tools.check.data_files import check_files
 from tools.check.keys import check_keys
 from tools.check.plugins import check_plugins
-from tools.check.report import Finding, Findings, Report
-from tools.check.schema import load_schema
-from tools.check.stages import check_stages
 from tools.check.table import table_of
-from tools.check.view import MODEL, View
+from tools.recipe.findings import Finding, Findings, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.numbers import bad_numbers
 from tools.recipe.override import dotted
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import check_stages
 
 _SECTIONS = ("runner_config", "context", "parallel", "parallel_config", "trainer", "optimizer", "runner_wrapper")
 
@@ -87,7 +87,7 @@ def _laid_out(recipe: Recipe, found: Findings) -> Recipe:
     if not isinstance(View(recipe).get((*MODEL, "offset")), str):
         return recipe
     # not above: it reads recipes by other modules of this package
-    from tools.search.settle_layout import even_layout, settle_layout
+    from tools.auto.layout import even_layout, settle_layout
 
     laid = copy.deepcopy(recipe)
     try:

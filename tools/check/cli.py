@@ -11,12 +11,12 @@ from rich.console import Console
 
 from tools.check.built import check_built
 from tools.check.check import check_recipe, is_fragment
-from tools.check.report import ERROR, Report
-from tools.check.schema import load_schema
+from tools.process.waiting import saying
 from tools.ranges import Tokens
+from tools.recipe.findings import ERROR, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.override import apply_overrides
-from tools.waiting import saying
+from tools.schema.schema import load_schema
 
 CARD = "card.yaml"  # says what is true of the recipes beside it
 LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands for
@@ -53,7 +53,7 @@ def check(
     Exit codes: 0 clean, 1 findings, 2 a file cannot be read.
     """
     if schema:
-        from tools.check.json_schema import json_schema
+        from tools.schema.json_schema import json_schema
 
         click.echo(json_schema(load_schema()), nl=False)
         return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.check.converter import Built
-from tools.check.report import Findings
-from tools.check.view import LOADER, MODEL, PARALLEL, RUNNER, View
+from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
+from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
+from tools.schema.converter import Built
 
 _PIPELINE = ("parallel", "pipeline_config")
 _CONFIG = (*LOADER, "config")

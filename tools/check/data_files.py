@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
-from tools.check.converter import Built
-from tools.check.report import Findings
-from tools.check.view import LOADER, View
 from tools.data.blend import read_blend
 from tools.data.index import IndexReader
 from tools.data.outputs import read_sidecar
+from tools.recipe.findings import Findings
+from tools.recipe.view import LOADER, View
+from tools.schema.converter import Built
 
 _CONFIG = (*LOADER, "config")
 _PATH = (*_CONFIG, "data_path")

@@ -13,10 +13,10 @@ from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from tools.check.converter import convert
-from tools.check.schema import load_schema
-from tools.check.view import View
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 _BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each chunk
 

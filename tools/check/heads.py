@@ -7,10 +7,10 @@ exchange of heads on top; and most models do not compile.
 
 from __future__ import annotations
 
-from tools.check.converter import Built
-from tools.check.report import Findings
-from tools.check.view import MODEL, PARALLEL, View
 from tools.model.architecture import Model, model_of
+from tools.recipe.findings import Findings
+from tools.recipe.view import MODEL, PARALLEL, View
+from tools.schema.converter import Built
 
 DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 _ALGORITHM = (*PARALLEL, "context_parallel_algo")

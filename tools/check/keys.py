@@ -8,13 +8,13 @@ from math import isfinite
 from typing import Any
 
 from tools.check.arrival import unmapped_hint
-from tools.check.kinds import fits, kind, say
-from tools.check.report import Findings
-from tools.check.schema import Schema, Shape
-from tools.check.view import MODEL
+from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.numbers import EXPONENT, as_yaml
 from tools.recipe.override import dotted
+from tools.recipe.view import MODEL
+from tools.schema.kinds import fits, kind, say
+from tools.schema.schema import Schema, Shape
 
 _SHOWN = 8  # choices listed in a message
 

@@ -11,10 +11,10 @@ from plugins.errors import RecipeError
 from plugins.finite_loss import plan as finite_loss
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from tools.check.converter import Built
-from tools.check.report import Findings
-from tools.check.view import MODEL, PARALLEL, View
+from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
+from tools.recipe.view import MODEL, PARALLEL, View
+from tools.schema.converter import Built
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
 _FINITE = ("plugins", "finite_loss")

@@ -6,12 +6,12 @@ from typing import Any
 
 from rich.table import Table
 
-from tools.check.converter import Built
-from tools.check.stages import Layers, layers_of, runs_back, stage_layers_of
-from tools.check.view import LOADER, View
 from tools.model.architecture import Model, model_of
 from tools.model.flops import FORMULA, flops_per_token
 from tools.model.weights import active_parameters, parameters, stage_parameters
+from tools.recipe.view import LOADER, View
+from tools.schema.converter import Built
+from tools.schema.stages import Layers, layers_of, runs_back, stage_layers_of
 
 
 def table_of(view: View, built: Built, token_budget: int | None = None) -> dict[str, Any] | None:

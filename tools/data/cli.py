@@ -11,9 +11,9 @@ import click
 
 from plugins.errors import DataError
 from tools.data.reporter import TerminalReporter
-from tools.data.signals import terminate_as_interrupt
 from tools.data.sources import FOLDER_SUFFIXES, Corpus
 from tools.files.figure import check_ending
+from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 
 DEFAULT_VOCAB = 2048
@@ -164,9 +164,10 @@ def imbalance_command(
     """
     from rich.console import Console
 
-    from tools.data import imbalance_picture, imbalance_render
-    from tools.data.imbalance import imbalance
-    from tools.data.imbalance_progress import CountingReporter
+    from tools.imbalance import picture as imbalance_picture
+    from tools.imbalance import render as imbalance_render
+    from tools.imbalance.measure import imbalance
+    from tools.imbalance.progress import CountingReporter
     from tools.recipe.load import load_recipe
     from tools.recipe.override import apply_overrides
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
-from tools.data.signals import uninterrupted
+from tools.process.signals import uninterrupted
 
 SUFFIXES = (".bin", ".json", ".idx")  # the order of publishing: readers open a pair by its .idx, so it comes last
 HELD_OUT = "heldout"

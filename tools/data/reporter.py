@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.waiting import AFTER, EVERY
+from tools.process.waiting import AFTER, EVERY
 
 
 class Reporter:

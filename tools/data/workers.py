@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from plugins.errors import DataError
-from tools.data.signals import deaf_children, uninterrupted
+from tools.process.signals import deaf_children, uninterrupted
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

@@ -12,24 +12,24 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
+from tools.auto.dispatch import settle
+from tools.auto.layout import settle_layout
 from tools.check.check import check_recipe
-from tools.check.view import View
-from tools.dryrun import cache
+from tools.dryrun.compile import cache
+from tools.dryrun.compile.job import Job
+from tools.dryrun.compile.pool import run_jobs
 from tools.dryrun.diagnose import diagnose
-from tools.dryrun.job import Job
 from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.picture import draw
-from tools.dryrun.pool import run_jobs
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
-from tools.ep_report.settle import settle
 from tools.files.figure import check_ending
 from tools.files.whole import check_writable
+from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.search.settle_layout import settle_layout
-from tools.waiting import saying
+from tools.recipe.view import View
 
 ALL = "all-stages"
 _WIDTH = 130  # of tables in a file or pipe

@@ -6,10 +6,10 @@ import copy
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
-from tools.check.view import View
-from tools.dryrun.job import Job
+from tools.dryrun.compile.job import Job
 from tools.dryrun.stages import Stage, stages_of
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 
 ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reaches its steady state within
 

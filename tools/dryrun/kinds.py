@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tools.check.stages import EXCLUDE, RECOMPUTE, swaps
-from tools.check.view import View
 from tools.dryrun.stages import SWAP, Stage
+from tools.estimate.configuration import spread
 from tools.model.architecture import MOE
 from tools.recipe.load import KeyPath, Recipe
-from tools.search.configuration import spread
+from tools.recipe.view import View
+from tools.schema.stages import EXCLUDE, RECOMPUTE, swaps
 
 _FULL: KeyPath = ("recompute_config", RECOMPUTE[0])
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from tools.dryrun.graph.passes import Pass, most_saved, waiting
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
-from tools.dryrun.passes import Pass, most_saved, waiting
 
 GIB = 1 << 30
 FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"

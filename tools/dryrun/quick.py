@@ -12,16 +12,16 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tools.check.stages import swaps
-from tools.check.view import View
-from tools.dryrun.by_layer import BACK, COMMON, FRONT, put_together
-from tools.dryrun.job import Job
+from tools.dryrun.compile.job import Job
+from tools.dryrun.graph.by_layer import BACK, COMMON, FRONT, put_together
 from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.kinds import Kind, groups_of, kinds_of, settings_of, write_settings
 from tools.dryrun.layout import Held
 from tools.dryrun.stages import Stage, stages_of
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.stages import swaps
 
 ERROR = 0.03  # most that a total is off, against full depth: benchmarks/dryrun_quick_vs_full.py
 _LAYER = "decoder.layers."

@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
-from tools.check.stages import runs_back
-from tools.check.view import View
+from tools.dryrun.graph.passes import Pass
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.links import check_links
 from tools.dryrun.memory import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN, fit_of, limit_of, memory_of, over_limit, unsure
 from tools.dryrun.order import check_order, count_groups, programs_of
-from tools.dryrun.passes import Pass
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
+from tools.pipeline.schedules import operations
 from tools.recipe.load import Recipe
-from tools.search.schedules import operations
+from tools.recipe.view import View
+from tools.schema.stages import runs_back
 
 NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not compiled
     **{name: [] for name in ("groups", "collectives", "passes", "activations", "flops")},

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.check.converter import convert
-from tools.check.schema import load_schema
-from tools.check.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
-from tools.check.view import MODEL, View
 from tools.model.architecture import model_of
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
 
 SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
 

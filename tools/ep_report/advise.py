@@ -16,8 +16,8 @@ from plugins.hierarchical_ep.topology import Topology, of_mesh
 from plugins.hierarchical_ep.traffic import BreakEven, break_even
 from tools.ep_report.shapes import Shape, shape_of
 from tools.ep_report.step_time import Base, base_of, layer_of, links_of, runs
+from tools.hardware import Hardware, load_hardware
 from tools.recipe.load import Recipe
-from tools.search.hardware import Hardware, load_hardware
 
 DEFAULT_HARDWARE = "atlas_800t_a2"
 DEFAULT_SKEW = 1.2  # the busiest rank's load over the mean; assumed

@@ -10,13 +10,13 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.check.view import PARALLEL, View
 from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
 from tools.files.figure import check_ending
+from tools.hardware import load_hardware
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.search.hardware import load_hardware
+from tools.recipe.view import PARALLEL, View
 
 
 class Degrees(click.ParamType):

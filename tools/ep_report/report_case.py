@@ -14,13 +14,13 @@ from pathlib import Path
 import click
 
 from plugins.errors import RecipeError
-from tools.check.view import View
 from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, Advice, ModeReport, advise
 from tools.ep_report.render import arrow, assumptions
+from tools.hardware import Hardware, load_hardware
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.search.hardware import Hardware, load_hardware
+from tools.recipe.view import View
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 MODELS, DEGREES = ("105b", "438b", "1119b"), (16, 32, 64, 128)

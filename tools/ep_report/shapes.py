@@ -7,15 +7,15 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from tools.check.converter import Built, convert
-from tools.check.schema import load_schema
-from tools.check.view import MODEL, PARALLEL, View
+from tools.hardware import Hardware
 from tools.model.architecture import MOE, Model, model_of
 from tools.model.flops import flops_per_token, multiplied
 from tools.model.weights import parameters, weights
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
-from tools.search.hardware import Hardware
+from tools.recipe.view import MODEL, PARALLEL, View
+from tools.schema.converter import Built, convert
+from tools.schema.schema import load_schema
 
 _DTYPES = {"bfloat16": ("bf16", 2), "bf16": ("bf16", 2), "float16": ("fp16", 2), "fp16": ("fp16", 2)}
 _FULL = ("fp32", 4)

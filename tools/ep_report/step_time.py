@@ -27,7 +27,7 @@ from plugins.ep_overlap.plan import Layer, Links
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import backward, expected_steps
 from tools.ep_report.shapes import Shape
-from tools.search.hardware import Hardware, Link
+from tools.hardware import Hardware, Link
 
 _FP32 = 4
 

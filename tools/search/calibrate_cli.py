@@ -12,12 +12,12 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.ep_report.advise import DEFAULT_HARDWARE
+from tools.estimate.efficiency import Efficiency, cluster, efficiency_of
+from tools.estimate.published.calibrate import Calibration, calibrate
+from tools.estimate.published.calibrate_file import cluster_text
+from tools.estimate.published.rows import read_rows
 from tools.files.whole import keep_existing, write_whole
-from tools.search.calibrate import Calibration, calibrate
-from tools.search.calibrate_file import cluster_text
-from tools.search.efficiency import Efficiency, cluster, efficiency_of
-from tools.search.rows import read_rows
-from tools.waiting import Progressing
+from tools.process.waiting import Progressing
 
 
 @click.command("calibrate")

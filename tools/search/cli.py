@@ -11,13 +11,13 @@ from rich.console import Console
 
 from tools.files.figure import check_ending
 from tools.files.whole import keep_existing, write_whole
+from tools.placement.budget import Budget, interruptible
+from tools.placement.instance_file import read_instance, with_margin
 from tools.ranges import Number
-from tools.search.budget import Budget, interruptible
 from tools.search.calibrate_cli import calibrate_command
-from tools.search.instance_file import read_instance, with_margin
+from tools.search.command import space_command
 from tools.search.layout_cli import layout
-from tools.search.search_command import space_command
-from tools.search.search_progress import PlanProgress
+from tools.search.progress import PlanProgress
 from tools.search.validate_cli import validate
 
 # of the time limit: starting Python and HiGHS's last look at the clock
@@ -99,9 +99,9 @@ def pipeline(
     Exit codes: 0 a plan; 1 none keeps the cap; 2 a wrong input; 130 interrupted, with the best plan so far.
     """
     budget = Budget(max(time_limit - _RESERVE, time_limit / 2))
-    from tools.search.pipeline import optimise
-    from tools.search.pipeline_output import print_text, report_json, solution_text
-    from tools.search.pipeline_picture import draw
+    from tools.placement.optimise import optimise
+    from tools.placement.output import print_text, report_json, solution_text
+    from tools.placement.picture import draw
 
     if picture:
         check_ending(picture)

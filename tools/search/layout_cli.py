@@ -11,20 +11,20 @@ import click
 from rich.console import Console
 
 from plugins.pipeline_layout.plan import counts_of_offset, layout_of
+from tools.auto.layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
+from tools.auto.layout_file import LayoutFile, is_layout_file, path_of, write_layout
 from tools.ep_report.advise import DEFAULT_HARDWARE
+from tools.estimate.configuration import Configuration
+from tools.estimate.from_recipe import from_recipe
 from tools.files.whole import keep_existing
+from tools.pipeline.schedules import is_v_shaped
+from tools.placement.budget import Budget, interruptible
+from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.search.budget import Budget, interruptible
-from tools.search.configuration import Configuration
-from tools.search.from_recipe import from_recipe
-from tools.search.layout_file import LayoutFile, is_layout_file, path_of, write_layout
 from tools.search.options import margin_option
-from tools.search.overlay_files import keep_files_of
-from tools.search.schedules import is_v_shaped
-from tools.search.settle_layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
-from tools.waiting import Progressing
+from tools.search.overlay.files import keep_files_of
 
 
 @click.command("layout")

@@ -7,12 +7,12 @@ from plugins.attention_balance.plan import Layout, Objective
 from plugins.attention_balance.settings import OWN_BATCHES, SETTINGS, layout_of, read, schedule_of
 from plugins.attention_balance.shape import model_cost
 from plugins.errors import RecipeError
-from tools.check.converter import convert
-from tools.check.schema import load_schema
-from tools.check.view import View
 from tools.model.architecture import model_of
 from tools.model.flops import flops_per_token
 from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 ALL = sorted(path.relative_to(RECIPES).as_posix() for path in RECIPES.glob("*/*k.yaml"))

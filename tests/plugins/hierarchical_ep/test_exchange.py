@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.msrun import free_port
+from launch.run.msrun import free_port
 
 WORKER = Path(__file__).with_name("exchange_worker.py")
 

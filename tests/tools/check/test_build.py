@@ -9,11 +9,11 @@ from tools.check.arrival import same
 from tools.check.build import Builder
 from tools.check.built import check_built
 from tools.check.check import check_recipe
-from tools.check.converter import convert
-from tools.check.schema import load_schema
-from tools.check.stages import layers_of
-from tools.check.view import View
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import layers_of
 
 pytestmark = pytest.mark.slow
 # what MindFormers turns into objects of its own

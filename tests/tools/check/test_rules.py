@@ -5,8 +5,8 @@ import pytest
 from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
 from tests.tools.check.test_mutations import ROOT, plain
 from tools.check import check_recipe
-from tools.check.schema import load_schema
 from tools.recipe.override import dotted
+from tools.schema.schema import load_schema
 
 MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")
 SEMI = put(

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from data_helpers import CALL, environment
 
+from tests.tools.data.data_helpers import CALL, environment
 from tools.data import tokenizer as tokenizers
 
 TEXTS = [

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 from launch.cli import tc3
 from plugins.errors import TC3Error
-from tools.dryrun import cache
-from tools.dryrun import compile as compiling
 from tools.dryrun.cli import compile_all, resized, without_files
-from tools.dryrun.job import Job
+from tools.dryrun.compile import cache
+from tools.dryrun.compile import rank as compiling
+from tools.dryrun.compile.job import Job
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.recipe.load import Recipe, load_recipe
@@ -177,7 +177,9 @@ def start(folder, *arguments):
 def children_of(process):
     for _ in range(600):
         assert process.poll() is None, "it ended before it compiled"
-        found = [child for child in psutil.Process(process.pid).children() if "launch.dryrun_rank" in child.cmdline()]
+        found = [
+            child for child in psutil.Process(process.pid).children() if "launch.workers.dryrun_rank" in child.cmdline()
+        ]
         if found:
             return found
         time.sleep(0.1)

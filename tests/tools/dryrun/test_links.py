@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.dryrun.job import Job
+from tools.dryrun.compile.job import Job
 from tools.dryrun.jobs import Plan
 from tools.dryrun.links import check_links
 from tools.dryrun.order import check_order, programs_of

@@ -4,7 +4,8 @@ from typing import NamedTuple
 import pytest
 
 from plugins.errors import RecipeError
-from tools.dryrun.compile import parameters_of
+from tools.dryrun.compile.rank import parameters_of
+from tools.dryrun.graph.passes import Pass, most_saved, waiting
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
 from tools.dryrun.memory import (
     DOES_NOT_FIT,
@@ -18,7 +19,6 @@ from tools.dryrun.memory import (
     over_limit,
     unsure,
 )
-from tools.dryrun.passes import Pass, most_saved, waiting
 
 
 def held(name="decoder.layers.0.w", kind=WEIGHT, dtype="Float32", shape=(8, 4), part=(4, 4), shards=2):

@@ -5,16 +5,16 @@ import pytest
 
 from benchmarks.dryrun_quick_vs_full import LAYOUTS, compare
 from tools.check.check import check_recipe
-from tools.check.view import View
 from tools.dryrun.layout import WEIGHT
 from tools.dryrun.quick import ERROR, compose, quick_plan
 from tools.dryrun.quick import small_of as quick_small_of
 from tools.dryrun.report import report_of
 from tools.dryrun.stages import stages_of
+from tools.estimate.from_recipe import from_recipe
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
-from tools.search.from_recipe import from_recipe
-from tools.search.verify import DryRun, judge
+from tools.recipe.view import View
+from tools.search.ranking.verify import DryRun, judge
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 NAMES = [f"telechat3_{size}/{kind}" for size in ("105b", "438b", "1119b") for kind in ("pretrain_4k", "context_128k")]

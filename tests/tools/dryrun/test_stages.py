@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 
 from plugins.errors import RecipeError
-from tools.check.view import View
 from tools.dryrun.jobs import plan_jobs
 from tools.dryrun.stages import stages_of
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 

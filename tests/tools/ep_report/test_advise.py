@@ -12,9 +12,9 @@ from tests.tools.check.test_mutations import ROOT
 from tools.ep_report.advise import advise
 from tools.ep_report.shapes import shape_of
 from tools.ep_report.step_time import Base, base_of
+from tools.hardware import load_hardware
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.search.hardware import load_hardware
 
 A2 = load_hardware("atlas_800t_a2")
 

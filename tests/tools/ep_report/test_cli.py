@@ -13,8 +13,8 @@ from plugins.errors import TC3Error
 from tests.tools.check.test_mutations import ROOT
 from tools.ep_report.cli import ep_report
 from tools.ep_report.report_case import DEGREES, MODELS, cases, main, markdown
+from tools.hardware import load_hardware
 from tools.recipe.load import load_recipe
-from tools.search.hardware import load_hardware
 
 LARGE = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
 

@@ -9,18 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.counted import counted
-from tools.check.converter import convert
-from tools.check.schema import load_schema
 from tools.check.table import table_of
-from tools.check.view import View
 from tools.dryrun.stages import stages_of
 from tools.ep_report.shapes import shape_of
+from tools.estimate.from_recipe import from_recipe
 from tools.model.architecture import model_of
 from tools.model.flops import flops_per_token, multiplied
 from tools.model.weights import layer_size, parameters
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import load_recipe
-from tools.search.from_recipe import from_recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 ROOT = Path(__file__).resolve().parents[3]
 MOE, GROUPED = (

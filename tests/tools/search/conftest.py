@@ -1,8 +1,8 @@
 import pytest
 
-from tools.search import search_place
-from tools.search.memory_model import all_stages
-from tools.search.placement import Placement
+from tools.estimate.memory_model import all_stages
+from tools.placement.place import Placement
+from tools.search.ranking import place_best as search_place
 
 
 def stand_in(config, model, cap, budget, seed=0):

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError, TC3Error
 from tools.ep_report.cli import ep_report
+from tools.estimate.published.rows import read_rows
+from tools.hardware.load import FOLDER
+from tools.placement.instance_file import read_instance
 from tools.search.cli import search
-from tools.search.hardware.load import FOLDER
-from tools.search.instance_file import read_instance
-from tools.search.rows import read_rows
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 INSTANCE = Path(__file__).parents[3] / "tools" / "search" / "examples" / "pipeline.json"
@@ -134,7 +134,7 @@ def test_a_file_of_which_no_row_can_be_predicted_is_refused(tmp_path):
     ],
 )
 def test_options_of_a_search(monkeypatch, option, value):
-    monkeypatch.setattr("tools.search.search_run.search", None)  # refused before it
+    monkeypatch.setattr("tools.search.ranking.run.search", None)  # refused before it
     refused(CliRunner().invoke(search, [RECIPE, option, value]), option if option != "--cluster" else "cluster")
 
 
@@ -147,7 +147,7 @@ def test_options_of_ep_report(option, value):
 
 
 def test_nothing_is_replaced_unasked(monkeypatch, tmp_path):
-    monkeypatch.setattr("tools.search.search_run.search", None)  # refused before it
+    monkeypatch.setattr("tools.search.ranking.run.search", None)  # refused before it
     file = tmp_path / "mine.yaml"
     file.write_text("mine", "utf-8")
     with pytest.raises(DataError, match=r"--write .*mine\.yaml: exists; .*--force"):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from tools.placement.instance_file import judge, read_instance
 from tools.search.cli import search
-from tools.search.instance_file import judge, read_instance
 
 EXAMPLES = Path(__file__).parents[3] / "tools" / "search" / "examples"
 

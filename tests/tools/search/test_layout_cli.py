@@ -7,9 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import DataError
+from tools.auto.layout_file import read_layout
 from tools.check import check_recipe
 from tools.search.layout_cli import layout
-from tools.search.layout_file import read_layout
 
 LARGE = os.path.abspath("recipes/telechat3_438b/pretrain_4k.yaml")
 

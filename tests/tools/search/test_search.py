@@ -10,21 +10,21 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
 from tests.tools.search.conftest import stand_in
-from tests.tools.search.test_space import request
+from tests.tools.search.space.test_candidates import request
 from tools.check.check import check_recipe
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory_model import GIB
+from tools.estimate.search_times import SearchTimes
+from tools.placement.budget import Budget
+from tools.placement.place import Placement
 from tools.recipe.load import load_recipe
-from tools.search import search_place
-from tools.search.budget import Budget
 from tools.search.cli import search
-from tools.search.from_recipe import from_recipe
-from tools.search.memory_model import GIB
-from tools.search.placement import Placement
-from tools.search.rank import feasible, rank
-from tools.search.search_entry import entry_of, why_faster
-from tools.search.search_infeasible import explain, more_memory
-from tools.search.search_limits import read_limit
-from tools.search.search_times import SearchTimes
-from tools.search.store import Store
+from tools.search.ranking import place_best as search_place
+from tools.search.ranking.entry import entry_of, why_faster
+from tools.search.ranking.infeasible import explain, more_memory
+from tools.search.ranking.rank import feasible, rank
+from tools.search.ranking.store import Store
+from tools.search.space.limits import read_limit
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 NARROW = [word for limit in ("tp=2,4", "pp=4,8", "vpp<=2", "cp=1", "ep=8,16", "mbs<=2") for word in ("--limit", limit)]
@@ -185,7 +185,7 @@ def test_parts_explain_the_difference():
 
 
 def stand_in_config(asked, one):
-    from tools.search.space import configuration
+    from tools.search.space.candidates import configuration
 
     return configuration(asked, one.candidate)
 

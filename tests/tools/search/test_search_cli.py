@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import DataError
-from tests.tools.search.pipeline_instances import content
+from tests.tools.placement.pipeline_instances import content
+from tools.placement.instance_file import judge, read_instance
 from tools.search.cli import search
-from tools.search.instance_file import judge, read_instance
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
 from tests.tools.search.test_search import RECIPE, run
+from tools.estimate.from_recipe import from_recipe
 from tools.recipe.load import load_recipe
 from tools.search.cli import search
-from tools.search.from_recipe import from_recipe
 
 pytestmark = pytest.mark.usefixtures("alone")
 
 
 def test_verify_drops_what_fails(monkeypatch):
-    from tools.search import verify
+    from tools.search.ranking import verify
 
     seen = []
 
@@ -34,7 +34,7 @@ def test_verify_drops_what_fails(monkeypatch):
 
 def judged(monkeypatch, *good):
     """Dry runs that find something wrong, but for those of these numbers; returns the layouts tried."""
-    from tools.search import verify
+    from tools.search.ranking import verify
 
     seen = []
 
@@ -62,7 +62,7 @@ def test_nothing_is_written_when_no_dry_run_passes(monkeypatch, tmp_path):
 
 
 def test_an_interrupted_dry_run_is_said(monkeypatch, tmp_path):
-    from tools.search import verify
+    from tools.search.ranking import verify
 
     def dry_run(path, full):
         raise KeyboardInterrupt
@@ -85,7 +85,7 @@ def family(tmp_path):
 @pytest.mark.parametrize("target", ["recipe.yaml", "parent.yaml", "oldest.yaml", "other/recipe.yaml"])
 @pytest.mark.parametrize("option", ["--write", "--html", "--state"])
 def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, target):
-    monkeypatch.setattr("tools.search.search_run.search", None)  # it is refused before the search
+    monkeypatch.setattr("tools.search.ranking.run.search", None)  # it is refused before the search
     before = {file: file.read_bytes() for file in family.glob("*.yaml")}
     words = [str(family / "recipe.yaml"), option, str(family / target)]
     with pytest.raises(RecipeError, match=f"{option} .*: is (the recipe itself|what .* inherits)"):
@@ -95,7 +95,7 @@ def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, targ
 
 @pytest.mark.parametrize("words", [["--write", "best.yaml"], ["--verify", "1"]])
 def test_a_recipe_without_layouts_is_refused_before_the_search(monkeypatch, words):
-    monkeypatch.setattr("tools.search.search_run.search", None)
+    monkeypatch.setattr("tools.search.ranking.run.search", None)
     command = ["recipes/mini/pretrain_dp2.yaml", "--devices", "8", *words]
     with pytest.raises(RecipeError, match=r"use_parallel: True and parallel.parallel_mode: 1"):
         CliRunner().invoke(search, command, catch_exceptions=False)
@@ -117,7 +117,7 @@ def test_memory_of_the_command_line_is_written(tmp_path):
 
 
 def test_interrupted_dry_runs_keep_the_answer(monkeypatch):
-    from tools.search import verify
+    from tools.search.ranking import verify
 
     def dry_run(path, full):
         raise KeyboardInterrupt

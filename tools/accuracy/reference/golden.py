@@ -17,12 +17,12 @@ import click
 import numpy as np
 
 from plugins.errors import CheckpointError
-from tools.accuracy.align_record import Record
+from tools.accuracy.align.record import Record
 from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import checksum
 from tools.data.index import IndexWriter
 
-HERE = Path(__file__).resolve().parents[3] / "tests" / "tools" / "accuracy" / "golden"
+HERE = Path(__file__).resolve().parents[3] / "tests" / "tools" / "accuracy" / "reference" / "golden"
 RECIPE, FILE = HERE / "hf_mini.yaml", HERE / "hf_mini.npz"
 STEPS, SEED = 20, 0
 SAMPLES = 32  # elements kept of each gradient and update
@@ -77,10 +77,10 @@ def load() -> dict[str, np.ndarray]:
 @click.option("--reference-python", default=sys.executable, help="Python that has torch and transformers.")
 def main(update: bool, reference_python: str) -> None:
     """Renew the golden file."""
-    from tools.accuracy.align import Wanted, climb
-    from tools.accuracy.align_recipe import alone, reference_sizes
-    from tools.accuracy.align_recipe import load as load_recipe
-    from tools.accuracy.align_record import of_reference, read
+    from tools.accuracy.align.ladder import Wanted, climb
+    from tools.accuracy.align.recipe import alone, reference_sizes
+    from tools.accuracy.align.recipe import load as load_recipe
+    from tools.accuracy.align.record import of_reference, read
     from tools.accuracy.reference.run import below
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -2,7 +2,7 @@
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for
-`train.single_steps`. OUT is a record (`tools.accuracy.align_record`). Exit code 3: torch or transformers is missing.
+`train.single_steps`. OUT is a record (`tools.accuracy.align.record`). Exit code 3: torch or transformers is missing.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
     """The reference for a TransformerConfig.
 
     Args:
-        fields: of MindFormers' TransformerConfig, as `tools.check.converter.convert` finds them.
+        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
         bias_updated: whether the recipe's callbacks move the router's bias.
 
     Raises:

@@ -16,7 +16,7 @@ BIAS = "e_score_correction_bias"
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train on `batches` and record what `tools.accuracy.align_record` describes.
+    """Train on `batches` and record what `tools.accuracy.align.record` describes.
 
     Args:
         batches: `input_ids`, `labels` and `loss_mask`, each [steps, B, S].

@@ -1,0 +1,228 @@
+"""A recipe's launch as plain bash: one script for all nodes, started by hand, by Slurm or by a cluster manager.
+
+The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
+`python -m launch.on_cluster.script` writes the scripts of the reference layouts into launch/scripts/.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.run.msrun import MASTER, ROOT, worker_count
+from plugins.errors import ClusterError
+from tools.recipe.load import Recipe, load_recipe
+
+BODY = ROOT / "launch" / "script_body.sh"
+SCRIPTS = ROOT / "launch" / "scripts"
+REFERENCES = ("mini/pretrain*.yaml", "telechat3_*/pretrain_*.yaml")  # below recipes/, each with a script in SCRIPTS
+DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
+PORT = 8118  # msrun's own default
+INDENT = " " * 4
+AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
+_HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")
+_LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>\d+))?")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a run, the first one the master, with `slots` workers each. `names` is how bash writes them."""
+
+    nodes: int
+    slots: int
+    names: str
+    source: str = ""  # the hosts file; empty: names to be edited
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout."""
+
+    recipe: str
+    run_dir: str
+    settings: Sequence[str] = field(default=())
+    port: int | None = None
+    resume: str = ""
+
+
+def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
+    """The nodes of `hosts_file` (a line each: name, and its workers unless 8), or names to be edited.
+
+    Raises:
+        ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
+    """
+    if hosts_file is not None:
+        hosts, slots = _read_hosts(hosts_file)
+        if len(hosts) * slots != workers:
+            found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
+            hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""
+            raise ClusterError(f"{hosts_file}: {found}, the recipe needs {workers}{hint}")
+        return Cluster(len(hosts), slots, " ".join(map(shlex.quote, hosts)), str(hosts_file))
+    if workers <= DEVICES:
+        return Cluster(1, workers, MASTER)
+    if workers % DEVICES:
+        raise ClusterError(f"{workers} workers are no whole nodes of {DEVICES}: name hosts and slots with --nodes")
+    return Cluster(workers // DEVICES, DEVICES, f"node{{0..{workers // DEVICES - 1}}}")
+
+
+def _read_hosts(path: Path) -> tuple[list[str], int]:
+    """Names and workers a host of a hosts file; `#` starts a comment."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ClusterError(f"--nodes {path}: cannot be read: {error}") from None
+    seen: dict[str, int] = {}
+    slots = 0
+    for number, line in enumerate(lines, 1):
+        if not (text := line.split("#")[0].strip()):
+            continue
+        match = _LINE.fullmatch(text)
+        if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
+            raise ClusterError(f"{path}:{number}: want HOST or HOST SLOTS (node0 8), got {text!r}")
+        host, here = match["host"], int(match["slots"] or DEVICES)
+        if host in seen:
+            raise ClusterError(f"{path}:{number}: {host} stands in line {seen[host]} already")
+        if slots and here != slots:
+            wrong = f"{host} has {here} slots, {next(iter(seen))} has {slots}"
+            raise ClusterError(f"{path}:{number}: {wrong}; msrun numbers workers as if every node had as many")
+        seen[host], slots = number, here
+    if not seen:
+        raise ClusterError(f"--nodes {path}: names no host; want a line each: HOST or HOST SLOTS")
+    return list(seen), slots
+
+
+def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
+    """The bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
+
+    Raises:
+        ClusterError: the hosts do not fit the recipe, or the port is none.
+    """
+    port = PORT if launch.port is None else launch.port
+    if not 1024 <= port <= 65535:
+        raise ClusterError(f"--port {port}: msrun wants a port from 1024 to 65535")
+    workers = worker_count(recipe)
+    cluster = cluster_for(workers, hosts_file)
+    return "\n".join([*_head(launch, workers, cluster), *_values(launch, recipe, workers, cluster, port), _body()])
+
+
+def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
+    """What the script is and how it is started."""
+    settings = [word for setting in launch.settings for word in ("--set", setting)]
+    nodes = ["--nodes", cluster.source] if cluster.source else []
+    made_by = " ".join(shlex.join(["tc3", "train", launch.recipe, *settings, "--script", *nodes]).splitlines())
+    size = f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
+    start = [
+        "# Start it on every node, with the checkout, the data and RUN_DIR on a disk that all of them see:",
+        "#   bash SCRIPT [NODE_RANK]      without it the rank is $NODE_RANK, $SLURM_NODEID or the place in HOSTS",
+        f"#   srun --nodes={cluster.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash SCRIPT",
+    ]
+    return [
+        "#!/usr/bin/env bash",
+        f"# {size}. Written by: {made_by}",
+        *(start if cluster.nodes > 1 else []),
+        "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint).",
+        "# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.",
+        "set -euo pipefail",
+        "",
+    ]
+
+
+def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cluster, port: int) -> list[str]:
+    """The assignments that set this script apart from others."""
+    settings = [f"{INDENT}--set {shlex.quote(setting)}" for setting in launch.settings]
+    lines = [
+        f"RECIPE={shlex.quote(launch.recipe)}",
+        *([AS_THEY_STAND, "SETTINGS=(", *settings, ")"] if settings else ["SETTINGS=()"]),
+        f"TARGET={shlex.quote(str((recipe.get('context') or {}).get('device_target', 'Ascend')))}",
+        f"WORKERS={workers}",
+        f"SLOTS={cluster.slots} # workers of a node",
+        *_hosts(cluster),
+        _default("RUN_DIR", launch.run_dir),
+        f"SAVE_PATH={shlex.quote(str((recipe.get('checkpoint') or {}).get('save_path') or ''))} # empty: in RUN_DIR",
+        _default("MASTER_PORT", str(port)),
+        _default("RESUME", launch.resume),
+    ]
+    if (recipe.get("optimizer") or {}).get("swap"):
+        lines += [
+            "# optimizer.swap needs it, says mindformers/core/optim/adamw.py.",
+            _default("MS_DEV_RUNTIME_CONF", "switch_inline:False"),
+            "export MS_DEV_RUNTIME_CONF",
+        ]
+    return lines
+
+
+def _hosts(cluster: Cluster) -> list[str]:
+    """The list of nodes by rank; names to be edited give way to those that Slurm knows."""
+    if cluster.nodes == 1:
+        return [f"HOSTS=({cluster.names})"]
+    lines = ["# The nodes by rank; the first one is the master, whose scheduler all workers look for."]
+    if cluster.source:
+        return [
+            *lines,
+            "HOSTS=(",
+            *textwrap.wrap(
+                cluster.names,
+                110,
+                initial_indent=INDENT,
+                subsequent_indent=INDENT,
+                break_on_hyphens=False,
+                break_long_words=False,
+            ),
+            ")",
+        ]
+    return [
+        *lines,
+        f"HOSTS=({cluster.names}) # put your nodes' names here; Slurm's are taken as they are",
+        "# those of the step, where srun started this: its $SLURM_NODEID counts from the first of them",
+        "NODELIST=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}",
+        'if [ -n "$NODELIST" ]; then',
+        INDENT + 'mapfile -t HOSTS < <(scontrol show hostnames "$NODELIST")',
+        "fi",
+    ]
+
+
+def _default(name: str, value: str) -> str:
+    """An assignment that an environment variable of the same name overrides."""
+    return f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(value)}'
+
+
+def _body() -> str:
+    """The part that all scripts share, without the line that tells linters its language."""
+    return "\n" + BODY.read_text(encoding="utf-8").split("\n", 1)[1]
+
+
+def in_checkout(path: Path) -> str:
+    """A path as scripts write it: relative to the checkout where it lies in it, so that a script fits any machine."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def reference_scripts() -> dict[Path, str]:
+    """File -> text of launch/scripts/."""
+    scripts = {}
+    for pattern in REFERENCES:
+        for path in sorted((ROOT / "recipes").glob(pattern)):
+            name = f"{path.parent.name}-{path.stem}"
+            recipe: Recipe = load_recipe(path)
+            scripts[SCRIPTS / f"{name}.sh"] = launch_script(Launch(in_checkout(path), f"output/{name}"), recipe)
+    return scripts
+
+
+def main() -> None:
+    """Write launch/scripts/ anew."""
+    SCRIPTS.mkdir(exist_ok=True)
+    wanted = reference_scripts()
+    for path in set(SCRIPTS.glob("*.sh")) - set(wanted):
+        path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Which checkpoint a run goes on from, and what of other runs its folder of checkpoints may hold."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.resume.data_digest import replaced
+from launch.resume.data_order import all_steps, differences
+from plugins.errors import CheckpointError, did_you_mean
+from plugins.sealed_checkpoint.plan import fault
+from tools.checkpoint.scan import (
+    CheckpointInfo,
+    is_sealed,
+    iteration,
+    iterations,
+    later_than,
+    scan_checkpoints,
+    set_aside,
+)
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
+
+_WEIGHTS = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
+
+_TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
+_SLOW = 1 << 30  # bytes that take seconds to read
+
+
+def save_path(recipe: dict[str, Any]) -> Path:
+    """Where an effective recipe's checkpoints go."""
+    return Path(recipe["checkpoint"]["save_path"]).absolute()
+
+
+def find_checkpoint(resume: str, root: Path) -> CheckpointInfo | None:
+    """The iteration to go on from; None when `auto` finds no complete one. Says what it skips, and why.
+
+    Raises:
+        CheckpointError: `resume` names no folder, none of one iteration, or one that is not whole.
+    """
+    if resume != "auto":
+        return _named(resume, root)
+    say_reading(next(iter(iterations(root)), None))
+    best, skipped = scan_checkpoints(root)
+    for path, reason in skipped:
+        click.echo(f"skipping checkpoint {path}: {reason}", err=True)
+    if best is None:
+        click.echo(f"no complete checkpoint in {root}: starting from the beginning", err=True)
+        return None
+    click.echo(f"going on from step {best.step}: {best.path}", err=True)
+    return CheckpointInfo(best.path.absolute(), best.step)
+
+
+def say_reading(folder: Path | None) -> None:
+    """Say, on stderr, that a checkpoint is read as a whole, where that takes a while."""
+    size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder else 0
+    if size > _SLOW:
+        click.echo(f"{folder}: reading its {size / 1e9:,.0f} GB, to see whether it is whole", err=True)
+
+
+def _named(resume: str, root: Path) -> CheckpointInfo:
+    """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
+    folder = one_iteration(resume, ["auto", *map(str, root.glob("iteration_*"))])
+    say_reading(folder)
+    reason = fault(folder)
+    if reason and any(map(is_sealed, [folder, *iterations(folder.parent)])):
+        raise CheckpointError(
+            f"--resume {resume}: not a whole checkpoint: {reason}; --resume auto takes the newest one"
+        )
+    if reason:
+        click.echo(f"{folder}: has no seals, so that nobody can tell whether it is whole", err=True)
+    return CheckpointInfo(folder, iteration(folder))
+
+
+def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
+    """The folder that `resume` names; raises CheckpointError where it is none, or no single checkpoint."""
+    folder = Path(resume).absolute()
+    try:
+        if not folder.is_dir():
+            known = [*known, *map(str, Path(resume).parent.glob("iteration_*"))]
+            kind = "a file; name the folder that it is in" if folder.exists() else "no such folder"
+            raise CheckpointError(f"--resume {resume}: {kind}{did_you_mean(resume, known)}")
+        inside = [*iterations(folder), *iterations(folder / "checkpoint")]
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"--resume {resume}: cannot be read ({error.strerror})") from None
+    if inside:
+        raise CheckpointError(
+            f"--resume {resume}: holds checkpoints and is none; name one of them, such as {inside[0]}"
+        )
+    if "common.json" not in names or not any(_WEIGHTS.search(name) for name in names):
+        raise CheckpointError(
+            f"--resume {resume}: no checkpoint: one holds common.json and *-model-*.safetensors, as "
+            "RUN/checkpoint/iteration_00000100 does; weights alone go into checkpoint.load_path of a new run"
+        )
+    return folder
+
+
+def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
+    """Raise CheckpointError when going on from `checkpoint` would see the data in another order than the run before.
+
+    Other data at the same path counts, too.
+    """
+    stored = run_dir / "recipe.yaml"
+    if checkpoint.path.resolve().parent != save_path(recipe).resolve():
+        stored = checkpoint.path.parent.parent / "recipe.yaml"
+    if not stored.exists():
+        click.echo(f"{stored} is not there: nobody can tell whether the data's order stays the same", err=True)
+        return
+    found = differences(load_recipe(stored), recipe, checkpoint.step) or replaced(stored.parent, recipe)
+    if found:
+        raise CheckpointError(
+            f"going on from step {checkpoint.step} would repeat samples and leave others out, for their order changes "
+            f"from that of {stored}: {'; '.join(found)}. Go on with what it was; or start a new run from the weights: "
+            f"--run-dir ANOTHER --set checkpoint.load_path={checkpoint.path}, without --resume"
+        )
+
+
+def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
+    """That `checkpoint` leaves nothing to train, in words; None where there is something, or where nobody can tell."""
+    wanted, done = all_steps(recipe), checkpoint.step
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))
+        done = int(done * (common["global_batch_size"] / View(recipe).global_batch))  # as MindFormers counts them
+    if not wanted or done < wanted:
+        return None
+    return f"the run is complete: {checkpoint.path} holds step {done:,} of {wanted:,}; nothing is started"
+
+
+def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
+    """Raise CheckpointError when this worker's part of a sealed checkpoint is not whole: together they read all, once.
+
+    One that nobody has sealed is taken on the user's word.
+    """
+    reason = fault(checkpoint.path, (worker, workers)) if is_sealed(checkpoint.path) else None
+    if reason:
+        raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
+
+
+def check_load_path(recipe: Recipe) -> None:
+    """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none."""
+    path = View(recipe).get(("checkpoint", "load_path"))
+    if not isinstance(path, str) or not path or Path(path).is_file():
+        return  # one file is of MindFormers' legacy format
+    try:
+        names = {each.name for each in Path(path).iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"checkpoint.load_path: {path}: no folder that can be read ({error.strerror})") from None
+    if _TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
+        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors)")
+
+
+def check_save_path(root: Path, resume: bool, force: bool) -> None:
+    """Raise CheckpointError when a new run would save among the checkpoints of another one."""
+    found = next(filter(is_sealed, iterations(root)), None)
+    if found and not (resume or force):
+        raise CheckpointError(
+            f"checkpoint.save_path: {root} holds checkpoints of another run ({found.name}), which --resume auto would "
+            f"take for this one's; name another folder, go on with --resume auto (a script: RESUME={found}), "
+            "or remove them with --force"
+        )
+
+
+def clear_save_path(root: Path) -> None:
+    """Remove the sealed iterations of an earlier run, and nothing else."""
+    for folder in filter(is_sealed, iterations(root)):
+        shutil.rmtree(folder)
+
+
+def leave_behind(root: Path, checkpoint: CheckpointInfo) -> None:
+    """Put the checkpoints aside that are of another branch than the one that goes on from `checkpoint`."""
+    for folder in later_than(root, checkpoint.path):
+        click.echo(f"{folder} is of the run that is left behind here: renamed {set_aside(folder).name}", err=True)

@@ -1,0 +1,164 @@
+"""`tc3 accuracy dump`: a recipe through the path of `tc3 train`, with msprobe's debugger in every worker.
+
+The command line stands in tools/accuracy/dumps/cli.py, which becomes this process:
+
+    python launch/run/accuracy_dump.py JOB      JOB is `tools.accuracy.dumps.cli.Job` as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # started by path; the repository may not be installed
+    sys.path.insert(0, str(ROOT))
+
+from launch.run import preflight  # noqa: E402
+from launch.run.command import effective_recipe, steps_overrides  # noqa: E402
+from launch.run.failure import Failure  # noqa: E402
+from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
+from launch.run.progress import TrainingProgress  # noqa: E402
+from launch.run.readings import loss_rank  # noqa: E402
+from launch.run.supervise import Outcome, supervise  # noqa: E402
+from plugins.errors import ClusterError, DataError, TC3Error  # noqa: E402
+from tools.accuracy.dumps import marker  # noqa: E402
+from tools.accuracy.dumps import size as dump_size  # noqa: E402
+from tools.accuracy.dumps.cli import Job  # noqa: E402
+from tools.accuracy.dumps.read import WEIGHTS, open_dump  # noqa: E402
+from tools.recipe.dump import dump_recipe  # noqa: E402
+from tools.recipe.load import Recipe  # noqa: E402
+from tools.recipe.override import apply_overrides  # noqa: E402
+
+_MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the model is built
+
+
+def main() -> None:
+    """Dump what argv says; exit code 0 dumped, 1 a worker failed, 2 something to mend first."""
+    job = Job(**json.loads(sys.argv[1]))
+    try:
+        sys.exit(run(job))
+    except TC3Error as error:
+        click.echo(f"tc3: {error}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        click.echo("tc3: interrupted before anything was started", err=True)
+        sys.exit(130)
+
+
+def run(job: Job) -> int:
+    """Check, run, mark the dump as whole; returns the exit code."""
+    out = Path(job.out).absolute()
+    check_folder(out)
+    recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, job.mini)
+    # fewer samples, but the schedule stays: the first steps are those of the real run
+    shorter = steps_overrides(recipe, job.steps)
+    recipe = apply_overrides(recipe, [each for each in shorter if not each.startswith("lr_schedule.")])
+    preflight.check_machine(recipe)
+    preflight.check_sound(recipe)
+    for line in prepare(recipe):
+        click.echo(line, err=True)
+    preflight.check_data(recipe)
+    preflight.check_disk(out)
+    size = dump_size.bytes_of_dump(recipe, job.level, job.task, job.steps)
+    click.echo(dump_size.text(recipe, job.level, job.task, job.steps, size), err=True)
+    check_room(out, size or 0, job.task)
+    new = not out.exists()
+    out.mkdir(parents=True, exist_ok=True)
+    facts = {**asdict(job), "out": str(out), "workers": worker_count(recipe)}
+    marker.write(out, False, **facts)
+    dump_recipe(recipe, out / "recipe.yaml")
+    outcome = _supervised(recipe, out, job)
+    if outcome.code and not outcome.failure:
+        _clear(out, new)
+        click.echo("tc3: interrupted; what was dumped is not whole and was removed", err=True)
+        return outcome.code
+    if outcome.failure:
+        _complain(outcome.failure, out)
+        return outcome.code
+    marker.write(out, True, **facts)
+    click.echo(
+        f"dumped: {out}: {job.steps} step{'s' * (job.steps > 1)}, {len(open_dump(out).ranks)} rank(s), {job.level} "
+        f"{job.task}, {dump_size.words(dumped_bytes(out))}"
+    )
+    return 0
+
+
+def check_folder(out: Path) -> None:
+    """Raise DataError when `out` is no place for a new dump."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"--out {out}: exists and is not empty: a dump wants a new folder")
+    if not _MSPROBE_PATH.fullmatch(str(out)):
+        raise DataError(f"--out {out}: msprobe takes paths of letters, digits and _ . : / - only")
+
+
+def check_room(out: Path, size: int, task: str) -> None:
+    """Raise ClusterError when a dump of `size` bytes would leave less than a run needs free."""
+    place = out
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if size + preflight.MIN_FREE > free:
+        less = "fewer --steps, or --task statistics" if task == "tensor" else "or fewer --steps"
+        raise ClusterError(
+            f"--out {out}: {dump_size.words(free)} free, and this dump wants about {dump_size.words(size)} besides "
+            f"{dump_size.words(preflight.MIN_FREE)} for the run: make room, {less}"
+        )
+
+
+def dumped_bytes(out: Path) -> int:
+    """What msprobe and we wrote below a dump's folder, without logs and the like."""
+    places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS)
+    return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
+
+
+def _clear(out: Path, new: bool) -> None:
+    """Remove what an interrupted dump left; the folder too if it was not there before."""
+    for path in out.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if new:
+        out.rmdir()
+
+
+def prepare(recipe: Recipe) -> list[str]:
+    """Make `recipe` deterministic and leave out what costs time and is not dumped; says what it changed."""
+    said = []
+    if not recipe.get("train_precision_sync"):
+        recipe["train_precision_sync"] = True
+        said.append("dump: train_precision_sync is set: a rerun must give the same bits")
+    if (recipe.get("plugins") or {}).get("held_out_loss"):
+        recipe["plugins"]["held_out_loss"] = False
+        said.append("dump: plugins.held_out_loss is left out")
+    recipe["plugins"] = {
+        **(recipe.get("plugins") or {}),
+        "finite_loss": False,
+    }  # steps with NaN are to be looked at, too
+    recipe["callbacks"] = [each for each in recipe.get("callbacks") or [] if each["type"] != "CheckpointMonitor"]
+    return said
+
+
+def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
+    workers = worker_count(recipe)
+    train, ours = (str(ROOT / "launch" / name) for name in ("train.py", "workers/accuracy_worker.py"))
+    command = [ours if word == train else word for word in msrun_command(recipe, out, free_port())]
+    command += ["--level", job.level, "--task", job.task]
+    with TrainingProgress(out, Console(stderr=True), loss_rank(recipe)) as progress:
+        return supervise(command, worker_environment(workers, out), out, workers, progress.tick)
+
+
+def _complain(failure: Failure, out: Path) -> None:
+    """Why there is no whole dump."""
+    for line in () if failure.user_error else failure.lines:
+        click.echo(line, err=True)
+    click.echo(f"tc3: {failure.message}. Log: {failure.log}. The dump in {out} is not whole", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The msrun command of a recipe: how many workers, which argv, which environment, which port. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import ClusterError, RecipeError
+from tools.process import huge_pages
+
+ROOT = Path(__file__).resolve().parents[2]
+MASTER = "127.0.0.1"
+PARALLEL_SIZES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
+
+
+def worker_count(recipe: Mapping[str, Any]) -> int:
+    """Number of workers (devices) of a recipe: the product of its parallel sizes; 1 without `use_parallel`.
+
+    Raises:
+        RecipeError: a parallel size is no positive integer.
+    """
+    if not recipe.get("use_parallel", False):
+        return 1
+    count = 1
+    for name in PARALLEL_SIZES:
+        size = (recipe.get("parallel_config") or {}).get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise RecipeError(f"parallel_config.{name}: wants a positive integer, got {size!r}")
+        count *= size
+    return count
+
+
+def msrun_command(recipe: Mapping[str, Any], run_dir: Path, port: int, resume: Path | None = None) -> list[str]:
+    """The exact argv that trains `RUN/recipe.yaml` on this host; one worker takes the same path as many.
+
+    `resume` is one iteration's checkpoint folder. No worker log is tailed to msrun's own output (the number of
+    workers is the value msrun documents for that): the supervisor reads the logs.
+
+    Raises:
+        ClusterError: no msrun stands beside the running Python.
+    """
+    count = worker_count(recipe)
+    command = [
+        str(_msrun()),
+        f"--worker_num={count}",
+        f"--local_worker_num={count}",
+        f"--master_addr={MASTER}",
+        f"--master_port={port}",
+        "--join=True",
+        f"--log_dir={run_dir / 'logs'}",
+        f"--tail_worker_log={count}",
+        str(ROOT / "launch" / "train.py"),
+        "--config",
+        str(run_dir / "recipe.yaml"),
+        "--run-dir",
+        str(run_dir),
+    ]
+    return command + (["--resume", str(resume)] if resume else [])
+
+
+def _msrun() -> Path:
+    """The msrun of the environment we run in, whatever PATH says."""
+    path = Path(sys.executable).parent / "msrun"
+    if not path.exists():
+        raise ClusterError(f"{path} does not exist: install mindspore into this Python environment")
+    return path
+
+
+def worker_environment(workers: int, run_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """`environ` made fit for `workers` workers on this host; what the user has set stays.
+
+    msrun starts the first `python` on PATH, so ours is put there. The threads of all workers together do not
+    exceed the cores. MindSpore logs errors only; MindFormers' log goes into the run's folder. MindFormers takes a
+    node for one of 8 devices unless told, and refuses to save the checkpoint of more.
+    """
+    threads = max(1, len(os.sched_getaffinity(0)) // workers)
+    defaults = {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOG_v": "3",
+        "PYTHONUNBUFFERED": "1",
+        **huge_pages.ENVIRONMENT,
+        "DEVICE_NUM_PER_NODE": str(workers),
+        "LOG_MF_PATH": str(run_dir / "logs" / "mindformers"),
+    }
+    ours = {
+        "TC3_SUPERVISED": "1",  # a worker then ends with msrun, whatever ends msrun
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")])),
+    }
+    return {**defaults, **environ, **ours}
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((MASTER, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int) -> None:
+    """Raise ClusterError when `port` cannot be the scheduler's: msrun would take 44 s to say so, vaguely."""
+    if not 1024 <= port <= 65535:
+        raise ClusterError(f"--port {port}: msrun wants a port from 1024 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ClusterError(
+                f"--port {port}: in use ({error.strerror}); leave --port out and a free one is chosen"
+            ) from None

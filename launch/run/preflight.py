@@ -1,0 +1,223 @@
+"""What can be seen to be wrong before anything starts: devices, data, disk, the run's folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.run.msrun import ROOT, worker_count
+from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
+from tools.check import check_recipe
+from tools.check.dispatch import check_dispatch
+from tools.data.blend import read_blend
+from tools.data.outputs import read_sidecar
+from tools.recipe.load import Recipe
+
+MOST_FINDINGS = 5
+MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
+PARTS = (
+    "recipe.yaml",
+    "data.json",
+    "logs",
+    "metrics",
+    "checkpoint",
+    "strategy",
+)  # what a run's folder holds that --force removes
+LOCK = ".lock"
+_DATA_PATH = "train_dataset.data_loader.config.data_path"
+_HELD_OUT = "plugins.held_out_loss.data_path"
+
+
+def check_machine(recipe: Mapping[str, Any]) -> None:
+    """Raise ClusterError when the recipe is for Ascend and this host has not got its NPUs (/dev/davinci*)."""
+    context = recipe.get("context") or {}
+    if context.get("device_target", "Ascend") != "Ascend":  # MindFormers' own default
+        return
+    wanted = worker_count(recipe)
+    visible = len(list(Path("/dev").glob("davinci[0-9]*")))
+    if visible < wanted:
+        mini = os.path.relpath(ROOT / "recipes" / "mini" / "pretrain.yaml")
+        raise ClusterError(
+            f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, {visible or 'none'} "
+            f"can be seen here (/dev/davinci*); on this machine run a CPU recipe: tc3 train {mini}"
+        )
+
+
+def check_sound(recipe: Recipe) -> None:
+    """Raise RecipeError with what `tc3 check` finds wrong: the run would fail, or be another one than was written.
+
+    Raise ClusterError where the ranks of an expert-parallel group would wait for each other for ever.
+    """
+    errors = check_recipe(recipe).errors
+    if errors:
+        shown = [str(error) for error in errors[:MOST_FINDINGS]]
+        more = len(errors) - len(shown)
+        raise RecipeError("\n     ".join([*shown, *[f"and {more} more: tc3 check lists them"] * bool(more)]))
+    check_dispatch(recipe)
+
+
+def check_data(recipe: Mapping[str, Any]) -> None:
+    """Raise DataError when a Megatron dataset of the recipe has no .bin or .idx file, saying how to make it.
+
+    Also when two of its datasets, the held-out one among them, are known to be of different tokenizers.
+    """
+    loader = (recipe.get("train_dataset") or {}).get("data_loader") or {}
+    if loader.get("type") != "BlendedMegatronDatasetDataLoader":
+        return
+    prefixes = data_prefixes((loader.get("config") or {}).get("data_path"))
+    datasets = [(_DATA_PATH, prefix) for prefix in prefixes] + [(_HELD_OUT, prefix) for prefix in held_out(recipe)]
+    for key, prefix in datasets:
+        missing = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
+        if missing:
+            known = [str(index.with_suffix("")) for index in Path(prefix).parent.glob("*.idx")]
+            hint = did_you_mean(os.path.normpath(prefix), known)
+            make = _prepare(prefix.removesuffix("_heldout") if key == _HELD_OUT else prefix, recipe)
+            raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
+    _check_tokenizers(datasets)
+
+
+def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
+    """Compare what `tc3 data prepare` noted of the tokenizers of (key, prefix); data of other tools is not known."""
+    known = [(key, prefix, mark) for key, prefix in datasets if (mark := _fingerprint(prefix))]
+    for key, prefix, mark in known[1:]:
+        _, first, wanted = known[0]
+        if mark != wanted:
+            raise DataError(
+                f"{key}: {prefix} was prepared with another tokenizer ({mark[:12]}) than {first} ({wanted[:12]}): "
+                "its ids mean other text; prepare both with one: tc3 data prepare --tokenizer FOLDER"
+            )
+
+
+def _fingerprint(prefix: str) -> str | None:
+    """What tells a dataset's tokenizer from others; None where nobody noted it."""
+    try:
+        return str(read_sidecar(prefix)["tokenizer"]["fingerprint"])
+    except (DataError, OSError, KeyError, TypeError):
+        return None
+
+
+def held_out(recipe: Mapping[str, Any]) -> list[str]:
+    """The prefix that plugins.held_out_loss reads, if that plugin is on."""
+    settings = (recipe.get("plugins") or {}).get("held_out_loss")
+    path = settings.get("data_path") if isinstance(settings, dict) else None
+    return [path] if isinstance(path, str) else []
+
+
+def data_prefixes(data_path: Any) -> list[str]:
+    """Prefixes in a `data_path`: a list of them, or weights and prefixes by turns (as MindFormers tells them apart)."""
+    try:
+        return read_blend(data_path).prefixes
+    except DataError as error:
+        raise RecipeError(f"{_DATA_PATH}: {error}") from None
+
+
+def _prepare(prefix: str, recipe: Mapping[str, Any]) -> str:
+    """The `tc3 data prepare` command that makes a prefix; the embedded corpus for the recipes that train on it."""
+    corpus = "stdlib" if Path(prefix).name == "stdlib" else "YOUR_TEXT"
+    share = " --held-out 0.05" if f"{prefix}_heldout" in held_out(recipe) else ""
+    return f"tc3 data prepare --input {corpus}{share} --output {os.path.normpath(prefix)}"
+
+
+def check_disk(folder: Path) -> None:
+    """Raise ClusterError when less than `MIN_FREE` bytes are free where `folder` is or will be, or it is read-only."""
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise ClusterError(f"{folder}: {existing} is not a folder one can write to; choose another")
+    free = shutil.disk_usage(existing).free
+    if free < MIN_FREE:
+        raise ClusterError(f"{folder}: {free / 1e9:.1f} GB free, a run needs {MIN_FREE / 1e9:.1f}: make room first")
+
+
+def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
+    """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else."""
+    try:
+        names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
+    except OSError as error:
+        raise CheckpointError(f"--run-dir {run_dir}: no folder that can be read ({error.strerror})") from None
+    if not {*names} - {LOCK}:
+        return
+    if "recipe.yaml" not in names:
+        strange = [name for name in names if name not in (*PARTS, LOCK)]
+        if strange:
+            raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
+    elif not (resume or force):
+        raise CheckpointError(
+            f"{run_dir}: holds a run already; go on with --resume auto, start over with --force (removes its logs, "
+            "metrics and checkpoints), or choose another --run-dir"
+        )
+
+
+def clear_run_dir(run_dir: Path) -> None:
+    """Remove what an earlier run left in its folder, and nothing else; a lock stays, for it is held."""
+    for name in PARTS:
+        path = run_dir / name
+        if path.is_dir() and not path.is_symlink():
+            _clear(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder, or all that is in it but its lock."""
+    if not (folder / LOCK).exists():
+        shutil.rmtree(folder)
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        elif entry.name != LOCK:
+            entry.unlink()
+
+
+@contextmanager
+def only_run_in(*folders: Path) -> Iterator[None]:
+    """Hold the locks of a run's folders, which the kernel frees even if we are killed; ClusterError when a run has one.
+
+    A start that fails in the block leaves neither the locks nor folders that were made for them. A file system without
+    locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
+    """
+    with ExitStack() as held:
+        for folder in dict.fromkeys(folder.resolve() for folder in folders):
+            made = [each for each in [folder, *folder.parents] if not each.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            held.push(partial(_leave_nothing, made))
+            _lock(folder, held)
+        yield
+
+
+def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: object) -> None:
+    """After a failed start, remove the folders that were `made` for it, innermost first, as far as they are empty."""
+    if kind is not None:
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
+
+
+def _lock(folder: Path, held: ExitStack) -> None:
+    """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
+    path = folder / LOCK
+    lock = held.enter_context(path.open("a+"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise ClusterError(f"{folder}: a run is in progress there (pid {lock.read().strip()})") from None
+    except OSError as error:
+        click.echo(f"{folder}: its file system has no locks ({error.strerror}): start no second run there", err=True)
+    if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
+        _lock(folder, held)  # a start that failed has removed the file between our opening and locking it
+        return
+    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()

@@ -1,0 +1,139 @@
+"""What `tc3 train` says at the end: numbers, files, and the command to go on with."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.resume.checkpoints import say_reading
+from launch.resume.data_order import all_steps, most_steps
+from launch.run.failure import STOPPED
+from launch.run.picture import draw_loss_curve
+from launch.run.readings import loss_rank, read_held_out, read_metrics
+from launch.run.supervise import Outcome
+from tools.checkpoint.scan import iterations, scan_checkpoints
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+
+Again = Callable[[Path | None, str], list[str]]
+
+
+def summarize(
+    run_dir: Path,
+    recipe: Recipe,
+    outcome: Outcome,
+    again: Again,
+    wanted: int | None = None,
+) -> dict[str, Any]:
+    """The run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
+
+    Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
+    final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
+    Absent things are None, and losses that are not finite. `again` gives the command that resumes, or that starts a
+    new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
+    """
+    metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
+    readings, held_out = read_metrics(metrics), read_held_out(run_dir)
+    saves = Path(recipe["checkpoint"]["save_path"])
+    say_reading(next(iter(iterations(saves)), None))
+    best, _ = scan_checkpoints(saves)
+    steps, points = sorted(readings.steps), sorted(held_out)
+    failure = outcome.failure
+    if outcome.code:
+        more = _resuming(again, wanted, gentler(recipe) if failure and failure.stopped else "")
+    else:
+        more = _next_command(recipe, readings.total_steps or all_steps(recipe), best.path if best else None, again)
+    return {
+        "exit_code": outcome.code,
+        "error": failure.message if failure else None,
+        "log": str(failure.log) if failure else None,
+        "run_dir": str(run_dir),
+        "steps": steps[-1] if steps else 0,
+        "total_steps": readings.total_steps,
+        "first_loss": _finite(readings.steps[steps[0]]["loss"]) if steps else None,
+        "final_loss": _finite(readings.last.get("loss")),
+        "first_held_out_loss": _finite(held_out[points[0]]) if points else None,
+        "final_held_out_loss": _finite(held_out[points[-1]]) if points else None,
+        "tokens_per_second": readings.tokens_per_second(),
+        "checkpoint": str(best.path) if best else None,
+        "checkpoint_step": best.step if best else None,
+        "picture": str(draw_loss_curve([metrics], run_dir / "loss.png", held_out)) if steps else None,
+        "next_command": shlex.join(more),
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    return value if value is None or math.isfinite(value) else None
+
+
+def _next_command(recipe: Recipe, total: int, weights: Path | None, again: Again) -> list[str]:
+    """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
+
+    After the last such step it is a new run from the weights: GPTDataset would shuffle what is trained already anew.
+    """
+    most = most_steps(recipe, 2 * total)
+    if most is not None and most <= total and weights:
+        return [*again(weights, ""), "--steps", str(total)] if total else again(weights, "")
+    return _resuming(again, 2 * total if most is None else most)
+
+
+def _resuming(again: Again, steps: int | None, change: str = "") -> list[str]:
+    return [*again(None, change), "--steps", str(steps)] if steps else again(None, change)
+
+
+def gentler(recipe: Recipe) -> str:
+    """An override that halves the learning rate, for instance; empty where the recipe has none."""
+    rate = View(recipe).get(("lr_schedule", "learning_rate"))
+    return f"lr_schedule.learning_rate={rate / 2:g}" if isinstance(rate, float | int) else ""
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    """The end of a run that went well, on stdout."""
+    rows = [("steps", f"{summary['steps']}")]
+    first, final = summary["first_loss"], summary["final_loss"]
+    if summary["steps"]:
+        rows.append(("training loss", f"{_loss(first)} -> {_loss(final)}"))
+    first, final = summary["first_held_out_loss"], summary["final_held_out_loss"]
+    if first is not None or final is not None:
+        rows.append(("held-out loss", f"{_loss(first)} -> {_loss(final)} (on text never trained on)"))
+    if summary["tokens_per_second"]:
+        rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s (median step)"))
+    rows.append(("checkpoint", summary["checkpoint"] or "none was saved"))
+    rows.append(("loss curve", summary["picture"] or "no step was made"))
+    rows.append(("go on with", summary["next_command"]))
+    for name, text in rows:
+        click.echo(f"{name + ':':<15}{text}")
+
+
+def _loss(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4f}"
+
+
+def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
+    """Why a run ended early, on stderr: the failing worker's last lines, where its log is, how to go on."""
+    failure = outcome.failure
+    if failure is None:
+        name = signal.Signals(outcome.code - 128).name
+        click.echo(f"tc3: interrupted ({name}); all workers have ended. Logs: {run_dir / 'logs'}", err=True)
+    elif failure.user_error:
+        click.echo(f"tc3: {failure.message}", err=True)
+    elif failure.stopped:
+        click.echo(f"{STOPPED}{failure.message}. Log: {failure.log}", err=True)
+    else:
+        for line in failure.lines:
+            click.echo(line, err=True)
+        click.echo(f"tc3: {failure.message}. Log: {failure.log}", err=True)
+    if outcome.left:
+        click.echo(f"tc3: these processes did not end: {' '.join(map(str, outcome.left))}", err=True)
+    if summary["checkpoint"]:
+        click.echo(f"Checkpoint of step {summary['checkpoint_step']}: {summary['checkpoint']}", err=True)
+        click.echo(f"Go on with: {summary['next_command']}", err=True)
+    elif failure and failure.stopped:
+        click.echo(f"Start over with: {summary['next_command']}", err=True)

@@ -1,0 +1,205 @@
+"""Run msrun and stay in charge: see a worker fail at once, say why, and leave no process behind.
+
+msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM,
+leaves them running. So every descendant is watched and, in the end, killed by pid.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from launch.run.failure import Failure, ends_in_msrun_log, read_lines, telling_lines, worker_failure
+from launch.run.processes import Family, Member, children_now, family_of, has_ended
+from launch.workers.lifeline import adopt_orphans, die_with_parent
+
+POLL = 0.2  # seconds between looks at the workers
+SCAN = 1.0  # seconds between searches for new descendants
+STRAGGLE = 20.0  # seconds without a sign of life that workers may outlast one that has finished
+FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: why, what could not be killed, and the exit code.
+
+    The code is 0 for success, 1 for a failure, 2 for a user error, 128 + n for the end by signal n.
+    """
+
+    code: int
+    failure: Failure | None = None
+    left: tuple[int, ...] = ()
+
+
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    run_dir: Path,
+    workers: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Outcome:
+    """Run `command` (msrun) until its `workers` workers have ended, calling `tick` about five times a second.
+
+    Worker n logs to `RUN/logs/worker_n.log` (msrun does that), msrun itself to `RUN/logs/msrun.log`. On return no
+    descendant runs any more, whatever happened: success, a failing worker, SIGINT, SIGTERM or SIGHUP to us. If we
+    ourselves are killed with SIGKILL, the kernel sends msrun SIGINT, on which it kills its workers.
+    """
+    logs = run_dir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with _signals() as received, (logs / "msrun.log").open("wb") as log:
+        before = children_now()
+        root = subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(die_with_parent, signal.SIGINT, os.getpid()),
+        )
+        family = family_of(root.pid, before)
+        code, failure = 1, None
+        try:
+            code, failure = _Watch(root, family, logs, workers, received, tick).until_the_end()
+        finally:
+            left = family.kill(grace=0.0 if failure else 2.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                root.wait(timeout=1)
+            adopt_orphans(False)
+    return Outcome(code, failure, tuple(left))
+
+
+def _tells(failure: Failure) -> tuple[bool, bool, bool]:
+    """Of several failures the one to show is the largest by this."""
+    return failure.user_error, failure.stopped, failure.has_traceback
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
+    received: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    old = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
+    try:
+        yield received
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class _Watch:
+    """The loop of `supervise`."""
+
+    root: subprocess.Popen
+    family: Family
+    logs: Path
+    workers: int
+    received: list[int]
+    tick: Callable[[], None]
+    scanned: float = 0.0
+    first_done: float = 0.0  # when the first worker had finished well
+    all_done: float = 0.0
+
+    def until_the_end(self) -> tuple[int, Failure | None]:
+        """(exit code, failure): returns at success, at the first failure, or at a signal."""
+        while True:
+            if self.received:
+                return 128 + self.received[0], None
+            self._scan()
+            failure = self._failure(self.family.poll()) or self._msrun_failed() or self._straggling()
+            if failure:
+                return (2 if failure.user_error else 1), failure
+            if self._finished():
+                return 0, None
+            self.tick()
+            time.sleep(POLL)
+
+    def _scan(self) -> None:
+        """Search for descendants: often until all workers are known, then now and then."""
+        if time.monotonic() - self.scanned > SCAN or len(self.family.workers()) < self.workers:
+            self.scanned = time.monotonic()
+            self.family.scan()
+
+    def _failure(self, ended: list[Member]) -> Failure | None:
+        """The failure of the first worker that ended badly; of several at once the one whose log tells most."""
+        logged = self._ask_msrun(ended)
+        failures = [
+            (worker_failure(self._log(member), member.rank, member.code), member.process.pid in logged)
+            for member in ended
+            if member.rank is not None and member.failed
+        ]
+        if failures:
+            return max(failures, key=lambda pair: (*_tells(pair[0]), pair[1]))[0]
+        if any(member.rank is None and member.failed for member in ended) and self._running():
+            return self._from_log("scheduler.log", "msrun's scheduler failed")
+        if set(logged) - set(self.family.members):  # it ended before we had seen it
+            logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
+            told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
+            return max(told, key=_tells, default=None)
+        return None
+
+    def _ask_msrun(self, ended: list[Member]) -> dict[int, int]:
+        """Codes that msrun has logged; fills in those of members it collected before we could look."""
+        unknown = [member for member in self.family.workers() if member.ended and member.code is None]
+        if not (ended or unknown or len(self.family.workers()) < self.workers):
+            return {}
+        logged = ends_in_msrun_log(self.logs / "msrun.log")
+        for member in unknown:
+            member.code = logged.get(member.process.pid)
+            if member.failed and member not in ended:
+                ended.append(member)
+        return logged
+
+    def _msrun_failed(self) -> Failure | None:
+        """msrun itself has ended: badly, or while workers still run."""
+        code = self.root.poll()
+        if code is None or (code == 0 and not self._running()):
+            return None
+        return self._from_log("msrun.log", f"msrun ended with code {code}")
+
+    def _straggling(self) -> Failure | None:
+        """Some workers have finished, and the others show no sign of life: they wait for the gone ones."""
+        running = self._running()
+        done = [member for member in self.family.workers() if member.ended]
+        if not (running and done):
+            return None
+        self.first_done = self.first_done or time.time()
+        if time.time() - max(self.first_done, self._last_sign()) < STRAGGLE:
+            return None
+        ranks = ", ".join(str(member.rank) for member in running)
+        message = f"worker {done[0].rank} finished while worker {ranks} still waits: its ranks do not do the same steps"
+        return Failure(message, self._log(done[0]), tuple(telling_lines(read_lines(self._log(done[0])))))
+
+    def _last_sign(self) -> float:
+        """Time of the last write to a log or a metrics file."""
+        files = [*self.logs.glob("worker_*.log"), *self.logs.parent.glob("metrics/*")]
+        return max((file.stat().st_mtime for file in files), default=0.0)
+
+    def _finished(self) -> bool:
+        """msrun has ended well, or all workers have and it takes too long to."""
+        if self.root.poll() is not None:
+            return True
+        if self._running() or len(self.family.workers()) < self.workers:
+            return False
+        self.all_done = self.all_done or time.monotonic()
+        return time.monotonic() - self.all_done > FINISH
+
+    def _running(self) -> list[Member]:
+        """Workers that have not ended; looks again, for some may have since the last look."""
+        return [member for member in self.family.workers() if not (member.ended or has_ended(member.process))]
+
+    def _log(self, member: Member) -> Path:
+        return self.logs / f"worker_{member.rank}.log"
+
+    def _from_log(self, name: str, message: str) -> Failure:
+        log = self.logs / name
+        return Failure(message, log, tuple(telling_lines(read_lines(log))))

@@ -1,0 +1,64 @@
+"""msprobe's debugger around every training step, as a MindFormers callback: no edit to model or recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_rank
+from mindspore.train.callback import Callback
+
+from launch.workers import accuracy_pynative
+from tools.accuracy.dumps.debugger import debugger
+from tools.accuracy.dumps.read import WEIGHTS
+from tools.accuracy.dumps.weights import dump_weights
+
+WITHOUT_WEIGHTS = ("L1", "L2")  # levels at which msprobe hooks no cell
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class AccuracyDump(Callback):
+    """Start msprobe's `PrecisionDebugger` before each step, stop it behind.
+
+    Args:
+        run_dir: where the dump goes: `stepN/rankM/`.
+        level, task: msprobe's.
+    """
+
+    def __init__(self, run_dir, level, task, **kwargs):
+        super().__init__()
+        self.run_dir, self.level, self.task = Path(run_dir), level, task
+        self.debugger = debugger(self.run_dir, level, task, get_real_rank())
+        self.steps = 0
+
+    def on_train_step_begin(self, run_context):
+        """Hook the network that the train step differentiates; the optimizer's cells are not msprobe's."""
+        network = run_context.original_args().train_network.network
+        if not self.steps and self.level in WITHOUT_WEIGHTS:
+            self._dump_weights(network)
+        if self.level == "L2":
+            self.debugger.start()
+        else:
+            self.debugger.start(model=network, rank_id=get_real_rank())
+
+    def on_train_step_end(self, run_context):
+        """Write this step's files."""
+        self.debugger.stop()
+        self.debugger.step()
+        self.steps += 1
+
+    def on_train_end(self, run_context):
+        """The weights that the last step has made."""
+        self._dump_weights(run_context.original_args().train_network.network)
+
+    def _dump_weights(self, network):
+        """Of now: what the next step would start from. Where msprobe shows weights, they are one step more."""
+        folder = self.run_dir / WEIGHTS if self.level in WITHOUT_WEIGHTS else self.run_dir
+        dump_weights(network, folder / f"step{self.steps}" / f"rank{get_real_rank()}", self.level, self.task)
+
+
+def enable(config, settings) -> None:
+    """Add the callback to `config` (a MindFormerConfig), and run L0, L1 and mix in PyNative, which they need."""
+    if settings["level"] != "L2":
+        accuracy_pynative.enable()
+    config.callbacks.append({"type": "AccuracyDump", "run_dir": config.output_dir, **settings})

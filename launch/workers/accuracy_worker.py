@@ -1,0 +1,45 @@
+"""What msrun starts on every worker of `tc3 accuracy dump`: `train.py`, with msprobe's debugger as one more plugin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
+    sys.path.insert(0, str(ROOT))
+
+from launch.train import build_config, train  # noqa: E402
+from launch.workers.hard_exit import run_and_leave  # noqa: E402
+from launch.workers.lifeline import die_with_parent  # noqa: E402
+from plugins import ADAPTERS  # noqa: E402
+from plugins.errors import TC3Error  # noqa: E402
+
+DEBUGGER = "msprobe_debugger"
+
+
+@click.command()
+@click.option("--config", "config_path", required=True, type=click.Path(path_type=Path), help="The recipe.")
+@click.option("--run-dir", required=True, type=click.Path(path_type=Path), help="Folder of this run, and of its dump.")
+@click.option("--level", required=True, help="L0, L1, mix or L2.")
+@click.option("--task", required=True, help="statistics or tensor.")
+def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
+    """Run a recipe and dump its tensors on this worker."""
+    if "TC3_SUPERVISED" in os.environ:
+        die_with_parent()
+    # after the recipe's own plugins, when the CPU backend has checked a recipe of graph mode
+    ADAPTERS[DEBUGGER] = "launch.workers.accuracy_callback"
+    try:
+        recipe = build_config(config_path, (), run_dir, None)
+        recipe["plugins"] = {**(recipe.get("plugins") or {}), DEBUGGER: {"level": level, "task": task}}
+        train(recipe)
+    except TC3Error as error:
+        click.echo(f"tc3: {error}", err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_and_leave(main)

@@ -1,0 +1,47 @@
+"""MindFormers compiles a C++ helper of its dataset by `make` inside site-packages; this makes that work anywhere.
+
+Its Makefile asks the `python3` and `python3-config` on PATH, which need not be the Python that trains (in a
+virtual environment there is no python3-config). Make takes both answers from the environment instead.
+Run as `python -m launch.workers.dataset_helpers` after installation, so that no training run has to compile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pybind11
+
+from plugins.errors import ClusterError
+
+
+def use_this_python() -> None:
+    """Point the Makefile at this interpreter, through the environment of this process."""
+    os.environ["CPPFLAGS"] = f"-I{sysconfig.get_paths()['include']} -I{pybind11.get_include()}"
+    os.environ["MAKEFLAGS"] = f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def build() -> None:
+    """Compile the helper if it is not up to date.
+
+    Raises:
+        ClusterError: mindformers is not installed, or make or g++ fails (the compiler's words are in the message).
+    """
+    spec = importlib.util.find_spec("mindformers")  # finds the package without importing it
+    if spec is None or spec.origin is None:
+        raise ClusterError("mindformers is not installed in this Python; run launch/quickstart or tests/run once")
+    folder = Path(spec.origin).parent / "dataset" / "blended_datasets"
+    use_this_python()
+    try:
+        done = subprocess.run(["make", "-C", str(folder)], capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ClusterError("make is not installed: apt-get install make g++") from error
+    if done.returncode:
+        raise ClusterError(f"MindFormers' dataset helper does not compile:\n{done.stderr.strip()[-800:]}")
+
+
+if __name__ == "__main__":
+    build()

@@ -1,0 +1,50 @@
+"""What `tc3 dryrun` starts for each rank that it compiles, as train.py is what msrun starts for each worker.
+
+    python -m launch.workers.dryrun_rank JOB.json OUT.json
+
+JOB.json is `tools.dryrun.compile.job.Job`; OUT.json appears when the compile is over, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from launch.workers.lifeline import die_with_parent
+from plugins import enable_plugins
+from tools.dryrun.compile.job import Job
+from tools.dryrun.compile.rank import compile_job
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+
+
+def main() -> None:
+    """Compile one rank."""
+    die_with_parent()
+    job_file, out = map(Path, sys.argv[1:])
+    fields = json.loads(job_file.read_text(encoding="utf-8"))
+    job = Job(**fields | {"recipe": Recipe(fields["recipe"])})
+    report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).on_cpu))
+    whole = out.with_suffix(".part")
+    whole.write_text(json.dumps(report), encoding="utf-8")
+    whole.rename(out)
+    sys.stdout.flush()
+    os._exit(0)  # MindSpore's threads may crash on the way out after a compile for another target
+
+
+def enable(config: Any, on_cpu: bool) -> None:
+    """Switch on what `train.py` would: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
+    if on_cpu:
+        from plugins.cpu_backend import adapter, network
+
+        adapter.enable(config)
+        network.connect = lambda: None  # there is nobody to connect to
+    enable_plugins(config)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""What a run may go on from, and with: `tc3 train --resume` and --force, with msrun replaced (see conftest)."""
+
+import fcntl
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launch import train as worker
+from launch.on_cluster import run as script_run
+from plugins.sealed_checkpoint.plan import write_seal
+from tools.recipe.load import load_recipe
+
+TOY = "mini/toy.yaml"  # 8 samples a step, 1,012 an epoch of its corpus
+
+
+@pytest.fixture
+def trained(train, runs, save, workplace):
+    """A run of 50 steps with a checkpoint of the last one: the run's folder."""
+    runs.steps = 50
+    run_dir = workplace / "output" / "mini-toy"
+    assert train(TOY, "--steps", "50")[0] == 0
+    save(run_dir / "checkpoint", 50)
+    return run_dir
+
+
+def stored(run_dir):
+    return load_recipe(run_dir / "recipe.yaml")
+
+
+def test_more_steps_within_the_epoch_go_on(train, runs, trained):
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "100")
+    assert code == 0, err
+    assert runs[-1][-2:] == ["--resume", str(trained / "checkpoint" / "iteration_00000050")]
+    assert stored(trained)["train_dataset"]["data_loader"]["sizes"][0] == 800
+
+
+def test_more_steps_than_the_epoch_has_are_refused_and_the_way_on_is_named(train, runs, trained):
+    code, out, err = train(TOY, "--resume", "auto", "--steps", "130")
+    assert code == 2 and len(runs) == 1 and not out
+    assert "sizes.0 was 400, 1 epoch of the data, would be 1,040, 2 epochs of the data with the last one apart" in err
+    assert "would repeat samples" in err and "--set checkpoint.load_path=" in err
+    assert stored(trained)["train_dataset"]["data_loader"]["sizes"][0] == 400, "the run's recipe stays"
+    assert (
+        "would be refused here: going on from step 50"
+        in train(TOY, "--resume", "auto", "--steps", "130", "--dry-run")[2]
+    )
+
+
+@pytest.mark.parametrize("wanted", ["50", "40"])
+def test_a_run_that_is_complete_says_so_and_starts_nothing(train, runs, trained, wanted):
+    """MindSpore would compile, and fail with "'epoch' must bigger than 'initial_epoch'"."""
+    before = stored(trained)
+    code, out, err = train(TOY, "--resume", "auto", "--steps", wanted)
+    assert code == 0 and len(runs) == 1, err
+    assert f"the run is complete: {trained / 'checkpoint' / 'iteration_00000050'} holds step 50 of {wanted}" in err
+    assert "steps:         50\ntraining loss: 5.0000 -> -44.0000" in out and "go on with:    tc3 train" in out
+    assert (trained / "loss.png").exists() and stored(trained) == before
+    assert "the run is complete" in train(TOY, "--resume", "auto", "--steps", wanted, "--dry-run")[2]
+
+
+def test_a_run_is_complete_by_its_samples_where_the_steps_have_another_size(train, runs, trained):
+    common = trained / "checkpoint" / "iteration_00000050" / "common.json"
+    common.write_text('{"step_num": 50, "global_batch_size": 8}')
+    write_seal(common.parent, 0, world_size=1, step=50)
+    assert train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=2", "--steps", "100")[0] == 0
+    assert len(runs) == 1, "50 steps of 8 samples are 100 of 4"
+    assert train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=2", "--steps", "101")[0] == 0
+    assert len(runs) == 2
+
+
+def test_workers_of_a_launch_script_say_that_the_run_is_complete(script, trained):
+    folder = trained / "checkpoint" / "iteration_00000050"
+    for rank in (0, 1):
+        done = script(trained, "--resume", folder, rank=rank, samples=400)
+        assert done.exit_code == 0 and "tc3: the run is complete" in done.output, done.output
+
+
+CHANGES = {
+    "train_dataset.data_loader.config.seed": ("2", "config.seed was 1, would be 2"),
+    "train_dataset.data_loader.config.seq_length": ("16", "config.seq_length was 8, would be 16"),
+    "train_dataset.data_loader.config.split": ("'9,1,0'", "config.split was '1, 0, 0', would be"),
+    "train_dataset.data_loader.config.data_path": ("['1', ./other]", "config.data_path was ['1', './corpus'], would"),
+    "plugins.attention_balance.window": ("4", "plugins.attention_balance.window was 1, would be 4"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_what_changes_the_order_of_the_data_is_refused(train, runs, trained, write_corpus, workplace, key):
+    write_corpus(workplace / "other", [81] * 99 + [82])
+    value, message = CHANGES[key]
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "50", "--set", f"{key}={value}")
+    assert code == 2 and message in err and len(runs) == 1
+
+
+class Started(Exception):
+    """The cluster of a launch script stands, on this rank."""
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Start launch/train.py as a script does; a worker of `rank` then fails as it does, or ends with `Started`."""
+
+    def start(run_dir, *more, rank=0, samples=480):
+        def train(recipe, settle_run=lambda rank: None):
+            settle_run(rank)
+            raise Started
+
+        monkeypatch.setattr(worker, "train", train)
+        size = f"train_dataset.data_loader.sizes.0={samples}"
+        arguments = ["--config", TOY, "--run-dir", str(run_dir), "--set", size, *map(str, more)]
+        return CliRunner().invoke(worker.main, arguments)
+
+    return start
+
+
+@pytest.mark.parametrize("key", CHANGES)
+@pytest.mark.parametrize("run_dir", ["output/mini-toy", "output/another"])
+def test_workers_of_a_launch_script_refuse_it_themselves(script, trained, write_corpus, workplace, key, run_dir):
+    write_corpus(workplace / "other", [81] * 99 + [82])
+    value, message = CHANGES[key]
+    resume = ("--resume", trained / "checkpoint" / "iteration_00000050", "--set")
+    before = stored(trained)
+    done = script(run_dir, *resume, f"{key}={value}")
+    assert done.exit_code == 2 and message in done.output and stored(trained) == before
+    assert type(script(run_dir, *resume, f"{key}={value}", rank=1).exception) is Started, "rank 0 looks, for all"
+    assert type(script(run_dir, *resume, "lr_schedule.total_steps=60").exception) is Started
+    assert load_recipe(Path(run_dir) / "recipe.yaml")["lr_schedule"]["total_steps"] == 60
+
+
+def test_a_launch_script_saves_among_no_other_runs_checkpoints(script, trained):
+    before = stored(trained)
+    done = script(trained)
+    assert done.exit_code == 2 and "holds checkpoints of another run" in done.output and stored(trained) == before
+
+
+@pytest.mark.parametrize(("resume", "message"), [("", "name one of them"), ("iteration_0000005", "no such folder")])
+def test_a_launch_script_goes_on_from_one_checkpoint(script, trained, resume, message):
+    done = script(trained, "--resume", trained / "checkpoint" / resume)
+    assert done.exit_code == 2 and message in done.output
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_each_worker_of_a_launch_script_reads_its_share_of_the_checkpoint(monkeypatch, script, trained, rank):
+    folder = trained / "checkpoint" / "iteration_00000050"
+    (folder / "seal_rank_0.json").unlink()
+    for each in range(3):
+        (folder / f"mini-model-{each:07d}-0000003.safetensors").write_bytes(b"weights")
+        write_seal(folder, each, world_size=3, step=50)
+    (folder / "mini-model-0000002-0000003.safetensors").write_bytes(b"torn")
+    monkeypatch.setattr(script_run, "worker_count", lambda recipe: 2 if rank < 2 else 4)
+    done = script(trained, "--resume", folder, rank=rank)
+    if rank in (0, 2):  # of two workers the first reads ranks 0 and 2, of four the third rank 2 alone
+        assert done.exit_code == 2 and "0000002-0000003.safetensors has 4 bytes instead of 7" in done.output
+    else:
+        assert type(done.exception) is Started
+
+
+def test_another_size_of_steps_that_would_repeat_samples_is_refused(train, trained):
+    code, _, err = train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=7")
+    assert code == 2 and "the samples of a step were 8, would be 14, of which the 400 trained" in err
+
+
+@pytest.mark.parametrize("change", ["seed=3", "lr_schedule.total_steps=60", "parallel_config.data_parallel=1"])
+def test_what_does_not_is_taken(train, trained, change):
+    code, _, err = train(TOY, "--resume", "auto", "--set", change)
+    assert code == 0, err
+
+
+def test_a_corpus_prepared_anew_at_the_same_path_is_refused(train, script, runs, trained, write_corpus, workplace):
+    resume = ("--resume", trained / "checkpoint" / "iteration_00000050")
+    write_corpus(workplace / "corpus", [81] * 100)
+    assert train(TOY, "--resume", "auto", "--steps", "60")[0] == 0, "the same text gives the same files"
+    write_corpus(workplace / "corpus", [80, 82] * 50)
+    words = "corpus.idx is not what it was: the corpus was prepared anew or replaced"
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 2 and words in err and "would repeat samples" in err and len(runs) == 2
+    done = script("output/another", *resume)
+    assert done.exit_code == 2 and words in done.output
+    assert not Path("output/another/data.json").exists()
+
+
+def test_tokens_that_are_others_are_refused_though_their_number_is_the_same(train, trained, workplace):
+    tokens = bytearray((workplace / "corpus.bin").read_bytes())
+    tokens[-1] ^= 1
+    (workplace / "corpus.bin").write_bytes(tokens)
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 2 and "corpus.bin is not what it was: the corpus" in err
+
+
+@pytest.mark.parametrize("stored", [None, "", "[]", "[{}]", "{}"])
+def test_where_nobody_wrote_down_the_data_that_is_said_and_taken(train, runs, trained, stored):
+    (trained / "data.json").unlink()
+    if stored is not None:
+        (trained / "data.json").write_text(stored)
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 0 and "data.json" in err and "whether the data still holds what it did is unknown" in err
+    assert '"bin_bytes": 16200' in (trained / "data.json").read_text(), "from now on it is known"
+
+
+def test_the_data_is_kept_by_the_workers_of_a_script(script, workplace):
+    assert type(script("output/another").exception) is Started
+    assert '"prefix": "./corpus"' in Path("output/another/data.json").read_text()
+
+
+def test_a_corpus_that_has_moved_is_the_same(train, trained, workplace):
+    (workplace / "new").mkdir()
+    for end in (".bin", ".idx"):
+        (workplace / f"corpus{end}").rename(workplace / "new" / f"corpus{end}")
+    moved = "train_dataset.data_loader.config.data_path=['1', new/corpus]"
+    assert train(TOY, "--resume", "auto", "--steps", "60", "--set", moved)[0] == 0
+
+
+def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):
+    root = trained / "checkpoint"
+    first, later = save(root, 20), save(root, 60)
+    assert train(TOY, "--resume", str(first), "--steps", "100", "--dry-run")[0] == 0 and later.exists()
+    code, _, err = train(TOY, "--resume", str(first), "--steps", "100")
+    assert code == 0 and "iteration_00000060 is of the run that is left behind here: renamed set_aside_iter" in err
+    assert sorted(path.name for path in root.glob("*iteration*")) == [
+        "iteration_00000020",
+        "set_aside_iteration_00000050",
+        "set_aside_iteration_00000060",
+    ]
+    save(root, 30)
+    train(TOY, "--resume", "auto", "--steps", "100")
+    assert runs[-1][-1] == str(root / "iteration_00000030"), "not step 60 of the abandoned branch"
+
+
+def test_a_checkpoint_of_another_run_puts_all_aside(train, runs, trained, save, workplace):
+    own = workplace / "here" / "checkpoint"
+    assert train(TOY, "--run-dir", "here")[0] == 0
+    save(own, 10), save(own, 90)
+    resume = ("--resume", str(trained / "checkpoint" / "iteration_00000050"), "--steps", "100")
+    code, _, err = train(TOY, "--run-dir", "here", *resume)
+    assert code == 0, err
+    assert not list(own.glob("iteration_*")) and len(list(own.glob("set_aside_*"))) == 2
+    assert (trained / "checkpoint" / "iteration_00000050").exists()
+
+
+def test_the_recipe_of_another_run_is_compared_too(train, trained, save):
+    checkpoint = str(trained / "checkpoint" / "iteration_00000050")
+    changed = ("--run-dir", "here", "--resume", checkpoint, "--set", "train_dataset.data_loader.config.seed=5")
+    code, _, err = train(TOY, *changed)
+    assert code == 2 and f"that of {trained / 'recipe.yaml'}: train_dataset.data_loader.config.seed was 1" in err
+
+
+def test_a_named_checkpoint_that_is_not_whole_is_refused(train, runs, trained, save):
+    folder = trained / "checkpoint" / "iteration_00000050"
+    (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights 51")
+    code, _, err = train(TOY, "--resume", str(folder))
+    assert code == 2 and "not a whole checkpoint: mini-model-0000000-0000001.safetensors does not match" in err
+    killed = save(trained / "checkpoint", 70, sealed=False)
+    code, _, err = train(TOY, "--resume", str(killed))
+    assert code == 2 and "the save did not finish" in err
+    code, _, err = train(TOY, "--resume", str(trained))
+    assert code == 2 and "holds checkpoints and is none; name one of them, such as" in err and len(runs) == 1
+
+
+def test_a_checkpoint_that_nobody_seals_is_taken_and_said(train, runs, save, workplace):
+    stock = save(workplace / "stock", 5, sealed=False)
+    code, _, err = train(TOY, "--resume", str(stock))
+    assert code == 0 and "has no seals" in err and "nobody can tell whether the data's order stays" in err
+    assert runs[-1][-1] == str(stock)
+
+
+def elsewhere(root):
+    return ("--set", f"checkpoint.save_path={root}")
+
+
+def test_a_new_run_does_not_save_among_the_checkpoints_of_another(train, runs, save, workplace):
+    save(workplace / "shared", 40)
+    code, _, err = train(TOY, *elsewhere("shared"))
+    assert code == 2 and not runs
+    assert "holds checkpoints of another run (iteration_00000040)" in err and "--force" in err
+
+
+def test_force_removes_the_sealed_checkpoints_wherever_they_are_and_nothing_else(train, runs, save, workplace):
+    sealed, stock = save(workplace / "shared", 40), save(workplace / "shared", 7, sealed=False)
+    (workplace / "shared" / "notes.txt").touch()
+    assert train(TOY, "--force", *elsewhere("shared"))[0] == 0
+    assert not sealed.exists() and stock.exists() and (workplace / "shared" / "notes.txt").exists()
+    train(TOY, "--resume", "auto", *elsewhere("shared"))
+    assert "--resume" not in runs[-1]
+
+
+def test_two_runs_do_not_share_a_folder_of_checkpoints(train, runs, workplace):
+    (workplace / "shared").mkdir()
+    with (workplace / "shared" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = train(TOY, *elsewhere("shared"))
+    assert code == 2 and f"{workplace / 'shared'}: a run is in progress there" in err and not runs
+    assert train(TOY, "--run-dir", "here", *elsewhere("here"))[0] == 0, "one folder for both is locked once"
+
+
+def test_force_keeps_the_lock_that_it_holds(train, trained):
+    assert train(TOY, "--force")[0] == 0
+    assert os.listdir(trained / "checkpoint") == [".lock"]
+
+
+def test_what_is_printed_to_go_on_with_keeps_the_order_and_at_the_epochs_end_starts_anew(train, runs, save, workplace):
+    runs.steps = 100
+    assert "--resume auto --steps 125\n" in train(TOY, "--steps", "100")[1]
+    root = workplace / "output" / "mini-toy" / "checkpoint"
+    save(root, 100)
+    runs.steps = 125
+    code, out, err = train(TOY, "--resume", "auto", "--steps", "125")
+    assert code == 0, err
+    command = shlex.split(out.split("go on with:")[1])
+    weights = root / "iteration_00000100"
+    assert command[3:] == [
+        *("--run-dir", f"{root.parent}-next", "--set", f"checkpoint.load_path={weights}", "--steps", "125")
+    ]
+    assert train(*command[2:])[0] == 0
+    assert stored(root.parent.with_name("mini-toy-next"))["checkpoint"]["load_path"] == str(weights)
+
+
+def test_steps_of_several_passes_and_micro_batches(train, workplace):
+    text = (workplace / TOY).read_text().replace("{batch_size: &bs 4}", "{batch_size: &bs 4, epochs: 2}")
+    text = text.replace("batch_size: &bs 4", "batch_size: &bs 4, gradient_accumulation_steps: 3")
+    (workplace / TOY).write_text(text)
+    code, _, err = train(TOY, "--steps", "7")
+    assert code == 0, err
+    flat = stored(workplace / "output" / "mini-toy")
+    assert flat["train_dataset"]["data_loader"]["sizes"][0] == 7 * 4 * 2 * 3
+    assert flat["runner_config"]["epochs"] == 1
+
+
+def test_the_seals_of_two_workers_count_as_one_checkpoint(trained, save, train):
+    folder = trained / "checkpoint" / "iteration_00000050"
+    for name in ("mini-model-0000001-0000002.safetensors", "mini-opt-0000001-0000002.safetensors"):
+        (folder / name).touch()
+    write_seal(folder, 1, world_size=2, step=50)
+    (folder / "seal_rank_0.json").unlink()
+    code, _, err = train(TOY, "--resume", str(folder))
+    assert code == 2 and "seal_rank_0.json is missing" in err

@@ -1,0 +1,303 @@
+"""`tc3 train` from the command line, with msrun replaced by a function that writes what a run writes."""
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+from launch.resume import checkpoints
+from launch.run import preflight
+from launch.run.failure import Failure
+from launch.run.msrun import ROOT
+from launch.run.supervise import Outcome
+from plugins.errors import ClusterError
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.load import load_recipe
+
+
+def test_a_dry_run_prints_the_exact_argv_and_writes_nothing(train, runs, workplace):
+    before = sorted(workplace.rglob("*"))
+    code, out, _ = train("mini/toy.yaml", "--dry-run", "--port", "5001")
+    argv = shlex.split(out)
+    assert code == 0 and not runs and sorted(workplace.rglob("*")) == before
+    assert "--worker_num=2" in argv and "--master_port=5001" in argv
+    assert argv[-2:] == ["--run-dir", str(workplace / "output" / "mini-toy")]
+    assert json.loads(train("mini/toy.yaml", "--dry-run", "--port", "5001", "--json")[1]) == argv
+
+
+def test_what_a_dry_run_prints_is_what_a_run_starts(train, runs):
+    _, out, _ = train("mini/toy.yaml", "--dry-run", "--json", "--port", "45011")
+    assert train("mini/toy.yaml", "--port", "45011")[0] == 0
+    assert runs == [json.loads(out)]
+
+
+def test_a_dry_run_of_an_ascend_recipe_works_without_npus_and_says_what_is_missing(train, workplace):
+    code, out, err = train("mini/toy.yaml", "--dry-run", "--set", "context.device_target=Ascend")
+    assert code == 0 and "--worker_num=2" in out
+    assert os.path.exists("/dev/davinci1") or "would be refused here: context.device_target: Ascend" in err
+
+
+def test_a_run_ends_with_its_numbers_its_files_and_the_command_to_go_on(train, runs, workplace):
+    code, out, err = train("mini/toy.yaml", "--set", "runner_config.batch_size=2")
+    assert code == 0
+    assert "batch_size=2 also sets model.model_config.batch_size" in err
+    assert "training loss: 5.0000 -> 3.0000" in out and "200 tokens/s" in out
+    assert "tc3 train mini/toy.yaml --resume auto --set runner_config.batch_size=2 --steps 6" in out
+    run_dir = workplace / "output" / "mini-toy"
+    assert (run_dir / "loss.png").exists()
+    flat = load_recipe(run_dir / "recipe.yaml")
+    assert flat["output_dir"] == str(run_dir) and flat["checkpoint"]["save_path"] == str(run_dir / "checkpoint")
+    assert flat["model"]["model_config"]["batch_size"] == 2
+
+
+def test_json_is_all_there_is_on_stdout(train, runs, workplace):
+    code, out, err = train("mini/toy.yaml", "--json", "--run-dir", "here")
+    summary = json.loads(out)
+    assert code == 0 and "step 3/3" in err
+    wanted = {"exit_code": 0, "steps": 3, "first_loss": 5.0, "final_loss": 3.0, "tokens_per_second": 200.0}
+    assert wanted.items() <= summary.items()
+    assert summary["picture"] == str(workplace / "here" / "loss.png") and summary["checkpoint"] is None
+    assert summary["next_command"] == f"tc3 train mini/toy.yaml --resume auto --run-dir {workplace / 'here'} --steps 6"
+
+
+@pytest.mark.parametrize(
+    ("extra", "samples"),
+    [
+        ([], 7 * 4 * 2),
+        (["--set", "use_parallel=false"], 7 * 4),
+        (["--set", "runner_config.batch_size=1", "--set", "parallel_config.data_parallel=3"], 7 * 1 * 3),
+    ],
+)
+def test_steps_sets_the_samples_and_the_schedule(train, runs, workplace, extra, samples):
+    assert train("mini/toy.yaml", "--steps", "7", *extra)[0] == 0
+    flat = load_recipe(workplace / "output" / "mini-toy" / "recipe.yaml")
+    assert flat["train_dataset"]["data_loader"]["sizes"] == [samples, 8, 0]
+    assert flat["lr_schedule"]["total_steps"] == 7
+
+
+def test_a_failing_worker_gives_code_1_its_traceback_and_the_log(train, runs):
+    runs.outcome = Outcome(1, Failure("worker 1 failed with exit code 1", Path("/l/worker_1.log"), ("Boom: x",)))
+    code, out, err = train("mini/toy.yaml")
+    assert code == 1 and err.endswith("Boom: x\ntc3: worker 1 failed with exit code 1. Log: /l/worker_1.log\n")
+    assert "go on with" not in out
+    runs.outcome = Outcome(2, Failure("plugins.x: no such plugin", Path("/l"), user_error=True))
+    code, out, err = train("mini/toy.yaml", "--force", "--json")
+    assert code == 2 and err.endswith("tc3: plugins.x: no such plugin\n")
+    assert json.loads(out)["error"] == "plugins.x: no such plugin"
+
+
+def test_a_run_that_ended_itself_says_why_and_what_to_change(train, runs, save, workplace):
+    runs.outcome = Outcome(1, Failure("step 3: lm loss is NaN; start over", Path("/l/worker_1.log"), stopped=True))
+    flags = ("--set", "lr_schedule.learning_rate=0.5", "--steps", "9")
+    code, out, err = train("mini/toy.yaml", *flags)
+    assert code == 1 and not out.startswith("steps:")
+    assert "tc3: stopped: step 3: lm loss is NaN; start over. Log: /l/worker_1.log\n" in err
+    again = "tc3 train mini/toy.yaml --resume auto --set lr_schedule.learning_rate=0.25 --steps 9\n"
+    assert err.endswith(f"Start over with: {again}")
+    save(workplace / "output" / "mini-toy" / "checkpoint", 2)
+    code, _, err = train("mini/toy.yaml", "--resume", "auto", *flags)
+    assert code == 1 and f"Checkpoint of step 2: {workplace}" in err and err.endswith(f"Go on with: {again}")
+
+
+def test_a_run_that_was_told_to_go_on_with_nan_says_so_and_its_json_is_json(train, runs, monkeypatch):
+    monkeypatch.setattr(runs, "loss", lambda step: 6.0 if step < 3 else float("nan"), raising=False)
+    code, out, _ = train("mini/toy.yaml")
+    assert code == 0 and "training loss: 6.0000 -> not finite\n" in out
+    summary = json.loads(train("mini/toy.yaml", "--force", "--json")[1], parse_constant=pytest.fail)
+    assert (summary["first_loss"], summary["final_loss"]) == (6.0, None)
+
+
+def test_an_interrupted_run_says_where_its_logs_and_checkpoint_are(train, runs, workplace, monkeypatch):
+    saved = workplace / "output" / "mini-toy" / "checkpoint" / "iteration_00000002"
+    monkeypatch.setattr("launch.run.summary.scan_checkpoints", lambda root: (CheckpointInfo(saved, 2), []))
+    runs.outcome = Outcome(128 + signal.SIGINT)
+    code, _, err = train("mini/toy.yaml", "--steps", "9")
+    assert code == 130
+    assert "interrupted (SIGINT); all workers have ended. Logs: " in err
+    assert (
+        f"Checkpoint of step 2: {saved}" in err
+        and "Go on with: tc3 train mini/toy.yaml --resume auto --steps 9\n" in err
+    )
+
+
+def test_a_run_that_fails_before_its_first_step_has_no_picture(train, runs):
+    runs.steps, runs.outcome = 0, Outcome(1, Failure("worker 0 failed with exit code 1", Path("/l")))
+    code, out, _ = train("mini/toy.yaml", "--json")
+    summary = json.loads(out)
+    assert (code, summary["picture"], summary["final_loss"], summary["steps"]) == (1, None, None, 0)
+
+
+def test_resume_auto_takes_the_newest_complete_checkpoint_and_names_the_skipped(train, runs, workplace, monkeypatch):
+    root = workplace / "output" / "mini-toy" / "checkpoint"
+    found = (CheckpointInfo(root / "iteration_2", 2), [(root / "iteration_3", "truncated")])
+    monkeypatch.setattr(checkpoints, "scan_checkpoints", lambda given: found if given == root else (None, []))
+    train("mini/toy.yaml")
+    code, _, err = train("mini/toy.yaml", "--resume", "auto")
+    assert code == 0 and runs[-1][-2:] == ["--resume", str(root / "iteration_2")]
+    assert f"skipping checkpoint {root / 'iteration_3'}: truncated" in err and "going on from step 2" in err
+
+
+def test_resume_auto_without_a_checkpoint_starts_from_the_beginning_and_says_so(train, runs):
+    code, _, err = train("mini/toy.yaml", "--resume", "auto")
+    assert code == 0 and "--resume" not in runs[0] and "starting from the beginning" in err
+
+
+def test_force_starts_over_in_a_clean_folder(train, runs, workplace):
+    train("mini/toy.yaml")
+    runs.steps = 2
+    code, out, _ = train("mini/toy.yaml", "--force", "--json")
+    assert code == 0 and json.loads(out)["steps"] == 2
+    assert len((workplace / "output/mini-toy/metrics/rank_0.jsonl").read_text().splitlines()) == 3
+
+
+REFUSALS = {
+    "unknown recipe": (["mini/tyo.yaml"], "no such recipe (did you mean 'mini/toy.yaml'?)"),
+    "typo in --set": (
+        ["mini/toy.yaml", "--set", "runner_config.bach_size=1"],
+        "did you mean 'runner_config.batch_size'",
+    ),
+    "no dataset": (
+        ["mini/toy.yaml", "--set", "train_dataset.data_loader.config.data_path.1=./corpse"],
+        "./corpse.bin and ./corpse.idx not found (did you mean 'corpus'?); make the dataset with: tc3 data prepare",
+    ),
+    "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
+    "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
+    "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
+    "a file for a folder": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml"], "no folder that can be read (Not a dir"),
+    "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a folder one can write to"),
+    "no checkpoint": (["mini/toy.yaml", "--resume", "/etc"], "--resume /etc: no checkpoint: one holds common.json and"),
+    "empty folder": (["mini/toy.yaml", "--resume", "empty"], "--resume empty: no checkpoint: one holds common.json"),
+    "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
+    "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "no folder that can be read (File name too long)"),
+    "no weights": (
+        ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
+        "checkpoint.load_path: mini: holds no weights (*.safetensors)",
+    ),
+    "weights gone": (
+        ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
+        "checkpoint.load_path: gone: no folder that can be read (No such file or directory)",
+    ),
+    "bad parallel size": (
+        ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],
+        "it must be a whole number from 1 to 1,000,000",
+    ),
+    "steps without sizes": (["mini/bare.yaml", "--steps", "3"], "--steps needs train_dataset.data_loader.sizes"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_can_be_seen_to_be_wrong_is_one_line_and_code_2(train, runs, workplace, name):
+    (workplace / "mini" / "bare.yaml").write_text("context: {device_target: CPU}\n")
+    (workplace / "empty").mkdir()
+    arguments, message = REFUSALS[name]
+    before = sorted(workplace.rglob("*"))
+    code, out, err = train(*arguments)
+    assert code == 2 and not runs and not out
+    assert err.startswith("tc3: ") and err.count("\n") == 1 and message in err
+    assert sorted(workplace.rglob("*")) == before, "a start that fails leaves nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "99999999"], "99999999 is out of range; it must be a whole number from 1 to 65,535"),
+        (["--port", "nan"], "nan is not finite"),
+        (["--steps", "99999999999999"], "out of range; it must be a whole number from 1 to 1,000,000,000"),
+        (["--steps", "1.5"], "1.5 is not a whole number"),
+        (["--steps", "0"], "0 is out of range"),
+        (["--resume", ""], "--resume wants auto, or the folder of a checkpoint"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(train, runs, workplace, arguments, message):
+    before = sorted(workplace.rglob("*"))
+    code, out, err = train("mini/toy.yaml", *arguments)
+    assert code == 2 and message in err and not runs and not out and sorted(workplace.rglob("*")) == before
+
+
+def test_folders_that_cannot_be_read_are_named(train, runs, workplace, monkeypatch):
+    def refused(folder):
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    (workplace / "there").mkdir()
+    monkeypatch.setattr(Path, "iterdir", refused)
+    for option in ("--run-dir", "--resume"):
+        code, _, err = train("mini/toy.yaml", option, "there")
+        assert code == 2 and "there: " in err and "read (Permission denied)" in err and err.count("\n") == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, monkeypatch):
+    folder = save(workplace / "stock", 2, sealed=False)
+    shapes = {"decoder.norm.weight": [8], "adam_m.decoder.norm.weight": [8], "router.expert_bias": [4]}
+    metadata = {"state_dict_metadata": {name: {"global_shape": shape} for name, shape in shapes.items()}}
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+    for wanted, code in ((8, 0), (9, 2)):
+        monkeypatch.setattr("launch.resume.checkpoint_model._weights_of", lambda recipe, wanted=wanted: wanted)
+        found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
+        assert found == code, err
+    assert f"{folder}: holds 8 weights, the recipe's model has 9: a checkpoint of another model" in err
+
+
+def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        code, _, err = train("mini/toy.yaml", "--port", str(busy.getsockname()[1]))
+        assert code == 2 and "in use" in err and not runs
+    train("mini/toy.yaml")
+    code, _, err = train("mini/toy.yaml")
+    assert code == 2 and "holds a run already" in err and len(runs) == 1
+
+
+def test_resume_and_force_exclude_each_other(train, runs):
+    code, _, err = train("mini/toy.yaml", "--resume", "auto", "--force")
+    assert code == 2 and "choose one" in err and not runs
+
+
+def test_planning_a_run_imports_neither_mindspore_nor_matplotlib(workplace):
+    source = (
+        "import sys; from launch.cli import main\n"
+        "sys.argv = ['tc3', 'train', 'mini/toy.yaml', '--dry-run']\n"
+        "try: main()\n"
+        "finally: print([name for name in ('mindspore', 'mindformers', 'matplotlib') if name in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    run = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment)
+    assert run.stdout.splitlines()[-1] == "[]", run.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.model_config.num_experts_per_tok=100", "model.model_config.num_experts_per_tok"),
+        ("runner_config.batch_size=eight", "runner_config.batch_size"),
+    ],
+)
+def test_a_script_of_an_unsound_recipe_is_not_written(train, monkeypatch, change, message):
+    monkeypatch.undo()
+    code, out, err = train(str(ROOT / "recipes/mini/pretrain_dp2.yaml"), "--script", "--set", change)
+    assert code == 2 and not out and message in err and "Traceback" not in err
+
+
+def test_a_script_of_ranks_that_would_wait_for_ever_is_not_written(train, monkeypatch):
+    def check_dispatch(recipe):
+        raise ClusterError("they would wait")
+
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight, "check_dispatch", check_dispatch)
+    code, out, err = train(str(ROOT / "recipes/mini/pretrain_dp2.yaml"), "--script")
+    assert code == 2 and not out and err == "tc3: they would wait\n"
+
+
+def test_the_last_stages_loss_is_the_runs(train, runs, workplace):
+    text = (workplace / "mini" / "toy.yaml").read_text().replace("{data_parallel: 2", "{pipeline_stage: 2")
+    (workplace / "mini" / "toy.yaml").write_text(text)
+    runs.rank = 1
+    summary = json.loads(train("mini/toy.yaml", "--json")[1])
+    assert (summary["first_loss"], summary["steps"]) == (5.0, 3) and summary["picture"]

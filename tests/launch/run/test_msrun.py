@@ -1,0 +1,105 @@
+"""The msrun command of a recipe, its environment and its port."""
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run.msrun import ROOT, check_port, free_port, msrun_command, worker_count, worker_environment
+from plugins.errors import ClusterError, RecipeError
+
+SIZES = {"data_parallel": 4, "model_parallel": 8, "pipeline_stage": 16, "context_parallel": 2, "expert_parallel": 4}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "count"),
+    [
+        ({}, 1),
+        ({"use_parallel": False, "parallel_config": SIZES}, 1),
+        ({"use_parallel": True}, 1),
+        ({"use_parallel": True, "parallel_config": {"data_parallel": 2}}, 2),
+        ({"use_parallel": True, "parallel_config": SIZES}, 4 * 8 * 16 * 2),  # expert_parallel lies within these
+    ],
+)
+def test_worker_count(recipe, count):
+    assert worker_count(recipe) == count
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
+def test_a_parallel_size_that_is_no_positive_integer_is_refused(size):
+    with pytest.raises(RecipeError, match=r"parallel_config.model_parallel: wants a positive integer"):
+        worker_count({"use_parallel": True, "parallel_config": {"model_parallel": size}})
+
+
+def test_the_command_is_exact():
+    recipe = {"use_parallel": True, "parallel_config": {"data_parallel": 2}}
+    command = msrun_command(recipe, Path("/r"), 5000, Path("/c/iteration_3"))
+    assert command == [
+        str(Path(sys.executable).parent / "msrun"),
+        "--worker_num=2",
+        "--local_worker_num=2",
+        "--master_addr=127.0.0.1",
+        "--master_port=5000",
+        "--join=True",
+        "--log_dir=/r/logs",
+        "--tail_worker_log=2",
+        str(ROOT / "launch" / "train.py"),
+        "--config",
+        "/r/recipe.yaml",
+        "--run-dir",
+        "/r",
+        "--resume",
+        "/c/iteration_3",
+    ]
+    assert msrun_command({}, Path("/r"), 5000)[-1] == "/r"
+
+
+def test_a_python_without_msrun_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ClusterError, match="install mindspore"):
+        msrun_command({}, Path("/r"), 5000)
+
+
+@pytest.mark.parametrize(("cores", "workers", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
+def test_the_workers_share_the_cores(monkeypatch, cores, workers, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    assert worker_environment(workers, Path("/r"), {})["OMP_NUM_THREADS"] == threads
+
+
+def test_the_environment_keeps_what_the_user_has_set_and_finds_this_python_and_repository():
+    given = {"OMP_NUM_THREADS": "7", "GLOG_v": "1", "PATH": "/bin", "PYTHONPATH": "/mine", "OTHER": "x"}
+    environment = worker_environment(2, Path("/r"), given)
+    assert (environment["OMP_NUM_THREADS"], environment["GLOG_v"], environment["OTHER"]) == ("7", "1", "x")
+    assert environment["PATH"].split(":") == [str(Path(sys.executable).parent), "/bin"]
+    assert environment["PYTHONPATH"].split(":") == [str(ROOT), "/mine"]
+    assert worker_environment(1, Path("/r"), {})["GLOG_v"] == "3"
+    assert worker_environment(16, Path("/r"), {})["DEVICE_NUM_PER_NODE"] == "16"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "glibc.malloc.hugetlb=1"),
+        ({"GLIBC_TUNABLES": ""}, ""),
+        ({"GLIBC_TUNABLES": "glibc.rtld.nns=8"}, "glibc.rtld.nns=8"),
+    ],
+)
+def test_workers_allocate_on_huge_pages_unless_told_otherwise(given, expected):
+    assert worker_environment(1, Path("/r"), given)["GLIBC_TUNABLES"] == expected
+
+
+def test_a_port_in_use_is_refused_and_a_free_one_is_not():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        with pytest.raises(ClusterError, match="in use"):
+            check_port(busy.getsockname()[1])
+    check_port(free_port())
+
+
+@pytest.mark.parametrize("port", [0, 80, 1023, 65536])
+def test_a_port_that_msrun_does_not_take_is_refused(port):
+    with pytest.raises(ClusterError, match="from 1024 to 65535"):
+        check_port(port)

@@ -1,0 +1,240 @@
+"""What is refused before anything starts."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.run import preflight
+from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError
+from tools.recipe.load import load_recipe
+
+
+def recipe_for(data_path):
+    loader = {"type": "BlendedMegatronDatasetDataLoader", "config": {"data_path": data_path}}
+    return {"train_dataset": {"data_loader": loader}}
+
+
+@pytest.mark.parametrize(
+    ("data_path", "prefixes"),
+    [
+        (["1", "a"], ["a"]),
+        ([0.3, "a", 0.7, " b "], ["a", "b"]),
+        (["a"], ["a"]),
+        (["a", "b"], ["a", "b"]),
+        (["1", "2", "3"], ["1", "2", "3"]),
+    ],
+)
+def test_prefixes_are_told_from_weights(data_path, prefixes):
+    assert preflight.data_prefixes(data_path) == prefixes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("data_path", [["1", "a"], ["0.3", "a", "0.7", " b "], ["a"], ["a", "b"], ["1", "2", "3"]])
+def test_prefixes_are_told_from_weights_as_mindformers_does(data_path):
+    from mindformers.dataset.blended_datasets.utils import get_blend_from_list
+
+    assert preflight.data_prefixes(data_path) == list(get_blend_from_list(data_path)[0])
+
+
+@pytest.mark.parametrize("data_path", [None, "a", [["a"]], {"a": 1}])
+def test_a_data_path_of_another_kind_is_refused(data_path):
+    with pytest.raises(RecipeError, match="wants a list such as"):
+        preflight.check_data(recipe_for(data_path))
+
+
+def test_a_missing_dataset_names_the_files_the_neighbour_and_the_command(tmp_path):
+    for end in (".bin", ".idx"):
+        (tmp_path / f"stdlib{end}").touch()
+    preflight.check_data(recipe_for(["1", str(tmp_path / "stdlib")]))
+    with pytest.raises(DataError) as error:
+        preflight.check_data(recipe_for(["1", str(tmp_path / "stdlibs")]))
+    assert f"{tmp_path}/stdlibs.bin and {tmp_path}/stdlibs.idx not found" in str(error.value)
+    assert f"did you mean '{tmp_path}/stdlib'?" in str(error.value)
+    assert f"tc3 data prepare --input YOUR_TEXT --output {tmp_path}/stdlibs" in str(error.value)
+
+
+def test_half_a_dataset_is_missing_its_other_half(tmp_path):
+    (tmp_path / "stdlib.bin").touch()
+    with pytest.raises(DataError) as error:
+        preflight.check_data(recipe_for([str(tmp_path / "stdlib")]))
+    assert f": {tmp_path}/stdlib.idx not found" in str(error.value)
+    assert str(error.value).endswith(f"tc3 data prepare --input stdlib --output {tmp_path}/stdlib")
+
+
+def test_the_held_out_dataset_is_looked_for_too(tmp_path):
+    recipe = recipe_for([str(tmp_path / "stdlib")])
+    recipe["plugins"] = {"held_out_loss": {"data_path": str(tmp_path / "stdlib_heldout")}}
+    command = f"tc3 data prepare --input stdlib --held-out 0.05 --output {tmp_path}/stdlib"
+    for key in ("train_dataset.data_loader.config.data_path: ", "plugins.held_out_loss.data_path: "):
+        with pytest.raises(DataError) as error:
+            preflight.check_data(recipe)
+        assert str(error.value).startswith(key) and str(error.value).endswith(command)
+        for end in (".bin", ".idx"):
+            (tmp_path / f"stdlib{end}").touch()
+    recipe["plugins"]["held_out_loss"] = False
+    preflight.check_data(recipe)
+
+
+def test_other_loaders_are_not_looked_into():
+    preflight.check_data({"train_dataset": {"data_loader": {"type": "MindDataset", "dataset_dir": "gone"}}})
+    preflight.check_data({})
+
+
+@pytest.mark.skipif(os.path.exists("/dev/davinci0"), reason="this machine has an NPU")
+@pytest.mark.parametrize("context", [{"device_target": "Ascend"}, {}, None])
+def test_an_ascend_recipe_is_refused_without_npus(context):
+    recipe = {"context": context, "use_parallel": True, "parallel_config": {"data_parallel": 16}}
+    with pytest.raises(ClusterError, match=r"needs 16 NPUs, none .* CPU recipe: tc3 train .*mini/pretrain.yaml"):
+        preflight.check_machine(recipe)
+    preflight.check_machine({"context": {"device_target": "CPU"}})
+
+
+def test_a_full_disk_is_refused(monkeypatch, tmp_path):
+    preflight.check_disk(tmp_path / "not" / "yet")
+    usage = shutil.disk_usage(tmp_path)._replace(free=preflight.MIN_FREE - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(ClusterError, match=r"1.1 GB free, a run needs 1.1"):
+        preflight.check_disk(tmp_path)
+
+
+def test_a_run_folder_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterError, match="not a folder one can write to"):
+        preflight.check_disk(tmp_path / "file" / "run")
+
+
+def make_run(folder):
+    for name in ("logs", "metrics", "checkpoint"):
+        (folder / name).mkdir(parents=True)
+    (folder / "recipe.yaml").write_text("a: 1\n")
+
+
+def test_a_folder_that_holds_a_run_wants_resume_or_force(tmp_path):
+    preflight.check_run_dir(tmp_path / "none", False, False)
+    preflight.check_run_dir(tmp_path, False, False)
+    make_run(tmp_path)
+    with pytest.raises(CheckpointError, match=r"--resume auto.*--force.*--run-dir"):
+        preflight.check_run_dir(tmp_path, False, False)
+    preflight.check_run_dir(tmp_path, True, False)
+    preflight.check_run_dir(tmp_path, False, True)
+
+
+def test_a_folder_that_holds_something_else_is_refused_even_with_force(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match=r"not a run's folder \(it holds thesis.tex\)"):
+        preflight.check_run_dir(tmp_path, False, True)
+
+
+def test_clearing_removes_the_run_and_nothing_else(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "notes.txt").touch()
+    outside = tmp_path.parent / f"{tmp_path.name}_kept"
+    outside.mkdir()
+    (outside / "weights").touch()
+    (tmp_path / "checkpoint").rmdir()
+    (tmp_path / "checkpoint").symlink_to(outside)
+    preflight.clear_run_dir(tmp_path)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+    assert (outside / "weights").exists()
+
+
+def test_one_folder_takes_one_run_at_a_time_and_is_free_after_a_kill(tmp_path):
+    source = (
+        "import sys, time; from pathlib import Path; from launch.run.preflight import only_run_in\n"
+        "with only_run_in(Path(sys.argv[1])): print('held', flush=True); time.sleep(60)"
+    )
+    root = str(preflight.ROOT)
+    other = subprocess.Popen([sys.executable, "-c", source, tmp_path], cwd=root, stdout=subprocess.PIPE)
+    assert other.stdout.readline() == b"held\n"
+    with pytest.raises(ClusterError, match=rf"in progress there \(pid {other.pid}\)"), preflight.only_run_in(tmp_path):
+        pass
+    other.kill()
+    other.wait()
+    with preflight.only_run_in(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_a_failed_start_leaves_no_lock_and_no_folder_made_for_it(tmp_path):
+    (tmp_path / "saves").mkdir()
+    with pytest.raises(KeyboardInterrupt), preflight.only_run_in(tmp_path / "new" / "run", tmp_path / "saves"):
+        assert (tmp_path / "new" / "run" / ".lock").exists()
+        raise KeyboardInterrupt
+    assert os.listdir(tmp_path) == ["saves"] and os.listdir(tmp_path / "saves") == []
+    with pytest.raises(DataError), preflight.only_run_in(tmp_path / "new" / "run"):
+        (tmp_path / "new" / "run" / "notes.txt").touch()
+        raise DataError("no data")
+    assert os.listdir(tmp_path / "new" / "run") == ["notes.txt"]
+
+
+def test_a_lock_that_another_start_has_just_removed_is_taken_anew(tmp_path, monkeypatch):
+    flock, tries = preflight.fcntl.flock, []
+
+    def removed_meanwhile(file, operation):
+        flock(file, operation)
+        tries.append(file)
+        if len(tries) == 1:
+            (tmp_path / ".lock").unlink()
+
+    monkeypatch.setattr(preflight.fcntl, "flock", removed_meanwhile)
+    with preflight.only_run_in(tmp_path):
+        assert len(tries) == 2 and (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def prepared(prefix, fingerprint=None):
+    """A dataset whose sidecar notes that tokenizer; one of other tools without."""
+    for end in (".bin", ".idx"):
+        Path(f"{prefix}{end}").touch()
+    if fingerprint:
+        notes = {"format": "tc3-data-1", "tokenizer": {"fingerprint": fingerprint}}
+        Path(f"{prefix}.json").write_text(json.dumps(notes))
+    return str(prefix)
+
+
+def test_data_of_two_tokenizers_is_refused_held_out_data_too(tmp_path):
+    ours, other, unknown = (
+        prepared(tmp_path / name, mark) for name, mark in (("a", "1" * 64), ("b", "2" * 64), ("c", None))
+    )
+    held_out = {"plugins": {"held_out_loss": {"data_path": other, "samples": 8, "every": 1}}}
+    words = rf"held_out_loss.data_path: {other} was prepared with another tokenizer \(2{{12}}\) than {ours} \(1{{12}}\)"
+    with pytest.raises(DataError, match=words):
+        preflight.check_data(recipe_for(["1", unknown, "1", ours]) | held_out)
+    with pytest.raises(DataError, match=rf"config.data_path: {other} was prepared with another"):
+        preflight.check_data(recipe_for([ours, other, unknown]))
+    preflight.check_data(recipe_for([other, unknown]) | held_out)
+    preflight.check_data(recipe_for([unknown]) | held_out)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP])
+def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, capsys, number):
+    def flock(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(preflight.fcntl, "flock", flock)
+    with preflight.only_run_in(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+    assert f"its file system has no locks ({os.strerror(number)})" in capsys.readouterr().err
+
+
+MINI = Path(__file__).resolve().parents[3] / "recipes/mini/pretrain.yaml"
+
+
+def test_a_sound_recipe_passes():
+    preflight.check_sound(load_recipe(MINI))
+
+
+def test_an_unsound_recipe_is_refused_with_place_and_remedy():
+    recipe = load_recipe(MINI)
+    recipe["model"]["model_config"]["num_experts_per_tok"] = 100
+    recipe["runner_config"]["sink_size"] = "one"
+    with pytest.raises(RecipeError) as error:
+        preflight.check_sound(recipe)
+    assert "pretrain.yaml:" in str(error.value)
+    assert "model.model_config.num_experts_per_tok" in str(error.value) and "runner_config.sink_size" in str(
+        error.value
+    )

@@ -1,0 +1,215 @@
+"""The supervisor: notices at once, says why, and leaves nothing running. Most with a stand-in for msrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.run import supervise as module
+from launch.run.msrun import free_port, msrun_command, worker_environment
+from launch.run.supervise import supervise
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+GONE_WITHIN = 10  # seconds, from the failure or the signal
+
+
+def fake_msrun(run_dir, *actions):
+    return [sys.executable, str(HERE / "fake_msrun.py"), str(run_dir), *actions]
+
+
+def run(run_dir, *actions):
+    return supervise(fake_msrun(run_dir, *actions), os.environ, run_dir, len(actions))
+
+
+def started(run_dir):
+    """name -> pid of every process of the stand-in."""
+    names = [path.name.rsplit("_", 1) for path in (run_dir / "pids").glob("*_*")]
+    return {name: int(pid) for name, pid in names}
+
+
+def running(run_dir):
+    """Names of those that still run."""
+    pids = {name: pid for name, pid in started(run_dir).items() if psutil.pid_exists(pid)}
+    return [name for name, pid in pids.items() if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("actions", [["ok", "ok"], ["quick"]])
+def test_success(tmp_path, actions):
+    outcome = run(tmp_path, *actions)
+    assert (outcome.code, outcome.failure, outcome.left) == (0, None, ())
+    assert len(started(tmp_path)) == 2 + len(actions) and not running(tmp_path)
+
+
+@pytest.mark.parametrize("first", ["fail", "fail_at_once"])
+def test_the_first_failing_workers_traceback_is_shown_and_all_are_gone(tmp_path, first):
+    start = time.monotonic()
+    outcome = run(tmp_path, "stubborn", first, "fail_later")
+    assert time.monotonic() - start < GONE_WITHIN + 2
+    assert not running(tmp_path) and not outcome.left
+    assert outcome.code == 1
+    assert outcome.failure.message == "worker 1 failed with exit code 1"
+    assert outcome.failure.log == tmp_path / "logs" / "worker_1.log"
+    assert outcome.failure.lines[0].startswith("Traceback")
+    assert outcome.failure.lines[-1] == "RuntimeError: the first error"
+
+
+def test_a_user_error_of_all_workers_is_one_message_and_code_2(tmp_path):
+    outcome = run(tmp_path, "user_error", "user_error")
+    assert (outcome.code, outcome.failure.message) == (2, "plugins.x: no such plugin")
+    assert not running(tmp_path)
+
+
+def test_a_worker_killed_by_sigkill_is_called_that(tmp_path):
+    outcome = run(tmp_path, "sleep", "killed")
+    assert outcome.code == 1
+    assert "worker 1 was killed (SIGKILL)" in outcome.failure.message and "memory" in outcome.failure.message
+    assert not running(tmp_path)
+
+
+def test_a_worker_that_finishes_while_another_hangs_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STRAGGLE", 1.0)
+    outcome = run(tmp_path, "ok", "sleep")
+    assert outcome.code == 1 and "worker 0 finished while worker 1 still waits" in outcome.failure.message
+    assert not running(tmp_path)
+
+
+def test_workers_that_write_may_outlast_the_one_that_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STRAGGLE", 1.0)
+    (tmp_path / "metrics").mkdir()
+    ticks = []
+
+    def tick():  # stands for the steps that the slower worker reports, for longer than the limit
+        ticks.append(time.monotonic())
+        if ticks[-1] - ticks[0] < 2.5:
+            (tmp_path / "metrics" / "rank_1.jsonl").write_text("{}")
+
+    outcome = supervise(fake_msrun(tmp_path, "ok", "sleep"), os.environ, tmp_path, 2, tick)
+    assert "worker 0 finished" in outcome.failure.message
+    assert ticks[-1] - ticks[0] > 3
+
+
+def test_msrun_that_cannot_start_workers_is_reported_with_its_own_words(tmp_path):
+    command = [sys.executable, "-c", "raise SystemExit('no such option --worker_nun')"]
+    outcome = supervise(command, os.environ, tmp_path, 1)
+    assert (outcome.code, outcome.failure.message) == (1, "msrun ended with code 1")
+    assert outcome.failure.lines == ("no such option --worker_nun",)
+
+
+@pytest.mark.parametrize("action", ["detach", "orphan"])
+def test_descendants_that_left_the_session_or_lost_their_parent_are_ended_too(tmp_path, action):
+    wanted = {"detach": "child", "orphan": "orphan"}[action]
+
+    def tick():
+        if wanted in started(tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    outcome = supervise(fake_msrun(tmp_path, action), os.environ, tmp_path, 1, tick)
+    assert outcome.code == 143 and wanted in started(tmp_path)
+    assert not running(tmp_path)
+
+
+def test_children_of_ours_that_have_nothing_to_do_with_the_run_live_on(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        run(tmp_path, "fail")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def supervisor(run_dir, *actions):
+    """`supervise` in a process of its own, which exits with the outcome's code."""
+    source = (
+        "import json, os, sys; from pathlib import Path; from launch.run.supervise import supervise\n"
+        "command, run_dir = json.loads(sys.argv[1]), Path(sys.argv[2])\n"
+        "sys.exit(supervise(command, os.environ, run_dir, int(sys.argv[3])).code)"
+    )
+    arguments = [json.dumps(fake_msrun(run_dir, *actions)), str(run_dir), str(len(actions))]
+    process = subprocess.Popen([sys.executable, "-c", source, *arguments], cwd=ROOT)
+    wait_until(lambda: len(started(run_dir)) == 2 + len(actions))
+    return process
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=lambda value: str(value),
+)
+def test_a_signal_to_us_ends_everything(tmp_path, number, code):
+    process = supervisor(tmp_path, "stubborn", "sleep")
+    process.send_signal(number)
+    assert process.wait(timeout=GONE_WITHIN) == code
+    assert not running(tmp_path)
+
+
+def test_sigkill_to_us_ends_everything_too(tmp_path):
+    process = supervisor(tmp_path, "sleep", "sleep")
+    wait_until(lambda: psutil.Process(started(tmp_path)["msrun"]).num_fds() > 0)
+    time.sleep(0.5)  # msrun sets its handler after it has started the workers
+    process.kill()
+    process.wait()
+    wait_until(lambda: not running(tmp_path), GONE_WITHIN)
+
+
+def test_a_process_with_a_lifeline_ends_with_its_parent(tmp_path):
+    child = f"""
+import sys, time; sys.path.insert(0, {str(ROOT)!r})
+from launch.workers.lifeline import die_with_parent
+die_with_parent()
+open({str(tmp_path / "child")!r}, "w").write(str(__import__("os").getpid()))
+time.sleep(60)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"]
+    )
+    wait_until(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
+    process = psutil.Process(int((tmp_path / "child").read_text()))
+    parent.kill()
+    parent.wait()
+    wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE, GONE_WITHIN)
+
+
+SCRIPT = """
+import os, sys, time
+rank, role = os.environ["RANK_ID"], os.environ["MS_ROLE"]
+open(os.path.join({pids!r}, f"{{role}}{{rank}}_{{os.getpid()}}"), "w").close()
+if role == "MS_SCHED":
+    sys.exit(0)
+time.sleep(1)
+{body}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [("print('fine')", 0), ("if rank == '1': raise RuntimeError('worker one broke')\ntime.sleep(100)", 1)],
+    ids=["success", "failure"],
+)
+def test_under_the_real_msrun(tmp_path, monkeypatch, body, code):
+    (tmp_path / "pids").mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(pids=str(tmp_path / "pids"), body=body))
+    recipe = {"use_parallel": True, "parallel_config": {"data_parallel": 2}}
+    command = msrun_command(recipe, tmp_path, free_port())
+    command[command.index(str(ROOT / "launch" / "train.py"))] = str(script)
+    outcome = supervise(command, worker_environment(2, tmp_path), tmp_path, 2)
+    assert outcome.code == code
+    if code:
+        assert outcome.failure.lines[-1] == "RuntimeError: worker one broke"
+    assert set(started(tmp_path)) == {"MS_SCHED0", "MS_WORKER0", "MS_WORKER1"} and not running(tmp_path)

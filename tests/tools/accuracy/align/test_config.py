@@ -1,0 +1,100 @@
+"""Rung 1: which differences of two configurations must not be."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from plugins.errors import DataError
+from tools.accuracy.align import config as align_config
+from tools.accuracy.align.recipe import load, written
+from tools.accuracy.reference.golden import write_corpus
+from tools.recipe.dump import dump_recipe
+from tools.recipe.override import apply_overrides
+
+RECIPES = Path(__file__).parents[4] / "recipes"
+MINI = RECIPES / "mini" / "pretrain.yaml"
+
+
+@pytest.fixture
+def corpora(tmp_path):
+    """Two prefixes of one corpus, and one of another."""
+    for name in ("one", "same", "other"):
+        write_corpus(tmp_path / name, 100 if name == "other" else 512)
+    return {name: str(tmp_path / name) for name in ("one", "same", "other")}
+
+
+def differences(corpora, *overrides, data="one"):
+    ours, theirs = load(MINI, (), corpora["one"], 4), load(MINI, overrides, corpora[data], 4)
+    return {setting.path: setting for setting in align_config.differences(ours, theirs)}
+
+
+def test_nothing_differs_from_itself(corpora):
+    assert differences(corpora) == {}
+
+
+@pytest.mark.parametrize(
+    ("override", "kind", "group"),
+    [
+        ("optimizer.weight_decay=0.05", "must match", "hyper-parameters"),
+        ("model.model_config.num_attention_heads=8", "must match", "architecture"),
+        ("model.model_config.vocab_size=4096", "must match", "vocabulary"),
+        ("model.model_config.router_dense_type=bfloat16", "must match", "precision"),
+        ("seed=1", "must match", "determinism"),
+        ("train_dataset.data_loader.config.seed=5", "must match", "data"),
+        ("callbacks.2.checkpoint_format=ckpt", "may differ", "hyper-parameters"),
+    ],
+)
+def test_each_class_of_the_report(corpora, override, kind, group):
+    (setting,) = differences(corpora, override).values()
+    assert (setting.path, setting.kind, setting.group) == (setting.path, kind, group)
+    assert override.rpartition("=")[2] in setting.theirs or setting.theirs == "4096"
+
+
+def test_a_corpus_goes_by_its_content(corpora):
+    (moved,) = differences(corpora, data="same").values()
+    assert (moved.kind, moved.meaning) == ("may differ", "another path to the same corpus")
+    other = differences(corpora, data="other")
+    assert other["train_dataset (content)"].kind == "must match"
+    assert any(path.startswith("train_dataset.data_loader.config.data_path") for path in other)
+
+
+def blended(corpora, shares):
+    words = [word for pair in zip(shares, ("one", "other"), strict=True) for word in (pair[0], corpora[pair[1]])]
+    return apply_overrides(load(MINI, (), None, 4), [f"train_dataset.data_loader.config.data_path={json.dumps(words)}"])
+
+
+def test_the_shares_of_a_blend_are_part_of_its_content(corpora):
+    ours = blended(corpora, ("0.7", "0.3"))
+    found = align_config.differences(ours, blended(corpora, ("0.1", "0.9")))
+    assert {(setting.kind, setting.meaning) for setting in found} == {
+        ("must match", "other data"), ("must match", "shares of the blend differ"),
+    }  # fmt: skip
+    found = align_config.differences(ours, blended(corpora, ("7", "3")))
+    assert {setting.meaning for setting in found} == {"another path to the same corpus"}
+
+
+def test_data_takes_the_place_of_a_whole_blend(corpora, tmp_path):
+    dump_recipe(blended(corpora, ("0.7", "0.3")), tmp_path / "blended.yaml")
+    recipe = load(tmp_path / "blended.yaml", (), corpora["same"], 4)
+    assert recipe["train_dataset"]["data_loader"]["config"]["data_path"] == ["1", corpora["same"]]
+
+
+def test_the_corpus_of_a_recipe_for_ascend_may_be_elsewhere():
+    ours, theirs = (
+        written(
+            RECIPES / "telechat3_105b" / "pretrain_4k.yaml",
+            (f"train_dataset.data_loader.config.data_path.1={path}",),
+            None,
+        )
+        for path in ("/elsewhere/one", "/elsewhere/other")
+    )
+    assert [(setting.kind, setting.meaning) for setting in align_config.differences(ours, theirs)] == [
+        ("must match", "other data")
+    ]
+
+
+def test_a_missing_corpus_is_named(tmp_path):
+    recipe = load(MINI, (), str(tmp_path / "none"), 4)
+    with pytest.raises(DataError, match=r"none\.idx not found; make the dataset with `tc3 data prepare"):
+        align_config.corpus_checksum(recipe)

@@ -1,0 +1,372 @@
+import copy
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.errors import DataError
+from tests.tools.accuracy.dumps import dump_writer
+from tests.tools.accuracy.dumps.dump_writer import run, write_dump
+from tools.accuracy.cli import accuracy
+from tools.accuracy.compare.report import Report
+from tools.accuracy.compare.run import compare_dumps
+from tools.accuracy.dumps import kernels, marker
+from tools.accuracy.dumps.read import open_dump
+
+
+def compared(tmp_path, golden, bench, **settings):
+    first, second = Path(tempfile.mkdtemp(dir=tmp_path)), Path(tempfile.mkdtemp(dir=tmp_path))
+    return compare_dumps(
+        open_dump(write_dump(first, golden, **settings)), open_dump(write_dump(second, bench, **settings))
+    )
+
+
+def tensors(steps):
+    """(step, key, group, place) of every array, in order of execution."""
+    return [
+        (number, key, group, place)
+        for number, calls in enumerate(steps)
+        for key, groups in calls.items()
+        for group, content in groups.items()
+        for place in (content if isinstance(content, dict) else range(len(content)))
+        if isinstance(content[place], np.ndarray)
+    ]
+
+
+def phase_of(key, group):
+    return "weights" if group == "parameters" else "forward" if ".forward." in key else "backward"
+
+
+def changed(steps, where, function):
+    """A copy of `steps` with one array replaced."""
+    step, key, group, place = where
+    steps = copy.deepcopy(steps)
+    steps[step][key][group][place] = function(steps[step][key][group][place])
+    return steps
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_a_rerun_has_no_finding(tmp_path, task):
+    report = compared(tmp_path, run(), run(), task=task)
+    assert report.passed and report.meaning() == "No tensor diverges."
+    assert len(report.rows) == len(tensors(run())) and all(row.error == 0 for row in report.rows)
+    assert ("max, min, mean" in " ".join(report.notes())) == (task == "statistics")
+
+
+ARRAYS = [where for where in tensors(run()) if not (where[2] == "parameters" and where[0])]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(ARRAYS), st.integers(0, 10**6), st.booleans())
+def test_a_single_changed_tensor_is_named_first(where, position, above):
+    """Above the tolerance it is the only finding and its phase's first; well below, there is none."""
+
+    def change(values):
+        values, place = values.copy(), position % values.size
+        if values.dtype.kind != "f":
+            values.reshape(-1)[place] += above
+            return values
+        scale = max(abs(values.reshape(-1)[place]), math.sqrt(np.mean(values.astype(np.float64) ** 2)))
+        values.reshape(-1)[place] += (1.5e-4 if above else 0.5e-4) * scale
+        return values
+
+    steps = run()
+    if where[2] == "parameters":  # a wrong weight of the first step is the wrong old weight of the next update
+        steps = steps[:1]
+    with tempfile.TemporaryDirectory() as folder:
+        report = compared(folder, steps, changed(steps, where, change))
+    if not above:
+        assert report.passed
+        return
+    step, key, group, _ = where
+    phase = phase_of(key, group)
+    (row,) = report.findings
+    assert report.first == {each: row if each == phase else None for each in report.first}
+    assert (row.step, row.kind) == (step, "value") and row.name.startswith(key)
+
+
+def test_a_wrong_update_is_the_optimizers(tmp_path):
+    """Too small by far for Table 2: the weight decay of one weight in the second of two updates."""
+    golden, bench = run(3), run(3)
+    forward = bench[2]["Cell.layers.1.linear.Dense.forward.0"]
+    forward["parameters"]["weight"] = forward["parameters"]["weight"] * np.float32(1 - 1e-5)
+    report = compared(tmp_path, golden, bench)
+    (row,) = report.findings
+    assert (row.kind, row.step, row.place) == ("update", 2, "layers.1.linear (Dense)")
+    assert report.first["weights"] == row and "the optimizer: weight decay" in report.meaning()
+
+
+def test_an_update_may_follow_from_the_gradients_error(tmp_path):
+    """The same update, when the gradient had an error that Table 2 allows and Adam magnifies."""
+    golden, bench = run(3), run(3)
+    forward = bench[2]["Cell.layers.1.linear.Dense.forward.0"]
+    forward["parameters"]["weight"] = forward["parameters"]["weight"] * np.float32(1 - 1e-5)
+    gradient = bench[1]["Cell.layers.1.linear.Dense.parameters_grad.0"]
+    gradient["weight"] = [gradient["weight"][0] * np.float32(1 + 5e-5)]
+    assert compared(tmp_path, golden, bench).passed
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ((0, "Cell.embed.Embedding.forward.0", "input_args", 0), "dataset's order"),
+        ((0, "Cell.layers.0.linear.Dense.forward.0", "parameters", "weight"), "before any update"),
+        ((0, "Cell.layers.1.act.Relu.forward.0", "output", 0), "initial loss is affected: layers.1.act (Relu)"),
+        ((0, "Cell.layers.1.linear.Dense.forward.0", "input_args", 0), "made in layers.1 between the calls"),
+        ((0, "Cell.layers.0.act.Relu.backward.0", "output", 0), "its backward pass does not: layers.0.act (Relu)"),
+        ((1, "Cell.layers.0.act.Relu.forward.0", "output", 0), "state that is not a weight"),
+    ],
+)
+def test_what_it_means(tmp_path, where, words):
+    report = compared(tmp_path, run(), changed(run(), where, lambda values: (values + 1).astype(values.dtype)))
+    assert words in report.meaning()
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: x[:-1], "shape"),
+        (lambda x: x.astype(np.float16), "dtype"),
+        (lambda x: np.where(x > 0, x, np.float32("nan")), "nan"),
+        (lambda x: np.where(x > 0, x, np.float32("inf")), "inf"),
+        (lambda x: x * np.float32(1.01), "value"),
+    ],
+)
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+def test_kinds(tmp_path, function, kind, task):
+    where = (0, "Cell.layers.0.linear.Dense.forward.0", "output", 0)
+    report = compared(tmp_path, run(), changed(run(), where, function), task=task)
+    assert [row.kind for row in report.findings] == [kind]
+
+
+def test_nan_on_both_sides_is_a_finding_and_infinity_is_not(tmp_path):
+    where = (0, "Cell.layers.0.linear.Dense.forward.0", "output", 0)
+    for value, found in ((np.nan, ["nan"]), (-np.inf, [])):
+        steps = changed(run(), where, lambda x, value=value: np.where(x > 0, x, np.float32(value)))
+        assert [row.kind for row in compared(tmp_path, steps, steps).findings] == found
+
+
+def test_a_wider_golden_side_may_be_declared(tmp_path):
+    where = (0, "Cell.layers.0.linear.Dense.forward.0", "output", 0)
+    golden, bench = write_dump(tmp_path / "a", run()), changed(run(), where, lambda x: x.astype(np.float16))
+    bench = open_dump(write_dump(tmp_path / "b", bench))
+    assert compare_dumps(open_dump(golden), bench, promoted=True).passed
+    assert not compare_dumps(bench, open_dump(golden), promoted=True).passed
+
+
+def test_calls_of_one_side_stand_where_they_happened(tmp_path):
+    bench = run()
+    del bench[0]["Cell.layers.0.act.Relu.forward.0"]
+    calls = {}
+    for key, groups in bench[0].items():
+        calls[key] = groups
+        if key == "Cell.layers.1.linear.Dense.forward.0":
+            calls["Cell.layers.1.extra.Cast.forward.0"] = {"input_args": [np.ones(2, np.float32)], "output": []}
+    report = compared(tmp_path, run(), [calls, bench[1]])
+    assert [(row.kind, row.name) for row in report.findings] == [
+        ("missing", "Cell.layers.0.act.Relu.forward.0"),
+        ("extra", "Cell.layers.1.extra.Cast.forward.0"),
+    ]
+    names = [row.name.split(".forward")[0] for row in report.rows if row.step == 0]
+    assert names.index("Cell.layers.1.extra.Cast") > names.index("Cell.layers.1.linear.Dense")
+    assert "do not call the same" in report.meaning()
+
+
+def test_another_frameworks_class_names_pair(tmp_path):
+    renamed = [
+        {key.replace("Cell.", "Module.").replace("Dense", "Linear"): value for key, value in calls.items()}
+        for calls in run()
+    ]
+    report = compared(tmp_path, run(), renamed)
+    assert report.passed and len(report.rows) == len(tensors(run()))
+
+
+def test_plain_values_are_compared(tmp_path):
+    bench = run()
+    bench[0]["Cell.layers.0.act.Relu.forward.0"]["input_args"][1] = 1.515
+    (row,) = compared(tmp_path, run(), bench).findings
+    assert row.detail == "1.515, should be 1.5" and row.name.endswith("input.1")
+
+
+def test_ranks_are_paired_by_number(tmp_path):
+    golden, bench = write_dump(tmp_path / "a", run(), ranks=3), write_dump(tmp_path / "b", run(), ranks=3)
+    where = (1, "Cell.layers.0.act.Relu.forward.0", "output", 0)
+    wrong = changed(run(), where, lambda x: x + 1)[1]
+    for file in sorted((bench / "step1" / "rank2").rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    (bench / "step1" / "rank2").rmdir()
+    dump_writer.write_rank(bench / "step1" / "rank2", wrong)
+    (row,) = compare_dumps(open_dump(golden), open_dump(bench)).findings
+    assert (row.step, row.rank) == (1, 2)
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(accuracy, ["compare", *map(str, arguments)])
+
+
+def test_files_and_exit_codes(tmp_path):
+    golden = write_dump(tmp_path / "a", run())
+    where = (0, "Cell.layers.1.act.Relu.forward.0", "output", 0)
+    bench = write_dump(tmp_path / "b", changed(run(), where, lambda x: x * np.float32(1.01)))
+    clean = invoke(golden, golden)
+    assert clean.exit_code == 0 and "0 findings" in clean.stdout
+    result = invoke(golden, bench, "--out", tmp_path / "out", "--html", "--json")
+    content = json.loads(result.stdout)
+    assert result.exit_code == 1 and content == json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert content["first"]["forward"]["place"] == "layers.1.act (Relu)" and content["first"]["weights"] is None
+    assert len((tmp_path / "out" / "rows.csv").read_text().splitlines()) == content["tensors"] + 1
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert all(
+        words in page for words in ("error (logarithmic)", "within its tolerance", "tolerance (Table 2)", "step 1")
+    )
+    assert "<svg" in page and "layers.1.act" in page and "http" not in page and "<script" not in page
+    text = invoke(golden, bench).stdout
+    assert "first forward: step 0 Cell.layers.1.act.Relu.forward.0.output.0: value: error 0.01" in text
+    assert "first backward: none" in text
+
+
+def truncated(folder):
+    file = next(folder.rglob("*.npy"))
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def without_a_file(folder):
+    next(folder.rglob("*.npy")).unlink()
+
+
+def cut_json(folder):
+    file = folder / "step0" / "rank0" / "dump.json"
+    file.write_text(file.read_text()[:-100])
+
+
+def node(change):
+    """Spoil one tensor's node of dump.json."""
+
+    def spoil(folder):
+        file = folder / "step0" / "rank0" / "dump.json"
+        content = json.loads(file.read_text())
+        change(content["data"]["Cell.layers.0.linear.Dense.forward.0"]["output"][0])
+        file.write_text(json.dumps(content))
+
+    return spoil
+
+
+def replaced(name, text):
+    """Spoil one file."""
+
+    def spoil(folder):
+        next(folder.rglob(name)).write_text(text)
+
+    return spoil
+
+
+def entry(value):
+    return json.dumps({"level": "L0", "task": "tensor", "data": {"Cell.a.B.forward.0": value}})
+
+
+def a_folder(folder):
+    file = folder / "step0" / "rank0" / "dump.json"
+    file.unlink()
+    file.mkdir()
+
+
+def saved(values):
+    return lambda folder: np.save(next(folder.rglob("*linear.Dense.forward.0.output.0.npy")), values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (replaced("dump.json", "[]"), "has no 'level'"),
+        (replaced("dump.json", "null"), "has no 'level'"),
+        (replaced("dump.json", "x" * 9), "not msprobe's dump.json"),
+        (replaced("dump.json", "[" * 100_000), "not msprobe's dump.json"),
+        (replaced("dump.json", '{"level": 3, "task": "tensor", "data": {"a": {}}}'), "level 3 cannot be compared"),
+        (replaced("dump.json", '{"level": "L0", "task": "md5", "data": {"a": {}}}'), "task 'md5' cannot be compared"),
+        (replaced("dump.json", '{"level": "L0", "task": "tensor", "data": []}'), "no tensor was dumped"),
+        (replaced("dump.json", entry(None)), "its tensors by role are wanted, not 'None'"),
+        (replaced("dump.json", entry([1])), "its tensors by role are wanted"),
+        (a_folder, "Is a directory"),
+        (node(lambda each: each.update(shape=None)), "shape None: the file is damaged"),
+        (node(lambda each: each.update(shape=[float("nan"), 8])), "shape .nan, 8."),
+        (node(lambda each: each.update(shape=[-4, 8])), "shape .-4, 8."),
+        (node(lambda each: each.update(shape=[10**30])), "shape .1000"),
+        (node(lambda each: each.pop("dtype")), "dtype None"),
+        (node(lambda each: each.update(data_name="../../../../etc/passwd")), "data_name"),
+        (node(lambda each: each.update(data_name=5)), "data_name 5"),
+        (node(lambda each: each.update(Max="big")), "Max 'big'"),
+        (replaced("tc3_dump.json", '{"comp'), "does not say whether the dump is whole"),
+        (replaced("tc3_dump.json", "[]"), "does not say whether the dump is whole"),
+        (replaced("tc3_dump.json", "{}"), "does not say whether the dump is whole"),
+        (replaced("*linear.Dense.forward.0.output.0.npy", "1,2\n3,4\n"), "not a .npy file"),
+        (saved(np.ones(3)), r"shape \[3\], .*: \[4, 8\]: but their dump.json agree"),
+        (saved(np.array([["a"] * 8] * 4)), "neither numbers nor truth values"),
+        (saved(np.zeros((4, 8), [("a", "f4"), ("b", "i2")])), "neither numbers nor truth values"),
+        (lambda folder: marker.write(folder, False), "was not finished"),
+        (truncated, "ends too early: the dump is not whole"),
+        (without_a_file, "No such file or directory: the dump names it"),
+        (cut_json, "not msprobe's dump.json"),
+    ],
+)
+def test_broken_dumps_exit_with_2(tmp_path, spoil, words):
+    golden, bench = write_dump(tmp_path / "a", run()), write_dump(tmp_path / "b", run())
+    spoil(bench)
+    with pytest.raises(DataError, match=words):
+        compare_dumps(open_dump(golden), open_dump(bench))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"level": "L1"}, "is a dump of level L0, .* of L1: dump both with --level L0"),
+        ({"task": "statistics"}, "is a dump of task tensor, .* of statistics"),
+        ({"ranks": 2}, "use `tc3 accuracy equivalence`"),
+    ],
+)
+def test_unlike_dumps_are_refused(tmp_path, settings, words):
+    golden, bench = write_dump(tmp_path / "a", run()), write_dump(tmp_path / "b", run(), **settings)
+    with pytest.raises(DataError, match=words):
+        compare_dumps(open_dump(golden), open_dump(bench))
+
+
+def test_dumps_without_a_tensor_are_refused(tmp_path):
+    for name in "ab":
+        folder = tmp_path / name
+        (folder / "rank_0" / "Net" / "0" / "0").mkdir(parents=True)
+        (folder / kernels.CONFIGURATION).write_text("{}")
+        marker.write(folder, True)
+    result = invoke(tmp_path / "a", tmp_path / "b")
+    assert isinstance(result.exception, DataError) and "hold no tensor" in str(result.exception)
+    assert not Report("a", "b", "L2", "tensor", True, []).passed
+
+
+def test_wrong_folders_get_one_message(tmp_path):
+    dump = write_dump(tmp_path / "runs" / "a", run())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.csv").write_text("a,b")
+    (dump / "step0x").mkdir()
+    for folder, words in (
+        (tmp_path / "none", "no such folder"),
+        (tmp_path / "rows.csv", "a file; a dump is a folder"),
+        (tmp_path / "empty", "not a dump: it holds no stepN/rankM/dump.json"),
+        (dump / "step0", f"it is one step of a dump: give {dump}"),
+        (dump / "step0" / "rank0", f"it is one rank of a dump: give {dump}"),
+        (tmp_path / "runs", f"did you mean {dump}?"),
+    ):
+        with pytest.raises(DataError) as error:
+            open_dump(folder)
+        assert words in str(error.value)
+
+
+def test_the_files_of_a_comparison_never_lie_in_a_dump(tmp_path):
+    dump = write_dump(tmp_path / "a", run())
+    for out in (dump, dump / "step0" / "new"):
+        result = invoke(dump, dump, "--out", out)
+        assert isinstance(result.exception, DataError) and "stays as it is" in str(result.exception)
+    assert not list(dump.rglob("compare.json"))

@@ -1,0 +1,230 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.tools.accuracy.dumps.dump_writer import write_dump
+from tools.accuracy.compare import scale as compare_scale
+from tools.accuracy.compare.errors import measure
+from tools.accuracy.compare.run import compare_dumps
+from tools.accuracy.compare.scale import deviation, distance, scaled
+from tools.accuracy.compare.statistics import scaled_norm
+from tools.accuracy.dumps import npy
+from tools.accuracy.dumps.debugger import statistics
+from tools.accuracy.dumps.read import open_dump
+from tools.accuracy.dumps.read_items import Item
+from tools.accuracy.promotion import round_bfloat16, rounded
+from tools.accuracy.tolerance import systematic, tolerance
+
+TYPES = ("float32", "float16", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("arrays")
+
+
+def found(folder, want, got, dtype):
+    """`scaled`, as a comparison of dumps calls it."""
+    files = folder / "want.npy", folder / "got.npy"
+    for file, values in zip(files, (want, got), strict=True):
+        np.save(file, values)
+    return scaled(measure(*files, 0.2, 1e-30).sums, *files, dtype)
+
+
+def reference(want, got):
+    """low, high and the deviation, as the formulas say."""
+    w, g = want.astype(np.float64).ravel(), got.astype(np.float64).ravel()
+    return (w @ g) / (w @ w), (g @ g) / (w @ g), math.sqrt(np.sum((w * (g - w)) ** 2)) / (w @ w)
+
+
+@pytest.mark.parametrize("types", [("float32", "float32"), ("float16", "float16"), ("float64", "float32")])
+@pytest.mark.parametrize("factor", [1.02, 0.97])
+def test_the_sums_are_those_of_the_formulas(folder, monkeypatch, types, factor):
+    monkeypatch.setattr(npy, "CHUNK", 100)
+    rng = np.random.default_rng(0)
+    want = rng.normal(size=(33, 35)).astype(types[0])
+    got = (want * (factor + 0.01 * rng.normal(size=want.shape))).astype(types[1])
+    low, high, spread = reference(want, got)
+    files = folder / "a.npy", folder / "b.npy"
+    np.save(files[0], want), np.save(files[1], got)
+    sums = measure(*files, 0.1, 1e-30).sums
+    assert distance(sums) == pytest.approx(low - 1 if factor > 1 else 1 - high, rel=1e-3)
+    assert deviation(*files) == pytest.approx(spread, rel=1e-6)
+
+
+def neighbours(values, dtype, rng):
+    """Each value rounded up or down to a number of `dtype`, by chance."""
+    near = rounded(values, dtype)
+    step = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
+    other = rounded((near + np.sign(values - near) * step * np.abs(near)).astype(np.float32), dtype)
+    return np.where(rng.random(values.shape) < 0.5, near, other).astype(near.dtype)
+
+
+KINDS = {
+    "normal": lambda rng, n: rng.normal(size=n),
+    "positive": lambda rng, n: rng.uniform(0.5, 2, n),
+    "heavy tails": lambda rng, n: rng.standard_t(1.5, n),
+    "one outlier": lambda rng, n: np.where(np.arange(n) == n // 2, 1e3, rng.normal(size=n)),
+    "all equal": lambda rng, n: np.full(n, rng.uniform(0.5, 2)),
+    "mostly zero": lambda rng, n: rng.normal(size=n) * (rng.random(n) < 0.05),
+    "each repeated": lambda rng, n: np.repeat(rng.normal(size=-(-n // 8)), 8)[:n],
+}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(64, 20000),
+    st.sampled_from(sorted(KINDS)),
+    st.sampled_from(TYPES),
+    st.integers(0, 2**32 - 1),
+    st.booleans(),
+)
+def test_independent_rounding_is_no_factor(folder, size, kind, dtype, seed, nearest):
+    rng = np.random.default_rng(seed)
+    exact = KINDS[kind](rng, size).astype(np.float64)
+    exact = np.clip(exact, -6e4, 6e4).astype(np.float32 if dtype != "float32" else np.float64)
+    got = rounded(exact, dtype) if nearest else neighbours(exact, dtype, rng)
+    assert found(folder, exact, got, dtype) is None
+    assert found(folder, got, exact.astype(got.dtype), dtype) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(64, 20000), st.floats(1e-4, 0.1), st.floats(1e-4, 0.1), st.integers(0, 2**32 - 1))
+def test_independent_errors_of_both_sides_are_no_factor(folder, size, one, other, seed):
+    """Of any size: an accumulation's. `low` alone would be too small by the square of golden's errors."""
+    rng = np.random.default_rng(seed)
+    exact = rng.normal(size=size)
+    want, got = ((exact + error * rng.normal(size=size)).astype(np.float32) for error in (one, other))
+    assert found(folder, want, got, "bfloat16") is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1000, 20000),
+    st.sampled_from(["normal", "positive", "all equal"]),
+    st.sampled_from([1.01, 0.99, 1.05, 0.9]),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_factor_of_a_bfloat16_tensor_is_found_and_named(folder, size, kind, factor, seed):
+    """Of equal values it is the factor between two numbers of the type: a last place from the one put in."""
+    exact = KINDS[kind](np.random.default_rng(seed), size).astype(np.float32)
+    if kind == "all equal":
+        exact[:] = 1.0
+    want, got = round_bfloat16(exact), round_bfloat16(exact * np.float32(factor))
+    scale = found(folder, want, got, "bfloat16")
+    assert scale is not None and scale.factor == pytest.approx(factor, abs=2**-8 if kind == "all equal" else 5e-4)
+
+
+@pytest.fixture(scope="module", params=[0.0, 0.5], ids=["mean 0", "mean 0.5"])
+def product(request):
+    """A matrix product of bfloat16 factors, 2560 terms: in float32, and rounded after every term."""
+    rng, depth = np.random.default_rng(1), 2560
+    x = round_bfloat16(rng.normal(request.param, 1, (128, depth)).astype(np.float32))
+    y = round_bfloat16(rng.normal(0, depth**-0.5, (depth, 96)).astype(np.float32))
+    narrow = np.zeros((128, 96), np.float32)
+    for column, row in zip(x.T, y, strict=True):
+        narrow = round_bfloat16(narrow + round_bfloat16(np.outer(column, row)))
+    return x @ y, narrow
+
+
+def test_accumulated_rounding_is_no_factor(folder, product):
+    exact, narrow = product
+    wide = round_bfloat16(exact)
+    assert np.std(narrow - exact) > 0.05 * np.std(exact)  # the case is what it says
+    sides = exact, wide, narrow
+    assert [found(folder, want, got, "bfloat16") for want in sides for got in sides] == [None] * 9
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.99, 1.03])
+def test_a_factor_of_a_product_is_found(folder, product, factor):
+    exact, _ = product
+    got = round_bfloat16(exact * np.float32(factor))
+    for want in (exact, round_bfloat16(exact)):
+        assert found(folder, want, got, "bfloat16").factor == pytest.approx(factor, abs=2e-4)
+
+
+def test_few_values_tell_no_factor(folder):
+    """n' is a third of the values of a normal distribution, and 140 are needed."""
+    rng = np.random.default_rng(0)
+    for size, seen in ((64, False), (256, False), (600, True)):
+        want = rng.normal(size=size).astype(np.float32)
+        assert (found(folder, want, want * np.float32(1.01), "bfloat16") is not None) == seen
+
+
+def test_the_files_are_read_once_unless_there_may_be_a_factor(folder, monkeypatch):
+    monkeypatch.setattr(compare_scale, "deviation", lambda *files: pytest.fail("read again"))
+    want = np.random.default_rng(0).normal(size=5000).astype(np.float32)
+    assert found(folder, want, want * np.float32(1.003), "bfloat16") is None
+    assert found(folder, np.zeros(9, np.float32), want[:9], "bfloat16") is None
+    assert found(folder, want, -want, "bfloat16") is None
+
+
+def layer(path, kind, given, out):
+    """One call of a cell."""
+    return {f"Cell.layers.0.{path}.{kind}.forward.0": {"input_args": [given], "output": [out], "parameters": {}}}
+
+
+@pytest.mark.parametrize("task", ["tensor", "statistics"])
+@pytest.mark.parametrize("factor", [0.94, 1.03, 1.06])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("CoreAttention", (2048, 1, 64)), ("Linear", (64, 2560))], ids=["attention", "linear"]
+)
+def test_a_dump_with_a_scaled_tensor(tmp_path, kind, shape, factor, task):
+    rng = np.random.default_rng(0)
+    given, out = (rng.normal(size=shape).astype(np.float16) for _ in range(2))
+    bench = (out.astype(np.float32) * factor).astype(np.float16)
+    sides = [
+        open_dump(write_dump(tmp_path / name, [layer("a", kind, given, each)], task=task))
+        for name, each in (("golden", out), ("bench", bench))
+    ]
+    (row,) = compare_dumps(*sides).findings
+    assert (row.kind, row.by) == ("scaled", "factor") and row.detail.startswith(f"scaled by {factor:.3g}")
+    assert abs(factor - 1) * 0.95 < row.error < abs(factor - 1) * 1.05 and 0.004 < row.tolerance < row.error
+    report = compare_dumps(sides[0], sides[0])
+    assert report.passed and any("up to 7 %" in note and "from 0.4 % on" in note for note in report.notes())
+
+
+def test_one_percent_in_16_bits_is_found_by_value(tmp_path):
+    out = np.random.default_rng(0).normal(size=(2048, 1, 64)).astype(np.float16)
+    sides = [
+        open_dump(write_dump(tmp_path / str(factor), [layer("a", "CoreAttention", out, each)]))
+        for factor, each in ((1.0, out), (1.01, (out.astype(np.float32) * 1.01).astype(np.float16)))
+    ]
+    (row,) = compare_dumps(*sides).findings
+    assert row.kind == "scaled" and row.detail == "scaled by 1.01; value by value within Table 2's 0.07"
+
+
+def test_a_value_finding_names_the_factor_too(tmp_path):
+    out = np.random.default_rng(0).normal(size=(40, 50)).astype(np.float32)
+    sides = [
+        open_dump(write_dump(tmp_path / str(factor), [layer("a", "Linear", out, out * np.float32(factor))]))
+        for factor in (1.0, 1.01)
+    ]
+    (row,) = compare_dumps(*sides).findings
+    assert row.kind == "value" and row.detail.endswith("all of it scaled by 1.01")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(64, 5000), st.sampled_from(sorted(KINDS)), st.integers(0, 2**32 - 1), st.sampled_from([1, 2000, 200000])
+)
+def test_independent_errors_within_table_2_are_no_factor_by_statistics(size, kind, seed, count):
+    rng = np.random.default_rng(seed)
+    want = KINDS[kind](rng, size)
+    if not want.any():
+        return
+    allowed = tolerance("bfloat16", count)
+    scale = np.maximum(np.abs(want), math.sqrt(np.mean(np.square(want))))
+    sides = [
+        Item("output.0", "output", "bfloat16", x.shape, statistics(x))
+        for x in (want, want + allowed * scale * rng.choice([-1, 1], size))
+    ]
+    assert scaled_norm(*sides, allowed, "bfloat16") is None
+
+
+def test_the_floor_is_the_strictest_row_and_no_less_than_a_rounding():
+    for dtype in TYPES:
+        assert systematic(dtype) == (tolerance(dtype, 1), 7)

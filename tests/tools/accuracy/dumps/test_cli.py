@@ -1,0 +1,135 @@
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from launch.run import accuracy_dump
+from plugins.errors import DataError, RecipeError
+from tests.tools.accuracy.dumps.dump_writer import write_kernels
+from tools.accuracy.cli import accuracy
+from tools.accuracy.compare.run import compare_dumps
+from tools.accuracy.dumps import marker
+from tools.accuracy.dumps.cli import SCRIPT, Job
+from tools.accuracy.dumps.debugger import statistics
+from tools.accuracy.dumps.names import parse
+from tools.recipe.load import Recipe
+
+
+def test_the_command_becomes_the_launcher(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, argv: started.append(argv))
+    words = ["dump", "recipe.yaml", "--out", str(tmp_path), "--level", "mix", "--set", "seed=1", "--mini"]
+    assert CliRunner().invoke(accuracy, words).exit_code == 0
+    ((_, script, job),) = started
+    assert script == str(SCRIPT) and SCRIPT.exists()
+    assert Job(**json.loads(job)) == Job("recipe.yaml", str(tmp_path), True, 2, "mix", "statistics", ["seed=1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["dump", "recipe.yaml"], "--out"),
+        (["dump", "recipe.yaml", "--out", "d", "--level", "L3"], "L3"),
+        (["dump", "recipe.yaml", "--out", "d", "--level", "L2", "--task", "statistics"], "L2 dumps values only"),
+        (["compare", "a", "b", "--html"], "give --out"),
+    ],
+)
+def test_wrong_words_exit_with_2(words, message):
+    result = CliRunner().invoke(accuracy, words)
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_dump_wants_a_new_folder(tmp_path):
+    accuracy_dump.check_folder(tmp_path / "new")
+    (tmp_path / "file").touch()
+    for folder, words in ((tmp_path, "not empty"), (tmp_path / "file", "not empty"), (tmp_path / "a b", "letters")):
+        with pytest.raises(DataError, match=words):
+            accuracy_dump.check_folder(folder)
+
+
+def test_a_dump_is_deterministic_and_does_nothing_else():
+    recipe = Recipe(
+        {
+            "plugins": {"held_out_loss": {"every": 3}, "ep_overlap": {"chunks": 2}},
+            "callbacks": [{"type": "MFLossMonitor"}, {"type": "CheckpointMonitor"}],
+        }
+    )
+    said = accuracy_dump.prepare(recipe)
+    assert recipe == {
+        "train_precision_sync": True,
+        "plugins": {"held_out_loss": False, "ep_overlap": {"chunks": 2}, "finite_loss": False},
+        "callbacks": [{"type": "MFLossMonitor"}],
+    }
+    assert len(said) == 2 and not accuracy_dump.prepare(recipe)
+
+
+def test_marker(tmp_path):
+    assert marker.read(tmp_path) is None
+    for complete in (False, True):
+        marker.write(tmp_path, complete, level="L0")
+        assert marker.read(tmp_path) == {"complete": complete, "level": "L0"}
+    assert [path.name for path in tmp_path.iterdir()] == [marker.FILE]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Cell.net.layers.0.fc.Dense.forward.2", ("Cell", "net.layers.0.fc", "Dense", "forward", 2)),
+        ("Module.0.fc.Linear.backward.0", ("Cell", "0.fc", "Linear", "backward", 0)),
+        ("Cell.net.fc.Dense.parameters_grad.0", ("Cell", "net.fc", "Dense", "parameters_grad", 0)),
+        ("Functional.matmul.3.backward", ("Functional", "matmul", "matmul", "backward", 3)),
+        ("Primitive.softmax.Softmax.1.forward", ("Primitive", "softmax.Softmax", "Softmax", "forward", 1)),
+    ],
+)
+def test_names(text, expected):
+    name = parse(text)
+    assert (name.kind, name.path, name.type, name.phase, name.call) == expected
+
+
+@pytest.mark.parametrize("text", ["Cell.fc.forward", "Functional.matmul.forward.x", "a.b.c.d"])
+def test_other_names_are_refused(text):
+    with pytest.raises(ValueError, match=r".*"):
+        parse(text)
+
+
+def test_statistics():
+    assert statistics(np.array([3.0, -4.0], np.float32)) == (3.0, -4.0, -0.5, 5.0)
+    assert statistics(np.array([True, False])) == (True, False) and statistics(np.zeros(0)) == ()
+
+
+def test_kernels(tmp_path):
+    keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
+    values = {key: np.full((2, 3), number + 1, np.float32) for number, key in enumerate(keys)}
+    golden = write_kernels(tmp_path / "a", values)
+    bench = write_kernels(tmp_path / "b", {**values, ("MatMul", 40): values["MatMul", 40] * 2})
+    assert compare_dumps(golden, golden).passed
+    report = compare_dumps(golden, bench)
+    assert [row.phase for row in report.rows] == ["forward", "forward", "forward", "backward", "weights"]
+    (row,) = report.findings
+    assert row.order == 2 and "layers-CellList_0_MatMul-op0.1.forward" in row.name
+    assert report.first["forward"] == row
+
+
+def test_an_optimizers_kernel_is_no_initial_weight(tmp_path):
+    keys = [("MatMul", 10), ("Add", 20), ("MatMul", 40), ("Mul", 50), ("Sub", 60)]
+    values = dict.fromkeys(keys, np.ones((2, 3), np.float32))
+    golden = write_kernels(tmp_path / "a", values)
+    bench = write_kernels(tmp_path / "b", {**values, ("Sub", 60): np.zeros((2, 3), np.float32)})
+    assert "the optimizer: weight decay" in compare_dumps(golden, bench).meaning()
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "words"), [("5", "callbacks: must be a list"), ("[MFLossMonitor]", "callbacks.0: must be a mapping")]
+)
+def test_a_recipe_is_checked_before_anything_of_it_is_changed(tmp_path, callbacks, words):
+    text = Path("recipes/mini/pretrain.yaml").read_text("utf-8")
+    head, _, tail = text.partition("\ncallbacks:\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"{head}\ncallbacks: {callbacks}\n\n{tail[tail.index('checkpoint:') :]}")
+    out = tmp_path / "out"
+    with pytest.raises(RecipeError, match=words):
+        accuracy_dump.run(Job(str(recipe), str(out), False, 2, "L0", "statistics", []))
+    assert not out.exists()

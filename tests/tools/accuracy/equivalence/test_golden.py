@@ -1,0 +1,99 @@
+"""Golden numbers: kept, checked, told apart."""
+
+import json
+
+import pytest
+
+from plugins.errors import DataError
+from tests.tools.accuracy.equivalence.recorded import (
+    record,
+    spoil_backward,
+    spoil_data,
+    spoil_forward,
+    spoil_loss_slightly,
+    spoil_number,
+)
+from tests.training.runs import ROOT
+from tools.accuracy.equivalence import golden_gate
+
+MINI = str(ROOT / "recipes/mini/pretrain.yaml")
+
+
+@pytest.fixture
+def one(tmp_path):
+    return record(tmp_path / "one")
+
+
+def test_golden_numbers_are_kept_and_checked(one, tmp_path):
+    file = golden_gate.golden_file(tmp_path, MINI)
+    assert file.name == "mini-pretrain.json"
+    numbers = {"baseline": golden_gate.numbers_of(one)}
+    golden_gate.write_golden(file, MINI, numbers)
+    golden = golden_gate.read_golden(file)
+    assert golden_gate.differences(golden, numbers) == []
+    golden_gate.write_golden(file, MINI, {"other": numbers["baseline"]})
+    assert sorted(golden_gate.read_golden(file)) == ["baseline", "other"]
+    assert golden_gate.differences(golden, {"other": numbers["baseline"]}) == [
+        "other: no golden numbers yet; --update adds them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "lines"),
+    [
+        (spoil_loss_slightly, []),
+        (
+            spoil_forward,
+            [
+                "step 1 loss: 3.01, golden 3 (off by 0.0033, allowed 0.0001)",
+                "step 2 loss: 2.01, golden 2 (off by 0.005, allowed 0.0001)",
+            ],
+        ),
+        (
+            spoil_backward,
+            [
+                f"step {step} gradient norm of layers.1.experts: {now}, golden {then} (off by 0.0005, allowed 0.0001)"
+                for step, now, then in ((1, "1.0005", "1"), (2, "1.41492", "1.414214"))
+            ],
+        ),
+        (spoil_data, ["samples "]),
+    ],
+)
+def test_what_moved_is_told(one, tmp_path, spoil, lines):
+    golden = {"baseline": golden_gate.numbers_of(one)}
+    found = golden_gate.differences(golden, {"baseline": golden_gate.numbers_of(record(tmp_path / "b", 1, spoil))})
+    assert len(found) == len(lines)
+    for got, line in zip(found, lines, strict=True):
+        assert got.startswith(f"baseline: {line}")
+
+
+@pytest.mark.parametrize("name", ["loss", "global_norm"])
+def test_a_number_that_is_not_finite_is_told_and_never_kept(one, tmp_path, name):
+    golden = {"baseline": golden_gate.numbers_of(one)}
+    broken = {"baseline": golden_gate.numbers_of(record(tmp_path / "b", 1, spoil_number(name)))}
+    for want, got in ((golden, broken), (broken, golden), (broken, broken)):
+        (line,) = golden_gate.differences(want, got)
+        assert line.startswith(f"baseline: step 2 {name}: ") and "nan" in line
+    with pytest.raises(DataError, match=f"baseline: step 2 {name} is nan"):
+        golden_gate.write_golden(tmp_path / "x.json", MINI, broken)
+    assert not (tmp_path / "x.json").exists()
+
+
+def test_another_number_of_steps_is_told(one, tmp_path):
+    golden = {"baseline": golden_gate.numbers_of(one)}
+    three = {"baseline": golden_gate.numbers_of(record(tmp_path / "b", steps=3))}
+    assert golden_gate.differences(golden, three)[-1] == "baseline: 3 steps, golden 2; give --steps 2"
+
+
+def test_a_broken_golden_file_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text("[]")
+    with pytest.raises(DataError, match="no golden file"):
+        golden_gate.read_golden(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "golden").glob("*.json")), ids=lambda path: path.stem)
+def test_committed_golden_files_are_of_recipes_that_exist(file):
+    content = json.loads(file.read_text())
+    assert (ROOT / content["recipe"]).exists()
+    assert golden_gate.golden_file(file.parent, str(ROOT / content["recipe"])) == file
+    assert golden_gate.read_golden(file)

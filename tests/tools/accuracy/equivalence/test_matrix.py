@@ -1,0 +1,199 @@
+"""The matrix and its command."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from launch.run.msrun import worker_count
+from plugins.errors import DataError, RecipeError
+from tests.tools.accuracy.equivalence.recorded import record, spoil_backward
+from tests.training.runs import ROOT
+from tools.accuracy.cli import accuracy
+from tools.accuracy.emulate.kernels import Kernels
+from tools.accuracy.emulate.run import emulate
+from tools.accuracy.equivalence import runs, strategies
+from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, equivalence, failure_lines, sizes_for
+from tools.accuracy.equivalence.render import as_html, share
+from tools.recipe.dump import dump_recipe
+
+MINI = str(ROOT / "recipes/mini/pretrain.yaml")
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs that train nothing: the recipe's workers record what they always record."""
+    seen = []
+
+    def train(recipe, run_dir):
+        seen.append(run_dir.name)
+        if "recompute" in run_dir.name:
+            raise runs.RunFailedError("no kernel")
+        return record(run_dir, worker_count(recipe), spoil_backward if "global" in run_dir.name else None)
+
+    monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
+    return seen
+
+
+def test_runs_are_compared_with_their_own_baselines(trained, tmp_path):
+    names = ("data_parallel_2", "attention_balance", "recompute", "expert_parallel_4_global", "bfloat16")
+    matrix = equivalence(MINI, names, 2, tmp_path)
+    assert trained == [
+        "baseline", "data_parallel_2", "expert_parallel_4_global", "recompute", "documents_apart", "attention_balance",
+    ]  # fmt: skip
+    assert {row.case.name: row.status for row in matrix.rows} == {
+        "data_parallel_2": PASS, "attention_balance": PASS, "recompute": FAIL, "expert_parallel_4_global": FAIL,
+        "bfloat16": NONE,
+    }  # fmt: skip
+    assert not matrix.passed and "2 fail, 1 not compared" in matrix.summary()
+    failed = {row.case.name: failure_lines(row) for row in matrix.with_status(FAIL)}
+    assert failed["recompute"] == ["the training of recompute failed: no kernel"]
+    assert failed["expert_parallel_4_global"][0].startswith("backward of step 1, layers.1.experts: gradient norm, all")
+    page = as_html(matrix, ["a line"])
+    assert "differences found" in page and "a line" in page and "no bfloat16" in page
+
+
+def test_a_baseline_that_fails_is_trained_once(monkeypatch, tmp_path):
+    seen = []
+
+    def train(recipe, run_dir):
+        seen.append(run_dir.name)
+        if run_dir.name == "baseline":
+            raise runs.RunFailedError("no kernel")
+        return record(run_dir, worker_count(recipe))
+
+    monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
+    matrix = equivalence(MINI, ("baseline", "data_parallel_2", "recompute", "attention_balance"), 2, tmp_path)
+    assert seen == ["baseline", "documents_apart", "attention_balance"]
+    assert [(row.case.name, row.status) for row in matrix.rows] == [
+        ("baseline", FAIL), ("data_parallel_2", FAIL), ("recompute", FAIL), ("attention_balance", PASS)
+    ]  # fmt: skip
+    assert {row.reason for row in matrix.with_status(FAIL)} == {"the training of baseline failed: no kernel"}
+    done = invoke(MINI, "--only", "baseline", "--work", tmp_path, "--json")
+    assert done.exit_code == 1 and json.loads(done.stdout)["rows"][0]["status"] == FAIL
+
+
+def test_a_run_without_its_record_is_one_failing_row(monkeypatch, tmp_path):
+    def train(recipe, run_dir):
+        if run_dir.name == "data_parallel_2":
+            raise DataError("rank 1 of 2 has recorded nothing")
+        return record(run_dir, worker_count(recipe))
+
+    monkeypatch.setattr("tools.accuracy.equivalence.matrix.train", train)
+    matrix = equivalence(MINI, ("data_parallel_2", "recompute"), 2, tmp_path)
+    assert [row.status for row in matrix.rows] == [FAIL, PASS]
+    assert matrix.rows[0].reason == "the training of data_parallel_2 failed: rank 1 of 2 has recorded nothing"
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(accuracy, ["equivalence", *map(str, arguments)])
+
+
+def test_golden_numbers_are_renewed_and_then_hold(trained, tmp_path):
+    folders = ("--golden", tmp_path / "golden", "--work", tmp_path / "work")
+    only = ("--only", "data_parallel_2", "--steps", 2)
+    missing = invoke(MINI, *only, *folders)
+    assert isinstance(missing.exception, RecipeError) and trained == []
+    assert "there is no mini-pretrain.json for this recipe; --update writes it" in str(missing.exception)
+    assert invoke(MINI, *only, *folders, "--update").exit_code == 0
+    done = invoke(MINI, *only, *folders, "--json")
+    assert done.exit_code == 0 and json.loads(done.stdout)["passed"] is True
+    file = tmp_path / "golden/mini-pretrain.json"
+    file.write_text(file.read_text().replace('"loss": 3.0', '"loss": 3.1'))
+    moved = invoke(MINI, *only, *folders, "--html", tmp_path / "page.html")
+    assert moved.exit_code == 1
+    assert "golden: baseline: step 1 loss: 3, golden 3.1 (off by 0.032, allowed 0.0001)" in moved.stdout
+    assert "differences found" in (tmp_path / "page.html").read_text()
+
+
+def test_a_recipe_without_golden_numbers_is_told(trained, monkeypatch, tmp_path):
+    monkeypatch.setattr("tools.accuracy.equivalence.golden_gate.GOLDEN", tmp_path)
+    done = invoke(MINI, "--only", "data_parallel_2", "--steps", 2, "--work", tmp_path / "work", "--json")
+    assert done.exit_code == 0 and "--update writes them" in done.stderr
+    assert json.loads(done.stdout)["golden_file"] is None
+
+
+def test_numbers_of_a_strategy_that_differs_are_not_kept(trained, tmp_path):
+    only = ("--only", "expert_parallel_4_global", "--steps", 2, "--update")
+    done = invoke(MINI, *only, "--golden", tmp_path / "golden", "--work", tmp_path / "work")
+    assert done.exit_code == 1 and "not written" in done.stderr
+    assert not (tmp_path / "golden").exists()
+
+
+def test_the_baseline_alone_is_checked_against_its_golden_numbers(trained, tmp_path):
+    folders = ("--golden", tmp_path / "golden", "--work", tmp_path / "work")
+    assert invoke(MINI, "--only", "baseline", *folders, "--update").exit_code == 0
+    assert invoke(MINI, "--only", "baseline", *folders).exit_code == 0
+    assert trained == ["baseline", "baseline"]
+
+
+def test_an_emulated_strategy_from_the_command_line(tmp_path):
+    done = invoke(ROOT / "tests/training/tiny.yaml", "--only", "sequence_parallel_2,bfloat16", "--steps", 2, "--json")
+    assert done.exit_code == 0
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["name"], row["how"], row["status"]) for row in rows] == [
+        ("sequence_parallel_2", "emulated", "pass"),
+        ("bfloat16", "not executable here", "not compared"),
+    ]
+    assert rows[0]["tensors"] > 400 and rows[0]["used"] < 1e-3
+
+
+def test_a_fault_in_the_emulation_fails_the_command(monkeypatch):
+    monkeypatch.setattr(Kernels, "first_position", lambda self, part, length: 0)
+    done = invoke(ROOT / "tests/training/tiny.yaml", "--only", "context_parallel_2", "--steps", 2)
+    assert done.exit_code == 1
+    assert "fail: context_parallel_2: forward of step 1, layers.0.attention: rope of keys, rank 1 (cp 1)" in done.stdout
+
+
+def test_what_cannot_be_cut_is_told(tmp_path):
+    base = strategies.one_worker(MINI)
+    base["model"]["model_config"]["num_attention_heads"] = 3
+    dump_recipe(base, tmp_path / "three.yaml")
+    matrix = equivalence(str(tmp_path / "three.yaml"), ("tensor_parallel_2",), 2, tmp_path)
+    assert [(row.status, row.reason) for row in matrix.rows] == [(NONE, "3 attention heads cannot be cut into 2")]
+    assert not matrix.passed
+
+
+def test_widths_are_the_recipes():
+    sizes = sizes_for(strategies.one_worker(MINI))
+    assert (sizes.hidden, sizes.experts, sizes.layers, sizes.length, sizes.vocabulary) == (128, 16, 3, 16, 128)
+    assert emulate(sizes).norms[0] > 2 * sizes.clip, "or a wrong clipping would change nothing"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "which RECIPE?"),
+        ((MINI, "--only", "emulate"), "did you mean 'emulated'"),
+        ((MINI, "--only", "tensor_parallel_2", "--update", "--steps", "2"), "there are no numbers to keep"),
+    ],
+)
+def test_a_wrong_input_gets_one_message(arguments, message):
+    done = invoke(*arguments)
+    assert done.exit_code != 0
+    assert message in done.stderr + str(done.exception)
+
+
+def test_a_dry_run_starts_nothing(trained):
+    done = invoke(MINI, "--only", "recompute,pipeline_2", "--dry-run")
+    assert done.exit_code == 0 and done.stdout == "recompute: trained\npipeline_2: emulated\n"
+    assert trained == []
+
+
+def test_the_list_says_why(tmp_path):
+    done = invoke("--list")
+    assert done.exit_code == 0
+    for case in strategies.cases():
+        assert case.name in done.stdout
+    assert "does not execute semi-automatic parallel graphs on CPU" in done.stdout
+
+
+def test_shares_are_readable():
+    assert [share(value) for value in (0.17, 0.005, 2e-6, 0.0)] == ["17%", "0%", "2e-06", "0e+00"]
+
+
+def test_an_infinite_error_is_json():
+    case = strategies.cases()[0]
+    row = Row(case, FAIL, used=float("inf"))
+    assert json.loads(json.dumps(row.as_json()))["used"] == "inf"
+    assert Matrix("x", 2, [row]).passed is False

@@ -1,0 +1,181 @@
+"""Runs that ranks recorded: put together, compared, traced to a phase."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from plugins.errors import DataError
+from tests.tools.accuracy.equivalence.recorded import (
+    EXPERTS,
+    ROUTER,
+    WEIGHTS,
+    record,
+    spoil_backward,
+    spoil_bias_by_own_load,
+    spoil_bias_copy,
+    spoil_bias_direction,
+    spoil_bias_rate,
+    spoil_clipping,
+    spoil_copy,
+    spoil_data,
+    spoil_forward,
+    spoil_loads,
+    spoil_moment,
+    spoil_number,
+    spoil_start,
+    spoil_weight,
+    tie,
+)
+from tests.training.runs import ROOT
+from tools.accuracy.equivalence import runs
+from tools.accuracy.equivalence.trained import compare_trained, leeway
+
+
+@pytest.fixture
+def one(tmp_path):
+    return record(tmp_path / "one")
+
+
+def test_ranks_are_put_together(one, tmp_path):
+    four = record(tmp_path / "four", workers=4)
+    assert four.workers == 4 and four.differing == {} and four.samples == one.samples
+    for name, value in one.state.items():
+        np.testing.assert_array_equal(four.state[name], value)
+    for mine, theirs in zip(four.norms, one.norms, strict=True):
+        assert mine == pytest.approx(theirs)
+    comparison = compare_trained(four, one)
+    assert comparison.findings == () and comparison.tensors == 2 * (3 + 1 + 3) + 9 + 4
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (spoil_data, (1, "forward", "data", "samples", (0, 1, 2, 3))),
+        (spoil_start, (1, "forward", "layers.1.experts", f"start of {EXPERTS}", (0, 1, 2, 3))),
+        (spoil_forward, (1, "forward", "loss", "loss", (0, 1, 2, 3))),
+        (spoil_backward, (1, "backward", "layers.1.experts", "gradient norm", (0, 1, 2, 3))),
+        (spoil_moment, (2, "optimizer", "layers.1.experts", f"adam_m.{EXPERTS}", (0, 1, 2, 3))),
+        (spoil_weight, (2, "optimizer", "layers.1.experts", f"change of {EXPERTS}", (0, 1, 2, 3))),
+        (spoil_copy, (2, "optimizer", "embedding", WEIGHTS[0], (2,))),
+        (spoil_bias_copy, (2, "optimizer", "layers.1.router", f"bias.{ROUTER}", (1,))),
+        (spoil_bias_direction, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
+        (spoil_bias_rate, (1, "optimizer", "layers.1.router", "bias", (0, 1, 2, 3))),
+        (spoil_bias_by_own_load, (1, "optimizer", "layers.1.router", "moves of the bias", (0, 1, 2, 3))),
+        (spoil_loads, (2, "optimizer", "layers.1.router", "loads of experts", (0, 1, 2, 3))),
+        (spoil_number("loss"), (2, "optimizer", "loss", "loss", (0, 1, 2, 3))),
+        (spoil_number("mtp_loss"), (2, "optimizer", "loss", "mtp_loss", (0, 1, 2, 3))),
+        (spoil_number("global_norm"), (2, "optimizer", "gradients", "global norm", (0, 1, 2, 3))),
+    ],
+)
+def test_the_first_difference_names_the_phase(one, tmp_path, spoil, expected):
+    first = compare_trained(record(tmp_path / "four", 4, spoil), one).findings[0]
+    assert (first.step, first.phase, first.module, first.tensor, first.ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("spoil", "tensor"),
+    [
+        (spoil_bias_direction, "moves of the bias"),
+        (spoil_clipping, "clipping"),
+        (spoil_number("loss"), "loss"),
+        (spoil_number("global_norm"), "global norm"),
+    ],
+)
+def test_what_is_wrong_on_both_sides_is_found(tmp_path, spoil, tensor):
+    both = [record(tmp_path / str(workers), workers, spoil) for workers in (1, 4)]
+    assert [finding.tensor for finding in compare_trained(both[1], both[0]).findings] == [tensor]
+
+
+def test_a_norm_of_a_weight_that_is_no_number_is_found(one):
+    norms = [one.norms[0], {**one.norms[1], EXPERTS: float("nan")}]
+    run = dataclasses.replace(one, norms=norms)
+    assert [finding.tensor for finding in compare_trained(run, run).findings] == ["gradient norm"]
+
+
+def test_a_token_at_a_tie_may_move_a_bias_but_not_later_ones(one, tmp_path):
+    assert compare_trained(record(tmp_path / "four", 4, tie), one).findings == ()
+    moved = record(tmp_path / "moved", 4, tie)
+    moved.state[f"bias.{ROUTER}"][2, 2] += np.float32(0.001)
+    assert [finding.tensor for finding in compare_trained(moved, one).findings] == ["bias"]
+
+
+def test_a_training_ends_with_the_command(tmp_path):
+    """`tc3` is the one beside Python: here a script that tells its number and sleeps."""
+    mark = tmp_path / "number"
+    (tmp_path / "tc3").write_text(f"#!/bin/sh\necho $$ > {mark}.part; mv {mark}.part {mark}; exec sleep 60\n")
+    (tmp_path / "tc3").chmod(0o755)
+    code = """
+import pathlib, sys
+from tools.accuracy import equivalence_runs
+sys.executable = sys.argv[1] + "/python"
+equivalence_runs.train({"callbacks": []}, pathlib.Path(sys.argv[1], "run"))
+"""
+    ours = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 20
+    while not mark.exists():
+        assert time.monotonic() < until and ours.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.5)  # the child may run before whoever started it knows of it
+    ours.terminate()
+    assert ours.wait(timeout=10) != 0
+    until = time.monotonic() + 2
+    while left := psutil.pid_exists(number := int(mark.read_text())):
+        if time.monotonic() > until:
+            psutil.Process(number).kill()
+            break
+        time.sleep(0.02)
+    assert not left
+
+
+def test_a_sign_of_noise_is_no_difference(one):
+    """AdamW moves a weight by the learning rate whatever its gradient's size is."""
+    moment = one.state[f"least.{EXPERTS}"].copy()
+    moment[3, 3] = 1e-14
+    weight = one.state[EXPERTS].copy()
+    weight[3, 3] += 0.1
+    quiet = dataclasses.replace(one, state={**one.state, f"least.{EXPERTS}": moment})
+    moved = dataclasses.replace(quiet, state={**quiet.state, EXPERTS: weight})
+    assert compare_trained(moved, quiet).findings == ()
+    assert leeway(moment, 1e-4, 0.2)[3, 3] == 0.4
+    assert np.sort(leeway(moment, 1e-4, 0.2), axis=None)[-2] < 0.01
+
+
+def test_leeway_is_none_without_a_gradient_and_shrinks_with_it():
+    np.testing.assert_allclose(leeway(np.array([0.0, 1.0, 4.0, 1e-20]), 1e-2, 1.0), [0.0, 0.02 * 1.25**0.5, 0.02, 2.0])
+
+
+def test_a_run_without_a_record_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no rank_0\.json"):
+        runs.read_run(tmp_path)
+    record(tmp_path, workers=2)
+    (tmp_path / "metrics/rank_0.jsonl").unlink()
+    with pytest.raises(DataError, match=r"rank_0\.jsonl: missing"):
+        runs.read_run(tmp_path)
+    (tmp_path / "equivalence/rank_1.npz").unlink()
+    with pytest.raises(DataError, match="rank 1 of 2 has recorded nothing"):
+        runs.read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("embedding.word_embeddings.weight", "embedding"),
+        ("decoder.layers.0.self_attention.linear_proj.weight", "layers.0.attention"),
+        ("decoder.layers.0.self_attention.q_layernorm.weight", "layers.0.norms"),
+        ("decoder.layers.0.mlp.linear_fc1.weight", "layers.0.mlp"),
+        ("decoder.layers.1.mlp.experts.weight2", "layers.1.experts"),
+        ("decoder.layers.1.mlp.router.weight", "layers.1.router"),
+        ("decoder.layers.1.mlp.shared_experts.linear_fc1.weight", "layers.1.shared_expert"),
+        ("mtp.layers.0.eh_proj.weight", "mtp.layers.0.eh_proj"),
+        ("mtp.layers.0.transformer_layer.mlp.experts.weight1", "mtp.layers.0.experts"),
+        ("decoder.final_layernorm.weight", "norms"),
+        ("output_layer.weight", "head"),
+    ],
+)
+def test_groups_of_weights(name, group):
+    assert runs.group_of(name) == group

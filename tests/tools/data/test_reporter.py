@@ -1,0 +1,71 @@
+"""What a command says of work that takes its time, where no terminal shows a bar."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tools.data import reporter as reporters
+from tools.data.reporter import TerminalReporter
+from tools.imbalance.progress import CountingReporter
+from tools.process.signals import interruptibly
+
+
+@pytest.mark.parametrize("kind", [TerminalReporter, CountingReporter])
+def test_without_a_terminal_slow_work_says_what_it_does_now_and_then(kind, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(reporters, "AFTER", 0.01)
+    monkeypatch.setattr(reporters, "EVERY", 0.01)
+    with kind() as reporter:
+        reporter.start("reading", 200)
+        reporter.advance(50)
+        seen, deadline = "", time.monotonic() + 30
+        while seen.count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            seen += capsys.readouterr().err
+    assert re.match(r"reading: 25%, \d+ s\nreading: 25%, \d+ s\n", seen), seen
+
+
+def test_without_a_terminal_quick_work_says_nothing(capsys) -> None:
+    with TerminalReporter() as reporter:
+        reporter.start("reading", 200)
+        reporter.advance(200)
+    assert capsys.readouterr().err == ""
+
+
+def test_work_that_goes_on_after_ctrl_c_is_left_behind() -> None:
+    """Rust panicked, with a backtrace, when it came back to an interpreter that was torn down."""
+    code = "import time; from tools.process.signals import interruptibly; print('on', flush=True); "
+    code += "interruptibly(lambda: time.sleep(600))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout and process.stdout.readline() == b"on\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    process.stdout.close()
+
+
+def test_ctrl_c_is_heard_while_work_holds_on() -> None:
+    release = threading.Event()
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        release.wait(60)
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interruptibly(work)
+    release.set()
+    assert time.monotonic() - start < 30
+
+
+def test_what_work_returns_and_raises_comes_through() -> None:
+    assert interruptibly(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        interruptibly(lambda: 1 / 0)

@@ -1,0 +1,109 @@
+"""A MoE training step in MindFormers' semi-auto path, compiled for 16 virtual devices (data 8 x tensor 2, EP 8)."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[4]
+RANK = 13  # its EP group is 8..15, its node 12..15
+EP, OUTER, INNER = [8, 9, 10, 11, 12, 13, 14, 15], [9, 13], [12, 13, 14, 15]
+DISPATCHER = "moe/token_dispatcher.py"
+HIDDEN = 128
+
+pytestmark = pytest.mark.slow
+
+
+def compile_rank(folder, *arguments, rank=RANK):
+    """What the worker reports."""
+    out = folder / "out.json"
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tools.dryrun.compile.compile_worker",
+        str(out),
+        "--rank",
+        str(rank),
+        *arguments,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_DEFAULT_PATH": str(folder)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def counted(report, role, source=DISPATCHER):
+    """Collectives of one role that stand in `source`: how often (operator, ranks) occurs."""
+    return Counter(
+        (item["op"], tuple(item["ranks"]))
+        for item in report["collectives"]
+        if item["role"] == role and item["source"].startswith(source)
+    )
+
+
+def test_alltoall_exchanges_over_the_ep_group(tmp_path):
+    report = compile_rank(tmp_path)
+    ep = tuple(EP)
+    # counts of tokens; tokens and their experts out, tokens back
+    forward = {("AlltoAll", ep): 1, ("AlltoAllV", ep): 3}
+    assert counted(report, "forward") == counted(report, "recompute") == forward
+    assert counted(report, "gradient") == {("AlltoAllV", ep): 2}
+    sizes = [item["attributes"]["block_size"] for item in report["collectives"] if item["op"] == "AlltoAllV"]
+    assert sizes == [HIDDEN, 1, HIDDEN] * 2 + [HIDDEN, HIDDEN]
+    assert EP in [ranks for _, ranks in report["groups"]]
+
+
+def test_deredundency_gathers_between_nodes_and_exchanges_inside(tmp_path):
+    report = compile_rank(tmp_path, "--set", "model.model_config.moe_token_dispatcher_type=alltoall_deredundency")
+    outer, inner = tuple(OUTER), tuple(INNER)
+    # experts, probabilities and tokens between nodes; counts, tokens and experts out, tokens back inside
+    assert counted(report, "forward") == {
+        ("AllGather", outer): 3,
+        ("AlltoAllV", inner): 4,
+        ("ReduceScatter", outer): 1,
+    }
+    assert counted(report, "gradient") == {
+        ("AllGather", outer): 1,
+        ("AlltoAllV", inner): 2,
+        ("ReduceScatter", outer): 2,
+    }
+    exchange = next(item for item in report["collectives"] if item["attributes"].get("block_size") == HIDDEN)
+    gathers = [report["collectives"][place]["op"] for place in exchange["after"] + exchange["after_depend"]]
+    assert gathers.count("AllGather") >= 3  # the inner exchange waits for the outer gathers
+    created = [ranks for _, ranks in report["groups"]]
+    assert created.index(EP) < created.index(OUTER) < created.index(INNER)
+
+
+def test_experts_of_a_plugin(tmp_path):
+    """A class injected through MoESubmodules.experts, with a collective, a branch and a gradient of its own."""
+    report = compile_rank(
+        tmp_path,
+        "--experts=tests.tools.dryrun.experts:SummingExperts",
+        '--experts-arguments={"branch": 1}',
+    )
+    ours = [item for item in report["collectives"] if item["source"].startswith("dryrun/experts.py")]
+    assert [(item["role"], item["op"], item["ranks"]) for item in ours] == [
+        ("forward", "AllReduce", EP),
+        ("recompute", "AllReduce", EP),
+        ("gradient", "AllGather", EP),
+    ]
+    assert [item["attributes"].get("parallel_branch") for item in ours] == [1, 1, None]
+    assert counted(report, "gradient") == {("AlltoAllV", tuple(EP)): 2}
+
+
+def test_ranks_create_groups_in_the_same_order(tmp_path):
+    """Without compiling: the n-th group of one rank is the n-th of every other, with ranks of its own."""
+    dispatcher = "model.model_config.moe_token_dispatcher_type=alltoall_deredundency"
+    shapes = []
+    for rank in (0, RANK):
+        groups = [
+            ranks for _, ranks in compile_rank(tmp_path, "--build-only", "--set", dispatcher, rank=rank)["groups"]
+        ]
+        assert all(rank in ranks for ranks in groups)
+        shapes.append([(len(ranks), ranks[1] - ranks[0]) for ranks in groups])
+    # data, tensor (twice: the layers give it another name), EP, between nodes, inside a node
+    assert shapes[0] == shapes[1] == [(8, 2), (2, 1), (2, 1), (8, 1), (2, 4), (4, 1)]

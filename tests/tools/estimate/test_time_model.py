@@ -1,0 +1,179 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from tools.estimate.configuration import Configuration, Recompute, even_layers
+from tools.estimate.efficiency import CLUSTERS, NAMES, _sets, cluster, efficiency_of
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.layer_model import work
+from tools.estimate.time_model import TimeModel, closed_form
+from tools.hardware import known_hardware
+from tools.model.architecture import Model, pattern_of
+from tools.pipeline.simulate import Durations, simulate
+from tools.recipe.load import load_recipe
+
+MODEL = Model(pattern_of(16), hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
+A2 = TimeModel(cluster("atlas_800t_a2"))
+
+
+def run(**changes):
+    config = Configuration(MODEL, dp=2, layers=((16,),), overlap_dp=True)
+    return replace(config, **changes)
+
+
+def test_every_cluster_has_one_set():
+    names = [name for entry in _sets().values() for name in entry["clusters"]]
+    assert len(names) == len(set(names))
+    assert set(names) == set(known_hardware()) | {path.stem for path in CLUSTERS.glob("*.yaml")}
+    for name in names:
+        reached = efficiency_of(cluster(name))
+        assert all(getattr(reached, field) >= 0 for field in NAMES)
+        assert max(reached.matmul, reached.matmul_fp8, reached.attention, reached.memory, reached.hidden) <= 1
+
+
+def test_unknown_cluster_is_refused():
+    with pytest.raises(RecipeError, match="no efficiencies"):
+        efficiency_of(replace(cluster("h100"), name="h1000"))
+
+
+def test_no_operator_is_faster_than_the_device():
+    config = run()
+    for kind in ("dense", "head"):
+        layer, done = A2.layer(config, kind), work(config, kind)
+        assert layer.forward.matmul + layer.forward.attention > done.flops / A2.hardware.peak_flops["bf16"]
+        assert layer.forward.elementwise >= done.elementwise / A2.hardware.hbm_bytes_per_s
+        assert layer.backward.total > layer.forward.total
+
+
+@given(
+    stages=st.integers(1, 6),
+    chunks=st.integers(1, 3),
+    rounds=st.integers(1, 6),
+    forward=st.floats(0.5, 2),
+    ratio=st.floats(1, 3),
+)
+@settings(max_examples=40, deadline=None)
+def test_closed_form_equals_the_simulator_for_equal_stages(stages, chunks, rounds, forward, ratio):
+    chunks = chunks if stages > 1 else 1
+    micro_batches = stages * rounds
+    work = np.full((chunks, stages), forward)
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    exact = simulate(schedule, micro_batches, Durations(work, ratio * work)).makespan
+    assert closed_form(work, ratio * work, micro_batches) == pytest.approx(exact)
+
+
+@given(stages=st.integers(2, 6), chunks=st.integers(1, 3), seed=st.integers(0, 100))
+@settings(max_examples=40, deadline=None)
+def test_closed_form_is_near_the_simulator_for_uneven_stages(stages, chunks, seed):
+    draw = np.random.default_rng(seed)
+    forward = 1 + 0.2 * draw.random((chunks, stages))
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    exact = simulate(schedule, 8 * stages, Durations(forward, 2 * forward)).makespan
+    # several chunks: uneven chunks of one stage cost more than their sum says
+    assert closed_form(forward, 2 * forward, 8 * stages) == pytest.approx(exact, rel=0.12 if chunks > 1 else 0.03)
+
+
+def test_simulated_step_of_a_recipe_is_near_the_closed_form():
+    config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    closed, simulated = A2.step(config).total, A2.step(config, simulated=True).total
+    assert closed == pytest.approx(simulated, rel=0.1)
+
+
+def test_parts_add_up_to_the_slowest_stage():
+    table = even_layers(16, 4, 1)
+    config = run(pp=4, layers=table, micro_batches=8, recompute=Recompute(full=table))
+    step = A2.step(config)
+    assert sum(step.parts.values()) == pytest.approx(step.pipeline * (1 - step.bubble))
+    assert step.total == step.pipeline + step.data_parallel + step.optimizer + step.fixed
+    assert 0 < step.bubble < 1
+
+
+@given(tp=st.sampled_from([1, 2, 4, 8]), batch=st.integers(1, 4), recompute=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_more_work_takes_longer(tp, batch, recompute):
+    config = run(tp=tp, batch=batch, recompute=Recompute(full=((16,),)) if recompute else Recompute())
+    base = A2.step(config).total
+    assert A2.step(replace(config, batch=batch + 1)).total > base
+    assert A2.step(replace(config, sequence=8192)).total > base
+    assert A2.step(replace(config, micro_batches=2)).total > base
+    assert A2.step(replace(config, fused=False)).total >= base
+    if not recompute:
+        assert A2.step(replace(config, recompute=Recompute(full=((16,),)))).total > base
+
+
+def test_a_group_in_a_full_mesh_uses_only_its_own_links():
+    config = run(sequence_parallel=True)
+    two, eight = (A2.layer(replace(config, tp=tp), "dense").forward.tp for tp in (2, 8))
+    # half of the tensor over one link, seven eighths over seven
+    assert two / eight == pytest.approx((1 / 2) / (7 / 8 / 7), rel=0.1)  # latencies grow with the ranks
+
+
+def test_experts_over_more_nodes_cost_more_and_overlap_hides_some():
+    model = replace(MODEL, pattern=pattern_of(16, 64), experts=64, top_k=8, expert_ffn=2048)
+    one = Configuration(model, dp=64, ep=8, layers=((16,),))
+    near = A2.layer(one, "moe").forward.ep
+    far = A2.layer(replace(one, ep=64), "moe").forward.ep
+    assert 0 < near < far
+    hidden = A2.layer(replace(one, ep=64, overlap_ep=True), "moe").forward.ep
+    assert hidden < far
+    few = A2.layer(replace(one, ep=64, model=replace(model, node_limit=2)), "moe").forward.ep
+    assert few < far
+
+
+def test_the_overlap_recipe_is_not_slower():
+    plain, overlapped = (
+        A2.step(from_recipe(load_recipe(f"recipes/telechat3_438b/{name}.yaml"))).total
+        for name in ("pretrain_4k", "pretrain_4k_ep_overlap")
+    )
+    assert overlapped < plain
+
+
+def test_what_data_parallelism_cannot_hide_is_charged():
+    hidden = A2.step(run()).data_parallel
+    bare = A2.step(run(overlap_dp=False)).data_parallel
+    assert hidden < bare
+    assert A2.step(run(dp=1, overlap_dp=False)).data_parallel == 0
+
+
+def recipe_run(name):
+    return from_recipe(load_recipe(f"recipes/telechat3_{name}.yaml"))
+
+
+def test_exchanged_logits_and_gathered_keys_take_their_time():
+    """438B at 128K: eight exchanges of 4 GiB a micro-batch, half of them in backward; keys are gathered once."""
+    config = recipe_run("438b/context_128k")
+    head, layer = A2.layer(config, "head"), A2.layer(config, "moe")
+    one = 4096 * 2**20
+    once = A2._collective(one, 8, 8) + A2._collective(one, 8, 64)
+    assert [head.forward.cp, head.backward.cp] == pytest.approx([2 * once, 2 * once], rel=1e-4)
+    assert head.forward.cp + head.backward.cp == pytest.approx(1.34, abs=0.01)
+    assert layer.backward.cp == layer.forward.cp > 0
+    assert A2.layer(recipe_run("105b/context_128k"), "head").forward.cp < 1e-4  # a launch
+    published = A2.layer(run(cp=2, training_graph=False), "dense")
+    assert published.backward.cp == 2 * published.forward.cp
+
+
+def test_mtp_runs_again_where_the_last_layer_does():
+    config = recipe_run("1119b/pretrain_4k")
+    mtp, layer, head = (A2.layer(config, kind) for kind in ("mtp", "moe", "head"))
+    assert mtp.again["full"] == pytest.approx(mtp.forward.total - head.forward.total)
+    assert layer.again["full"] < mtp.again["full"] < 1.2 * layer.again["full"]
+    assert mtp.again["select"] == head.again["full"] == 0
+    # all but the last stage's
+    table = tuple((*row[:-1], 0) for row in config.layers)
+    _, backward, parts = A2.chunks(config)
+    _, less, fewer = A2.chunks(replace(config, recompute=replace(config.recompute, full=table)))
+    repeated = config.layers[-1][-1] * layer.again["full"] + mtp.again["full"]
+    assert backward[-1, -1] - less[-1, -1] == pytest.approx(repeated)
+    assert (parts["recompute"] - fewer["recompute"])[:-1] == pytest.approx(0)
+
+
+def test_groups_of_shards_reduce_among_themselves_and_then_across():
+    config = run(dp=64, overlap_dp=False)
+    whole, same, grouped = (A2.step(replace(config, shard_size=size)).data_parallel for size in (0, 64, 8))
+    assert whole == same != grouped
+    assert A2.step(replace(config, shard_size=5)).data_parallel > 0  # divides no weight's copies: nothing is sharded

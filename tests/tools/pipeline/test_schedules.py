@@ -1,0 +1,118 @@
+"""Orders: everything once, no circle, MindSpore's warm-ups, its remainders, its refusals."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from tools.pipeline.in_flight import in_flight
+from tools.pipeline.schedules import SCHEDULES, Op, check_schedule, operations
+from tools.pipeline.timetable import timetable
+
+many = settings(max_examples=60, deadline=None)
+
+
+@many
+@given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
+def test_each_operation_once_and_no_stage_waits_for_ever(schedule, stages, chunks, micro_batches):
+    try:
+        check_schedule(schedule, stages, chunks, micro_batches)
+    except RecipeError:
+        return
+    every = {Op(kind, m, v) for kind in "FB" for m in range(micro_batches) for v in range(chunks)}
+    for order in timetable(schedule, stages, chunks, micro_batches).orders:
+        assert len(set(order)) == len(order)
+        assert {op for op in order if op.kind != "W"} == every
+
+
+def test_1f1b_by_hand():
+    assert "".join(f"{op.kind}{op.micro_batch}" for op in operations("1f1b", 1, 3, 1, 4)) == "F0F1B0F2B1F3B2B3"
+
+
+def test_interleaved_by_hand():
+    """Stage 0 of 2, 2 chunks: Megatron's figure; chunk 0 is written small."""
+    order = operations("interleaved_1f1b", 0, 2, 2, 4)
+    assert "".join(f"{op.kind if op.chunk else op.kind.lower()}{op.micro_batch}" for op in order) == (
+        "f0f1F0F1" + "f2B0f3B1" + "F2b0F3b1" + "B2B3b2b3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warm_up"),
+    [
+        ("interleaved_1f1b", lambda p, v, s: (v - 1) * p + 2 * (p - s - 1)),
+        ("seqvpp", lambda p, v, s: (v - 1) * p + 2 * (p - s - 1)),
+        ("interleaved_1f1b_less_memory", lambda p, v, s: (v - 1) * p + p - s - 1),
+        ("seqsmartvpp", lambda p, v, s: (v - 1) * p + p - s - 1),
+    ],
+)
+def test_warm_up(schedule, warm_up):
+    for stage in range(8):
+        order = operations(schedule, stage, 8, 3, 32)
+        # one more forward runs before the first backward
+        assert [op.kind for op in order].index("B") == warm_up(8, 3, stage) + 1
+
+
+def test_micro_batches_that_fill_no_round():
+    """9 on 4 stages: MindSpore's 1f1b puts the odd one into the first round, seqvpp spreads 5 + 4 (here the same);
+    11: 7 + 4 against 6 + 5."""
+
+    def first_round(schedule, micro_batches):
+        order = operations(schedule, 3, 4, 2, micro_batches)
+        forward = [op for op in order if op.kind == "F"]
+        return [op.chunk for op in forward].index(1)
+
+    assert [first_round("interleaved_1f1b", m) for m in (8, 9, 11)] == [4, 5, 7]
+    assert [first_round("seqvpp", m) for m in (8, 9, 11)] == [4, 5, 6]
+
+
+def test_full_rounds_make_the_seq_schedules_the_interleaved_ones():
+    for stage in range(4):
+        for one, other in (("seqvpp", "interleaved_1f1b"), ("seqsmartvpp", "interleaved_1f1b_less_memory")):
+            assert operations(one, stage, 4, 3, 16) == operations(other, stage, 4, 3, 16)
+
+
+def test_less_memory_holds_fewer():
+    def most(schedule, stage):
+        return in_flight(operations(schedule, stage, 8, 2, 32), 2).sum(axis=1).max()
+
+    assert most("interleaved_1f1b", 0) == 8 + 14 + 1
+    assert most("interleaved_1f1b_less_memory", 0) == 8 + 7 + 1
+    # chunks of a V start and end on the first stage: every stage holds the same
+    assert {most("zero_bubble_v", stage) for stage in range(8)} == {2 * 8}
+
+
+def test_zero_bubble_v_splits_what_mindspore_detaches():
+    """`InferNeedDetachInfo`: P-s-1 first and (s+1)//2 last micro-batches of chunk 1, P-(s+1)//2 last of chunk 0."""
+    for stage in range(4):
+        split = {op[1:] for op in operations("zero_bubble_v", stage, 4, 2, 10) if op.kind == "W"}
+        half = (stage + 1) // 2
+        want = (
+            {(m, 1) for m in range(3 - stage)}
+            | {(9 - i, 1) for i in range(half)}
+            | {(9 - i, 0) for i in range(4 - half)}
+        )
+        assert split == want
+
+
+@pytest.mark.parametrize(
+    ("numbers", "want"),
+    [
+        (("1f1d", 4, 1, 8), "did you mean '1f1b'"),
+        (("1f1b", 4, 2, 8), "one chunk a stage"),
+        (("interleaved_1f1b", 4, 2, 3), "at least 4 micro-batches"),
+        (("seqvpp", 4, 1, 8), "several chunks"),
+        (("seqsmartvpp", 3, 2, 8), "even number of stages"),
+        (("zero_bubble_v", 4, 2, 7), "at least 8 micro-batches"),
+        (("zero_bubble_v", 4, 3, 8), "2 chunks"),
+        (("gpipe", 0, 1, 8), "at least 1"),
+    ],
+)
+def test_refusals(numbers, want):
+    with pytest.raises(RecipeError, match=want):
+        operations(numbers[0], 0, *numbers[1:])
+
+
+def test_no_such_stage():
+    with pytest.raises(RecipeError, match="want 0 to 3"):
+        operations("1f1b", 4, 4, 1, 8)

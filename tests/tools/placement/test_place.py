@@ -1,0 +1,218 @@
+"""The instance against the estimator; what `place` returns keeps the cap by the estimator's own word."""
+
+import itertools
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.estimate.activations import mtp_option
+from tools.estimate.configuration import Configuration, Recompute, even_layers
+from tools.estimate.efficiency import cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory_model import GIB, all_stages, layer_options, peak_memory
+from tools.estimate.time_model import TimeModel
+from tools.model.architecture import Latent, Model, pattern_of
+from tools.placement.budget import Budget
+from tools.placement.place import configuration_of, in_order, last_full, place
+from tools.placement.problem import kind_count, may_hold_first, pipeline_instance, table_of
+from tools.recipe.load import load_recipe
+
+TIMES = TimeModel(cluster("atlas_800t_a2"))
+LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
+DENSE = Model(pattern_of(9), hidden=256, heads=8, kv_heads=8, head_dim=32, ffn=768, vocab=4096)
+MOE = replace(DENSE, pattern=pattern_of(9, 16, 2), latent=LATENT, experts=16, top_k=4, expert_ffn=256, shared_ffn=256)
+
+
+def configuration(model=MOE, pp=2, chunks=2, micro_batches=8, layers=None, **more):
+    schedule = "interleaved_1f1b" if chunks > 1 else "1f1b"
+    fixed = {"dp": 4, "tp": 2, "ep": 4 if model.experts else 1, "keep_gathered": True, "shared_whole": True}
+    table = layers or even_layers(model.layers, pp, chunks)
+    return Configuration(
+        model, pp=pp, layers=table, micro_batches=micro_batches, schedule=schedule, **{**fixed, "sequence": 512, **more}
+    )
+
+
+def seconds_of_work(seconds):
+    return Budget(seconds, time.process_time)
+
+
+@st.composite
+def planned(draw):
+    """A configuration and a plan of it: layers in model order, options in MindFormers' order."""
+    model = draw(
+        st.sampled_from(
+            [DENSE, MOE, replace(MOE, mtp=1), replace(MOE, pattern=pattern_of(9, 16)), replace(DENSE, mtp=1)]
+        )
+    )
+    pp, chunks = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (2, 3)]))
+    config = configuration(
+        model,
+        pp,
+        chunks,
+        micro_batches=draw(st.sampled_from([4, 6, 8])),
+        overlap_pp=draw(st.booleans()),
+        fp32_residual=draw(st.booleans()),
+        shard_optimizer=draw(st.booleans()),
+        ep_mode=draw(st.sampled_from(["global", "hierarchical"])),
+        sequence_parallel=draw(st.booleans()),
+        batch=draw(st.sampled_from([1, 2])),
+    )
+    full, mtp = draw(st.sampled_from([(False, False), (True, False), *[(True, True)] * model.mtp]))
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full, mtp)
+    size, spare = pp * chunks, model.layers - pp * chunks
+    cuts = sorted(draw(st.lists(st.integers(0, spare), min_size=size - 1, max_size=size - 1)))
+    counts = [1 + b - a for a, b in zip([0, *cuts], [*cuts, spare], strict=True)]
+    names = [[option.name for option in kind.options] for kind in instance.types]
+    plan, first = np.zeros((len(instance.columns), size), int), 0
+    for chunk, count in enumerate(counts):
+        kinds = model.pattern[first : first + count]
+        first += count
+        order = ["full", "select", "communication", "none"]
+        options = sorted(
+            draw(st.lists(st.sampled_from(order[not full :]), min_size=count, max_size=count)), key=order.index
+        )
+        for kind, option in zip(kinds, options, strict=True):
+            index = [kind.name for kind in instance.types].index(kind)
+            if option not in names[index]:
+                option = "none"
+            plan[instance.type_columns(index).start + names[index].index(option), chunk] += 1
+    plan = in_order(instance, last_full(instance, plan) if mtp else plan)
+    return config, instance, plan, counts, (full, mtp)
+
+
+@settings(max_examples=60, deadline=None)
+@given(planned())
+def test_the_instance_is_the_estimator(case):
+    config, instance, plan, counts, (full, mtp) = case
+    found = configuration_of(config, instance, plan)
+    assert found.layers == table_of(config, counts)
+    forward, backward, _ = TIMES.chunks(found)
+    arrival = instance.ends - type(instance).__mro__[1].ends.func(instance)
+    expected = np.stack([forward.ravel(), backward.ravel()]) * 1000 + arrival
+    # a plan that repeats its last layer where the instance takes MTP as kept: less memory, more time than it says
+    exact = not config.model.mtp or (mtp_option(found) == "full") == mtp
+    if exact:
+        np.testing.assert_allclose(instance.times(plan), expected)
+    else:
+        assert not mtp and (instance.times(plan) <= expected * (1 + 1e-9)).all()
+    pipeline = TIMES.step(found, simulated=True).pipeline * 1000
+    if (config.overlap_pp or config.pp == 1) and exact:
+        assert instance.step_times(plan[None])[0] == pytest.approx(pipeline)
+    else:
+        assert instance.step_times(plan[None])[0] <= pipeline * (1 + 1e-9)
+    if full and not found.recompute.full:
+        zeros = table_of(config, [0] * len(counts))
+        found = replace(found, recompute=replace(found.recompute, full=zeros))
+    peaks = np.array([memory.peak for memory in all_stages(found)]) / GIB
+    assert (instance.peak_memory(plan[None])[0] >= peaks * (1 - 1e-12)).all()
+    # equal, unless a stage lacks what needs most or the ends' fullest moment is not the layers'
+    alike = [set(itertools.chain(*found.stage_kinds(stage))) >= held(config, stage) for stage in range(config.pp)]
+    if config.chunks == 1 and exact:
+        np.testing.assert_allclose(instance.peak_memory(plan[None])[0][alike], peaks[alike])
+
+
+def held(config, stage):
+    kinds = {"dense", "moe"} if config.model.experts else {"dense"}
+    kinds = {kind for kind in kinds if kind_count(config, kind)}
+    return kinds if may_hold_first(config, stage) else kinds - {config.model.pattern[0]}
+
+
+def test_options_come_back_as_mindformers_reads_them():
+    config = configuration(layers=((3, 2), (2, 2)))
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full=True)
+    plan = np.zeros((len(instance.columns), 4), int)
+    for name, chunk, count in [
+        (("dense", "full"), 0, 2),
+        (("moe", "select"), 0, 1),
+        (("moe", "none"), 1, 2),
+        (("moe", "select"), 2, 1),
+        (("moe", "communication"), 2, 1),
+        (("moe", "communication"), 3, 1),
+        (("moe", "none"), 3, 1),
+    ]:
+        names = [(instance.types[t].name, instance.types[t].options[o].name) for t, o in instance.columns]
+        plan[names.index(name), chunk] = count
+    found = configuration_of(config, instance, plan)
+    assert found.layers == ((3, 2), (2, 2))
+    assert found.recompute.full == ((2, 0), (0, 0))
+    assert found.recompute.select == ((3, 0), (1, 0))
+    assert found.recompute.communication == ((0, 0), (2, 1))
+    assert layer_options(found, 0, 0, 3) == ["full", "full", "select"]
+    assert layer_options(found, 1, 0, 2) == ["select", "communication"]
+    assert layer_options(found, 1, 1, 2) == ["communication", "none"]
+
+
+def test_an_order_that_mindformers_cannot_express_is_replaced():
+    config = configuration(pp=2, chunks=1)
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full=True)
+    names = [(instance.types[t].name, instance.types[t].options[o].name) for t, o in instance.columns]
+    plan = np.zeros((len(instance.columns), 2), int)
+    # dense layers come first, so MoE layers alone cannot recompute
+    plan[names.index(("dense", "none")), 0] = 2
+    plan[names.index(("moe", "full")), 0] = 2
+    plan[names.index(("moe", "none")), 1] = 5
+    ordered = in_order(instance, plan)
+    assert ordered[:, 1].tolist() == plan[:, 1].tolist()
+    found = configuration_of(config, instance, ordered)
+    assert TIMES.step(found, True).pipeline * 1000 >= instance.step_times(ordered[None])[0] * (1 - 1e-9)
+    assert found.recompute == Recompute()  # all fits: nothing recomputes
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_a_placement_keeps_the_cap_and_beats_the_even_one(pp, chunks):
+    config = configuration(pp=pp, chunks=chunks, recompute=Recompute())
+    free = peak_memory(config)
+    everything = replace(config, recompute=Recompute(full=config.layers))
+    least = peak_memory(everything)
+    cap = (free + least) / 2
+    found = place(config, TIMES, cap, seconds_of_work(1.5))
+    assert max(found.peak_bytes) <= cap
+    assert found.peak_bytes == tuple(memory.peak for memory in all_stages(found.configuration))
+    assert found.bound_s <= found.step_s == TIMES.step(found.configuration, simulated=True).total
+    if peak_memory(everything) <= cap:
+        assert found.step_s <= TIMES.step(everything, simulated=True).total
+    assert found.configuration.recompute != Recompute()
+
+
+def test_no_placement_of_a_tiny_model_is_faster():
+    config = configuration(replace(DENSE, pattern=pattern_of(5)), pp=2, chunks=1, micro_batches=4)
+    cap = peak_memory(config) * 0.93
+    found = place(config, TIMES, cap, seconds_of_work(6))
+    best = min(step for step, peak in every_placement(config) if peak <= cap)
+    assert found.step_s == pytest.approx(best, rel=1e-6)
+
+
+def every_placement(config):
+    for first in range(6):
+        layers = ((first, 5 - first),)
+        tables = [tuple(itertools.product(*[range(count + 1) for count in layers[0]]))] * 2
+        for full, select in itertools.product(*tables):
+            recompute = Recompute(full=(full,) if any(full) else None, select=(select,) if any(select) else None)
+            one = replace(config, layers=layers, recompute=recompute)
+            yield TIMES.step(one, simulated=True).total, peak_memory(one)
+
+
+def test_what_cannot_fit_says_what_is_missing():
+    found = place(configuration(), TIMES, 0.01 * GIB, seconds_of_work(4))
+    assert found.configuration is None
+    assert found.step_s == float("inf")
+    assert "the least cap that any plan keeps is 0.0575" in found.why
+
+
+def test_a_v_shaped_schedule_keeps_its_layers():
+    config = replace(configuration(pp=2, chunks=2), schedule="zero_bubble_v", layers=((3, 2), (2, 2)))
+    found = place(config, TIMES, 64 * GIB, seconds_of_work(1))
+    assert found.configuration == config
+    found = place(config, TIMES, 0.01 * GIB, seconds_of_work(1))
+    assert "nothing is moved or recomputed for zero_bubble_v" in found.why
+
+
+def test_the_438b_case_fits_its_45_gb():
+    config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    found = place(config, TIMES, 45 * GIB, seconds_of_work(3))
+    assert max(found.peak_bytes) <= 45 * GIB
+    assert found.step_s < TIMES.step(config, simulated=True).total

@@ -1,0 +1,88 @@
+"""`tc3 accuracy align`: exit code 0 for aligned, 1 when a rung fails or nothing ran, 2 for a wrong input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.process.signals import terminate_as_interrupt
+from tools.ranges import Number
+
+LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
+              help="Hugging Face's DeepseekV3 of the same architecture (needs torch), or another recipe.")  # fmt: skip
+@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Steps of the loss curves.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, in both recipes.")
+@click.option("--data", metavar="PREFIX", help="A Megatron corpus (PREFIX.bin, .idx) instead of the recipe's.")
+@click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
+              help="Python that has torch and transformers.  [default: this one]")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the starting weights.")
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def align(
+    recipe: Path,
+    against: str,
+    steps: int,
+    overrides: tuple[str, ...],
+    data: str | None,
+    python: str,
+    seed: int,
+    keep: Path | None,
+    as_json: bool,
+) -> None:
+    """Find where RECIPE stops agreeing with a reference, as the report's Figure 1 does.
+
+    Six rungs on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
+    losses of all steps; the recipe's own workers. The ladder stops at the first rung that fails and names the first
+    module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
+
+    Two recipes are compared setting by setting at their own size first; what CPU runs of them are their minis.
+
+    Exit codes: 0 aligned; 1 a rung failed, or nothing ran though the recipes differ; 2 a wrong input.
+    """
+    from tools.accuracy.align.ladder import Wanted, climb
+    from tools.accuracy.align.render import print_ladder
+
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise RecipeError(f"--keep {keep}: the folder is not empty")
+    with terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
+        wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
+        ladder = climb(wanted, lambda text: click.echo(text, err=True))
+        if ladder.broken:
+            keep_logs()
+    if as_json:
+        click.echo(json.dumps(ladder.as_json()))
+    else:
+        print_ladder(ladder, Console(highlight=False))
+    sys.exit(0 if ladder.passed else 1)
+
+
+@contextmanager
+def _folder(keep: Path | None) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """The folder of the runs, removed behind us unless it is `keep`; and what leaves in it all but the large files."""
+    if keep is not None:
+        yield keep.absolute(), lambda: None
+        return
+    with ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix="tc3-align-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+
+        def keep_logs() -> None:
+            stack.pop_all()
+            for file in [file for file in folder.rglob("*") if file.suffix in LARGE]:
+                file.unlink()
+
+        yield folder, keep_logs

@@ -1,0 +1,144 @@
+"""Rung 1: two configurations by full path, in the report's classes, before anything runs (section 3.2.1)."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.data.blend import read_blend
+from tools.recipe.load import Recipe
+from tools.recipe.view import LOADER, View, look
+from tools.show.diff import ABSENT, Change, compare
+from tools.show.meaning import UNCLASSIFIED
+
+MUST, UNKNOWN, LAYOUT, MAY = "must match", "unknown", "another layout", "may differ"
+
+# the first pattern that a path matches tells the class; the report's list, in its words
+CLASSES = (
+    (r"(tokenizer|vocab_size|\.eod$|\.pad$|special)", "vocabulary"),
+    (r"(dtype|dense_type|precision|loss_scale|fp32_|scale_sense)", "precision"),
+    (r"(^seed$|determin|data_seed)", "determinism"),
+    (r"^(train_dataset|eval_dataset|train_dataset_task)", "data"),
+    (r"^(optimizer|lr_schedule|runner_wrapper|runner_config|callbacks|grouped_lr)", "hyper-parameters"),
+    (r"^(parallel|parallel_config|recompute_config|context|use_parallel|micro_batch)", "layout"),
+    (r"^model\.", "architecture"),
+)
+STAYS = "the global batch stays"  # micro-batches: another layout of the same step, which the ladder compares
+SUMS = ("document lengths", "first tokens", "tokenizers", "shares of the blend")
+HEAD = 64 << 20  # bytes of a corpus that the checksum reads; a corpus may have terabytes
+_PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config\.data_path")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One difference.
+
+    Args:
+        ours, theirs: as text. group: the report's class.
+        kind: MUST or UNKNOWN, which fail; LAYOUT, which may change rounding alone, as a run has to show; MAY otherwise.
+    """
+
+    path: str
+    ours: str
+    theirs: str
+    kind: str
+    group: str
+    meaning: str
+
+
+def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
+    """Every difference of two flat recipes, what must match first. Corpora go by their content.
+
+    Raises:
+        DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.
+    """
+    found = [_setting(change) for change in compare(ours, theirs).changes]
+    if all(View(side).on_cpu or has_corpus(side) for side in (ours, theirs)):
+        found = _by_content(found, ours, theirs)
+    return sorted(found, key=lambda setting: (MUST, UNKNOWN, LAYOUT, MAY).index(setting.kind))
+
+
+def group_of(path: str) -> str:
+    """The report's class of a key path."""
+    return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
+
+
+def _setting(change: Change) -> Setting:
+    group, phrase = change.meaning
+    kind = {"numbers": MUST, "layout": LAYOUT}.get(group, MAY)
+    if phrase.endswith(STAYS):
+        kind = LAYOUT
+    if phrase == UNCLASSIFIED:
+        kind = UNKNOWN
+    ours, theirs = ("absent" if value is ABSENT else repr(value) for value in (change.before, change.after))
+    return Setting(change.path, ours, theirs, kind, group_of(change.path), phrase)
+
+
+def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Setting]:
+    """Two paths may hold one corpus, which may differ; one path in two places may hold two, which must not be."""
+    sums = [corpus_checksum(side) for side in (ours, theirs)]
+    if sums[0] == sums[1]:
+        return [
+            replace(setting, kind=MAY, meaning="another path to the same corpus")
+            if _PLACE.match(setting.path)
+            else setting
+            for setting in settings
+        ]
+    return settings + [
+        Setting("train_dataset (content)", one, other, MUST, "data", f"{what} differ")
+        for what, one, other in zip(SUMS, *sums, strict=True)
+        if one != other
+    ]
+
+
+def has_corpus(recipe: Mapping[str, Any]) -> bool:
+    """Whether all files of a recipe's corpus are on this machine."""
+    return all(Path(f"{prefix}{end}").is_file() for prefix in _blend(recipe)[1] for end in (".idx", ".bin"))
+
+
+def corpus_checksum(recipe: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    """CRC-32 of a Megatron corpus's index, of its first 64 MiB of tokens, of its tokenizer, each of all its prefixes;
+    and the shares in which they are blended.
+
+    With equal sums and equal `seed`, `sizes`, `split` and `seq_length` the samples come in the same order; the ladder
+    compares the batches themselves later. The tokenizer's sum is empty where `tc3 data prepare` left none beside.
+
+    Raises:
+        DataError: there is no such corpus.
+    """
+    weights, prefixes = _blend(recipe)
+    index = tokens = tokenizer = 0
+    for prefix in prefixes:
+        index = _crc(Path(f"{prefix}.idx"), index)
+        tokens = _crc(Path(f"{prefix}.bin"), tokens)
+        beside = Path(f"{prefix}_tokenizer") / "tokenizer.json"
+        tokenizer = _crc(beside, tokenizer) if beside.is_file() else tokenizer
+    shares = " ".join(f"{weight / (sum(weights) or 1):.6f}" for weight in weights)
+    return f"{index:08x}", f"{tokens:08x}", f"{tokenizer:08x}" if tokenizer else "", shares
+
+
+def _blend(recipe: Mapping[str, Any]) -> tuple[list[float], list[str]]:
+    """(weights, prefixes) of `data_path`; no weights where it gives none (Megatron then goes by the sizes)."""
+    path = (*LOADER, "config", "data_path")
+    if not (found := look(recipe, path, None)):
+        return [], []
+    try:
+        blend = read_blend(found)
+    except DataError as error:
+        raise DataError(f"{'.'.join(path)}: {error}") from None
+    return blend.weights or [], blend.prefixes
+
+
+def _crc(file: Path, start: int) -> int:
+    if not file.is_file():
+        raise DataError(
+            f"train_dataset.data_loader.config.data_path: {file} not found; "
+            "make the dataset with `tc3 data prepare --input stdlib --output output/data/stdlib`, or give --data"
+        )
+    with file.open("rb") as stream:
+        return zlib.crc32(stream.read(HEAD), start)

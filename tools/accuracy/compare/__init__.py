@@ -1,0 +1,1 @@
+"""Two dumps compared, tensor by tensor."""

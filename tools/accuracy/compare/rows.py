@@ -1,0 +1,222 @@
+"""Two dumps' tensors side by side, each pair judged: one row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tools.accuracy.compare.count import Counter
+from tools.accuracy.compare.errors import Measured, measure
+from tools.accuracy.compare.scale import scaled
+from tools.accuracy.compare.statistics import scaled_norm, statistics_error
+from tools.accuracy.compare.trained import Trained
+from tools.accuracy.dumps.names import BACKWARD, GRADIENT, STATE, WEIGHTS
+from tools.accuracy.dumps.read_items import Entry, Item
+from tools.accuracy.promotion import SMALLEST
+from tools.accuracy.tolerance import tolerance
+
+# kinds of finding; a row without one passed
+VALUE, SCALED, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
+    "value",
+    "scaled",
+    "update",
+    "shape",
+    "dtype",
+    "nan",
+    "inf",
+    "missing",
+    "extra",
+)
+NARROW = ("float16", "bfloat16")
+_WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor, or one call that only one side has.
+
+    Args:
+        step, rank, order: when and where; `order` counts the calls of a step.
+        phase: forward, backward, weights, or state (parameters that no gradient trains).
+        place: the cell's path and class, or the function.
+        name: msprobe's name.
+        role: input, output, parameters or gradient; call for a call that only one side has.
+        count, tolerance: accumulation count and row of Table 2.
+        error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
+        kind: of finding; empty when it passed.
+        detail: the worst value, or what is wrong.
+        by: values, statistics, update, or factor (of all values together, compare_scale.py).
+        cause: of a wrong update, what usually makes one like it.
+    """
+
+    step: int
+    rank: int
+    order: int
+    phase: str
+    place: str
+    name: str
+    role: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    count: int = 1
+    tolerance: float = 0.0
+    error: float = 0.0
+    kind: str = ""
+    detail: str = ""
+    by: str = "values"
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a row is made from; None on the side that lacks it."""
+
+    step: int
+    rank: int
+    order: int
+    golden: tuple[Entry, Item | None] | None
+    bench: tuple[Entry, Item | None] | None
+    count: int = 1
+
+    @property
+    def sides(self) -> tuple[Entry, Item | None]:
+        """The golden side, or the only one."""
+        side = self.golden or self.bench
+        assert side is not None
+        return side
+
+
+def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
+    """Tensors of one step on one rank, in the golden side's order; what only `bench` has stands where it came."""
+    counter = Counter(golden)
+    for order, (want, got) in enumerate(_aligned(golden, bench)):
+        if want is None or got is None:
+            yield Pair(step, rank, order, (want, None) if want else None, (got, None) if got else None)
+            continue
+        items = {item.label: item for item in got.items}
+        for item in want.items:
+            other = items.pop(item.label, None)
+            second = (got, other) if other else None
+            yield Pair(step, rank, order, (want, item), second, counter.of(want, item))
+        for item in items.values():
+            yield Pair(step, rank, order, None, (got, item))
+
+
+def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None, Entry | None]]:
+    """By name and number of the call."""
+    left = {entry.name.key: entry for entry in bench}
+    known = {entry.name.key for entry in golden}
+    behind: dict[object, list[Entry]] = {}  # what only `bench` calls, by the common call before it
+    last: object = None
+    for entry in bench:
+        if entry.name.key in known:
+            last = entry.name.key
+        else:
+            behind.setdefault(last, []).append(entry)
+    found: list[tuple[Entry | None, Entry | None]] = [(None, extra) for extra in behind.get(None, [])]
+    for entry in golden:
+        found.append((entry, left.get(entry.name.key)))
+        found += [(None, extra) for extra in behind.get(entry.name.key, [])]
+    return found
+
+
+def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
+    """The row of a pair; None for plain values that agree, which nobody wants to read about."""
+    entry, item = pair.sides
+    label = f".{item.label}" if item else ""
+    head = {
+        "step": pair.step,
+        "rank": pair.rank,
+        "order": pair.order,
+        "phase": phase_of(entry, item, trained),
+        "place": entry.name.place,
+        "name": f"{entry.name.text}{label}",
+        "role": item.role if item else "call",
+    }
+    if pair.golden is None or pair.bench is None or item is None:
+        kind = EXTRA if pair.golden is None else MISSING
+        plain = item is not None and not item.is_tensor
+        if plain and item.value is None:  # type: ignore[union-attr]
+            return None  # an argument that is None, or is left out
+        side = "BENCH" if kind == EXTRA else "GOLDEN"
+        return Row(**head, error=math.inf, kind=kind, detail=f"only {side} has it")  # type: ignore[arg-type]
+    other = pair.bench[1]
+    assert other is not None
+    if not (item.is_tensor and other.is_tensor):
+        return _plain(head, item, other)
+    return _tensors(head, item, other, pair.count, promoted)
+
+
+def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
+    """Parameters are looked at apart from the pass that reads them, and what no gradient trains apart from weights."""
+    if item and item.role == "parameters":
+        return WEIGHTS if trained.has(entry, item) else STATE
+    return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
+
+
+def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
+    """Python values: numbers to the precision of float32, all else equal."""
+    a, b = golden.value, bench.value
+    if golden.is_tensor != bench.is_tensor:
+        detail = f"{bench.dtype}, should be {golden.dtype}"
+        return Row(**head, dtype=golden.dtype, error=math.inf, kind=DTYPE, detail=detail)
+    if a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)):
+        return None
+    return Row(**head, dtype=golden.dtype, error=math.inf, kind=VALUE, detail=f"{b!r}, should be {a!r}")
+
+
+def judged_type(golden: str, bench: str) -> str:
+    """The column of Table 2: the narrower of two types; float64 is judged as float32."""
+    return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
+
+
+def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) -> Row:
+    dtype = judged_type(golden.dtype, bench.dtype)
+    exact = golden.dtype not in _WIDTH and bench.dtype not in _WIDTH
+    allowed = 0.0 if exact else tolerance(dtype, count)
+    fixed = {**head, "dtype": bench.dtype, "shape": bench.shape, "count": count, "tolerance": allowed}
+    if golden.shape != bench.shape:
+        detail = f"shape {list(bench.shape)}, should be {list(golden.shape)}"
+        return Row(**fixed, error=math.inf, kind=SHAPE, detail=detail)
+    if golden.file and bench.file:
+        found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
+        scale = scaled(found.sums, golden.file, bench.file, dtype)
+    else:
+        found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics"
+        scale = None if exact else scaled_norm(golden, bench, allowed, dtype)
+    kind = NAN if found.nans else INF if found.infinities else VALUE if found.error > allowed else ""
+    detail = _detail(found, bench.shape, golden, bench) if kind else ""
+    if scale and kind == VALUE:
+        detail += f"; all of it scaled by {scale.factor:.6g}"
+    if scale and not kind:
+        fixed["tolerance"] = scale.allowed
+        detail = f"scaled by {scale.factor:.6g}; value by value within Table 2's {allowed:.3g}"
+        return Row(**fixed, error=scale.error, kind=SCALED, detail=detail, by="factor")
+    wider = _WIDTH.get(golden.dtype, 0) >= _WIDTH.get(bench.dtype, 0)
+    if not kind and golden.dtype != bench.dtype and not (promoted and wider):
+        kind, detail = DTYPE, f"{bench.dtype}, should be {golden.dtype}"
+    return Row(**fixed, error=found.error, kind=kind, detail=detail, by=by)
+
+
+def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
+    """NaN or infinity anywhere shows in the norm; where, it does not."""
+    nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
+    error = statistics_error(golden, bench, smallest)
+    infinite = sum(isinstance(x, float) and math.isinf(x) for x in bench.statistics) if error else 0
+    return Measured(error, int(error > 0), nans=int(nans), infinities=int(infinite))
+
+
+def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:
+    """One line about the worst value."""
+    if not golden.file or not bench.file:
+        texts = zip(("max", "min", "mean", "norm"), bench.statistics, golden.statistics, strict=True)
+        return ", ".join(f"{name} {got} should be {want}" for name, got, want in texts if got != want)
+    place = found.where
+    index: list[int] = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        index.insert(0, rest)
+    parts = [f"{found.nans} NaN"] * bool(found.nans) + [f"{found.infinities} infinite"] * bool(found.infinities)
+    parts.append(f"{found.outside} of {math.prod(shape)} values outside")
+    return ", ".join(parts) + f"; at {index}: {found.got:.6g}, should be {found.want:.6g}"

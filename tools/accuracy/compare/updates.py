@@ -1,0 +1,243 @@
+"""Did the optimizer do the same? A weight's change from one step to the next, which the weight itself hides.
+
+A step moves a weight by a thousandth of it or less, so a wrong weight decay passes Table 2 by value. With u the update
+of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the parameter, judged are
+
+    the whole        |d| / |u|           <=  base + 2 sqrt(error of the gradient)
+    along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
+
+base is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
+other terms are no fault of the optimizer: Adam divides a gradient by its own size, so that where a gradient is smaller
+than its error the update may have either sign. With bit-identical gradients both terms vanish.
+
+The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
+moves. But noise knows nothing of the weight: its part along the weight is what independent signs leave of it, as in
+`compare_scale`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
+an update shorter as a whole, and an update is not quite at right angles to its weight.
+
+With those terms, an update that passes excuses its weight, if that was right one step earlier: a step that noise turned
+round moves a single value by more than Table 2 allows.
+
+The error of a gradient is the largest that was dumped of it so far, or, where the dump has no gradients of parameters
+(L1, L2), the largest error of anything in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from tools.accuracy.compare.rows import SCALED, UPDATE, VALUE, Pair, Row, judged_type
+from tools.accuracy.compare.updates_statistics import judge_statistics, size_of, typical
+from tools.accuracy.dumps.names import BACKWARD, WEIGHTS
+from tools.accuracy.dumps.npy import CHUNK, WIDEST, NpyFile
+from tools.accuracy.dumps.read_items import Item
+from tools.accuracy.promotion import ROUNDOFF
+from tools.accuracy.tolerance import systematic, tolerance
+
+MOST = 0.7  # share of an error along the weight from which it is called weight decay
+STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
+DECAY = "weight decay"
+WRONG = "the weight itself differs"
+RATE = "learning rate, or what else makes a whole update longer"
+
+
+@dataclass
+class Updates:
+    """What became of the updates of all weights.
+
+    Args:
+        judged: how many; exact: of these, from all values.
+        unknown: why not -> how many.
+        least: of each that statistics tell, the smallest share of it that would have been seen.
+    """
+
+    judged: int = 0
+    exact: int = 0
+    unknown: Counter[str] = field(default_factory=Counter)
+    least: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A weight in two steps: indices of its rows, and the error of the gradients between."""
+
+    before: int
+    after: int
+    gradient_error: float
+
+
+def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
+    """`rows` with those weights marked whose update is wrong, and what could be judged.
+
+    Args:
+        rows: `rows[i]` is that of `pairs[i]`, steps in order.
+    """
+    rows, updates = list(rows), Updates()
+    steps = _steps(pairs, rows)
+    sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
+    for step in steps:
+        before, after = pairs[step.before], pairs[step.after]
+        if not _files(before, after):
+            sizes.setdefault((after.step, after.rank), []).append(size_of(*_items(before, after)[0]))
+    for step in steps:
+        before, after = pairs[step.before], pairs[step.after]
+        if _files(before, after):
+            updates.judged += 1
+            updates.exact += 1
+            rows[step.after] = _judged(before, after, rows[step.before], rows[step.after], step.gradient_error)
+        else:
+            size = typical(sizes[after.step, after.rank])
+            rows[step.after] = _by_statistics(before, after, rows[step.before], rows[step.after], step, size, updates)
+    return rows, updates
+
+
+def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[_Step]:
+    """Every trained weight that is seen in two steps."""
+    gradients: dict[tuple, float] = {}  # the largest error so far
+    backward: dict[int, float] = {}  # the same of a rank's backward pass
+    last: dict[tuple, int] = {}  # where the same weight was seen before
+    found = []
+    for index, (pair, row) in enumerate(zip(pairs, rows, strict=True)):
+        entry, item = pair.sides
+        if row is None or item is None or pair.golden is None or pair.bench is None:
+            continue
+        key = (row.rank, entry.name.path, item.parameter)
+        if row.phase == BACKWARD:
+            backward[row.rank] = max(backward.get(row.rank, 0.0), row.error)
+        if item.role == "gradient":
+            gradients[key] = max(gradients.get(key, 0.0), row.error)
+        elif item.role == "parameters" and row.phase == WEIGHTS and entry.name.call == 0:
+            if key in last:
+                found.append(_Step(last[key], index, gradients.get(key, backward.get(row.rank, 0.0))))
+            last[key] = index
+    return found
+
+
+def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, Item]]:
+    """The weight before and after: of GOLDEN, of BENCH."""
+    sides = [side[1] for side in (before.golden, after.golden, before.bench, after.bench) if side and side[1]]
+    assert len(sides) == 4, "_steps takes weights that both sides have"
+    return (sides[0], sides[1]), (sides[2], sides[3])
+
+
+def _files(before: Pair, after: Pair) -> list[Path]:
+    """Their values, or nothing where one is not dumped."""
+    files = [item.file for side in _items(before, after) for item in side if item.file]
+    return files if len(files) == 4 else []
+
+
+def _by_statistics(
+    before: Pair, after: Pair, old: Row | None, row: Row | None, step: _Step, size: float, updates: Updates
+) -> Row:
+    """The row of a weight whose values are not known; counts in `updates` what was judged."""
+    assert old is not None and row is not None
+    golden, bench = _items(before, after)
+    if row.kind not in ("", VALUE, SCALED) or old.kind not in ("", UPDATE):
+        updates.unknown[WRONG] += 1
+        return row
+    seen = judge_statistics(golden, bench, size, step.gradient_error, judged_type(golden[0].dtype, row.dtype))
+    if seen.unknown:
+        updates.unknown[seen.unknown] += 1
+        return row
+    updates.judged += 1
+    updates.least += [seen.least] if seen.least else []
+    if seen.error <= seen.allowed:
+        explained = row.kind == VALUE and step.gradient_error
+        numbers = {"error": seen.error, "tolerance": seen.allowed, "by": "update"}
+        return replace(row, kind="", detail="", **numbers) if explained else row  # type: ignore[arg-type]
+    cause, more = "", ""
+    if seen.longer is not None:
+        cause, more = RATE, f": {1 + seen.longer:.4g} times as long as GOLDEN's"
+    elif seen.grown is not None:
+        cause, more = DECAY, f": {_decay(seen.grown)}"
+    detail = f"the update since step {before.step} is not the same by statistics: {seen.detail}{more}"
+    return replace(row, kind=UPDATE, error=seen.error, tolerance=seen.allowed, detail=detail, by="update", cause=cause)
+
+
+def _judged(before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float) -> Row:
+    """The row of a weight whose values are known."""
+    assert old is not None and row is not None
+    if row.kind not in ("", VALUE, SCALED) or not (row.error or old.error):
+        return row  # the weight itself is wrong, or all four are bit-identical
+    moved = measure_update(*_files(before, after))
+    item = after.sides[1]
+    dtype = judged_type(item.dtype if item else "", row.dtype)
+    base = tolerance(dtype, 1) + (2 * ROUNDOFF[dtype] * moved.weight / moved.update if moved.update else 0.0)
+    whole = base + 2 * math.sqrt(min(gradient_error, 1.0))
+    along = base + systematic(dtype)[1] * moved.by_chance
+    error, allowed, how, cause, more = moved.error, whole, "L2 norm", "", ""
+    if moved.along > along and (moved.error <= whole or moved.along > MOST * moved.error):
+        error, allowed, how, cause = moved.along, along, f"along the weight: {_decay(moved.grown)}", DECAY
+    elif abs(moved.longer) > STRAIGHT * moved.error:
+        cause, more = RATE, f": {1 + moved.longer:.4g} times as long as GOLDEN's"
+    if error <= allowed:
+        explained = row.kind == VALUE and not old.kind and gradient_error
+        return replace(row, kind="", error=error, tolerance=allowed, detail="", by="update") if explained else row
+    if row.kind and old.kind not in ("", UPDATE):
+        return row  # it started from a wrong weight
+    detail = f"the update since step {before.step} is off by {error:.3g} of itself ({how}){more}"
+    return replace(row, kind=UPDATE, error=error, tolerance=allowed, detail=detail, by="update", cause=cause)
+
+
+def _decay(grown: float) -> str:
+    word = "less" if grown > 0 else "more"
+    return f"BENCH decays it by {abs(grown):.2g} of itself {word} than GOLDEN"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Two updates of one weight. All but the first two and the last two are shares of |u|, see above.
+
+    Args:
+        update, weight: |u|, |w|.
+        error: |d|.
+        along: |<d, v>| / |v|; by_chance: its standard deviation if the signs of d are independent.
+        grown: <d, v> / <v, v>.
+        longer: <d, u> / <u, u>.
+    """
+
+    update: float
+    weight: float
+    error: float
+    along: float
+    by_chance: float
+    grown: float
+    longer: float = 0.0
+
+
+def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
+    """Compare two updates, from four files of one shape; shares are inf where only BENCH has moved."""
+    sums = np.zeros((3, 3))  # of products of u, d, w
+    squares = np.zeros((2, 2))  # of products of u d and w d
+    files = [NpyFile(path) for path in (old, new, other_old, other_new)]
+    buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in files]
+    try:
+        chunks = [file.chunks(buffer) for file, buffer in zip(files, buffers, strict=True)]
+        for pieces in zip(*chunks, strict=True):
+            w, b, c, e = (piece.astype(np.float64) for piece in pieces)
+            u = b - w
+            d = (e - c) - u
+            three, two = np.stack((u, d, w)), np.stack((u * d, w * d))
+            sums += three @ three.T
+            squares += two @ two.T
+    finally:
+        for file in files:
+            file.__exit__()
+    update, error, weight = (math.sqrt(each) for each in np.diag(sums))
+    if not update or not error:
+        return Moved(update, weight, math.inf if error else 0.0, 0.0, 0.0, 0.0)
+    share, longer = sums[0, 2] / sums[0, 0], sums[0, 1] / sums[0, 0]
+    v = math.sqrt(max(sums[2, 2] - share * sums[0, 2], 0.0))
+    if v < 1e-6 * weight or not v:
+        return Moved(
+            update, weight, error / update, 0.0, 0.0, 0.0, longer
+        )  # the update is along the weight: `error` tells
+    along = sums[1, 2] - share * sums[0, 1]
+    chance = math.sqrt(max(squares[1, 1] - 2 * share * squares[0, 1] + share**2 * squares[0, 0], 0.0))
+    shares = (error / update, abs(along) / v / update, chance / v / update)
+    return Moved(update, weight, *shares, along / v**2, longer)

@@ -1,0 +1,1 @@
+"""A recipe under every parallel strategy against one device."""

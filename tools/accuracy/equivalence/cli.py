@@ -1,0 +1,129 @@
+"""`tc3 accuracy equivalence`: exit code 0 all that was compared is equal, 1 something differs, 2 a wrong input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.accuracy.pages import check_page
+from tools.files.whole import write_whole
+from tools.ranges import Number
+
+if TYPE_CHECKING:
+    from tools.accuracy.equivalence.matrix import Matrix
+
+
+@click.command("equivalence")
+@click.argument("recipe", required=False)
+@click.option("--only", "names", metavar="NAME,...", help="Strategies, or one of: baseline, trained, emulated.")
+@click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Of each run.")
+@click.option("--update", is_flag=True, help="Write the golden numbers of the trained runs instead of checking them.")
+@click.option(
+    "--golden",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of golden numbers.  [default: golden/ of the checkout]",
+)
+@click.option(
+    "--work",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for the training runs.  [default: output/equivalence/<folder>-<recipe>]",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be trained and emulated; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
+@click.option("--list", "list_only", is_flag=True, help="List the strategies, and stop.")
+def equivalence_command(
+    recipe: str | None,
+    names: str | None,
+    steps: int,
+    update: bool,
+    golden: Path | None,
+    work: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    page: Path | None,
+    list_only: bool,
+) -> None:
+    """Prove that RECIPE trains the same under every parallel strategy (report 3.2.2).
+
+    Each strategy starts from the same weights and reads the same made-up data as one worker. What MindFormers can train
+    on CPU is trained and compared by losses, gradient norms and optimizer state; what it cannot is emulated shard by
+    shard in NumPy and compared tensor by tensor, at the recipe's widths; what is neither is listed. Differences are
+    judged by the report's Table 2, and the first one is traced to its module, phase and ranks. Trained runs are also
+    checked against golden numbers. A recipe for Ascend shrinks to its mini first.
+
+    All of it takes about ten minutes on two cores; `--only emulated` some seconds.
+
+    Exit codes: 0 equal, 1 something differs, 2 a wrong input.
+    """
+    from tools.accuracy.equivalence import golden_gate
+    from tools.accuracy.equivalence.matrix import choose, equivalence
+    from tools.accuracy.equivalence.render import as_html, print_list, print_matrix
+    from tools.accuracy.equivalence.strategies import BASELINE, one_worker
+
+    if list_only:
+        print_list(Console(highlight=False))
+        return
+    if recipe is None:
+        raise click.UsageError("which RECIPE? for instance recipes/mini/pretrain.yaml; --list shows the strategies")
+    only = tuple(name.strip() for name in (names or "").split(",") if name.strip())
+    if names is not None and not only:
+        raise RecipeError(f"--only {names!r}: names no strategy; --list shows all")
+    chosen = choose(only)
+    check_page(page)
+    if update and BASELINE not in only and not any(case.variant for case in chosen):
+        raise RecipeError("--update: none of the chosen strategies is trained, so there are no numbers to keep")
+    if dry_run:
+        one_worker(recipe)
+        for case in chosen:
+            click.echo(f"{case.name}: {case.how}")
+        return
+    file = golden_gate.golden_file(golden or golden_gate.GOLDEN, recipe)
+    if golden and not update and not file.exists():
+        raise RecipeError(f"--golden {golden}: there is no {file.name} for this recipe; --update writes it")
+    work = work or Path("output") / "equivalence" / file.stem
+    console = Console(stderr=True, highlight=False)
+    matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"))
+    lines = _gate(matrix, file, recipe, update, console)
+    if page:
+        write_whole(page, as_html(matrix, lines))
+        click.echo(f"written: {page}", err=True)
+    if as_json:
+        rows = [row.as_json() for row in matrix.rows]
+        found = {"recipe": recipe, "steps": steps, "rows": rows, "golden_file": str(file) if file.exists() else None}
+        click.echo(json.dumps({**found, "golden": lines, "passed": _passed(matrix, lines)}))
+    else:
+        print_matrix(matrix, lines, Console(highlight=False))
+    sys.exit(0 if _passed(matrix, lines) else 1)
+
+
+def _gate(matrix: Matrix, file: Path, recipe: str, update: bool, console: Console) -> list[str]:
+    """What differs from the golden numbers; with `update` they are written and nothing does."""
+    from tools.accuracy.equivalence import golden_gate
+    from tools.accuracy.equivalence.matrix import FAIL
+
+    runs = {name: golden_gate.numbers_of(run) for name, run in matrix.runs.items()}
+    if update and matrix.with_status(FAIL):
+        console.print(f"not written: {file}; numbers of strategies that differ are not worth keeping", style="yellow")
+        return []
+    if update:
+        golden_gate.write_golden(file, recipe, runs)
+        console.print(f"written: {file}")
+        return []
+    if not runs:
+        return []
+    if not file.exists():
+        console.print(f"no golden numbers for this recipe ({file}); --update writes them", style="yellow")
+        return []
+    return golden_gate.differences(golden_gate.read_golden(file), runs)
+
+
+def _passed(matrix: Matrix, lines: list[str]) -> bool:
+    """Nothing failed, something was compared."""
+    return not lines and (matrix.passed or (not matrix.rows and bool(matrix.runs)))

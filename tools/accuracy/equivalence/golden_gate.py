@@ -1,0 +1,136 @@
+"""Golden numbers of a recipe's runs: `golden/NAME.json`, committed; a change that moves them has to explain itself.
+
+The file holds, for each run of the matrix: losses and global norm of each step, norms of the gradients by group, and a
+digest of the samples in their order. Numbers are compared by Table 2, since processors add up in different orders;
+samples must be the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.accuracy.equivalence.compare import DTYPE
+from tools.accuracy.equivalence.runs import LOSSES, ROOT, Trained, group_norms
+from tools.accuracy.equivalence.trained import COUNTED
+from tools.accuracy.tolerance import tolerance
+from tools.files.whole import write_whole
+
+GOLDEN = ROOT / "golden"
+DIGITS = 7  # of a float32
+MADE_WITH = ("mindspore", "mindformers")
+
+
+def golden_file(folder: Path, recipe: str) -> Path:
+    """Where the numbers of a recipe stand: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
+    path = Path(recipe).absolute()
+    return folder / f"{path.parent.name}-{path.stem}.json"
+
+
+def numbers_of(run: Trained) -> dict[str, Any]:
+    """What is kept of a run."""
+    steps = [
+        {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
+        for step, norms in zip(run.steps, run.norms, strict=True)
+    ]
+    return {"samples": digest(run.samples), "steps": steps}
+
+
+def numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same of a run that recorded nothing but its metrics."""
+    return {"steps": [step_numbers(step) for step in steps]}
+
+
+def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
+    """Losses, global norm and tokens of a step's metrics."""
+    return {"tokens": step["tokens"], **{name: rounded(step[name]) for name in LOSSES if step[name] is not None}}
+
+
+def rounded(value: float) -> float:
+    """A number as it stands in a golden file."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def digest(samples: list[list[str]]) -> str:
+    """Of the samples of each step."""
+    return hashlib.sha256(json.dumps(samples).encode()).hexdigest()[:16]
+
+
+def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Renew the numbers of `runs` (name -> `numbers_of`); those of other runs stay.
+
+    Raises:
+        DataError: a number is not finite.
+    """
+    for name, run in runs.items():
+        for where, value in _numbers(run):
+            if not math.isfinite(value):
+                raise DataError(f"{name}: {where} is {value}; golden numbers have to be finite")
+    old = json.loads(file.read_text())["runs"] if file.exists() else {}
+    content = {
+        "recipe": recipe,
+        "made_with": {name: version(name) for name in MADE_WITH},
+        "runs": dict(sorted({**old, **runs}.items())),
+    }
+    write_whole(file, json.dumps(content, indent=1) + "\n")
+
+
+def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Every number of a run, and where it stands."""
+    for number, step in enumerate(run["steps"], 1):
+        yield from ((f"step {number} {key}", value) for key, value in step.items() if key != "norms")
+        yield from ((f"step {number} gradient norm of {group}", norm) for group, norm in step.get("norms", {}).items())
+
+
+def read_golden(file: Path) -> dict[str, Any]:
+    """The runs of a golden file.
+
+    Raises:
+        DataError: it is no golden file.
+    """
+    try:
+        return json.loads(file.read_text())["runs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: no golden file ({error!r}); --update writes a new one") from None
+
+
+def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A line for each number of `runs` that is not the golden one, and for each run that has none."""
+    lines = []
+    for name, run in runs.items():
+        if name not in golden:
+            lines.append(f"{name}: no golden numbers yet; --update adds them")
+        else:
+            lines += [f"{name}: {line}" for line in _run_differences(golden[name], run)]
+    return lines
+
+
+def _run_differences(golden: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
+    if golden.get("samples") != run.get("samples"):
+        yield f"samples {run.get('samples')}, golden {golden.get('samples')}: other data, or another order"
+    if len(golden["steps"]) != len(run["steps"]):
+        yield f"{len(run['steps'])} steps, golden {len(golden['steps'])}; give --steps {len(golden['steps'])}"
+        return
+    for number, (want, got) in enumerate(zip(golden["steps"], run["steps"], strict=True), 1):
+        for key in (key for key in want if key != "norms"):
+            yield from _difference(f"step {number} {key}", want[key], got.get(key), key, want["tokens"])
+        wants, gots = want.get("norms", {}), got.get("norms", {})
+        for group in [*wants, *(group for group in gots if group not in wants)]:
+            where = f"step {number} gradient norm of {group}"
+            yield from _difference(where, wants.get(group), gots.get(group), "", want["tokens"])
+
+
+def _difference(where: str, want: float | None, got: float | None, key: str, tokens: int) -> Iterator[str]:
+    if want is None or got is None:
+        yield f"{where}: {got}, golden {want}"
+        return
+    allowed = 0.0 if key == "tokens" else COUNTED.get(key, tolerance(DTYPE, tokens))
+    off = abs(got - want) / max(abs(want), 1e-30)
+    if not off <= allowed + 10.0**-DIGITS:  # true of NaN too
+        yield f"{where}: {got:.{DIGITS}g}, golden {want:.{DIGITS}g} (off by {off:.2g}, allowed {allowed:.2g})"

@@ -1,0 +1,239 @@
+"""The equivalence matrix of a recipe: every strategy against one worker, trained where CPU can, emulated where not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError, RecipeError, did_you_mean
+from tools.accuracy.emulate.run import Emulated, emulate
+from tools.accuracy.emulate.sizes import Sizes, sizes_of
+from tools.accuracy.emulate.strategy import Strategy
+from tools.accuracy.equivalence.compare import Comparison, Finding, compare, finding_text
+from tools.accuracy.equivalence.runs import RunFailedError, Trained, make_corpus, train
+from tools.accuracy.equivalence.strategies import (
+    BASELINE,
+    CLIP,
+    EMULATED,
+    NOT_EXECUTABLE,
+    TRAINED,
+    Case,
+    Variant,
+    baseline_variant,
+    batch_of,
+    cases,
+    derive,
+    one_worker,
+)
+from tools.accuracy.equivalence.trained import compare_trained
+
+PASS, FAIL, NONE = "pass", "fail", "not compared"
+# nothing in a layout depends on these: the emulation takes the widths of the recipe, and no more of the rest
+MOST = {"batch": 4, "length": 16, "vocabulary": 128}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the matrix.
+
+    Args:
+        status: PASS, FAIL or NONE (with a reason). tensors: compared; used: largest share of a tolerance.
+        findings: in the order in which they arise; the first says where the fault is.
+    """
+
+    case: Case
+    status: str
+    reason: str = ""
+    tensors: int = 0
+    used: float = 0.0
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def shape(self) -> Strategy:
+        """By which ranks are described."""
+        if self.case.strategy:
+            return self.case.strategy
+        return Strategy(dp=self.case.variant.workers if self.case.variant else 1)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything; an infinite number is the string "inf"."""
+        findings = [dataclasses.asdict(finding) | {"meaning": finding.meaning} for finding in self.findings]
+        for finding in findings:
+            finding["error"] = finding["error"] if math.isfinite(finding["error"]) else "inf"
+        return {
+            "name": self.case.name,
+            "how": self.case.how,
+            "what": self.case.what,
+            "status": self.status,
+            "reason": self.reason,
+            "tensors": self.tensors,
+            "used": "inf" if math.isinf(self.used) else self.used,
+            "findings": findings,
+        }
+
+
+@dataclass
+class Matrix:
+    """The rows of a recipe, and the runs behind them by name, baselines included."""
+
+    recipe: str
+    steps: int
+    rows: list[Row] = field(default_factory=list)
+    runs: dict[str, Trained] = field(default_factory=dict)
+
+    def with_status(self, status: str) -> list[Row]:
+        """Rows of one status."""
+        return [row for row in self.rows if row.status == status]
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared and nothing failed."""
+        return bool(self.with_status(PASS)) and not self.with_status(FAIL)
+
+    def summary(self) -> str:
+        """One line."""
+        count = {how: sum(row.case.how == how for row in self.with_status(PASS)) for how in (TRAINED, EMULATED)}
+        return (
+            f"{self.recipe}: {len(self.with_status(PASS))} strategies pass ({count[TRAINED]} trained, "
+            f"{count[EMULATED]} emulated), {len(self.with_status(FAIL))} fail, "
+            f"{len(self.with_status(NONE))} not compared"
+        )
+
+
+def choose(names: tuple[str, ...]) -> list[Case]:
+    """The cases with these names, or of these kinds ("trained", "emulated"); all without any.
+
+    Raises:
+        RecipeError: no such case, or only ones that cannot be executed.
+    """
+    known = cases()
+    words = [case.name for case in known] + [TRAINED, EMULATED, BASELINE]
+    for name in names:
+        if name not in words:
+            raise RecipeError(f"--only {name}: no such strategy{did_you_mean(name, words)}; --list shows all")
+    chosen = [case for case in known if not names or {case.name, case.how} & set(names)]
+    if names and BASELINE not in names and all(case.how == NOT_EXECUTABLE for case in chosen):
+        reasons = "; ".join(f"{case.name}: {case.reason}" for case in chosen)
+        raise RecipeError(f"--only names nothing that can be compared here ({reasons})")
+    return chosen
+
+
+def equivalence(
+    path: str,
+    names: tuple[str, ...],
+    steps: int,
+    work: Path,
+    started: Callable[[str], None] = lambda name: None,
+) -> Matrix:
+    """Run the chosen part of the matrix.
+
+    Args:
+        path: of the recipe. names: as `choose` takes them. work: folder for the training runs. started: told the name
+            of each run before it starts.
+
+    Raises:
+        RecipeError: the recipe or a name is wrong.
+    """
+    chosen, base = choose(names), one_worker(path)
+    matrix = Matrix(path, steps)
+    trained = [case for case in chosen if case.variant]
+    if trained or BASELINE in names:
+        runner = _Runner(base, steps, work, started, matrix.runs)
+        if BASELINE in names:
+            matrix.rows += runner.alone(BASELINE)
+        matrix.rows += [runner.row(case) for case in trained]
+    matrix.rows += _emulated_rows(sizes_for(base), [case for case in chosen if case.strategy], steps, started)
+    matrix.rows += [Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE]
+    return matrix
+
+
+def sizes_for(base: Any) -> Sizes:
+    """The sizes that are emulated for a recipe of `one_worker`: its widths, on a step that takes seconds."""
+    sizes = sizes_of(base, batch_of(base))
+    least = {name: min(getattr(sizes, name), most) for name, most in MOST.items()}
+    return dataclasses.replace(sizes, **least, clip=CLIP)
+
+
+@dataclass
+class _Runner:
+    """Trains variants of one recipe, each once: baselines when they are first needed."""
+
+    base: Any
+    steps: int
+    work: Path
+    started: Callable[[str], None]
+    runs: dict[str, Trained]
+    corpus: str = ""
+    failures: dict[str, RunFailedError] = field(default_factory=dict)
+
+    def run(self, name: str, variant: Variant) -> Trained:
+        """Train, unless it has been.
+
+        Raises:
+            RunFailedError: the training failed, now or when it was first needed, or its record cannot be read.
+        """
+        self.corpus = self.corpus or make_corpus((self.work / "corpus").absolute(), self.base, self.steps)
+        if name in self.failures:
+            raise self.failures[name]
+        if name not in self.runs:
+            self.started(name)
+            try:
+                self.runs[name] = train(derive(self.base, variant, self.steps, self.corpus), self.work / name)
+            except (RunFailedError, DataError) as error:
+                self.failures[name] = RunFailedError(f"the training of {name} failed: {error}")
+                raise self.failures[name] from error
+        return self.runs[name]
+
+    def alone(self, name: str) -> list[Row]:
+        """A baseline that is asked for by itself: a row if it fails."""
+        variant = baseline_variant(name)
+        try:
+            self.run(name, variant)
+        except RunFailedError as error:
+            return [Row(Case(name, "one worker", variant=variant), FAIL, str(error))]
+        return []
+
+    def row(self, case: Case) -> Row:
+        """The comparison of a case with its baseline."""
+        variant = case.variant
+        assert variant is not None, "a trained case"
+        if batch_of(self.base) % variant.workers:
+            return Row(case, NONE, f"{batch_of(self.base)} samples of a step cannot be cut into {variant.workers}")
+        try:
+            reference = self.run(variant.against, baseline_variant(variant.against))
+            run = self.run(case.name, variant)
+        except RunFailedError as error:
+            return Row(case, FAIL, str(error))
+        return _judged(case, compare_trained(run, reference))
+
+
+def _emulated_rows(
+    sizes: Sizes, chosen: list[Case], steps: int, started: Callable[[str], None], seed: int = 0
+) -> Iterator[Row]:
+    reference: Emulated | None = None
+    for case in chosen:
+        strategy = case.strategy
+        assert strategy is not None, "an emulated case"
+        if misfit := strategy.misfit(sizes):
+            yield Row(case, NONE, misfit)
+            continue
+        started(case.name)
+        reference = reference or emulate(sizes, steps=steps, seed=seed)
+        yield _judged(case, compare(emulate(sizes, strategy, steps, seed), reference))
+
+
+def _judged(case: Case, comparison: Comparison) -> Row:
+    status = FAIL if comparison.findings else PASS
+    return Row(case, status, case.reason, comparison.tensors, comparison.used, comparison.findings)
+
+
+def failure_lines(row: Row, most: int = 3) -> list[str]:
+    """What failed, the first finding first."""
+    if not row.findings:
+        return [row.reason]
+    lines = [finding_text(finding, row.shape) for finding in row.findings[:most]]
+    return lines + [f"and {len(row.findings) - most} more"] * (len(row.findings) > most)

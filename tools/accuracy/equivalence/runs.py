@@ -1,0 +1,178 @@
+"""Training runs for the equivalence matrix: start `tc3 train`, read what its ranks recorded, put it together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import DataError
+from tools.accuracy.merge import SAME, SUM, Layout
+from tools.data.synthetic import write_corpus
+from tools.process import child
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.EquivalenceRecord"}
+BETAS = [0.9, 0.999]  # of MindFormers' AdamW
+MOMENTS = ("adam_m.", "adam_v.")
+START = "start."  # of the names of the weights before training
+LEAST = "least."  # of the names of the smallest mean squares of gradients that AdamW divided by in a step
+# of the names of routers: shares of the choices that each expert got [steps, experts], and the biases by which choices
+# are steered, at the start and after each step [steps + 1, experts]
+LOAD, BIAS = "load.", "bias."
+PREFIXES = (*MOMENTS, START, LEAST, LOAD, BIAS)
+# the sum of the losses after its parts: where it alone is wrong, it is the sum
+LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
+DOCUMENT = (20, 200)  # tokens of a document of the corpus
+
+
+class RunFailedError(Exception):
+    """A training run of the matrix did not come to its end; the message holds its last words."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run on one or more workers did.
+
+    Args:
+        workers: how many. steps: the metrics of each step. samples: for each step the digests of its samples, sorted.
+        norms: for each step the norm of each weight's gradient, after clipping.
+        state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
+            routers' biases and loads, whole.
+        differing: tensor -> ranks whose copy is not rank 0's.
+    """
+
+    workers: int
+    steps: list[dict[str, Any]]
+    samples: list[list[str]]
+    norms: list[dict[str, float]]
+    state: dict[str, np.ndarray]
+    differing: dict[str, tuple[int, ...]]
+
+
+def make_corpus(folder: Path, recipe: Recipe, steps: int) -> str:
+    """A corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix."""
+    model = recipe["model"]["model_config"]
+    tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * (model["seq_length"] + 1)
+    lengths = np.random.default_rng(0).integers(*DOCUMENT, tokens // DOCUMENT[0], dtype=np.int32)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
+    folder.mkdir(parents=True, exist_ok=True)
+    prefix = folder / "random"
+    write_corpus(prefix, lengths, model["vocab_size"], recipe["train_dataset"]["data_loader"]["config"]["eod"], 1)
+    return str(prefix)
+
+
+def train(recipe: Recipe, run_dir: Path) -> Trained:
+    """Train a recipe by `tc3 train`, its ranks recording, and read the record.
+
+    Raises:
+        RunFailedError: the training failed. DataError: it left no whole record.
+    """
+    run_dir = run_dir.absolute()
+    optimizer = recipe.get("optimizer") or {}
+    record = {**CALLBACK, "run_dir": str(run_dir), "betas": optimizer.get("betas") or BETAS}
+    recipe["callbacks"] = [record, *recipe["callbacks"]]
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    file = run_dir.with_name(f"{run_dir.name}.yaml")
+    dump_recipe(recipe, file)
+    for stale in (run_dir / "equivalence").glob("rank_*"):
+        stale.unlink()
+    command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
+    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch")}
+    done = child.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if done.returncode:
+        raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))
+    return read_run(run_dir)
+
+
+def read_run(run_dir: Path) -> Trained:
+    """Put together what the ranks of a finished run recorded.
+
+    Raises:
+        DataError: there is no record, or not of every rank, or no metrics.
+    """
+    folder = run_dir / "equivalence"
+    if not (folder / "rank_0.json").exists():
+        raise DataError(f"{folder}: no rank_0.json; the run was not one of tc3 accuracy equivalence, or did not end")
+    workers = json.loads((folder / "rank_0.json").read_text())["world_size"]
+    missing = [rank for rank in range(workers) if not (folder / f"rank_{rank}.npz").exists()]
+    if missing:
+        raise DataError(f"{folder}: rank {missing[0]} of {workers} has recorded nothing")
+    metrics = run_dir / "metrics" / "rank_0.jsonl"
+    if not metrics.exists():
+        raise DataError(f"{metrics}: missing; the run has noted no step")
+    records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
+    parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
+    split = set(records[0]["split"])
+    merged = {name: layout_of(name, split, workers).merge([part[name] for part in parts]) for name in sorted(parts[0])}
+    return Trained(
+        workers,
+        read_steps(metrics),
+        [sorted(digest for rank in step for digest in rank) for step in zip(*map(_steps_of, records), strict=True)],
+        _norms([record["squares"] for record in records], split),
+        {name: whole.value / (workers if name.startswith(LOAD) else 1) for name, whole in merged.items()},
+        {name: whole.differing for name, whole in merged.items() if whole.differing},
+    )
+
+
+def _steps_of(record: dict[str, Any]) -> list[list[str]]:
+    """The samples that were trained on: a loader may hold more."""
+    return record["samples"][: len(record["squares"])]
+
+
+def layout_of(name: str, split: set[str], workers: int) -> Layout:
+    """How a tensor lies on data-parallel workers: experts by axis 0, loads of a rank's own tokens, all else copied."""
+    rule = 0 if weight_of(name) in split else SUM if name.startswith(LOAD) else SAME
+    return Layout({"dp": workers}, {"dp": rule})
+
+
+def weight_of(name: str) -> str:
+    """The weight (or router) that a recorded tensor belongs to."""
+    return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
+
+
+def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[str, float]]:
+    """Norm of each weight's gradient, for each step: the squares of split weights are added up over the ranks."""
+    return [
+        {name: float(np.sqrt(sum(rank[name] for rank in step) if name in split else step[0][name])) for name in step[0]}
+        for step in zip(*squares, strict=True)
+    ]
+
+
+def read_steps(metrics: Path) -> list[dict[str, Any]]:
+    """The records of steps in a rank's metrics file, in order."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record for record in records if "step" in record]
+
+
+def group_of(weight: str) -> str:
+    """The part of the model that a weight of MindFormers belongs to: layers.1.experts, embedding, norms, ..."""
+    words = weight.split(".")
+    where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
+    parts = (
+        ("norm", "norms"),
+        (".experts.", "experts"),
+        ("shared_experts", "shared_expert"),
+        ("router", "router"),
+        ("self_attention", "attention"),
+        (".mlp.", "mlp"),
+        ("embedding", "embedding"),
+        ("output_layer", "head"),
+    )
+    return where + next((name for part, name in parts if part in weight), words[-2])
+
+
+def group_norms(norms: dict[str, float]) -> dict[str, float]:
+    """Norm of each group's gradients."""
+    squares: dict[str, float] = {}
+    for weight, norm in norms.items():
+        squares[group_of(weight)] = squares.get(group_of(weight), 0.0) + norm**2
+    return {group: float(np.sqrt(square)) for group, square in squares.items()}

@@ -1,0 +1,140 @@
+"""Operators on whatever device MindSpore has here, in PyNative mode. The only module that imports mindspore."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from tools.accuracy.operators.spec import Array, Spec, as_tuple
+
+# what MindSpore says when a device has no such kernel, or has it for other data types
+NO_KERNEL = re.compile(
+    r"unregistered|Unsupported data type|does not support this kernel data type|must be a type of|Not implement"
+    r"|not supported|Unsupported op|dtype should be"
+)
+
+
+class NotRunnableError(Exception):
+    """This device has no kernel for the operator or the data type; the message is MindSpore's."""
+
+
+class Device(Protocol):
+    """Where operators run. Tests use one made of NumPy."""
+
+    name: str
+
+    def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
+        """Outputs; bfloat16 as the same values in float32.
+
+        Raises:
+            NotRunnableError: there is no such kernel here.
+        """
+
+    def backward(
+        self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
+    ) -> tuple[Array, ...]:
+        """Gradients of the inputs `spec.wrt`, given those of the float outputs; raises as `forward`."""
+
+
+class MindSporeDevice:
+    """MindSpore's own device. A context manager: mode and synchronisation are global, and are put back."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("GLOG_v", "3")  # its log is about its own kernels; errors reach the report
+        import mindspore
+
+        self._ms: Any = mindspore
+        self.name = f"MindSpore {mindspore.__version__} on {mindspore.get_context('device_target')}"
+
+    def __enter__(self) -> MindSporeDevice:
+        ms = self._ms
+        self._before = {name: ms.get_context(name) for name in ("mode", "pynative_synchronize")}
+        # without synchronisation a missing kernel is reported by whatever comes next
+        ms.set_context(mode=ms.PYNATIVE_MODE, pynative_synchronize=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self._ms.set_context(**self._before)
+
+    def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
+        """See `Device`."""
+        return self._caught(lambda: self._outputs(spec, self._tensors(spec, inputs, dtype)), dtype)
+
+    def backward(
+        self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
+    ) -> tuple[Array, ...]:
+        """See `Device`."""
+        return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
+
+    def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:
+        """Results as arrays; MindSpore's complaint about a missing kernel as NotRunnableError."""
+        if dtype == "hfloat32":
+            self._allow_hf32()
+        try:
+            outputs = tuple(self._array(tensor) for tensor in run())
+        except (RuntimeError, TypeError, ValueError) as error:
+            with suppress(RuntimeError, TypeError, ValueError):
+                self._ms.runtime.synchronize()  # on a busy machine the next operator got the same complaint
+            if NO_KERNEL.search(str(error)):
+                raise NotRunnableError(first_line(str(error))) from None
+            raise
+        if not outputs:  # GroupedMatmul on CPU
+            raise NotRunnableError("returned no output, and no error")
+        return outputs
+
+    def _allow_hf32(self) -> None:
+        """Let matmul round float32 factors; it cannot be taken back, so hf32 is tested in a process of its own."""
+        target = self._ms.get_context("device_target")
+        if target != "Ascend":
+            raise NotRunnableError(f"hf32 is a mode of Ascend's matrix unit; the device is {target}")
+        self._ms.device_context.ascend.op_precision.matmul_allow_hf32(True)
+
+    def _tensors(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[Any]:
+        tensors = [self._ms.Tensor(values) for values in inputs]
+        if dtype == "bfloat16":
+            for number, values in enumerate(inputs):
+                if values.dtype == np.float32 and number not in spec.fixed:
+                    tensors[number] = tensors[number].astype(self._ms.bfloat16)
+        return tensors
+
+    def _outputs(self, spec: Spec, tensors: list[Any]) -> tuple[Any, ...]:
+        return as_tuple(spec.call(self._ms)(*tensors))
+
+    def _gradients(self, spec: Spec, tensors: list[Any], douts: tuple[Array, ...]) -> tuple[Any, ...]:
+        """Gradients through MindSpore's own differentiation."""
+        ms, call = self._ms, spec.call(self._ms)
+
+        def floats(*chosen: Any) -> Any:
+            arguments = list(tensors)
+            for number, tensor in zip(spec.wrt, chosen, strict=True):
+                arguments[number] = tensor
+            outs = tuple(out for out in as_tuple(call(*arguments)) if out.dtype in self._float_types)
+            return outs if len(outs) > 1 else outs[0]
+
+        chosen = [tensors[number] for number in spec.wrt]
+        outs = as_tuple(floats(*chosen))
+        sens = tuple(ms.Tensor(dout).astype(out.dtype) for dout, out in zip(douts, outs, strict=True))
+        differentiate = ms.ops.GradOperation(get_all=True, sens_param=True)(floats)
+        return as_tuple(differentiate(*chosen, sens if len(sens) > 1 else sens[0]))
+
+    @property
+    def _float_types(self) -> tuple[Any, ...]:
+        return (self._ms.float32, self._ms.float16, self._ms.bfloat16)
+
+    def _array(self, tensor: Any) -> Array:
+        """A copy: on CPU the array is a view of memory that MindSpore uses again."""
+        if tensor.dtype == self._ms.bfloat16:
+            tensor = tensor.astype(self._ms.float32)
+        return tensor.asnumpy().copy()
+
+
+def first_line(message: str) -> str:
+    """The first line of MindSpore's message that says something."""
+    lines = [line.strip() for line in message.splitlines()]
+    lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
+    return lines[0][:200] if lines else message[:200]

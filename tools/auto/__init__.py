@@ -1,0 +1,1 @@
+"""What `auto` of a recipe stands for."""

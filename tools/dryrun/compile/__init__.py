@@ -1,0 +1,1 @@
+"""One rank compiled for a virtual cluster, in a process of its own."""

@@ -1,0 +1,1 @@
+"""What a compiled graph says: its operators, collectives, FLOPs and activations."""

@@ -1,0 +1,210 @@
+"""An estimate of activation memory from the graph: what the forward leaves for the backward, and what is alive.
+
+MindSpore's forward subgraph hands its backward a list of tensors: that is what recomputation and everything else left
+to be kept, and its bytes are exact up to tensors that share memory. What is alive inside a subgraph is counted in the
+order of the text; a device runs another order, reuses and fragments: that part is an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from tools.dryrun.graph.by_layer import Moment, name_of, owner_place, parts_of, places_of
+from tools.dryrun.graph.collectives import attributes_of
+from tools.dryrun.graph.passes import chunks_of
+from tools.dryrun.graph.text import GraphText, Node, TensorType, arguments_of
+from tools.dryrun.layout import BYTES
+
+_PARAMETER = re.compile(r"%(para\d+)_")
+_VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze", "Load"))  # of their first argument
+
+
+def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
+    """For each chunk: bytes "saved" for a micro-batch's backward, and most bytes alive in "forward" and "backward".
+
+    "parts" holds the same by layer (see `by_layer`). Without a pipeline the whole step counts as one "backward".
+
+    Args:
+        rows: what stands for dimensions that only routing decides (see `routed_rows`).
+    """
+    found = []
+    for name, behind in chunks_of(graph):
+        forward, backward = graph.graphs[name], graph.graphs.get(behind, [])
+        saved = saved_bytes(forward, behind, rows)
+        for place, size in received_bytes(graph, name, behind, rows).items():
+            saved[place] = saved.get(place, 0) + size
+        found.append(
+            {
+                "saved": sum(saved.values()),
+                "forward": peak_bytes(forward, rows),
+                "backward": peak_bytes(backward, rows),
+                "parts": parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows)),
+            }
+        )
+    if not found:  # without a pipeline MindSpore leaves no passes in subgraphs of their own
+        found.append({"saved": 0, "forward": 0, "backward": peak_bytes(graph.graphs[graph.root], rows), "parts": {}})
+    return found
+
+
+def routed_rows(graph: GraphText, even: int) -> int:
+    """Rows of a rank's dispatch: the padded number that it sends, where the graph knows it, else `even`.
+
+    `even` is tokens x top-k of a rank: what each rank gets when routing is even.
+    """
+    rows = even
+    for node in _exchanges(graph.graphs.values()):
+        block = attributes_of(node.text).get("block_size", 1)
+        taken = node.inputs[0] if node.inputs else TensorType("", (-1,))
+        if -1 not in taken.shape and isinstance(block, int):
+            rows = max(rows, math.prod(taken.shape) // block)
+    return rows
+
+
+def _exchanges(graphs: Iterable[list[Node]]) -> Iterable[Node]:
+    return (node for nodes in graphs for node in nodes if node.op in ("AlltoAllV", "AllToAllV"))
+
+
+def saved_bytes(nodes: list[Node], backward: str, rows: int) -> dict[str, int]:
+    """Part -> bytes that the forward subgraph binds to its backward; its parameters are counted elsewhere."""
+    bound = next((node for node in nodes if node.binds == backward), None)
+    if bound is None:
+        return {}
+    kept = set()
+    for number in bound.operands:
+        kept |= _owners(number, nodes)
+    places = places_of(nodes)
+    readers: dict[int, set[int]] = {number: set() for number in kept}
+    for place, node in zip(places, nodes, strict=True):
+        if node.op in _VIEWS or node.op in ("MakeTuple", "Partial", "Return", "UpdateState"):
+            continue
+        for number in node.operands:
+            for owner in _owners(number, nodes) & kept:
+                readers[owner].add(place)
+    found: dict[str, int] = {}
+    for number in kept:
+        part = owner_place(places[number], readers[number])
+        found[part] = found.get(part, 0) + output_bytes(nodes[number], rows)
+    return found
+
+
+def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
+    """Part -> bytes that a chunk takes from the stage in front of it and binds to its backward as they came.
+
+    They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
+    starts from them.
+    """
+    nodes, root = graph.graphs[forward], graph.graphs[graph.root]
+    bound = next((node for node in nodes if node.binds == backward), None)
+    calls = [node for node in root if forward in node.calls]
+    if bound is None or not calls:
+        return {}
+    arguments = [arguments_of(node.head) for node in calls[:2]]
+    kept = set(_PARAMETER.findall(bound.head))
+    places = places_of(nodes)
+    found: dict[str, int] = {}
+    for index, parameter in enumerate(graph.parameters.get(forward, ())):
+        taken = [row[index] for row in arguments if index < len(row)]
+        if parameter not in kept or not taken or len(set(taken)) < len(taken) or not taken[0][1:].isdecimal():
+            continue  # not kept, or the same for every micro-batch
+        owners = [root[owner] for owner in _owners(int(taken[0][1:]), root)]
+        size = sum(output_bytes(node, rows) for node in owners if node.op == "Receive")
+        if size:
+            reader = f"%{parameter}_"
+            place = min((place for place, node in zip(places, nodes, strict=True) if reader in node.head), default=0)
+            found[name_of(place)] = found.get(name_of(place), 0) + size
+    return found
+
+
+def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
+    """Weight -> bytes that the root graph computes of it once and hands to the passes of all micro-batches.
+
+    These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
+    """
+    nodes = graph.graphs[graph.root]
+    forward = {name for name, _ in chunks_of(graph)}
+    taken: dict[int, int] = {}
+    for node in nodes:
+        if forward.intersection(node.calls):
+            owners = {owner for operand in node.operands for owner in _owners(operand, nodes)}
+            for owner in owners:
+                taken[owner] = taken.get(owner, 0) + 1
+    found: dict[str, int] = {}
+    for owner, times in taken.items():
+        if times > 1:
+            name = _weight(nodes[owner], nodes)
+            found[name] = found.get(name, 0) + output_bytes(nodes[owner], rows)
+    return found
+
+
+def _weight(node: Node, nodes: list[Node]) -> str:
+    """The parameter that a node is computed from, by its first arguments; "" when it has none."""
+    while node.value is not None:
+        node = nodes[node.value]
+    match = re.search(r"%para\d+_([^\s,()]+)", node.head)
+    return match[1] if match else ""
+
+
+def peak_bytes(nodes: list[Node], rows: int) -> int:
+    """Most bytes alive at once when the operators run in the order of the text; views cost nothing."""
+    return max((moment.most for moment in moments_of(nodes, rows)), default=0)
+
+
+def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
+    """Bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
+    last: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        for operand in node.operands:
+            for owner in _owners(operand, nodes):
+                last[owner] = place
+    ends: dict[int, list[int]] = {}
+    for owner, place in last.items():
+        ends.setdefault(place, []).append(owner)
+    alive, found = 0, []
+    for place, node in enumerate(nodes):
+        if node.op not in _VIEWS and node.op != "MakeTuple" and place in last:
+            alive += output_bytes(node, rows)
+        most = alive
+        alive -= sum(output_bytes(nodes[owner], rows) for owner in ends.get(place, ()))
+        found.append(Moment(most, alive))
+    return found
+
+
+def output_bytes(node: Node, rows: int) -> int:
+    """Bytes of what an operator gives."""
+    block = attributes_of(node.text).get("block_size", 1) if -1 in {d for t in node.outputs for d in t.shape} else 1
+    return sum(tensor_bytes(item, rows * (block if isinstance(block, int) else 1)) for item in node.outputs)
+
+
+def tensor_bytes(item: TensorType, rows: int) -> int:
+    """Bytes of a tensor; -1 counts as `rows`."""
+    return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
+
+
+def _owners(number: int, nodes: list[Node]) -> set[int]:
+    """The operators whose memory node `number` is, or is a view of."""
+    found, waiting = set(), [number]
+    while waiting:
+        node = nodes[waiting[-1]]
+        current = waiting.pop()
+        if node.op == "MakeTuple":
+            waiting.extend(node.operands)
+        elif node.op not in _VIEWS:
+            found.add(current)
+        elif node.value is None:
+            continue  # a view of a parameter, which is counted elsewhere
+        elif node.op == "TupleGetItem" and nodes[node.value].op == "MakeTuple":
+            waiting.extend(_member(node, nodes[node.value]))
+        else:
+            waiting.append(node.value)
+    return found
+
+
+def _member(node: Node, made: Node) -> list[int]:
+    """The one element of a MakeTuple that a TupleGetItem takes, if it is a node of this graph."""
+    parts = made.head.partition("(")[2].rstrip(")").split(", ")
+    index = int(node.head.rpartition("I64(")[2].partition(")")[0])
+    part = parts[index]
+    return [int(part[1:])] if part[1:].isdecimal() and part[0] == "%" else []

@@ -1,0 +1,1 @@
+"""The only place that predicts the seconds and bytes of a step."""

@@ -1,0 +1,233 @@
+"""One training run in neutral terms: model, parallel layout, batch, recomputation and types.
+
+Made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
+(`tools.estimate.published.rows`); everything that predicts memory or time reads this and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.model.architecture import Model
+from tools.pipeline.schedules import is_v_shaped
+
+Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """How many layers of each chunk and stage [chunks][stages] run again in backward; None: none of them.
+
+    Args:
+        full: whole layers.
+        select: some operators, by `selective`: "norms" and activation functions (MindFormers' `select_recompute`),
+            the core of "attention" (Megatron's), or half of all "operators" (torchtitan's).
+        communication: what tensor-parallel AllGathers made (`select_comm_recompute`).
+        replay_tp: full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
+    """
+
+    full: Table | None = None
+    select: Table | None = None
+    communication: Table | None = None
+    selective: str = "norms"
+    replay_tp: bool = True
+
+    def layers(self, option: str, chunk: int, stage: int) -> int:
+        """Layers of a chunk and stage under an option ("full", "select" or "communication")."""
+        table = getattr(self, option)
+        return table[chunk][stage] if table else 0
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A run. Raises RecipeError where its degrees or layers do not fit together.
+
+    Args:
+        layers: [chunks][stages] layers of each chunk on each stage.
+        batch: samples of a micro-batch on a data-parallel rank.
+        micro_batches: runs of the pipeline, or accumulation steps, in a step.
+        dtype: of the matmuls: "bf16", "fp16", "fp8", "fp32".
+        ep_mode: a mode of `plugins.hierarchical_ep`, or "deepep": deduplicated inside nodes, too (DeepEP, HybridEP).
+        expert_tp: expert weights are also cut over tp (without it the EP group takes tp ranks in).
+        shard_optimizer: fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1, MindFormers'
+            enable_parallel_optimizer); shard_gradients: accumulated gradients, too; shard_weights: and the weights
+            that compute (FSDP).
+        shard_threshold: bytes below which a weight is not sharded.
+        shard_size: copies that share one weight's shards (optimizer_weight_shard_size); 0: all of them.
+        wide_gradients: gradients are reduced and summed in fp32.
+        flash: attention is one fused kernel; fused: elementwise operators are fused (a compiler or fused kernels).
+        overlap_tp, overlap_dp, overlap_pp, overlap_ep: this communication runs beside computation.
+        overlap_tp_backward: gradients of weights hide the reduction of gradients of inputs (Megatron).
+        shared_whole: router, shared experts and MTP projection are whole on every tp rank (MindFormers' graph mode).
+        keep_gathered: what tensor-parallel AllGathers made is kept for backward, not gathered again (MindFormers).
+        training_graph: activations as MindFormers' training_graph models keep them, see `activations_graph`.
+        fp32_residual: the residual stream is kept in fp32.
+        ulysses: parts of the heads that MindFormers' ulysses_degree_in_cp cuts. MindFormers 1.9.0 exchanges heads for
+            it, but does not tell its flash attention (flash_attention.py:384), which gathers keys and values over the
+            whole of cp all the same: compiled graphs hold as much memory as without it, to the byte.
+        logit_bytes: for each logit while the loss runs: compute precision, fp32 and the gradient.
+        layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
+    """
+
+    model: Model
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    layers: Table = ()
+    schedule: str = "1f1b"
+    sequence: int = 4096
+    batch: int = 1
+    micro_batches: int = 1
+    dtype: str = "bf16"
+    recompute: Recompute = field(default_factory=Recompute)
+    sequence_parallel: bool = True
+    expert_tp: bool = False
+    ep_mode: str = "global"
+    shard_optimizer: bool = True
+    shard_gradients: bool = False
+    shard_weights: bool = False
+    shard_threshold: int = 0
+    shard_size: int = 0
+    wide_gradients: bool = True
+    flash: bool = True
+    fused: bool = True
+    overlap_tp: bool = False
+    overlap_tp_backward: bool = False
+    overlap_dp: bool = False
+    overlap_pp: bool = False
+    overlap_ep: bool = False
+    shared_whole: bool = False
+    keep_gathered: bool = False
+    training_graph: bool = False
+    fp32_residual: bool = False
+    logit_bytes: int = 10
+    layer_only: bool = False
+    ulysses: int = 1
+
+    def __post_init__(self) -> None:
+        ranks = self.dp * self.tp * self.cp
+        if min(ranks, self.pp, self.ep, self.batch, self.micro_batches) < 1 or ranks % self.ep:
+            raise RecipeError(
+                f"dp {self.dp} tp {self.tp} pp {self.pp} cp {self.cp} ep {self.ep}, micro-batches of {self.batch} x "
+                f"{self.micro_batches}: each must be at least 1, and ep must divide dp x tp x cp"
+            )
+        if any(len(row) != self.pp for row in self.layers) or sum(map(sum, self.layers)) != self.model.layers:
+            raise RecipeError(f"layers {self.layers}: want {self.model.layers} layers on {self.pp} stages")
+
+    def stage_kinds(self, stage: int) -> list[list[str]]:
+        """For each chunk of a stage what it holds, in model order; see `tools.model.weights.KINDS`."""
+        if self.layer_only:
+            return [[self.model.last_kind]]
+        return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
+
+    @property
+    def head_parts(self) -> int:
+        """Parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
+        return self.ulysses if self.cp % self.ulysses == 0 else 1
+
+    @property
+    def devices(self) -> int:
+        """Devices of the run."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks a stage."""
+        return len(self.layers)
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step."""
+        return self.dp * self.batch * self.micro_batches
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step."""
+        return self.global_batch * self.sequence
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of a micro-batch that a tensor-parallel group computes."""
+        return self.batch * self.sequence // self.cp
+
+
+@lru_cache(maxsize=1024)
+def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """[chunks][stages] kinds: embedding first, MTP and head on the last chunk."""
+    found: list[list[tuple[str, ...]]] = [[()] * len(layers[0]) for _ in layers]
+    first = 0
+    for chunk, row in enumerate(layers):
+        order = range(len(row))
+        for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
+            found[chunk][stage] = model.pattern[first : first + row[stage]]
+            first += row[stage]
+    found[0][0] = ("embedding", *found[0][0])
+    turned = is_v_shaped(schedule) and len(layers) % 2 == 0
+    end, before = (0, 1) if turned else (len(layers[0]) - 1, len(layers[0]) - 2)
+    found[-1][end] = (*found[-1][end], "head")
+    # an empty last chunk is left to the head
+    place = before if not layers[-1][end] and len(layers[0]) > 1 else end
+    found[-1][place] = (*found[-1][place], *["mtp"] * model.mtp)
+    return tuple(tuple(row) for row in found)
+
+
+def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
+    """[chunks][stages] as even as can be; what is missing is missing at the last chunk, the first, the last but one ...
+
+    The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
+    With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP (so does
+    Megatron-Bridge for DeepSeek-V3).
+    """
+    places = stages * chunks
+    most = -(-total // places)
+    counts = [most] * places
+    missing = most * places - total
+    if mtp and places > 2 and missing >= most:
+        counts[-1], counts[-2] = 0, max(0, 2 * most - missing)
+        missing -= most + (most - counts[-2])
+    ends = (index // 2 if index % 2 else places - 1 - index // 2 for index in range(places))
+    for place in [place for place in ends if counts[place] == most][:missing]:
+        counts[place] -= 1
+    return tuple(tuple(counts[first : first + stages]) for first in range(0, places, stages))
+
+
+def spread(value: Any, layers: Table) -> Table | None:
+    """A flag, or numbers of layers by stage or by chunk and stage, as numbers of layers [chunks][stages].
+
+    One number a stage is dealt to its chunks in turns, chunk 0 first, as MindFormers does (LayerSetting). A list of
+    operators counts as all layers, a mapping of operators as the most layers that one of them names. True is all.
+    """
+    if isinstance(value, dict):
+        tables = [table for table in (spread(inner, layers) for inner in value.values()) if table]
+        return max(tables, key=lambda table: sum(map(sum, table)), default=None)
+    if not value:
+        return None
+    if not isinstance(value, (list, tuple)) or isinstance(value[0], str):
+        return layers
+    if not any(isinstance(row, (list, tuple)) for row in value):
+        columns = [_dealt(want, own) for want, own in zip(value, zip(*layers, strict=True), strict=True)]
+        return tuple(zip(*columns, strict=True))
+    rows = [row if isinstance(row, (list, tuple)) else [row] * len(layers[0]) for row in value]
+    return tuple(
+        tuple(_at_most(*pair) for pair in zip(row, own, strict=True)) for row, own in zip(rows, layers, strict=True)
+    )
+
+
+def _at_most(want: int | bool, have: int) -> int:
+    return have * want if isinstance(want, bool) else min(int(want), have)
+
+
+def _dealt(want: int | bool, own: Sequence[int]) -> list[int]:
+    """`want` layers of a stage whose chunks have `own`: one to each chunk in turn, as long as it has one left."""
+    taken, left = [0] * len(own), _at_most(want, sum(own))
+    while left:
+        for chunk in [chunk for chunk, have in enumerate(own) if taken[chunk] < have][:left]:
+            taken[chunk] += 1
+            left -= 1
+    return taken

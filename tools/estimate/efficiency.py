@@ -1,0 +1,124 @@
+"""What a device type reaches of its nominal figures: one set of parameters for each, in efficiencies.yaml."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plugins.errors import RecipeError, did_you_mean
+from tools.hardware import Hardware, load_hardware
+from tools.hardware.load import FOLDER
+from tools.hardware.names import name_of
+from tools.ranges import Range
+
+FILE = Path(__file__).parent / "efficiencies.yaml"
+CLUSTERS = FOLDER / "clusters"
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """One device type.
+
+    Args:
+        matmul: share of the peak that a large matmul reaches.
+        matmul_fp8: the same of the fp8 peak, casts included.
+        half_size: smallest dimension of a matmul at which it reaches half of that.
+        attention: share of the peak that fused attention reaches.
+        memory: share of HBM bandwidth that elementwise operators reach.
+        unfused: how much more elementwise operators move where nobody fuses them.
+        link: factor on the share of link bandwidth that the hardware file states.
+        hidden: share of tensor-parallel communication that overlap hides, where a run overlaps it.
+        hidden_ep: the same of expert-parallel communication.
+        layer_s: seconds of host and launches for each layer, forward; backward twice that.
+        moe_s: the same for what only MoE layers have: routing, sorting, many small kernels.
+        burst: factor on `matmul` where one layer runs alone, before clocks fall under load.
+        step_s: seconds of a step beside all that is computed here.
+        mesh: devices of a node are joined pair by pair, so a group uses only the links among its members.
+    """
+
+    matmul: float
+    matmul_fp8: float
+    half_size: float
+    attention: float
+    memory: float
+    unfused: float
+    link: float
+    hidden: float
+    hidden_ep: float
+    layer_s: float
+    moe_s: float
+    burst: float
+    step_s: float
+    mesh: bool = False
+
+
+NAMES = tuple(field.name for field in fields(Efficiency) if field.name != "mesh")
+
+
+@lru_cache(maxsize=1)
+def _sets() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))["sets"]
+
+
+def clear_cache() -> None:
+    """Read efficiencies.yaml again."""
+    _sets.cache_clear()
+
+
+def cluster_file(name: str) -> Path:
+    """The file of a cluster: of a name or device of this repository, else `name` as a path."""
+    word = name_of(name)
+    places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
+    return next((place for place in places if place.is_file()), Path(name))
+
+
+@lru_cache(maxsize=64)
+def cluster(name: str) -> Hardware:
+    """A cluster of `tools.hardware`, or one that only measurements speak of."""
+    file = cluster_file(name)
+    return load_hardware(file if file.parent == CLUSTERS else name)
+
+
+# what an own value may be: shares, factors and seconds; wide, for published.calibrate bounds what is fitted
+_VALUES = {
+    **dict.fromkeys(("hidden", "hidden_ep"), Range(0, 1, whole=False)),
+    **dict.fromkeys(("layer_s", "moe_s", "step_s"), Range(0, 100, whole=False)),
+    "half_size": Range(0, 1_000_000, whole=False),
+}
+_FACTOR = Range(0, 100, whole=False, above=True)
+
+
+def _own(hardware: Hardware) -> Efficiency:
+    """The efficiencies of a cluster file."""
+    content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
+    if not isinstance(content, Mapping) or set(content) != set(wanted):
+        raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
+    for name in NAMES:
+        if refusal := _VALUES.get(name, _FACTOR).refusal(content[name]):
+            raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")
+    if not isinstance(content["mesh"], bool):
+        raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: want true or false")
+    return Efficiency(**dict(content))
+
+
+def efficiency_of(hardware: Hardware) -> Efficiency:
+    """The file's own efficiencies, or the set of the hardware's device type.
+
+    Raises:
+        RecipeError: the device type has none, or the file's are not all of them.
+    """
+    if hardware.efficiency:
+        return _own(hardware)
+    for entry in _sets().values():
+        if hardware.name in entry["clusters"]:
+            return Efficiency(**{name: float(entry["values"][name]) for name in NAMES}, mesh=entry["mesh"])
+    known = [name for entry in _sets().values() for name in entry["clusters"]]
+    raise RecipeError(
+        f"{hardware.name}: no efficiencies for it{did_you_mean(hardware.name, known)}; known are {', '.join(known)}; "
+        "name a device type of efficiencies.yaml that is like it"
+    )

@@ -1,0 +1,148 @@
+"""The run that a MindFormers recipe describes, as a `Configuration`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.auto.dispatch import settle
+from tools.estimate.configuration import Configuration, Recompute, Table, spread
+from tools.estimate.layer_numbers import table_by_numbers
+from tools.model.architecture import model_of
+from tools.recipe.load import Recipe
+from tools.recipe.view import MODEL, View, look
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import stage_layers_of, swaps
+
+Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
+_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
+_MODE = ("plugins", "hierarchical_ep", "mode")
+_MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
+
+
+def from_recipe(recipe: Recipe) -> Configuration:
+    """The run that a MindFormers recipe describes.
+
+    Raises:
+        RecipeError: it has no model or one of impossible sizes, or its offset does not fit.
+    """
+    view = View(recipe)
+    if not view.get(MODEL):
+        raise RecipeError(f"{recipe.source}: model.model_config: missing: this recipe describes no model")
+    built = convert(view, load_schema())
+    layers = stage_layers_of(view, built)
+    try:
+        model = model_of(built.fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecipeError(f"model.model_config: its sizes make no model ({error}); `tc3 check` says more") from None
+    if layers is None:
+        raise RecipeError("model.model_config.offset: does not fit the layers and stages; `tc3 check` says more")
+    table = tuple(tuple(row) for row in layers)
+    try:
+        recompute = recompute_of(view, table)
+    except (TypeError, ValueError):
+        raise RecipeError(
+            "recompute_config: its numbers do not fit the layers and stages; `tc3 check` says more"
+        ) from None
+    fields = built.fields
+    dtype = _DTYPES.get(str(fields.get("compute_dtype")), "fp32")
+    shard = ("parallel", "parallel_optimizer_config")
+    return Configuration(
+        model=model,
+        **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
+        layers=table,
+        schedule=_schedule(view),
+        sequence=built.number("seq_length"),
+        batch=view.batch,
+        micro_batches=view.micro_batches * view.accumulation,
+        dtype=dtype,
+        recompute=recompute,
+        sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
+        ep_mode=_mode(view, str(fields.get("moe_token_dispatcher_type"))),
+        shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
+        shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
+        shard_threshold=1024 * view.number((*shard, "parallel_optimizer_threshold"), 64),
+        shard_size=_shard_size(view),
+        flash=fields.get("use_flash_attention") is not False,
+        overlap_dp=True,
+        overlap_ep=bool(view.get(("plugins", "ep_overlap"))),
+        shared_whole=True,
+        keep_gathered=True,
+        training_graph=True,
+        fp32_residual=fields.get("fp32_residual_connection") is True,
+        ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
+    )
+
+
+def _mode(view: View, dispatcher: str) -> str:
+    """How tokens travel: the plugin's mode where the recipe has it; its `auto` as a launch settles it."""
+    mode = view.get(_MODE)
+    if mode is None:
+        return _MODES.get(dispatcher, "global")
+    if mode == "auto" and view.ep == 1:
+        return "global"  # a launch refuses it: nobody to send to
+    if mode == "auto":
+        settled = copy.deepcopy(view.recipe)
+        settle(settled)
+        mode = look(settled, _MODE)
+    return str(mode)
+
+
+def _shard_size(view: View) -> int:
+    """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
+    size = view.number(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), 0)
+    return 0 if size == 1 else size
+
+
+def _schedule(view: View) -> str:
+    """The name in `tools.pipeline.schedules`; MindFormers says 1f1b for the interleaved one, too."""
+    return "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
+
+
+def recompute_of(view: View, layers: Table) -> Recompute:
+    """`recompute_config`, by layer."""
+    section, read = ("recompute_config",), reader_of(view)
+    return Recompute(
+        full=read(view.get((*section, "recompute")), layers),
+        select=select_of(view.get((*section, "select_recompute")), layers, read),
+        communication=read(view.get((*section, "select_comm_recompute")), layers),
+        replay_tp=view.flag((*section, "mp_comm_recompute"), True),
+    )
+
+
+def reader_of(view: View) -> Reader:
+    """How recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
+    if not swaps(view):
+        return spread
+    schedule = _schedule(view)
+    return lambda value, layers: table_by_numbers(value, layers, schedule)
+
+
+def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
+    """`select_recompute` by layer, as far as it saves memory: where norms run again.
+
+    A flag or numbers stand for MindFormers' default operators, the multiplication and the activation function of an
+    MLP, which a fused SwiGLU has not: `tc3 dryrun` sees no byte less.
+    """
+    if isinstance(value, dict):
+        return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
+    return read(value, layers) if patterns_of(value) and any(map(of_norms, value)) else None
+
+
+def patterns_of(value: Any) -> list[str]:
+    """The operator patterns of a recompute key; none where it leaves them to MindFormers."""
+    named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    return list(value) if named else []
+
+
+def of_norms(pattern: str) -> bool:
+    """Whether a pattern names a layer's norms: cells below the layer, each part of it matched as a whole."""
+    parts = pattern.split(r"\.")
+    return any(
+        len(path) == len(parts) and all(map(re.fullmatch, parts, path))
+        for path in (("input_layernorm",), ("input_layernorm", "norm"))
+    )

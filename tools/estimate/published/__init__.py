@@ -1,0 +1,1 @@
+"""Published measurements: read as runs, predicted, used to fit a device."""

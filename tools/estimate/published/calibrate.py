@@ -1,0 +1,189 @@
+"""Fit the efficiencies of a device (`tools.estimate.efficiency`) to a few measured steps of it.
+
+Robust least squares on the logarithm of step time, by Gauss-Newton with damping inside sane bounds:
+
+1. *sensitivity*: how each row's predicted time moves with each parameter (a unit is a factor e, of a share in [0, 1]
+   all of it);
+2. *choice*: one parameter after the other, whichever moves the rows most in a way that those chosen before cannot
+   imitate; none that moves them by less than `TELLING`, and no more than there are rows. The others keep their values;
+3. *fit*: rows that miss by more than `OUTLIER` weigh less (Huber), and a weak pull to the starting values decides what
+   the rows leave open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import DataError
+from tools.estimate.efficiency import Efficiency
+from tools.estimate.published.rows import Row
+from tools.estimate.published.validate import predict
+
+# least and most of each; the shares that may be 0 are fitted as they are, all others by their logarithm
+BOUNDS = {
+    "matmul": (0.1, 1.0),
+    "matmul_fp8": (0.1, 1.0),
+    "half_size": (8.0, 2000.0),
+    "attention": (0.05, 1.0),
+    "memory": (0.1, 1.0),
+    "unfused": (1.0, 4.0),
+    "link": (0.1, 2.0),
+    "hidden": (0.0, 1.0),
+    "hidden_ep": (0.0, 1.0),
+    "layer_s": (1e-6, 2e-3),
+    "moe_s": (1e-6, 2e-2),
+    "burst": (1.0, 2.0),
+    "step_s": (1e-4, 10.0),
+}
+TELLING = 0.05  # a parameter that is a tenth off must show as half a percent somewhere
+OUTLIER = 0.1  # of the logarithm of time
+_PULL = 1e-4  # weight of the starting values, against 1 for a row
+_STEP = 1e-3  # of the numeric derivative
+_ROUNDS = 60
+Residuals = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found.
+
+    Args:
+        efficiency: fitted where `fitted` says so, else as it was.
+        kept: parameter -> why the rows cannot tell it.
+        errors: row -> (before, after), predicted over measured step time - 1.
+        skipped: row -> why it plays no part.
+    """
+
+    efficiency: Efficiency
+    fitted: tuple[str, ...]
+    kept: dict[str, str]
+    errors: dict[str, tuple[float, float]]
+    skipped: dict[str, str]
+
+
+def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibration:
+    """Fit `start` to the rows' step times on `cluster` (a name or file), whatever hardware the rows name.
+
+    Raises:
+        DataError: no row has both a configuration and a step time.
+    """
+    used, skipped = [], {}
+    for row in rows:
+        found = predict(replace(row, cluster=cluster), start)
+        if found.step_error is None:
+            skipped[row.id] = found.reason or "it has no step time, nor a throughput to derive it from"
+        else:
+            used.append(replace(row, cluster=cluster))
+    if not used:
+        reasons = "; ".join(f"{name}: {why}" for name, why in skipped.items()) or "there are none"
+        raise DataError(f"no row can be calibrated against ({reasons})")
+
+    def residuals(values: Efficiency) -> np.ndarray:
+        return np.log1p(np.array([predict(row, values).step_error for row in used], float))
+
+    names, kept = _choose(residuals, start)
+    best = _fit(residuals, start, names) if names else start
+    before, after = np.expm1(residuals(start)), np.expm1(residuals(best))
+    errors = {row.id: (float(b), float(a)) for row, b, a in zip(used, before, after, strict=True)}
+    return Calibration(best, tuple(names), kept, errors, skipped)
+
+
+def _coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
+    """The fitted parameters as the fit moves them."""
+    plain = np.array([getattr(values, name) for name in names], float)
+    low, high = _limits(names)
+    inside = np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), low, high)
+    return inside
+
+
+def _with(values: Efficiency, names: Sequence[str], coordinates: np.ndarray) -> Efficiency:
+    plain = np.where(_shares(names), coordinates, np.exp(coordinates))
+    changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
+    return replace(values, **changed)
+
+
+def _shares(names: Sequence[str]) -> np.ndarray:
+    return np.array([BOUNDS[name][0] == 0 for name in names], bool)
+
+
+def _limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    pairs = np.array([BOUNDS[name] for name in names], float)
+    shares = _shares(names)[:, None]
+    low, high = np.where(shares, pairs, np.log(np.where(shares, 1.0, pairs))).T
+    return low, high
+
+
+def _derivatives(residuals: Residuals, at: np.ndarray, limits: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """[rows, parameters], each by a step that stays inside its limits."""
+    columns = []
+    for index in range(len(at)):
+        ahead, behind = at.copy(), at.copy()
+        ahead[index] = min(at[index] + _STEP, limits[1][index])
+        behind[index] = max(at[index] - _STEP, limits[0][index])
+        columns.append((residuals(ahead) - residuals(behind)) / (ahead[index] - behind[index]))
+    return np.array(columns).T
+
+
+def _choose(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency) -> tuple[list[str], dict[str, str]]:
+    """The parameters that the rows tell apart, the most telling first; and why not the others."""
+    names = list(BOUNDS)
+    at = _coordinates(start, names)
+    moves = _derivatives(lambda where: residuals(_with(start, names, where)), at, _limits(names))
+    left = moves.copy()
+    chosen: list[int] = []
+    while len(chosen) < len(moves):
+        norms = np.linalg.norm(left, axis=0)
+        index = int(norms.argmax())
+        if norms[index] < TELLING:
+            break
+        chosen.append(index)
+        direction = left[:, index] / norms[index]
+        left = left - np.outer(direction, direction @ left)
+    kept = {}
+    for index in sorted(set(range(len(names))) - set(chosen)):
+        own = float(np.linalg.norm(moves[:, index]))
+        if own < TELLING:
+            kept[names[index]] = "no row depends on it" if own < 1e-6 else "it moves no row by enough"
+        else:
+            shares = np.linalg.lstsq(moves[:, chosen], moves[:, index], rcond=None)[0]
+            alike = names[chosen[int((np.abs(shares) * np.linalg.norm(moves[:, chosen], axis=0)).argmax())]]
+            kept[names[index]] = f"the rows cannot tell it from {alike}"
+    return [names[index] for index in chosen], kept
+
+
+def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str]) -> Efficiency:
+    limits, home = _limits(names), _coordinates(start, names)
+
+    def missed(where: np.ndarray) -> np.ndarray:
+        return residuals(_with(start, names, where))
+
+    def cost(off: np.ndarray, where: np.ndarray) -> float:
+        size = np.abs(off)
+        huber = np.where(size <= OUTLIER, size**2, OUTLIER * (2 * size - OUTLIER))
+        return float(huber.sum() + _PULL * ((where - home) ** 2).sum())
+
+    at, damping = home, 1e-3
+    off = missed(at)
+    for _ in range(_ROUNDS):
+        moves = _derivatives(missed, at, limits)
+        weight = np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
+        normal = moves.T @ (weight[:, None] * moves) + _PULL * np.eye(len(at))
+        slope = moves.T @ (weight * off) + _PULL * (at - home)
+        while damping < 1e6:
+            step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), -slope)
+            tried = np.clip(at + step, *limits)
+            missed_now = missed(tried)
+            if cost(missed_now, tried) < cost(off, at):
+                break
+            damping *= 4
+        else:
+            break
+        moved = float(np.abs(tried - at).max())
+        at, off, damping = tried, missed_now, max(1e-9, damping / 8)
+        if moved < 1e-7:
+            break
+    return _with(start, names, at)

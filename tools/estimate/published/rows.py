@@ -1,0 +1,220 @@
+"""Read a measurements file: each row as a `Configuration`, or the reason why it cannot be one.
+
+Three kinds of `config` blocks are understood: dimensions written out, the name of a public model (models.yaml), and
+what MindFormers model cards link (`model`, `parallel`, `recompute`). Rows leave much unsaid; what is filled in is
+decided by the row's group (`tools.estimate.published.stacks`), never by its measurement, and listed in `assumptions`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError, did_you_mean
+from tools.estimate.configuration import Configuration, even_layers
+from tools.estimate.efficiency import cluster
+from tools.estimate.published.benchmarks import layer_row, titan_row
+from tools.estimate.published.mindformers_cards import mindformers_row
+from tools.estimate.published.row_defaults import interleaved, micro_batch, recomputation
+from tools.estimate.published.sane import check_row
+from tools.estimate.published.stacks import Unexpressed, public_model, settings_of
+from tools.hardware import Hardware
+from tools.hardware.names import NAMES, device_in
+from tools.hardware.own_yaml import read_yaml
+from tools.model.architecture import Latent, Model, pattern_of
+
+_DTYPES = {"bf16": "bf16", "fp16": "fp16", "unspecified": "fp8"}
+# what the report leaves out of its 438B run, as recipes/telechat3_438b assumes it
+_TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run.
+
+    Args:
+        samples: the step that the row speaks of, in samples; 0 when it does not say.
+        masked: its FLOPs count the masked half of attention, too.
+        reason: why there is no configuration.
+    """
+
+    id: str
+    group: str
+    use: str
+    cluster: str
+    config: Configuration | None
+    samples: int
+    masked: bool
+    assumptions: tuple[str, ...]
+    measured: Mapping[str, Any]
+    reason: str = ""
+
+    @property
+    def hardware(self) -> Hardware:
+        """What it ran on."""
+        return cluster(self.cluster)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a measurements file.
+
+    Raises:
+        DataError: it cannot be read, or is no mapping with a list `rows`.
+    """
+    content = read_yaml(path, DataError)
+    rows = content.get("rows") if isinstance(content, dict) else content
+    if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{path}: rows: want a list of measurements, each with id, hardware and config")
+    return [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]
+
+
+def unknown_device(hardware: str) -> str:
+    """What is wrong with a device that nobody knows, in words."""
+    named = did_you_mean(hardware.lower(), list(NAMES))
+    return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
+
+
+def express(row: Mapping[str, Any], place: str = "row") -> Row:
+    """One row.
+
+    Raises:
+        DataError: it has no id, or something in it is no such thing.
+    """
+    check_row(row, place)
+    group, hardware = str(row.get("group", "")), str(row.get("hardware", ""))
+    known = device_in(hardware)
+    measured = row.get("measured") or {}
+    common = (str(row["id"]), group, str(row.get("use", "fit")), known)
+    try:
+        if not known:
+            raise Unexpressed(unknown_device(hardware))
+        config, samples, assumed = _configuration(row.get("config"), group, known)
+    except Unexpressed as error:
+        return Row(*common, None, 0, False, (), measured, str(error))
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"config: {type(error).__name__}: {error}"
+        return Row(*common, None, 0, False, (), measured, reason)
+    return Row(*common, config, samples, settings_of(group, known).masked, tuple(assumed), measured)
+
+
+def _configuration(config: Any, group: str, known: str) -> tuple[Configuration, int, list[str]]:
+    if not isinstance(config, dict) or not config:
+        raise Unexpressed("the row has no configuration")
+    if isinstance(config.get("model"), dict):
+        return mindformers_row(config)
+    if isinstance(config.get("parallel"), str):
+        return titan_row(config)
+    if "dispatcher" in config:
+        return layer_row(config)
+    assumed: list[str] = []
+    if group == "ascend_reports" and config.get("params") == "438B":
+        config = {**config, **{key: config.get(key) or value for key, value in _TELECHAT3_438B.items()}}
+        assumed.append("sequence 4,096, tp 2, ep 16 and MLA ranks as in recipes/telechat3_438b")
+    return _flat(config, group, known, assumed)
+
+
+def _need(config: Mapping[str, Any], *names: str) -> None:
+    missing = [name for name in names if not isinstance(config.get(name), int)]
+    if missing:
+        raise Unexpressed(f"not given: {', '.join(missing)}")
+
+
+def _flat(
+    config: Mapping[str, Any], group: str, known: str, assumed: list[str]
+) -> tuple[Configuration, int, list[str]]:
+    """Dimensions or a model's name, with tp, pp, ... beside them."""
+    own = () if "model" in config else ("layers", "hidden", "heads", "vocab")
+    _need(config, *own, "seq", "gbs", "devices", "tp", "pp")
+    model = public_model(str(config["model"])) if "model" in config else _dimensions(config, group)
+    settings = settings_of(group, known)
+    tp, pp, cp = config["tp"], config["pp"], config.get("cp") or 1
+    dp = config.get("dp") or config["devices"] // (tp * pp * cp)
+    if not dp:
+        raise Unexpressed(f"tp {tp} x pp {pp} x cp {cp} is more than {config['devices']} devices")
+    batch = config.get("micro_batch") or micro_batch(config["gbs"] // dp, pp, config.get("micro_batches"), assumed)
+    micro_batches = max(1, config["gbs"] // max(1, dp * batch))
+    chunks = config.get("vpp") or interleaved(model.layers, pp, micro_batches, assumed)
+    if settings.schedule == "zero_bubble_v" and pp > 1:
+        chunks = 2
+    layers = even_layers(model.layers, pp, chunks, model.mtp)
+    if settings.schedule == "zero_bubble_v" and pp > 1:
+        layers = (layers[0], layers[1][::-1])
+    schedule = settings.schedule or ("interleaved_1f1b" if chunks > 1 and pp > 1 else "1f1b")
+    words = str(config.get("recompute") or settings.recompute)
+    precision = str(config.get("precision") or settings.precision).lower()
+    if "fp4" in precision:
+        raise Unexpressed(f"precision {precision} is not modelled")
+    if precision == "unspecified":
+        assumed.append("precision fp8, which the other rows of this series have")
+    sequence_parallel = ("no_sp" not in words and "sp" in words.split("_")) or settings.sequence_parallel
+    made = Configuration(
+        model=replace(model, dropout=settings.dropout),
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=_degree(config.get("ep")),
+        layers=layers,
+        schedule=schedule,
+        sequence=config["seq"],
+        batch=batch,
+        micro_batches=micro_batches,
+        dtype=_DTYPES.get(precision, "fp8" if "fp8" in precision else "bf16"),
+        recompute=recomputation(words, layers, settings.selective),
+        sequence_parallel=sequence_parallel,
+        ep_mode=settings.ep_mode,
+        shard_optimizer=settings.shard_optimizer,
+        shard_gradients=settings.shard_gradients or bool(config.get("fsdp")),
+        shard_weights=bool(config.get("fsdp")),
+        wide_gradients=settings.wide_gradients,
+        flash=settings.flash,
+        shared_whole=settings.mindformers,
+        keep_gathered=settings.mindformers,
+        fp32_residual=settings.mindformers,
+        overlap_tp=settings.overlap,
+        overlap_dp=settings.overlap or settings.mindformers,
+        overlap_pp=settings.overlap,
+        overlap_tp_backward=settings.overlap_tp_backward,
+        overlap_ep=settings.overlap_ep or (settings.overlap and chunks > 1),
+    )
+    return made, config["gbs"], assumed
+
+
+def _degree(value: Any) -> int:
+    """`ep` as a number; reports write it in words, too ("TP8xEP4=32 groups")."""
+    if isinstance(value, str):
+        found = re.search(r"=(\d+)", value) or re.search(r"(\d+)", value)
+        return int(found[1]) if found else 1
+    return value or 1
+
+
+def _dimensions(config: Mapping[str, Any], group: str) -> Model:
+    h, settings = config["hidden"], settings_of(group, "")
+    ffn = config.get("dense_ffn") or config.get("ffn")
+    experts = config.get("experts") or 0
+    latent = None
+    if "mla" in config or str(config.get("attention", "")).startswith("MLA"):
+        ranks = config.get("mla") or {"q_lora": 1536, "kv_lora": 512, "nope": 128, "rope": 64, "v": 128}
+        latent = Latent(ranks["q_lora"], ranks["kv_lora"], ranks["nope"], ranks["rope"], ranks["v"])
+    shared = config.get("shared") or 0
+    return Model(
+        pattern=pattern_of(config["layers"], experts, config.get("dense_layers", 1)),
+        hidden=h,
+        heads=config["heads"],
+        kv_heads=config.get("kv_heads") or config["heads"],
+        head_dim=config.get("head_dim") or h // config["heads"],
+        ffn=ffn if isinstance(ffn, int) else (3 if experts else 4) * h,
+        vocab=config["vocab"],
+        gated=bool(experts or config.get("kv_heads")),
+        tied=settings.tied,
+        latent=latent,
+        experts=experts,
+        top_k=config.get("topk") or 0,
+        expert_ffn=config.get("moe_ffn") or 0,
+        shared_ffn=shared * (config.get("moe_ffn") or 0),
+        mtp=config.get("mtp") or 0,
+        node_limit=settings.node_limit,
+    )

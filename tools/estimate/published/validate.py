@@ -1,0 +1,155 @@
+"""Predict every row of a measurements file from its configuration alone, and compare where it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.estimate.efficiency import Efficiency
+from tools.estimate.layer_model import work
+from tools.estimate.memory_model import peak_memory
+from tools.estimate.published.rows import Row
+from tools.estimate.time_model import TimeModel
+from tools.model.flops import flops_per_token
+
+QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mfu", "peak_memory_gb")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row. What cannot be derived is None, and `reason` says why.
+
+    Args:
+        step_time_s: of the samples that the row calls a step.
+        tflops_per_device: model FLOPs, nothing recomputed, as the row's source counts them.
+        mfu: share of the device's bf16 peak, 0 to 1.
+        peak_memory_gb: of the heaviest stage, in 1e9 bytes.
+        step_error, memory_error: predicted over measured - 1, None where there is nothing to compare.
+    """
+
+    row: Row
+    step_time_s: float | None = None
+    tokens_per_s_per_device: float | None = None
+    tflops_per_device: float | None = None
+    mfu: float | None = None
+    peak_memory_gb: float | None = None
+    reason: str | None = None
+    step_error: float | None = None
+    memory_error: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The stable interface."""
+        found: dict[str, Any] = {"id": self.row.id}
+        found |= {name: getattr(self, name) for name in QUANTITIES}
+        found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
+        if self.row.measured:
+            found |= {"step_error": self.step_error, "memory_error": self.memory_error}
+        return found
+
+
+def predict(row: Row, efficiency: Efficiency | None = None) -> Prediction:
+    """Predict one row; `efficiency` instead of its device type's own."""
+    config = row.config
+    if config is None:
+        return Prediction(row, reason=row.reason)
+    try:
+        step = TimeModel(row.hardware, efficiency).step(config).total
+    except RecipeError as error:
+        return Prediction(row, reason=str(error))
+    memory, reason = _memory(row)
+    flops = _step_flops(row)
+    rate = flops / step / config.devices
+    seconds = step * row.samples / config.global_batch
+    return Prediction(
+        row,
+        step_time_s=seconds,
+        tokens_per_s_per_device=None if config.layer_only else config.tokens / step / config.devices,
+        tflops_per_device=rate / 1e12,
+        mfu=rate / row.hardware.peak_flops["bf16"],
+        peak_memory_gb=None if memory is None else memory / 1e9,
+        reason=reason,
+        step_error=_error(seconds, measured_step(row, flops / config.global_batch)),
+        memory_error=_error(memory, measured_memory(row)),
+    )
+
+
+def _memory(row: Row) -> tuple[float | None, str | None]:
+    """Bytes of the fullest device, or the reason why they are not known."""
+    config = row.config
+    assert config is not None
+    if config.layer_only:
+        return None, "one layer has no tokens/s, and what its benchmark keeps in memory is not said"
+    try:
+        return peak_memory(config), None
+    except RecipeError as error:
+        return None, f"memory: {error}"
+
+
+def _step_flops(row: Row) -> float:
+    """Model FLOPs of a step; of a layer alone those of its MLP, forward and twice backward."""
+    config = row.config
+    assert config is not None
+    if config.layer_only:
+        return 3 * work(config, "moe").flops * config.devices
+    return flops_per_token(config.model, config.sequence, row.masked) * config.tokens
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or measured is None else predicted / measured - 1
+
+
+def measured_step(row: Row, flops_per_sample: float) -> float | None:
+    """Seconds of the row's step: measured, or from its throughput."""
+    measured, config = row.measured, row.config
+    assert config is not None
+    for name in ("step_time_s", "derived_step_time_s", "implied_step_time_s"):
+        if _number(measured, name):
+            return measured[name]
+    if _number(measured, "step_time_ms"):
+        return measured["step_time_ms"] / 1e3
+    if _number(measured, "forward_ms") and _number(measured, "backward_ms"):
+        return (measured["forward_ms"] + measured["backward_ms"]) / 1e3
+    for name in ("tokens_per_s_per_gpu", "tokens_per_s_per_device"):
+        if _number(measured, name):
+            return row.samples * config.sequence / (measured[name] * config.devices)
+    work_done = row.samples * flops_per_sample / config.devices
+    if _number(measured, "tflops_per_gpu"):
+        return work_done / (measured["tflops_per_gpu"] * 1e12)
+    if _number(measured, "mfu_percent"):
+        return work_done / (measured["mfu_percent"] / 100 * row.hardware.peak_flops["bf16"])
+    return None
+
+
+def measured_memory(row: Row) -> float | None:
+    """Bytes of the fullest device, where the row says."""
+    measured, config = row.measured, row.config
+    assert config is not None
+    if _number(measured, "peak_memory_GiB"):
+        return measured["peak_memory_GiB"] * 2**30
+    if _number(measured, "param_opt_grad_GiB") and _number(measured, "activation_GiB_first_stage"):
+        return (measured["param_opt_grad_GiB"] + measured["activation_GiB_first_stage"]) * 2**30
+    return None
+
+
+def _number(measured: Mapping[str, Any], name: str) -> bool:
+    value = measured.get(name)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+def summary(predictions: Iterable[Prediction], field: str = "step_error") -> dict[str, dict[str, float]]:
+    """{"all", each device and each group: {"rows", "mean", "worst"}} of absolute errors of the `fit` rows."""
+    groups: dict[str, list[float]] = {"all": []}
+    for prediction in predictions:
+        error = getattr(prediction, field)
+        if error is None or prediction.row.use != "fit":
+            continue
+        group = [f"group {prediction.row.group}"] if prediction.row.group else []
+        for name in ("all", f"device {prediction.row.cluster}", *group):
+            groups.setdefault(name, []).append(abs(error))
+    return {
+        name: {"rows": len(errors), "mean": sum(errors) / len(errors), "worst": max(errors)}
+        for name, errors in groups.items()
+        if errors
+    }

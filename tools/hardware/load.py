@@ -1,0 +1,208 @@
+"""Read a hardware file. Each number is `{value, certainty, source}`; whoever passes an own file must say both too."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plugins.errors import RecipeError, did_you_mean
+from tools.hardware.names import name_of
+from tools.hardware.own_yaml import read_yaml
+from tools.ranges import Range
+
+FOLDER = Path(__file__).parent
+CERTAINTIES = ("quoted", "derived", "assumed")
+DTYPES = ("bf16", "fp16", "fp32", "fp8")
+
+# what a number may be: units mistaken (TFLOP/s, GB, us) lie outside
+_RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs a second
+_SECONDS = Range(0, 10, whole=False)
+_SHARE = Range(0, 1, whole=False, above=True)
+_LINK = {"bytes_per_s": _RATE, "latency_s": _SECONDS, "efficiency": _SHARE}
+_FIGURES: dict[str, Any] = {
+    "peak_flops": dict.fromkeys(DTYPES, Range(1e9, 1e18, whole=False)),
+    "hbm_bytes": Range(1e6, 1e13, whole=False),
+    "hbm_bytes_per_s": _RATE,
+    "devices_per_node": Range(1, 100_000),
+    "intra_node": _LINK,
+    "inter_node": _LINK,
+    "launch_s": _SECONDS,
+    "matmul_efficiency": _SHARE,
+}
+_WORDS = ("name", "device")
+
+
+class Origin(NamedTuple):
+    """Where a number comes from: certainty is "quoted", "derived" or "assumed"."""
+
+    certainty: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Link:
+    """One class of links, seen by one device in one direction.
+
+    Args:
+        bytes_per_s: nominal bandwidth.
+        latency_s: seconds that each message costs beside its bytes.
+        efficiency: share of the bandwidth that a large collective reaches, in (0, 1].
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    efficiency: float
+
+    @property
+    def reached(self) -> float:
+        """Bytes a second that a large collective reaches."""
+        return self.bytes_per_s * self.efficiency
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One cluster. Sizes in bytes, times in seconds, FLOP/s dense.
+
+    Args:
+        peak_flops: dtype ("bf16", "fp16", "fp32", "fp8") -> FLOP/s; the dtypes that the file names.
+        launch_s: fixed cost of one operator.
+        matmul_efficiency: share of the peak that a training step's matmuls reach.
+        origins: dotted key -> where the number comes from.
+        file: what the file is called in messages.
+        efficiency: a file's own values of `tools.estimate.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
+    """
+
+    name: str
+    device: str
+    peak_flops: Mapping[str, float]
+    hbm_bytes: float
+    hbm_bytes_per_s: float
+    devices_per_node: int
+    intra_node: Link
+    inter_node: Link
+    launch_s: float
+    matmul_efficiency: float
+    origins: Mapping[str, Origin] = field(repr=False)
+    efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    file: str = field(default="", repr=False, compare=False)
+
+    @property
+    def assumed(self) -> list[str]:
+        """Dotted keys of the numbers that nobody has measured or published."""
+        return [key for key, origin in self.origins.items() if origin.certainty == "assumed"]
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s that matmuls of `dtype` reach.
+
+        Raises:
+            RecipeError: the file has no peak for it.
+        """
+        if dtype not in self.peak_flops:
+            known = ", ".join(self.peak_flops)
+            raise RecipeError(f"{self.name}: peak_flops.{dtype}: missing; the file has {known}")
+        return self.peak_flops[dtype] * self.matmul_efficiency
+
+
+def known_hardware() -> list[str]:
+    """Names of the files of this repository."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
+    """The hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of an own YAML file.
+
+    Raises:
+        RecipeError: there is no such file, or a number is missing, impossible or without its source.
+    """
+    word = name_of(os.fspath(name_or_path))
+    if word in known_hardware():
+        return _Reader(str(FOLDER / f"{word}.yaml"), shown=f"{word}.yaml").hardware()
+    if os.path.isfile(word):
+        return _Reader(word, shown=word).hardware()
+    hint = did_you_mean(Path(word).stem.lower().replace(" ", "_"), known_hardware())
+    raise RecipeError(
+        f"cluster {word}: no such file, and none of {', '.join(known_hardware())}{hint}; "
+        "for another cluster copy one of them and pass its path"
+    )
+
+
+class _Reader:
+    """One file; errors begin with the name `shown` and the key path."""
+
+    def __init__(self, path: str, shown: str):
+        self.shown = shown
+        self.origins: dict[str, Origin] = {}
+        self.content = read_yaml(Path(path), RecipeError, shown)
+
+    def hardware(self) -> Hardware:
+        """Everything, checked."""
+        efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
+        content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True)
+        for word in _WORDS:
+            if not isinstance(content[word], str):
+                raise RecipeError(f"{self.shown}: {word}: want text, got {content[word]!r}")
+        values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
+        values["intra_node"] = Link(**values["intra_node"])
+        values["inter_node"] = Link(**values["inter_node"])
+        return Hardware(
+            content["name"], content["device"], **values, origins=self.origins, efficiency=efficiency, file=self.shown
+        )
+
+    def _value(self, content: Any, key: str, kind: Any) -> Any:
+        """A number, or a mapping of numbers."""
+        if isinstance(kind, Range):
+            return self._figure(content, key, kind)
+        dtypes = key == "peak_flops"  # of which one may be enough
+        content = self._mapping(content, key, list(kind), required=not dtypes)
+        if not content:
+            raise RecipeError(f"{self.shown}: {key}: empty; give at least one of {', '.join(kind)}")
+        return {name: self._figure(content[name], f"{key}.{name}", kind[name]) for name in content}
+
+    def _figure(self, content: Any, key: str, kind: Range) -> float:
+        """The number at `key`; notes its origin."""
+        content = self._mapping(content, key, ["value", "certainty", "source"], required=True)
+        value, certainty, source = content["value"], content["certainty"], content["source"]
+        if certainty not in CERTAINTIES:
+            hint = did_you_mean(str(certainty), list(CERTAINTIES))
+            wanted = ", ".join(CERTAINTIES)
+            raise RecipeError(f"{self.shown}: {key}.certainty: want one of {wanted}, got {certainty!r}{hint}")
+        if not isinstance(source, str) or not source.strip():
+            raise RecipeError(f"{self.shown}: {key}.source: say where the number comes from")
+        self.origins[key] = Origin(certainty, source)
+        number = _number(value)
+        if refusal := kind.refusal(value if number is None else number):
+            raise RecipeError(f"{self.shown}: {key}.value: {_short(value)} {refusal}")
+        assert number is not None
+        return int(number) if kind.whole else number
+
+    def _mapping(self, content: Any, key: str, known: list[str], required: bool) -> dict[str, Any]:
+        """`content` as a mapping of `known` keys, of which all must be there if `required`."""
+        place = f"{key}." if key else ""
+        if not isinstance(content, dict):
+            raise RecipeError(f"{self.shown}: {key or 'the file'}: want a mapping of {', '.join(known)}")
+        for name in content:
+            if name not in known:
+                hint = did_you_mean(str(name), known)
+                raise RecipeError(f"{self.shown}: {place}{name}: no such key{hint}; known are {', '.join(known)}")
+        for name in known:
+            if required and name not in content:
+                raise RecipeError(f"{self.shown}: {place}{name}: missing")
+        return content
+
+
+def _number(value: Any) -> float | None:
+    """A number; YAML 1.1 reads 1e12 as text, people mean a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

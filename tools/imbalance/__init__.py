@@ -1,0 +1,1 @@
+"""How unevenly a corpus loads the devices of a recipe, before any device is there."""

@@ -1,0 +1,194 @@
+"""An imbalance as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from plugins.attention_balance.plan import Balance
+from tools.imbalance.lengths import QUANTILES, Distribution
+from tools.imbalance.measure import Imbalance, Result
+from tools.imbalance.recipe import Setting
+from tools.imbalance.steps import SHARES, Steps
+
+NOTE = (
+    "modelled, not measured: communication and uneven experts are not counted, so the real gain is a smaller part of "
+    "the step. step/even is the time of a step over that of a step whose samples all cost the same"
+)
+BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first and last micro-batches are short"
+
+
+def as_json(found: Imbalance) -> dict[str, Any]:
+    """One object. Pairs are [without, with] the plugin; loads are over the mean of a step."""
+    rows = [dict(zip(("from", "below", "documents", "tokens"), row, strict=True)) for row in found.documents.octaves()]
+    tokens = {str(share): found.documents.weighted_quantile(share) for share in QUANTILES}
+    return {
+        "prefix": found.prefix,
+        "recipe": found.recipe,
+        "modelled": True,
+        "documents": {**_distribution(found.documents), "token_quantiles": tokens, "histogram": rows},
+        "equal_costs": found.equal or None,
+        "result": _result(found.result) if found.result else None,
+    }
+
+
+def _result(result: Result) -> dict[str, Any]:
+    setting, steps = result.setting, result.steps
+    context = steps.context and dict(zip(("contiguous", "balanced"), steps.context, strict=True))
+    return {
+        "layout": _layout(setting),
+        "cost": {"per_pair": setting.cost.per_pair, "per_token": setting.cost.per_token, "unit": setting.cost.unit},
+        "dataset_samples": result.dataset,
+        "epochs": result.epochs,
+        "documents_of_a_sample": {**_distribution(result.samples), "room": setting.room},
+        "pairs_over_undivided": steps.of_one_document,
+        "steps_looked_at": steps.numbers.tolist(),
+        "attention_over_even": _balance(steps.attention, setting),
+        "step_over_even": _balance(steps.model, setting),
+        "attention_share": steps.attention_share,
+        "speed_up": steps.speed_up,
+        "attention_of_a_micro_batch": _loads(steps.micro_batch_loads),
+        "attention_of_a_rank_and_step": _loads(steps.step_loads),
+        "context_parallel_slowest_over_mean": context,
+        "notes": list(setting.notes),
+    }
+
+
+def _layout(setting: Setting) -> dict[str, Any]:
+    layout = setting.layout
+    return {
+        "data_parallel_ranks": layout.ranks,
+        "micro_batches": layout.micro_batches,
+        "samples_of_a_micro_batch": layout.slots,
+        "samples_of_a_step": layout.batch,
+        "ranks_per_barrier": layout.objective.ranks_per_barrier,
+        "pipeline_stages": layout.objective.stages,
+        "sequence_length": setting.sequence_length,
+        "steps": setting.steps,
+        "window": layout.window,
+    }
+
+
+def _distribution(found: Distribution) -> dict[str, Any]:
+    quantiles = {str(share): found.quantile(share) for share in QUANTILES}
+    return {"count": found.count, "total": found.total, "mean": found.total / found.count, "quantiles": quantiles}
+
+
+def _balance(found: Balance, setting: Setting) -> dict[str, Any]:
+    """Means over steps, and the worst step. A window's samples change steps, so there is no bound for a step."""
+    bound = float(found.bound.mean()) if setting.layout.window == 1 else None
+    return {
+        "mean": [float(found.before.mean()), float(found.after.mean())],
+        "worst": [float(found.before.max()), float(found.after.max())],
+        "lower_bound": bound,
+    }
+
+
+def _loads(sides: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
+    return {str(share): [float(side[at]) for side in sides] for at, share in enumerate(SHARES)}
+
+
+def print_text(found: Imbalance, console: Console) -> None:
+    """Documents, then samples and steps, then what to think of it."""
+    documents = found.documents
+    console.print(
+        f"{found.prefix}: {documents.count:,} documents, {documents.total:,} tokens, "
+        f"{documents.total / documents.count:,.0f} a document"
+    )
+    for table in (_quantiles(documents), _histogram(documents)):
+        console.print(table)
+        console.print()
+    if found.result:
+        _print_result(found.result, console)
+    else:
+        console.print(f"nothing to balance: {found.equal}")
+
+
+def _print_result(result: Result, console: Console) -> None:
+    setting, steps, samples = result.setting, result.steps, result.samples
+    layout = setting.layout
+    room = f" (the mask has room for {setting.room:,})" if setting.room else ""
+    console.print(
+        f"samples of {setting.sequence_length:,} tokens: {samples.quantile(0.5):,} documents in half of them, at most "
+        f"{samples.values[-1]:,}{room}; {steps.of_one_document:.1%} of the attention of undivided samples"
+    )
+    console.print(
+        f"layout: {layout.batch:,} samples a step = {layout.ranks:,} x {layout.micro_batches:,} x {layout.slots:,} "
+        f"(data-parallel ranks, micro-batches, samples of one); {_waiting(setting)}"
+    )
+    window = f"; samples change places within {layout.window:,} steps" if layout.window > 1 else ""
+    console.print(
+        f"looked at {len(steps.numbers):,} of {setting.steps:,} steps, spread over the run; "
+        f"the dataset is {result.epochs:,} x the corpus{window}"
+    )
+    console.print()
+    console.print(_table(steps, setting))
+    console.print()
+    console.print(
+        f"predicted step time with plugins.attention_balance: {1 / steps.speed_up - 1:+.1%} ({steps.speed_up:.3f} x as "
+        f"fast); attention is {steps.attention_share:.0%} of the work"
+    )
+    if steps.context:
+        console.print(
+            f"inside a sample, over {setting.context_parallel} context-parallel ranks: slowest/mean attention "
+            f"{steps.context[0]:.2f} in consecutive parts, {steps.context[1]:.2f} if cut by document; "
+            "this comes on top, scheduling does not change it"
+        )
+    below = BELOW_ONE if setting.layout.objective.stages > 1 else ""
+    for note in (NOTE + below, *setting.notes):
+        console.print(f"note: {note}")
+
+
+def _waiting(setting: Setting) -> str:
+    """Where devices wait for each other."""
+    objective, ranks = setting.layout.objective, setting.layout.ranks
+    stages = f"; {objective.stages} pipeline stages" if objective.stages > 1 else ""
+    together = objective.ranks_per_barrier
+    if together == 1:
+        return f"ranks wait for each other at the end of a step{stages}" if ranks > 1 else f"one rank{stages}"
+    who = "all ranks" if together == ranks else f"groups of {together:,} ranks"
+    return f"{who} wait for each other in every micro-batch (expert parallelism){stages}"
+
+
+def _quantiles(found: Distribution) -> Table:
+    table = _plain_table("share", "documents of up to", "tokens in documents of up to")
+    for share in QUANTILES:
+        table.add_row(f"{share:.0%}", f"{found.quantile(share):,}", f"{found.weighted_quantile(share):,}")
+    return table
+
+
+def _histogram(found: Distribution) -> Table:
+    table = _plain_table("tokens", "documents", "share", "of tokens", "")
+    rows = list(found.octaves())
+    most = max(tokens for *_, tokens in rows)
+    for start, below, documents, tokens in rows:
+        shares = f"{documents / found.count:.1%}", f"{tokens / found.total:.1%}"
+        table.add_row(f"{start:,} - {below - 1:,}", f"{documents:,}", *shares, "#" * round(20 * tokens / most))
+    table.columns[-1].justify = "left"
+    return table
+
+
+def _table(steps: Steps, setting: Setting) -> Table:
+    table = _plain_table("", "no scheduling", "attention_balance", "lower bound")
+    for name, found in (("attention", steps.attention), ("all work", steps.model)):
+        row = _balance(found, setting)
+        bound = "-" if row["lower_bound"] is None else f"{row['lower_bound']:.3f}"
+        table.add_row(f"step/even, {name}", *(f"{value:.3f}" for value in row["mean"]), bound)
+        table.add_row("  worst step", *(f"{value:.3f}" for value in row["worst"]), "")
+    table.add_section()
+    for name, loads in (("a micro-batch", steps.micro_batch_loads), ("a rank's step", steps.step_loads)):
+        table.add_row(f"attention of {name}/mean", "", "", "")
+        for at, word in ((0, "least"), (1, "half up to"), (2, "90% up to"), (-1, "most")):
+            table.add_row(f"  {word}", *(f"{side[at]:.2f}" for side in loads), "")
+    return table
+
+
+def _plain_table(first: str, *columns: str) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table

@@ -1,0 +1,1 @@
+"""Layers to pipeline stages and what each recomputes: the pipeline optimiser."""

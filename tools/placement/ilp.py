@@ -1,0 +1,189 @@
+"""The exact model of a pipeline-balance instance as a mixed-integer program for HiGHS.
+
+Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
+
+    minimise T
+    every type's layers are placed; each inner chunk has a layer; types keep the model's order
+    for each stage and each Pareto-maximal moment of its order:   static + layers' parameters + in-flight
+                                                                  activations <= cap      (exact peak memory)
+    for each chain found so far:   T >= (times a chunk's forward or backward is on the chain) x (its duration)
+
+A step's time is the longest of all chains of operations (`tools.pipeline.critical_path`), so the last rows, one for
+each chain, would be the simulator itself. There are too many; they are added one by one where the model is still too
+low: the cutting planes of Kelley (1960). With any set of them the model's optimum bounds the true one from below, and a
+best plan whose simulated time the model agrees with is optimal. No proxy for the step time is needed (sum over a
+stage, slowest chunk, slots of the steady state).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from tools.placement.budget import Budget
+from tools.placement.instance import Instance
+
+INFINITE = highspy.kHighsInf
+# relative: a plan must be better by this much to be looked for, and is called optimal within it
+IMPROVEMENT = 1e-6
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run of the solver found.
+
+    plan    [K, C] layers (not whole numbers from `relaxed`), or None
+    value   the model's T for it, or the excess of `least_excess`
+    bound   what no plan within the searched range can be under; infinite if there is none at all
+    done    the range has been searched to its end
+    """
+
+    plan: np.ndarray | None
+    value: float
+    bound: float
+    done: bool
+
+
+class PathModel:
+    """The model of one instance; grows by `add_chain`, keeps its rows between runs."""
+
+    def __init__(self, instance: Instance):
+        self.instance = instance
+        self.size = instance.chunks * instance.stages
+        self.shape = (len(instance.columns), self.size)
+        self.chains = 0
+        self._budget = Budget(0)
+        self._solver = highspy.Highs()
+        # one thread: the searcher's other half is NumPy, and users run several
+        # no restarts: with them HiGHS 1.15.1 called plans optimal that were not, about once in 1,500 small instances
+        options = {"output_flag": False, "threads": 1, "mip_rel_gap": IMPROVEMENT, "mip_allow_restart": False}
+        for option, value in options.items():
+            self._solver.setOptionValue(option, value)
+        self._solver.cbMipInterrupt += self._ask
+        self._solver.cbSimplexInterrupt += self._ask
+        self._most = np.repeat([[instance.types[t].count] for t, _ in instance.columns], self.size, axis=1)
+        count = self._most.size
+        self._solver.addVars(count, np.zeros(count), self._most.ravel().astype(float))
+        self._time = self._add_variable(INFINITE)
+        self._excess = self._add_variable(0.0)
+        self._whole = list(range(count))
+        self._place_layers()
+        self._keep_order()
+        self._limit_memory()
+
+    def add_chain(self, visits: np.ndarray) -> None:
+        """Bound T by a chain: `visits` [2, C], how often it runs each chunk's forward and backward."""
+        layer = np.einsum("ik,ic->kc", self.instance.costs[:2], visits)
+        self._add_row(float((visits * self.instance.ends).sum()), INFINITE, -layer, {self._time: 1.0})
+        self.chains += 1
+
+    def relaxed(self, budget: Budget) -> Answer:
+        """Solve with layers cut at will."""
+        self._set_whole(False)
+        self._aim(self._time)
+        self._limit(np.zeros(self.shape), self._most, INFINITE)
+        return self._run(budget)
+
+    def best(
+        self,
+        budget: Budget,
+        below: float = INFINITE,
+        low: np.ndarray | None = None,
+        high: np.ndarray | None = None,
+    ) -> Answer:
+        """Solve for whole layers, T at most `below`, and each count from `low` to `high` ([K, C]; default: all)."""
+        self._set_whole(True)
+        self._aim(self._time)
+        self._limit(np.zeros(self.shape) if low is None else low, self._most if high is None else high, below)
+        return self._run(budget)
+
+    def least_excess(self, budget: Budget) -> Answer:
+        """Find whole layers that exceed the cap on no stage by more than the least possible `value`."""
+        self._set_whole(True)
+        self._solver.changeColBounds(self._excess, 0.0, INFINITE)
+        self._aim(self._excess)
+        self._limit(np.zeros(self.shape), self._most, INFINITE)
+        answer = self._run(budget)
+        self._solver.changeColBounds(self._excess, 0.0, 0.0)
+        return answer
+
+    def _ask(self, event) -> None:
+        # said each time: HiGHS keeps the answer of an earlier run
+        event.interrupt(self._budget.over)
+
+    def _run(self, budget: Budget) -> Answer:
+        self._budget = budget
+        # not HiGHS's own limit, which counts from the first run in some places and from this run in others
+        self._solver.run()
+        status, info = self._solver.getModelStatus(), self._solver.getInfo()
+        # T is bounded from below, so what HiGHS could not tell apart is infeasible too
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Answer(None, INFINITE, INFINITE, True)
+        done = status == highspy.HighsModelStatus.kOptimal
+        bound = info.mip_dual_bound if self._integral else info.objective_function_value if done else -INFINITE
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Answer(None, INFINITE, bound, done)
+        values = np.array(self._solver.getSolution().col_value[: self._most.size]).reshape(self.shape)
+        plan = np.rint(values).astype(int) if self._integral else values
+        return Answer(plan, info.objective_function_value, bound, done)
+
+    def _set_whole(self, whole: bool) -> None:
+        kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
+        self._solver.changeColsIntegrality(
+            len(self._whole), np.array(self._whole, np.int32), np.array([kind] * len(self._whole))
+        )
+        self._integral = whole
+
+    def _aim(self, variable: int) -> None:
+        for other in (self._time, self._excess):
+            self._solver.changeColCost(other, float(other == variable))
+
+    def _limit(self, low: np.ndarray, high: np.ndarray, below: float) -> None:
+        count = self._most.size
+        which = np.arange(count, dtype=np.int32)
+        self._solver.changeColsBounds(count, which, low.ravel().astype(float), high.ravel().astype(float))
+        self._solver.changeColBounds(self._time, 0.0, below)
+
+    def _place_layers(self) -> None:
+        for index, kind in enumerate(self.instance.types):
+            layers = np.zeros(self.shape)
+            layers[self.instance.type_columns(index)] = 1
+            self._add_row(kind.count, kind.count, layers)
+        for chunk in range(1, self.size - 1) if self.instance.least_layers else ():
+            layers = np.zeros(self.shape)
+            layers[:, chunk] = 1
+            self._add_row(1, INFINITE, layers)
+
+    def _keep_order(self) -> None:
+        """z[t, c] in {0, 1}: all of type t are in chunks up to c, which the next type's first layer must wait for."""
+        for index, (kind, following) in enumerate(zip(self.instance.types, self.instance.types[1:], strict=False)):
+            for chunk in range(self.size):
+                ended = self._add_variable(1.0)
+                self._whole.append(ended)
+                for number, count, low, high in (
+                    (index, kind.count, 0, INFINITE),
+                    (index + 1, following.count, -INFINITE, 0),
+                ):
+                    layers = np.zeros(self.shape)
+                    layers[self.instance.type_columns(number), : chunk + 1] = 1
+                    self._add_row(low, high, layers, {ended: -count})
+
+    def _limit_memory(self) -> None:
+        _, _, parameters, activation = self.instance.costs
+        for stage, peaks in enumerate(self.instance.peaks):
+            for held in peaks:
+                memory = np.zeros(self.shape)
+                memory[:, stage :: self.instance.stages] = parameters[:, None] + np.outer(activation, held)
+                self._add_row(-INFINITE, self.instance.cap - self.instance.static[stage], memory, {self._excess: -1.0})
+
+    def _add_variable(self, high: float) -> int:
+        self._solver.addVar(0.0, high)
+        return self._solver.getNumCol() - 1
+
+    def _add_row(self, low: float, high: float, layers: np.ndarray, others: dict[int, float] | None = None) -> None:
+        flat, others = layers.ravel(), others or {}
+        where = np.flatnonzero(flat)
+        index = np.concatenate([where, list(others)]).astype(np.int32)
+        self._solver.addRow(low, high, len(index), index, np.concatenate([flat[where], list(others.values())]))

@@ -1,0 +1,164 @@
+"""Layers to stages and chunks, and what each recomputes, for a configuration: the pipeline optimiser's answer.
+
+`place` makes a pipeline-balance instance of the configuration (`placement_instance`), has it optimised and turns the
+plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
+layer, full recomputation first, then selective, then communication. A plan that gives a chunk's options in another
+order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
+judged by the estimator itself: `TimeModel.step` with the schedule simulated, `memory_model` for every stage.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tools.estimate.configuration import Configuration, Recompute, Table
+from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.time_model import TimeModel
+from tools.pipeline.schedules import is_v_shaped
+from tools.placement.budget import Budget
+from tools.placement.instance import Instance
+from tools.placement.optimise import Outcome, optimise
+from tools.placement.problem import pipeline_instance
+
+_SHARE = 0.35  # of the time, for each instance but the last
+_ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What `place` found.
+
+    Args:
+        configuration: with its new layers and recomputation; None where nothing fits.
+        step_s: simulated seconds of a step; infinite without a configuration.
+        bound_s: no placement is faster (what is outside of the pipeline taken as it is in this one).
+        peak_bytes: of each stage.
+        why: without a configuration what is missing, else "".
+    """
+
+    configuration: Configuration | None
+    step_s: float
+    bound_s: float
+    peak_bytes: tuple[float, ...] = ()
+    why: str = ""
+
+
+def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0) -> Placement:
+    """The fastest placement of `config`'s layers, and recomputation for each, that keeps `cap_bytes` on every stage.
+
+    The configuration's own tables are one of the candidates, and the only one for V-shaped schedules and for models
+    whose dense and MoE layers alternate.
+
+    Raises:
+        RecipeError: the schedule cannot run with these numbers.
+    """
+    if config.pp == 1 and config.chunks > 1:
+        config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
+    outcomes: list[Outcome] = []
+    candidates = [config]
+    # no layer recomputes everything; some do; the last one does, and MTP with it
+    fixed = is_v_shaped(config.schedule) or config.model.alternates  # the optimiser keeps layers of a kind side by side
+    ways = [] if fixed else [(False, False), (True, False)]
+    ways += [(True, True)] if ways and config.model.mtp else []
+    for full, mtp in ways:
+        instance = pipeline_instance(config, model, cap_bytes, full, mtp)
+        outcome = optimise(instance, budget if (full, mtp) == ways[-1] else budget.part(_SHARE), seed)
+        outcomes.append(outcome)
+        if outcome.plan is not None:
+            plan = in_order(instance, last_full(instance, outcome.plan) if mtp else outcome.plan)
+            candidates += [] if plan is None else [configuration_of(config, instance, plan)]
+    best: Placement | None = None
+    bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
+    for candidate in candidates:
+        peaks = tuple(memory.peak for memory in all_stages(candidate))
+        if max(peaks) > cap_bytes:
+            continue
+        step = model.step(candidate, simulated=True)
+        if best is None or step.total < best.step_s:
+            rest = step.total - step.pipeline
+            best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
+    return best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
+
+
+def _bound(outcome: Outcome) -> float:
+    """Seconds of the pipeline that no plan is under; infinite when there is proven to be no plan."""
+    proven = outcome.plan is not None or outcome.finished
+    return (outcome.bound if proven else outcome.work_bound) / 1000
+
+
+def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> str:
+    if not outcomes:
+        peak = max(memory.peak for memory in all_stages(config))
+        kept = "layers that alternate between dense and MoE" if config.model.alternates else config.schedule
+        needs = f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}"
+        return f"{needs}, and nothing is moved or recomputed for {kept}"
+    return f"{outcomes[-1].why or 'no order of recompute options that MindFormers can express fits'} (GiB)"
+
+
+def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
+    """`config` with the layers and recomputation of a plan [K, C] whose options are `in_order`."""
+    layers = _table(instance, plan.sum(axis=0))
+    tables: dict[str, Any] = {}
+    so_far = np.zeros(plan.shape[1], int)
+    for option in _ORDER[:-1]:
+        count = plan[_columns(instance, option)].sum(axis=0)
+        so_far = so_far + count
+        # a table counts from the chunk's first layer; where it adds nothing to the stronger ones it stays 0
+        tables[option] = _table(instance, np.where(count > 0, so_far, 0)) if count.any() else None
+    recompute = replace(config.recompute, **tables)
+    return replace(config, layers=layers, recompute=recompute)
+
+
+def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
+    """The plan [K, C] with all layers of its last chunk recomputed fully, as far as their types can."""
+    found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
+    for index, kind in enumerate(instance.types):
+        names, columns = [option.name for option in kind.options], instance.type_columns(index)
+        if "full" in names:
+            found[columns, chunk] = 0
+            found[columns.start + names.index("full"), chunk] = plan[columns, chunk].sum()
+    return found
+
+
+def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
+    """The plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none does."""
+    for chunk in range(plan.shape[1]):
+        choices = _ordered(instance, plan, chunk)
+        if any((choice == plan[:, chunk]).all() for choice in choices):
+            continue
+        plans = np.repeat(plan[None], len(choices), axis=0)
+        plans[:, :, chunk] = choices
+        plans = plans[instance.fits(plans)]
+        if not len(plans):
+            return None
+        plan = plans[instance.step_times(plans).argmin()]
+    return plan
+
+
+def _ordered(instance: Instance, plan: np.ndarray, chunk: int) -> np.ndarray:
+    """[choices, K] all ways to recompute a chunk's layers that MindFormers can express."""
+    kinds = [
+        index for index, _ in enumerate(instance.types) for _ in range(plan[instance.type_columns(index), chunk].sum())
+    ]
+    names = [[option.name for option in kind.options] for kind in instance.types]
+    wanted = [option for option in _ORDER if any(option in known for known in names)]
+    choices = []
+    for options in itertools.combinations_with_replacement(wanted, len(kinds)):
+        if all(option in names[kind] for kind, option in zip(kinds, options, strict=True)):
+            choice = np.zeros(len(instance.columns), int)
+            for kind, option in zip(kinds, options, strict=True):
+                choice[instance.type_columns(kind).start + names[kind].index(option)] += 1
+            choices.append(choice)
+    return np.array(choices)
+
+
+def _columns(instance: Instance, option: str) -> list[int]:
+    return [k for k, (t, o) in enumerate(instance.columns) if instance.types[t].options[o].name == option]
+
+
+def _table(instance: Instance, counts: np.ndarray) -> Table:
+    return tuple(tuple(int(count) for count in row) for row in counts.reshape(instance.chunks, instance.stages))

@@ -1,0 +1,105 @@
+"""Local search with the simulator in the loop: many chains of simulated annealing, simulated together.
+
+Each chain holds a plan that keeps every rule. In a step each chain tries a change of one to three layers (another
+recompute option, another chunk); changes that break a rule are dropped before the simulation, which then runs for
+all chains at once. A chain takes what is faster, and what is slower by no more than a random share of a
+temperature that falls to nothing and starts again from the best plan.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tools.placement.budget import Budget
+from tools.placement.incumbent import Incumbent
+from tools.placement.instance import Instance
+
+CHAINS = 64
+TRIES = 4  # changes drawn for a chain in a step, of which the first that keeps the rules is simulated
+HOT = 0.003  # of the best time: the first temperature
+_REPLACE_EVERY = 50
+# chances of a change: a second and a third layer; a later layer on the first one's stage; where a layer goes
+_SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
+
+
+def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.random.Generator) -> None:
+    """Search from `starts` [S, K, C], plans that keep the rules, for all of `budget`; offer what is better."""
+    instance = incumbent.instance
+    changes = Changes(instance, rng)
+    plans = starts[np.arange(CHAINS) % len(starts)].copy()
+    times = instance.step_times(plans)
+    step = 0
+    while not budget.over:
+        done = 1 - budget.left / budget.seconds
+        temperature = HOT * times.min() * (1 - done) ** 2
+        which, tried = _legal(instance, changes(np.repeat(plans, TRIES, axis=0)))
+        simulated = instance.step_times(tried)
+        taken = simulated <= times[which] + temperature * rng.standard_exponential(len(which))
+        plans[which[taken]], times[which[taken]] = tried[taken], simulated[taken]
+        if times.min() < incumbent.time:
+            incumbent.offer(plans[times.argmin()])
+        step += 1
+        if step % _REPLACE_EVERY == 0:
+            _replace_worst(plans, times)
+
+
+def _legal(instance: Instance, tried: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The chains [n] that have a try within the rules, and the first such try [n, K, C] of each."""
+    legal = (instance.fits(tried) & instance.well_formed(tried)).reshape(-1, TRIES)
+    which = np.flatnonzero(legal.any(axis=1))
+    return which, tried[which * TRIES + legal[which].argmax(axis=1)]
+
+
+def _replace_worst(plans: np.ndarray, times: np.ndarray) -> None:
+    """Let the best eighth of the chains take the place of the worst."""
+    ranked = times.argsort()
+    few = len(ranked) // 8
+    plans[ranked[-few:]], times[ranked[-few:]] = plans[ranked[:few]], times[ranked[:few]]
+
+
+class Changes:
+    """Draws changes of plans; every layer keeps its type, the other rules may be broken."""
+
+    def __init__(self, instance: Instance, rng: np.random.Generator):
+        self._rng = rng
+        self._stages = instance.stages
+        spans = [instance.type_columns(t) for t, _ in instance.columns]
+        self._first = np.array([span.start for span in spans])
+        self._options = np.array([span.stop - span.start for span in spans])
+
+    def __call__(self, plans: np.ndarray) -> np.ndarray:
+        """Return changed copies of plans [N, K, C]."""
+        rng, changed, count = self._rng, plans.copy(), len(plans)
+        moves = 1 + (rng.random(count) < _SECOND) + (rng.random(count) < _THIRD)
+        stage = np.full(count, -1)
+        for turn in range(3):
+            movers = np.flatnonzero(moves > turn)
+            only = np.where(rng.random(len(movers)) < _SAME_STAGE, stage[movers], -1)
+            movers, column, chunk = self._pick(changed, movers, only)
+            option, target = self._destination(column, chunk, changed.shape[2])
+            changed[movers, column, chunk] -= 1
+            changed[movers, option, target] += 1
+            if turn == 0:
+                stage[movers] = np.where(rng.random(len(movers)) < 0.5, chunk, target) % self._stages
+        return changed
+
+    def _pick(
+        self, plans: np.ndarray, movers: np.ndarray, only: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A layer of each mover, from any stage or `only` one: (movers that have one, its column, its chunk)."""
+        layers, size = plans[movers], plans.shape[2]
+        elsewhere = (only[:, None] >= 0) & (np.arange(size) % self._stages != only[:, None])
+        layers = np.where(elsewhere[:, None], 0, layers).reshape(len(movers), plans.shape[1] * size).cumsum(axis=1)
+        total = layers[:, -1]
+        drawn = (self._rng.random(len(movers)) * total).astype(int)
+        column, chunk = np.divmod((layers > drawn[:, None]).argmax(axis=1), size)
+        some = total > 0
+        return movers[some], column[some], chunk[some]
+
+    def _destination(self, column: np.ndarray, chunk: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        rng, count = self._rng, len(column)
+        option = self._first[column] + (rng.random(count) * self._options[column]).astype(int)
+        beside = np.clip(chunk + rng.choice([-1, 1], count), 0, size - 1)
+        draw = rng.random(count)
+        moved = np.where(draw < _STAYS + _NEXT_CHUNK, beside, rng.integers(0, size, count))
+        return option, np.where(draw < _STAYS, chunk, moved)

@@ -1,0 +1,169 @@
+"""A configuration's pipeline as a `tools.placement.instance.Instance`, by the estimator's own times and bytes.
+
+Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
+times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
+working memory, activations of the ends) is static, too, taken at its largest; so the instance is never below the
+estimator, and equal to it where a stage holds the layer kind that needs most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tools.estimate.activations import mtp_option, saved, working
+from tools.estimate.configuration import Configuration, Table
+from tools.estimate.layer_time import LayerTime
+from tools.estimate.memory_model import GIB, held_micro_batches, stage_memory, static_memory
+from tools.estimate.time_model import TimeModel
+from tools.placement.instance import CAP_TOLERANCE, Instance, LayerType, Option
+
+OPTIONS = ("none", "communication", "select", "full")
+_MS = 1000
+
+
+@dataclass(frozen=True)
+class PlacedInstance(Instance):
+    """An instance whose chunks wait for what another stage sends.
+
+    receiving   added to each forward but the first chunk's and each backward but the last chunk's. A sender's own time
+                is left out, so that no real plan is faster than the instance says.
+    """
+
+    receiving: float = 0.0
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """[2, C] forward and backward of what no layer causes."""
+        fixed = np.full((2, self.chunks * self.stages), self.receiving)
+        fixed[:, 0] += self.head
+        fixed[:, -1] += self.tail
+        fixed[0, 0] -= self.receiving
+        fixed[1, -1] -= self.receiving
+        return fixed
+
+
+def pipeline_instance(
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False
+) -> PlacedInstance:
+    """The problem of placing `config`'s layers anew; its own layers and recomputation are not read.
+
+    Args:
+        full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
+            repetition, whether a stage uses it or not.
+        mtp: MTP layers recompute everything, which holds for plans whose last layer does.
+    """
+    kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
+    some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
+    some = config.layers if mtp else some
+    probe = replace(config, recompute=replace(config.recompute, full=some, select=None, communication=None))
+    static, parameters = _parameters(probe, kinds)
+    times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
+    tail = [times["head"]] + [_mtp(probe, model)] * config.model.mtp
+    ends = [times["embedding"]]
+    if config.pp == 1:
+        ends, tail = ends + tail, []
+    types = tuple(
+        LayerType(
+            kind,
+            kind_count(config, kind),
+            times[kind].forward.total * _MS,
+            times[kind].backward.total * _MS,
+            parameters[kind] / GIB,
+            _options(probe, kind, times[kind].again, full),
+        )
+        for kind in kinds
+    )
+    return PlacedInstance(
+        name="placement",
+        stages=config.pp,
+        chunks=config.chunks,
+        micro_batches=config.micro_batches,
+        schedule=config.schedule if config.pp > 1 else "1f1b",
+        cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
+        static=(static + _once(probe, kinds)) / GIB,
+        head=_both(ends),
+        tail=_both(tail),
+        types=types,
+        receiving=0.0 if config.overlap_pp else model.transfer(config) * _MS,
+    )
+
+
+def kind_count(config: Configuration, kind: str) -> int:
+    """Layers of a kind."""
+    return config.model.pattern.count(kind)
+
+
+def table_of(config: Configuration, counts: list[int]) -> Table:
+    """[chunks][stages] of a list in model order."""
+    stages = config.pp
+    return tuple(tuple(counts[first : first + stages]) for first in range(0, len(counts), stages))
+
+
+def _both(times: list) -> tuple[float, float]:
+    return sum(t.forward.total for t in times) * _MS, sum(t.backward.total for t in times) * _MS
+
+
+def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
+    """An MTP layer's times, with what it repeats in its backward."""
+    layer = model.layer(config, "mtp")
+    again = layer.again[mtp_option(config)]
+    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + again))
+
+
+def _options(config: Configuration, kind: str, again: Mapping[str, float], full: bool) -> tuple[Option, ...]:
+    """The recompute options of a kind, without those that another beats in time and memory."""
+    found: list[Option] = []
+    for name in OPTIONS if full else OPTIONS[:-1]:
+        option = Option(name, again[name] * _MS, saved(config, kind, name) / GIB)
+        if all(option.activation < other.activation or option.extra_backward < other.extra_backward for other in found):
+            found.append(option)
+    return tuple(found)
+
+
+def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, dict[str, float]]:
+    """Bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
+    if config.pp == 1:  # all layers stay where they are
+        whole = replace(config, layers=((config.model.layers,),))
+        return np.array([sum(static_memory(whole, 0))]), dict.fromkeys(kinds, 0.0)
+    model = config.model
+    # one layer more, which stays at the end: MTP goes where the last layer is
+    more = replace(model, pattern=(*model.pattern, model.last_kind))
+
+    def held(first: int) -> np.ndarray:
+        """[stages] with so many layers at the beginning and the others at the end."""
+        counts = [first] + [0] * (config.pp * config.chunks - 2) + [more.layers - first]
+        laid = replace(config, model=more, layers=table_of(config, counts))
+        return np.array([sum(static_memory(laid, stage)) for stage in range(config.pp)])
+
+    ends, parameters, before = held(0), {}, 0
+    for kind in kinds:
+        parameters[kind] = float((held(before + 1) - held(before))[0])
+        before += kind_count(config, kind)
+    ends[-1] -= parameters[more.last_kind] + sum(parameters[kind] * kind_count(config, kind) for kind in kinds)
+    return ends, parameters
+
+
+def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
+    """[stages] bytes of buffers, of working memory and of the ends' activations in flight."""
+    buffers = max(stage_memory(config, stage).buffers for stage in range(config.pp))
+    whole = mtp_option(config)
+    found = []
+    for stage in range(config.pp):
+        ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == config.pp - 1)
+        inside = [kind for kind in kinds if kind != kinds[0] or may_hold_first(config, stage)]
+        held = held_micro_batches(config, stage).max(axis=0)
+        first = saved(config, "embedding", whole) * held[0] * (stage == 0)
+        last = sum(saved(config, kind, whole) for kind in ends if kind != "embedding") * held[-1]
+        found.append(buffers + working(config, [*inside, *ends]) + first + last)
+    return np.array(found)
+
+
+def may_hold_first(config: Configuration, stage: int) -> bool:
+    """Whether a stage can hold layers of the first kind: those before it need one each, but for the first stage."""
+    model = config.model
+    first = kind_count(config, model.pattern[0])
+    return first == model.layers or stage <= first

@@ -1,0 +1,1 @@
+"""MindFormers' facts at the verified version: keys, types, defaults, converter, layer tables."""

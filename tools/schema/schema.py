@@ -1,0 +1,237 @@
+"""The tree of everything that may stand in a recipe, from `schema.json` (MindFormers') and `values` (what it omits)."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from plugins import ADAPTERS
+from tools.schema import values
+from tools.schema.kinds import spec_of
+from tools.schema.values import Spec
+
+FILE = Path(__file__).with_name("schema.json")
+DEFAULT_MODEL = "telechat3_moe"
+_INJECTED = ("parallel_config", "init_method", "output_layer_init_method", "activation_func", "MAX_PATTERN_LEN")
+
+_HF_METHODS = ("rename_column", "remove_columns", "sort", "shuffle", "flatten")  # of datasets.Dataset
+_TOKENIZER = (
+    *("type", "auto_register", "vocab_file", "tokenizer_file", "add_bos_token", "add_eos_token", "bos_token"),
+    *("eos_token", "pad_token", "unk_token", "model_max_length"),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What may stand at one place of a recipe: a value, a mapping of keys, a typed mapping, or a list."""
+
+    spec: Spec = field(default_factory=dict)
+    keys: dict[str, Shape] | None = None  # of a mapping; None when it is no mapping, or when anything goes
+    types: dict[str, Shape] | None = None  # by the value of `type`
+    item: Shape | None = None  # of each entry of a list
+    opened: bool = False  # other keys are allowed too
+    line: str = ""  # the MindFormers line that says so
+    registry: str = ""  # what `type` names, in words
+
+
+class Schema:
+    """`schema.json` with accessors."""
+
+    def __init__(self, data: dict[str, Any]):
+        self.data = data
+        self.versions: dict[str, str] = data["versions"]
+        self.models: dict[str, Any] = data["models"]
+        self.intended: dict[str, str] = data["intended"]
+        self.not_reported = set(data["transformer"]["not_reported"])
+        self._shapes: dict[str, Shape] = {}
+
+    def line(self, rule: str) -> str:
+        """``mindformers/...py:123``, the line behind one of our rules; empty without a rule."""
+        return self.data["lines"][rule] if rule else ""
+
+    def model_type(self, recipe: dict[str, Any]) -> str:
+        """The recipe's model, or TeleChat3-MoE where it names none that this MindFormers has."""
+        model = recipe.get("model")
+        config = model.get("model_config") if isinstance(model, dict) else None
+        name = config.get("model_type") if isinstance(config, dict) else None
+        return name if isinstance(name, str) and name in self.models else DEFAULT_MODEL
+
+    def fields(self, model: str) -> dict[str, Spec]:
+        """Fields of the TransformerConfig class that `model` builds."""
+        transformer = self.data["transformer"]
+        extra = transformer["mla_fields"] if self.models[model]["mla"] else {}
+        return {**transformer["fields"], **extra}
+
+    def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
+        """Where the converter of `model` writes `key`: (field, name of the function applied) pairs."""
+        rules = self.models[model]["mapping"].get(key)
+        if rules is not None:
+            return [(target, function) for target, function in rules]
+        return [(key, None)] if key in self.fields(model) else []
+
+    def recipe(self, model: str) -> Shape:
+        """The tree of a whole recipe of one model."""
+        if model not in self._shapes:
+            self._shapes[model] = self._recipe(model)
+        return self._shapes[model]
+
+    def _recipe(self, model: str) -> Shape:
+        keys = self._keys("", values.TOP)
+        for name in (
+            *("runner_config", "parallel_config", "recompute_config", "swap_config", "checkpoint", "model"),
+            *("context", "parallel", "monitor_config", "tensorboard"),
+        ):
+            keys[name] = self._section(name)
+        lr = self._typed("lr_schedule")
+        grouped = replace(self._typed("lr_schedule", {"params": Shape({"types": ["list"]})}), registry="grouped_lr")
+        callbacks = Shape({"types": ["list"]}, item=self._typed("callbacks"))
+        keys["grouped_lr_schedule"] = Shape(
+            _mapping(), {"default": lr, "grouped": Shape({"types": ["list"]}, item=grouped)}
+        )
+        keys.update(callbacks=callbacks, eval_callbacks=callbacks, lr_schedule=lr, optimizer=self._typed("optimizer"))
+        keys.update(trainer=self._typed("trainer"), runner_wrapper=self._wrapper())
+        dataset = self._dataset()
+        keys.update(train_dataset=dataset, eval_dataset=dataset)
+        tasks = self._typed("dataset_task", {"dataset_config": dataset})
+        task = replace(tasks, types={name: _only_config(shape) for name, shape in (tasks.types or {}).items()})
+        keys.update(train_dataset_task=task, eval_dataset_task=task)
+        assert keys["model"].keys is not None
+        keys["model"].keys["model_config"] = self._model(model)
+        keys["plugins"] = Shape({"types": ["dict", "null"]}, {name: _plugin(name) for name in ADAPTERS})
+        keys["base_config"] = Shape({"types": ["list", "str"]})
+        return Shape(_mapping(), keys, line=self.line("template_key"))
+
+    def _keys(self, section: str, extra: dict[str, Spec]) -> dict[str, Shape]:
+        """Keys of one section, each with what MindFormers and `values` know of its values."""
+        return {key: Shape(self._spec(spec, extra.get(key))) for key, spec in self.data["sections"][section].items()}
+
+    def _spec(self, *parts: Spec | None) -> Spec:
+        spec: Spec = {}
+        for part in parts:
+            if part and ("enum" in part or "choices" in part):
+                spec = {key: value for key, value in spec.items() if key not in ("types", "enum")}
+            spec.update(part or {})
+        if "choices" in spec:
+            spec.setdefault("enum", self.data["choices"][spec["choices"]])
+        return {key: value for key, value in spec.items() if key != "choices"}
+
+    def _section(self, name: str) -> Shape:
+        keys = self._keys(name, values.SECTIONS.get(name, {}))
+        for inner in self.data["sections"]:
+            parent, dot, key = inner.rpartition(".")
+            if dot and parent == name:
+                keys[key] = self._section(inner)
+        closed = name in ("runner_config", "parallel_config", "recompute_config", "swap_config", "monitor_config")
+        rule = "template_key" if closed else "context_excluded" if name == "context" else ""
+        null = name in (
+            "tensorboard",
+            "checkpoint",
+            "monitor_config",
+            "swap_config",
+            "monitor_config.health_checkpoint",
+        )
+        return Shape({"types": ["dict", "null"]} if null else _mapping(), keys, line=self.line(rule))
+
+    def _typed(self, section: str, children: dict[str, Shape] | None = None) -> Shape:
+        """A mapping whose `type` names a class, whose arguments are its other keys."""
+        extra = values.TYPED.get(section, {})
+        types = {}
+        for name, described in self.data["typed"][section].items():
+            keys = {key: Shape(self._spec(spec, extra.get(key))) for key, spec in described["keys"].items()}
+            if section == "lr_schedule":
+                keys["warmup_epochs"] = Shape(extra["warmup_epochs"])  # read by the trainer
+            types[name] = Shape(
+                _mapping(), {**keys, **(children or {})}, opened=described["open"], line=described["line"]
+            )
+        return Shape(_mapping(), types=types, registry=section, line=self.line("registry"))
+
+    def _wrapper(self) -> Shape:
+        """runner_wrapper, whose loss scale may be a number or a class."""
+        scales = self._typed("runner_wrapper")
+        return self._typed(
+            "runner_wrapper",
+            {"scale_sense": Shape({"types": ["dict", "float"]}, types=scales.types, registry="scale_sense")},
+        )
+
+    def _dataset(self) -> Shape:
+        """A dataset section; with MindFormers' Megatron loader its `config` is closed too."""
+        gpt = Shape(_mapping(), self._keys("gpt_dataset", values.SECTIONS["gpt_dataset"]))
+        loaders = self._typed("data_loader")
+        assert loaders.types is not None
+        megatron, hugging = (loaders.types[name].keys for name in ("BlendedMegatronDatasetDataLoader", "HFDataLoader"))
+        assert megatron is not None and hugging is not None
+        megatron["config"] = gpt
+        hugging.update(self._keys("hf_loader", values.SECTIONS["hf_loader"]))
+        hugging["handler"] = Shape({"types": ["list", "null"]}, item=self._handler())
+        loaders.types["HFDataLoader"] = replace(loaders.types["HFDataLoader"], opened=False)
+        keys = self._keys("train_dataset", values.SECTIONS["train_dataset"])
+        return Shape(_mapping(), {**keys, "data_loader": loaders})
+
+    def _handler(self) -> Shape:
+        """One entry of HFDataLoader's `handler`; a method of `datasets.Dataset` has arguments of its own."""
+        known, types = values.SECTIONS["handlers"], {}
+        tokenizer = {**self._keys("tokenizer", values.SECTIONS["tokenizer"]), **dict.fromkeys(_TOKENIZER, Shape())}
+        for name, described in self.data["handlers"].items():
+            keys = {key: Shape(self._spec(spec, known.get(key))) for key, spec in described["keys"].items()}
+            keys["tokenizer"] = Shape({"types": ["dict", "null"]}, tokenizer)
+            types[name] = Shape(_mapping(), keys, line=described["line"])
+        types.update({name: Shape(_mapping(), opened=True, keys={}) for name in _HF_METHODS})
+        return Shape(_mapping(), types=types, registry="handler", line=self.line("registry"))
+
+    def _model(self, model: str) -> Shape:
+        """Keys of model.model_config: those that reach a field, and those of the model's config class."""
+        described, fields = self.models[model], self.fields(model)
+        elsewhere = {*self.data["sections"]["parallel_config"], *self.data["sections"]["recompute_config"]}
+        elsewhere |= {*_INJECTED}
+        names = {*fields, *described["mapping"], *described["defaults"], *self.not_reported, *described["ignored"]}
+        keys = {}
+        for key in sorted(names - elsewhere):
+            plain = [fields[target] for target, function in self.targets(model, key) if function is None]
+            own = _of_default(described["defaults"].get(key))
+            keys[key] = Shape(self._spec(plain[0] if plain else own, values.MODEL.get(key)))
+        architectures = {"types": ["list"], "items": ["str"], "enum_items": self.data["transformer"]["architectures"]}
+        scaling = {key: Shape(spec) for key, spec in values.SECTIONS["rope_scaling"].items()}
+        keys["rope_scaling"] = Shape({"types": ["dict", "null"]}, scaling)
+        keys["architectures"] = Shape(architectures)
+        keys["model_type"] = Shape({"enum": sorted(self.models)})
+        return Shape(_mapping(), keys, line=self.line("converter_unmapped"))
+
+
+def _mapping() -> Spec:
+    return {"types": ["dict"]}
+
+
+def _only_config(task: Shape) -> Shape:
+    """A dataset task takes everything from `dataset_config`, which the trainer sets; its other arguments do nothing."""
+    return replace(task, keys={"dataset_config": (task.keys or {})["dataset_config"]})
+
+
+def _plugin(name: str) -> Shape:
+    """A plugin's settings: the adapter's SETTINGS, with types from `values`; `False` leaves the plugin off."""
+    known = values.PLUGINS.get(name, {})
+    names = _settings(ADAPTERS[name])
+    keys = {key: Shape(known.get(key, {})) for key in names or known}
+    return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys)
+
+
+def _settings(module: str) -> list[str]:
+    """The names in `SETTINGS = (...)` of an adapter, read without importing it (that would import MindFormers)."""
+    file = Path(__file__).resolve().parents[2].joinpath(*module.split(".")).with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SETTINGS":
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return []
+
+
+def _of_default(default: Any) -> Spec:
+    return spec_of(default=default)
+
+
+@lru_cache(maxsize=1)
+def load_schema() -> Schema:
+    """The committed schema."""
+    return Schema(json.loads(FILE.read_text(encoding="utf-8")))

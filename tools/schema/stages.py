@@ -1,0 +1,196 @@
+"""Which layers a pipeline stage holds: `offset`, and the recompute settings of the same shape.
+
+MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + offset[v][p].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.recipe.findings import Findings
+from tools.recipe.load import KeyPath
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import Built
+
+_OFFSET = (*MODEL, "offset")
+RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
+EXCLUDE = ("select_recompute_exclude", "select_comm_recompute_exclude")
+Layers = list[list[int]]
+
+
+def layers_of(view: View, built: Built) -> Layers | None:
+    """MindFormers' layer_list [chunk][stage]; None when the offset does not fit. Without a pipeline ``[[all layers]]``.
+
+    Not always where layers run: see `stage_layers_of`.
+    """
+    total = built.number("num_layers")
+    if not view.parallel or view.pp * view.chunks <= 1:
+        return [[total]]
+    offset = _broadcast(view.get(_OFFSET, 0), view.chunks, view.pp)
+    if offset is None:
+        return None
+    base = total // (view.pp * view.chunks)
+    layers = [[base + extra for extra in row] for row in offset]
+    if sum(map(sum, layers)) != total or any(count < 0 for row in layers for count in row):
+        return None
+    if runs_back(view):
+        layers[1] = layers[1][::-1]
+    return layers
+
+
+def stage_layers_of(view: View, built: Built) -> Layers | None:
+    """Layers [chunk][stage] where they run; None as `layers_of`.
+
+    In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
+    """
+    layers = layers_of(view, built)
+    if layers is None or not runs_back(view):
+        return layers
+    return [layers[0], layers[1][::-1], *layers[2:]]
+
+
+def runs_back(view: View) -> bool:
+    """Whether the second chunk goes from the last stage to the first."""
+    return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
+
+
+def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:
+    """`offset` as [chunk][stage], as numpy would broadcast it; None when it cannot."""
+    if type(offset) is int:
+        return [[offset] * stages for _ in range(chunks)]
+    nested = isinstance(offset, list) and bool(offset) and all(isinstance(row, list) for row in offset)
+    rows = offset if nested else [offset] * chunks
+    if len(rows) != chunks or not all(isinstance(row, list) and len(row) == stages for row in rows):
+        return None
+    return [list(row) for row in rows] if all(type(count) is int for row in rows for count in row) else None
+
+
+def check_stages(view: View, built: Built, found: Findings) -> None:
+    """`offset` and the recompute lists, with MindFormers' own conditions."""
+    total = built.number("num_layers")
+    if view.get(("swap_config", "swap"), False) is True:
+        wrong = "reaches no model: MindFormers 1.9.0 drops swap_config on the way, and nothing is swapped"
+        found.error(("swap_config", "swap"), wrong, "swap and layer_swap under model.model_config")
+    if view.parallel and view.pp * view.chunks > 1 and total > 0:
+        _offset(view, total, found)
+    for key in (*RECOMPUTE, *EXCLUDE):
+        path = ("recompute_config", key)
+        if swaps(view) and key in RECOMPUTE:
+            _layer_numbers(view.get(path), total, path, found)
+        elif key in EXCLUDE and not _has_patterns(value := view.get(path)):
+            if value:
+                right = "a list of patterns of operators, or a mapping of them to layers"
+                found.warning(path, "excludes nothing, for it names no operators", right, rule="exclude")
+        else:
+            _recompute(view, view.get(path), path, found)
+
+
+def swaps(view: View) -> bool:
+    """Whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them.
+
+    That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
+    `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.
+    """
+    return view.get((*MODEL, "swap"), False) is True
+
+
+def _offset(view: View, total: int, found: Findings) -> None:
+    stages, chunks = view.pp, view.chunks
+    offset = view.get(_OFFSET, 0)
+    shape = f"[{chunks}][{stages}]" if chunks > 1 else f"[{stages}]"
+    base, rest = divmod(total, stages * chunks)
+    place = f"{total} layers on {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+    if total < stages * chunks:
+        found.error(_OFFSET, f"{place}: fewer layers than chunks of stages", "fewer stages", rule="offset_middle")
+        return
+    rows = _broadcast(offset, chunks, stages)
+    right = f"for instance offset: {_spread(rest, stages, chunks)}"
+    if rows is None:
+        rule = "offset_chunks" if _is_nested(offset, stages) else "offset_stages"
+        found.error(_OFFSET, f"{offset!r} is not of shape {shape} (chunks x stages)", right, rule=rule)
+        return
+    written = sum(map(sum, rows))
+    if written != rest:
+        wrong = f"{place} leave {rest} over, but the offsets add up to {written}"
+        found.error(_OFFSET, wrong, right, rule="offset_sum")
+        return
+    counts = [base + extra for row in rows for extra in row]
+    if min(counts[0], counts[-1]) < 0:
+        found.error(
+            _OFFSET, f"the first or last stage would hold {min(counts[0], counts[-1])} layers", rule="offset_head"
+        )
+    elif len(counts) > 2 and min(counts[1:-1]) < 1:
+        found.error(_OFFSET, "a stage in the middle would hold no layer", "at least one", rule="offset_middle")
+
+
+def _is_nested(offset: Any, stages: int) -> bool:
+    return isinstance(offset, list) and bool(offset) and isinstance(offset[0], list) and len(offset[0]) == stages
+
+
+def _spread(rest: int, stages: int, chunks: int) -> list[Any]:
+    """Offsets that place `rest` layers one to a chunk, from the first stage on."""
+    flat = [1 if index < rest else 0 for index in range(stages * chunks)]
+    rows = [flat[start : start + stages] for start in range(0, len(flat), stages)]
+    return rows if chunks > 1 else rows[0]
+
+
+def _has_patterns(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> None:
+    """With swapping: a flag or the numbers of layers, or for each operator pattern True or numbers."""
+    if isinstance(value, dict):
+        for pattern, inner in value.items():
+            if inner is False and path[1] == RECOMPUTE[1]:
+                found.error((*path, pattern), "swapping wants the numbers of layers here", "[]", rule="swap_conflict")
+            _layer_numbers(inner, total, (*path, pattern), found)
+    elif isinstance(value, list):
+        wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
+        if wrong:
+            said = f"{wrong[0]!r} is none of the {total} layers, which model_config.swap lists by their numbers"
+            found.error(path, said, f"numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
+
+
+def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
+    """A flag, a list per stage, a list of such lists per chunk, or one of these for each operator pattern."""
+    if isinstance(value, dict):
+        for pattern, inner in value.items():
+            _recompute(view, inner, (*path, pattern), found)
+        return
+    if not isinstance(value, list):
+        return
+    stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
+    right = f"a list of {chunks} lists of {stages} numbers of layers" if chunks > 1 else f"{stages} numbers of layers"
+    backward = runs_back(view) and not (len(value) > 1 and isinstance(value[1], (list, str)))
+    patterns_alone = path[1] != RECOMPUTE[0] and len(path) == 2
+    if value == [] and (patterns_alone or not backward):
+        return
+    if value and _has_patterns(value):
+        if backward:
+            found.error(path, "zero_bubble_v wants two operator patterns or none", "True for all", rule="zbv_reversed")
+        return
+    flat = all(isinstance(item, (int, bool)) for item in value)
+    if backward:
+        rule = "zbv_recompute" if flat and path[1] == RECOMPUTE[0] else "zbv_reversed"
+        found.error(path, "zero_bubble_v wants a list for each of the two chunks", right, rule=rule)
+    elif flat and len(value) == stages:
+        _counts(value, path, found)
+    elif len(value) == chunks and all(_row(row, stages) for row in value):
+        for row in value:
+            if isinstance(row, list):
+                _counts(row, path, found)
+    else:
+        wrong = f"{value!r} does not fit {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
+        found.error(path, wrong, right, rule="recompute_lookup")
+
+
+def _row(row: Any, stages: int) -> bool:
+    return isinstance(row, bool) or (
+        isinstance(row, list) and len(row) == stages and all(isinstance(item, int) for item in row)
+    )
+
+
+def _counts(row: list[Any], path: KeyPath, found: Findings) -> None:
+    if any(item < 0 for item in row):
+        found.error(path, f"{row!r} holds a negative number of layers", rule="recompute_shape")

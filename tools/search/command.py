@@ -1,0 +1,233 @@
+"""`tc3 search RECIPE`: exit code 0 with a strategy, 1 when there is none, 2 for a wrong input, 130 interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from rich.console import Console
+
+from plugins.errors import DataError, RecipeError
+from tools.files.figure import check_ending, check_page
+from tools.files.whole import keep_existing, write_whole
+from tools.placement.budget import Budget
+from tools.process.signals import terminate_as_interrupt
+from tools.ranges import Number
+from tools.search.options import margin_option
+from tools.search.space.limits import read_limit
+
+if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
+    from tools.estimate.search_times import SearchTimes
+    from tools.recipe.load import Recipe
+    from tools.search.ranking.rank import Ranking
+    from tools.search.ranking.run import Found
+    from tools.search.ranking.store import Store
+    from tools.search.space.request import Request
+
+_RESERVE = 10.0  # seconds of the time limit for pictures and files
+_WIDTH = 200  # of tables in a file or pipe
+
+
+@click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--devices", type=Number("devices"), help="To use, all of them; the recipe's by default.")
+@click.option("--cluster", "cluster_name", default="atlas_800t_a2", show_default=True, metavar="NAME|FILE.yaml")
+@click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; the recipe's by default.")
+@click.option(
+    "--memory",
+    type=Number("memory_gib"),
+    metavar="GIB",
+    help="A device's for the job; by default the recipe's max_device_memory, or 90 % of the device's.",
+)
+@margin_option
+@click.option(
+    "--limit",
+    "limits",
+    multiple=True,
+    metavar="LIMIT",
+    help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
+)
+@click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
+@click.option(
+    "--time-limit",
+    default=180.0,
+    show_default=True,
+    type=Number("seconds"),
+    metavar="SECONDS",
+    help="For ranking and placing together; the ranking is always finished.",
+)
+@click.option(
+    "--write",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="OVERLAY.yaml",
+    help="The best, as a child of RECIPE.",
+)
+@click.option("--force", is_flag=True, help="Replace the file of --write, if there is one.")
+@click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report.")
+@click.option(
+    "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw frontier and timeline (.svg, .png)."
+)
+@click.option(
+    "--verify",
+    "verified",
+    metavar="N",
+    type=Number("rows"),
+    help="Dry-run the best N, and more until one passes; drop what fails.",
+)
+@click.option("--full", is_flag=True, help="With --verify: compile whole stages, many minutes each, not single layers.")
+@click.option("--resume", is_flag=True, help="Go on from what an interrupted search has placed.")
+@click.option(
+    "--state", type=click.Path(path_type=Path, dir_okay=False), help="Where that is kept; the user's cache by default."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
+
+    Every legal combination of data, tensor, pipeline (and interleaved), context and expert parallelism, micro-batch,
+    expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. The best are given
+    to the pipeline optimiser, which places their layers and chooses what each recomputes.
+
+    What is predicted stays under a device's memory by a margin, the estimator's known error by default, and the table
+    says how likely each strategy fits.
+
+    Limits: name, sign, value. Names are dp tp pp vpp cp ep, mbs and m (samples of a micro-batch, and their number),
+    mode (global, hierarchical, deduplicated), shard (none, optimizer, gradients), recompute (none, select,
+    communication, full, planned); signs = != < <= > >= and %N=.
+
+    Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
+    input; 130 interrupted (the best so far is shown).
+    """
+    from tools.search.progress import SpaceProgress
+    from tools.search.ranking.run import search
+
+    with terminate_as_interrupt(), SpaceProgress() as progress:
+        try:
+            loaded, request, times, store = _asked(recipe, cluster_name, limits, options)
+            limit = options["time_limit"]
+            budget = Budget(max(limit - _RESERVE, limit / 2))
+            found = search(request, options["top"], budget, store, times, progress.tell)
+        except KeyboardInterrupt:
+            click.echo("interrupted: nothing found yet", err=True)
+            sys.exit(130)
+    if len(found.ranking.seconds) == 0:
+        _infeasible(request, found.ranking, as_json)
+    found.to_verify = options["verified"] or 0
+    if found.to_verify and found.whole:
+        _verify(loaded, found, options["full"])
+    _tell(found, times, loaded, options, as_json)
+    if not found.whole:
+        click.echo(f"interrupted; {len(store)} strategies are placed: go on with --resume", err=True)
+        sys.exit(130)
+    sys.exit(0 if found.entries and not found.unverified else 1)
+
+
+def _asked(
+    path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
+) -> tuple[Recipe, Request, SearchTimes, Store]:
+    """The recipe and what is asked, held against everything that would end the search in an error."""
+    from tools.estimate.search_times import SearchTimes
+    from tools.recipe.load import load_recipe
+    from tools.search.overlay.files import keep_files_of
+    from tools.search.overlay.write import require_layouts
+    from tools.search.ranking.store import Store
+    from tools.search.space.request import request_of, require_ulysses
+
+    if options["picture"]:
+        check_ending(options["picture"])
+    recipe = load_recipe(path)
+    for option, name in {"--write": "write", "--html": "html_file", "--state": "state"}.items():
+        keep_files_of(path, option, options[name])
+    keep_existing("--write", options["write"], options["force"])
+    if options["html_file"]:
+        check_page(options["html_file"])
+    asked = tuple(read_limit(text) for text in limits)
+    of_run = (options["devices"], options["gbs"], options["memory"])
+    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
+    require_ulysses(recipe, request)
+    if options["write"] or options["verified"]:  # before the search takes its minutes
+        require_layouts(recipe, request.devices)
+    times = SearchTimes(request.hardware)
+    return recipe, request, times, Store(request, times, options["state"], options["resume"])
+
+
+def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
+    from tools.search.ranking.infeasible import explain
+
+    click.echo("no strategy; looking for the nearest request that has one", err=True)
+    lines = explain(request, ranking)
+    if as_json:
+        funnel = [list(line) for line in ranking.funnel.lines()]
+        click.echo(json.dumps({"strategies": [], "problems": lines, "funnel": funnel}))
+    else:
+        click.echo("\n".join(lines))
+    sys.exit(1)
+
+
+def _verify(recipe: Recipe, found: Found, full: bool) -> None:
+    """Drop what does not compile or fit of the best asked for, and of the next ones until one does.
+
+    Ctrl-C keeps what is not tried yet.
+    """
+    from tools.search.ranking.verify import Verdict, verify
+
+    tried = list(found.entries)
+
+    def told(number: int, verdict: Verdict) -> None:
+        entry = tried[number]
+        own = f" (its own estimate: {verdict.estimate / (1 << 30):.1f} GiB)" if verdict.estimate else ""
+        words = "; ".join(verdict.problems) or "compiles and fits"
+        if not verdict.problems and verdict.doubts:
+            words = f"compiles, but is not proven to fit: {'; '.join(verdict.doubts)}"
+        click.echo(f"dry run of {entry.layout}: {words}{own}", err=True)
+        found.verified += 1
+        if verdict.problems:
+            found.failed.append((entry, verdict.problems))
+            found.entries.remove(entry)
+        elif verdict.doubts:
+            found.doubtful.append((entry, verdict.doubts))
+        else:
+            found.passed.append(entry)
+
+    try:
+        verify(recipe, tried, found.to_verify, found.request, told, full)
+    except KeyboardInterrupt:
+        found.whole = False
+
+
+def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
+    """Print and write everything that was asked for."""
+    from tools.search.overlay.write import write_overlay
+    from tools.search.report.frontier import draw
+    from tools.search.report.html import html
+    from tools.search.report.text import as_json as content
+    from tools.search.report.text import notes, print_text
+
+    name = Path(recipe.source).name
+    if as_json:
+        click.echo(json.dumps(content(found, times)))
+    else:
+        console = Console(highlight=False, markup=False)
+        console.width = max(console.width, _WIDTH)
+        print_text(found, times, console)
+    if not found.entries:
+        return
+    if found.unverified:
+        click.echo(f"the best is not verified: {found.unverified}", err=True)
+    writers: dict[str, Callable[[Path], object]] = {
+        "picture": lambda path: draw(found, times, path),
+        "html_file": lambda path: write_whole(path, html(found, times, f"Parallel strategies for {name}")),
+        "write": lambda path: write_overlay(recipe, found.best.config, path, notes(found), found.request.site),
+    }
+    failed: list[ValueError] = []
+    for option in (option for option in writers if options[option]):
+        try:
+            writers[option](options[option])
+            click.echo(f"written: {options[option]}", err=True)
+        except (DataError, RecipeError) as error:  # the others are written all the same: the search took minutes
+            failed.append(error)
+    if failed:
+        raise failed[0]

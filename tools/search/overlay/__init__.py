@@ -1,0 +1,1 @@
+"""A strategy written as a child of its recipe."""

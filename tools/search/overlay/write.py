@@ -1,0 +1,235 @@
+"""A configuration as a child of the recipe it came from: the MindFormers keys that differ, and the file with them.
+
+Only what differs in effect is written. Values that the recipe shares through anchors change at all their places, and
+lists are written whole: a child cannot change an entry of its base's list.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import RecipeError
+from plugins.pipeline_layout.plan import offset_of
+from tools.estimate.configuration import Configuration, Table
+from tools.estimate.from_recipe import patterns_of, reader_of
+from tools.estimate.layer_numbers import numbers_of
+from tools.estimate.recompute_keys import (
+    has_counts,
+    named_layers,
+    not_empty,
+    plain_value,
+    swapped_value,
+    table_of,
+    with_patterns,
+)
+from tools.files.whole import write_whole
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
+from tools.recipe.override import shared_paths
+from tools.recipe.view import MODEL, PARALLEL, RUNNER, View, look
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps
+from tools.search.overlay.dispatch import dispatch_values
+from tools.search.overlay.files import keep_files_of
+from tools.search.overlay.site import Site, site_values
+
+_PIPELINE = ("parallel", "pipeline_config")
+_SHARD = ("parallel", "parallel_optimizer_config")
+_LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
+_STRATEGY = ("parallel", "dataset_strategy")
+_SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
+_CHUNKS, _OFFSET = (*MODEL, "pp_interleave_num"), (*MODEL, "offset")
+_BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
+
+
+def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
+    """The keys, nested, by which a child of `recipe` runs `config`; {} where the recipe does already.
+
+    Raises:
+        RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
+    """
+    return _difference(recipe, changed(recipe, config, site))
+
+
+def write_overlay(
+    recipe: Recipe,
+    config: Configuration,
+    path: str | os.PathLike[str],
+    notes: Sequence[str],
+    site: Site | None = None,
+) -> None:
+    """Write, atomically, a child of the recipe's own file, with `notes` as comments at its head.
+
+    What was changed in `recipe` since it was read is written, too. Where a mapping takes the place of a plain value or
+    list, which no child can say, the file is the whole recipe instead.
+
+    Raises:
+        RecipeError: as `overlay`, or `path` is a file that the recipe is made of.
+        DataError: the folder cannot be written to.
+    """
+    keep_files_of(recipe.source, "overlay", path)
+    target = Path(path)
+    before, after = load_recipe(recipe.source), changed(recipe, config, site)
+    lines = [line for note in notes for line in note.splitlines() or [""]]
+    if (key := _not_for_a_child(before, after)) is not None:
+        lines.append(f"The whole of {os.path.basename(recipe.source)}: a child cannot turn its {key} into a mapping.")
+        text = recipe_text(after)
+    else:
+        base = os.path.relpath(recipe.source, target.parent)
+        text = recipe_text({BASE_CONFIG: base, **_difference(before, after)})
+    write_whole(target, "".join(f"# {line}\n" for line in lines) + text)
+
+
+def require_layouts(recipe: Recipe, devices: int) -> None:
+    """Refuse a recipe that can be given no layout for so many devices.
+
+    Raises:
+        RecipeError: it does not split its model.
+    """
+    if not View(recipe).parallel and devices > 1:
+        raise RecipeError(f"{recipe.source}: use_parallel: True and parallel.parallel_mode: 1 are what layouts are for")
+
+
+def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
+    """A copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
+    view = View(recipe)
+    require_layouts(recipe, config.devices)
+    if config.schedule == _BY_ENVIRONMENT:
+        raise RecipeError(
+            f"schedule {_BY_ENVIRONMENT}: the environment asks for it (ENABLE_LESS_MEM_VPP=1), no key does"
+        )
+    values = {**_degrees(view, config), **_pipeline(view, config)}
+    values |= dispatch_values(view, config, site.node if site else None)
+    values |= site_values(view, config, site) if site else {}
+    result = copy.deepcopy(recipe)
+    for path, value in values.items():
+        for other in shared_paths(recipe, path)[1:]:
+            if other not in values:
+                _set(result, other, value)
+    for path, value in values.items():
+        _set(result, path, value)
+    return result
+
+
+def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Parallel degrees, batch, optimizer sharding."""
+    piped = config.pp > 1
+    wanted: list[tuple[KeyPath, Any, Any]] = [
+        ((*PARALLEL, "data_parallel"), view.dp, config.dp),
+        ((*PARALLEL, "model_parallel"), view.tp, config.tp),
+        ((*PARALLEL, "pipeline_stage"), view.pp, config.pp),
+        ((*PARALLEL, "context_parallel"), view.cp, config.cp),
+        ((*PARALLEL, "expert_parallel"), view.ep, config.ep),
+        ((*RUNNER, "batch_size"), view.batch, config.batch),
+    ]
+    numbers: dict[KeyPath, int] = {
+        (*PARALLEL, "micro_batch_num"): config.micro_batches if piped else 1,
+        (*RUNNER, "gradient_accumulation_steps"): 1 if piped else config.micro_batches,
+    }
+    flags: dict[KeyPath, bool] = {
+        (*PARALLEL, "use_seq_parallel"): config.sequence_parallel and config.tp > 1,
+        ("parallel", "enable_parallel_optimizer"): config.shard_optimizer,
+        (*_SHARD, "gradient_accumulation_shard"): config.shard_gradients,
+    }
+    wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
+    wanted += [(path, view.flag(path), value) for path, value in flags.items()]
+    threshold = (*_SHARD, "parallel_optimizer_threshold")
+    wanted.append((threshold, view.number(threshold, 64), config.shard_threshold // 1024))
+    rows = view.get(_STRATEGY)
+    if isinstance(rows, list):
+        wanted.append((_STRATEGY, rows, [[config.dp, *row[1:]] for row in rows]))
+    return {path: value for path, now, value in wanted if now != value}
+
+
+def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Schedule, chunks, layers and recomputation."""
+    chunks = config.chunks
+    scheduler = "1f1b" if config.schedule.startswith("interleaved") else config.schedule
+    values: dict[KeyPath, Any] = {}
+    if view.scheduler != scheduler:
+        values[_SCHEDULER] = scheduler
+    if view.flag(_INTERLEAVE) != (chunks > 1):
+        values[_INTERLEAVE] = chunks > 1
+    if view.number(_CHUNKS, 1) != chunks:
+        values[_CHUNKS] = chunks
+    same_shape = (view.pp, view.chunks) == (config.pp, chunks)
+    if not same_shape or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
+        values[_OFFSET] = offset_of([list(row) for row in config.layers])
+    for key, wanted in {
+        "recompute": config.recompute.full,
+        "select_recompute": config.recompute.select,
+        "select_comm_recompute": config.recompute.communication,
+    }.items():
+        now, table = view.get(("recompute_config", key)), not_empty(wanted)
+        if swaps(view):
+            if not _swapped_alike(view, key, now, config, table, same_shape and _OFFSET not in values):
+                values["recompute_config", key] = swapped_value(key, table, config, now)
+        elif (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
+            values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)
+    for key in EXCLUDE:
+        now = view.get(("recompute_config", key))
+        if not same_shape and has_counts(now):  # of stages that are no more; the model does not count exclusions
+            values["recompute_config", key] = dict.fromkeys(now, False) if isinstance(now, dict) else False
+    if scheduler == "zero_bubble_v":
+        values |= _mapped_alone({**{path: view.get(path) for path in _LISTS}, **values})
+    mp = ("recompute_config", "mp_comm_recompute")
+    if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
+        values[mp] = config.recompute.replay_tp
+    return values
+
+
+def _swapped_alike(
+    view: View, key: str, now: Any, config: Configuration, table: Table | None, same_layers: bool
+) -> bool:
+    """Whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or those."""
+    if table_of(key, now, config.layers, reader_of(view)) != table:
+        return False
+    return (
+        same_layers
+        or not table
+        or named_layers(now, config.layers) == set(numbers_of(table, config.layers, config.schedule))
+    )
+
+
+def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """Lists of one operator pattern as mappings: zero_bubble_v turns round the second entry of any list."""
+    lists = {path: value for path, value in values.items() if path in _LISTS and isinstance(value, list)}
+    return {path: {value[0]: True} for path, value in lists.items() if len(patterns_of(value)) == 1}
+
+
+def _set(recipe: Any, path: KeyPath, value: Any) -> None:
+    for key in path[:-1]:
+        if isinstance(recipe, dict) and not isinstance(recipe.get(key), (dict, list)):
+            recipe[key] = {}
+        recipe = recipe[key]
+    recipe[path[-1]] = value
+
+
+def _difference(before: Any, after: Any) -> dict[str, Any]:
+    """What a child must write, nested, to turn `before` into `after`."""
+    found: dict[str, Any] = {}
+    for key, value in after.items():
+        old = look(before, (key,))
+        if isinstance(value, dict) and isinstance(old, dict):
+            inner = _difference(old, value)
+            found.update({key: inner} if inner else {})
+        elif key not in before or type(old) is not type(value) or old != value:
+            found[key] = value
+    return found
+
+
+def _not_for_a_child(before: Any, after: Any, path: KeyPath = ()) -> str | None:
+    """The first key where `after` has a mapping and `before` a plain value or list, which MindFormers cannot merge."""
+    for key, value in after.items():
+        old = look(before, (key,))
+        if isinstance(value, dict) and old is not None:
+            where = (*path, key)
+            found = _not_for_a_child(old, value, where) if isinstance(old, dict) else ".".join(map(str, where))
+            if found is not None:
+                return found
+    return None

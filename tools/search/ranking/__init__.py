@@ -1,0 +1,1 @@
+"""Strategies by predicted step time: ranked, placed, verified."""

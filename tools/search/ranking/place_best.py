@@ -1,0 +1,104 @@
+"""Place the best candidates' layers by the pipeline optimiser, several at a time, until the time is over."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.search_times import SearchTimes
+from tools.placement.budget import Budget
+from tools.placement.place import Placement, place
+from tools.process.signals import terminate_as_interrupt
+from tools.search.ranking.rank import Ranked
+from tools.search.ranking.store import Store
+from tools.search.space.candidates import configuration
+from tools.search.space.limits import PLANNED
+from tools.search.space.request import Request
+
+_LEAST = 2.0  # seconds for a candidate, however many there are
+Told = Callable[[Ranked, Placement], None]
+
+
+def processes() -> int:
+    """Placements at a time: the solver uses one core each."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def place_all(
+    request: Request,
+    ranked: Sequence[Ranked],
+    times: SearchTimes,
+    budget: Budget,
+    store: Store,
+    told: Told,
+    at_once: int | None = None,
+) -> bool:
+    """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
+
+    The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
+    the same share of the time.
+    """
+    todo = [one for one in ranked if one.candidate.recompute == PLANNED]
+    at_once = min(at_once or processes(), max(1, len(todo)))
+    rounds = -(-len(todo) // at_once)
+    seconds = max(_LEAST, budget.left / max(1, rounds))
+    left = []
+    for one in todo:
+        known = store.find(one.candidate, seconds)
+        if known is None:
+            left.append(one)
+        else:
+            told(one, known)
+    jobs = [(configuration(request, one.candidate), times, request.room, seconds) for one in left]
+    try:
+        with terminate_as_interrupt():
+            for index, placement in _results(jobs, at_once):
+                store.keep(left[index].candidate, placement, seconds)
+                told(left[index], placement)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+Job = tuple[Configuration, SearchTimes, float, float]
+
+
+def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement]]:
+    """(number of the job, its result) as they come, in processes of their own unless one at a time is enough."""
+    if at_once == 1 or len(jobs) <= 1:
+        for index, job in enumerate(jobs):
+            yield index, _place(*job)
+        return
+    with _pool(at_once) as pool:
+        futures = {pool.submit(_place, *job): index for index, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _place(config: Configuration, times: SearchTimes, cap: float, seconds: float) -> Placement:
+    return place(config, times, cap, Budget(seconds))
+
+
+@contextmanager
+def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that leave Ctrl-C to their parent, and end with it."""
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_deaf)
+    try:
+        yield pool
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _deaf() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,0 +1,126 @@
+"""Seconds of a step for a whole block of candidates at once, with the numbers of `time_model`.
+
+A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
+on what it holds and how that is spread; both are computed once by the functions of `time_model` and looked up for all
+candidates. The reference is `SearchTimes.step` of a candidate's configuration (the closed form of the pipeline).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.layer_time import LayerTime
+from tools.estimate.search_times import SearchTimes
+from tools.model.weights import KINDS
+from tools.search.ranking.memory import Memo, groups, kind_counts, stage_keys
+from tools.search.space.candidates import Block, configuration
+from tools.search.space.limits import POLICIES
+from tools.search.space.request import Request
+
+_LAYERS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage of each candidate.
+
+    Args:
+        work: [rows, policies, stages] forward and backward of a stage.
+        sending: [rows] of one activation to the next stage.
+    """
+
+    work: np.ndarray
+    sending: np.ndarray
+
+
+class TimeTable(SearchTimes):
+    """Times of candidates of one request."""
+
+    def __init__(self, request: Request):
+        super().__init__(request.hardware)
+        self.request = request
+        self._memo = Memo()
+        model = request.base.model
+        without = {"moe"} if not model.experts else set()
+        without |= set() if model.mtp else {"mtp"}
+        self.kinds = [kind for kind in KINDS if kind not in without]
+
+    def stages(self, block: Block) -> StageTimes:
+        """Times of the stages of each candidate and uniform policy."""
+        example = self._config(block, 0)
+        counts = kind_counts(example).sum(axis=0)
+        layers = np.zeros_like(counts)
+        layers[:, _LAYERS] = counts[:, _LAYERS]
+        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
+        found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.empty(len(first))
+        for index, row in enumerate(first):
+            works, again = self._layers(block, row)
+            found[index] = (counts @ works) + again @ layers.T
+            sending[index] = self._sending(block, row)
+        return StageTimes(found[place], sending[place])
+
+    def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
+        """[rows] seconds of a step.
+
+        Args:
+            work: [rows, stages] forward and backward of one micro-batch.
+            sending: as `StageTimes`.
+        """
+        m = block.columns["m"]
+        slowest = work.argmax(axis=1)
+        every = work + (2 * sending * block.vpp if block.pp > 1 else 0 * sending)[:, None]
+        most = every.max(axis=1)
+        pipeline = m * most + (every.sum(axis=1) - most) / block.vpp
+        once, each, optimizer = self._once(block, slowest)
+        data = once + each * m
+        if self.request.base.overlap_dp:
+            rounds = np.minimum(block.pp, m) if block.vpp > 1 else np.ones_like(m)
+            seen = data - work.max(axis=1) * np.where(each > 0, m, rounds)
+            data = np.maximum((1 - self.reached.hidden) * each * m, seen)
+        return pipeline + data + optimizer + self.reached.step_s
+
+    def _config(self, block: Block, row: int) -> Configuration:
+        return configuration(self.request, block.candidate(row, "none"))
+
+    def _layers(self, block: Block, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """[kinds] seconds of forward and backward, [policies, kinds] what recomputation adds."""
+        tp, cp, ep, mbs, mode = (int(block.columns[name][row]) for name in ("tp", "cp", "ep", "mbs", "mode"))
+        works, again = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
+        for kind in self.kinds:
+            # what has no experts knows neither ep nor mode, what has no logits does not know dp
+            key = (kind, tp, cp, mbs, *((ep, mode) if kind in ("moe", "mtp") else ()))
+            key += (int(block.columns["dp"][row]),) if kind in ("head", "mtp") else ()
+            layer = self._memo.get(key, self._one_layer, block, row, kind)
+            index = KINDS.index(kind)
+            works[index] = layer.forward.total + layer.backward.total
+            again[:, index] = [layer.again[policy] for policy in POLICIES]
+        return works, again
+
+    def _sending(self, block: Block, row: int) -> float:
+        if self.request.base.overlap_pp:
+            return 0.0
+        key = ("sending", block.pp > 1, *(int(block.columns[name][row]) for name in ("tp", "cp", "mbs")))
+        return self._memo.get(key, self._transfer, block, row)
+
+    def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the optimizer."""
+        first, place = groups(block, "tp", "ep", "shard", stage=stage)
+        found = np.array([self._stage_once(self._config(block, row), int(stage[row])) for row in first])[place]
+        return found[:, 0], found[:, 1], found[:, 2]
+
+    def _stage_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
+        sharded = (config.shard_optimizer, config.shard_gradients)
+        key = (stage_keys(config)[stage], config.pp, config.tp, config.ep, *sharded)
+        return self._memo.get(key, self._new_once, config, stage)
+
+    def _one_layer(self, block: Block, row: int, kind: str) -> LayerTime:
+        return self.layer(self._config(block, row), kind)
+
+    def _transfer(self, block: Block, row: int) -> float:
+        return self.transfer(self._config(block, row))
+
+    def _new_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
+        return *self.once_and_each(config, stage), self._optimizer(config, stage)

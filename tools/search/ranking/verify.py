@@ -1,0 +1,150 @@
+"""Dry runs of the best strategies: written as overlays, compiled through the virtual cluster, dropped if they fail.
+
+A quick dry run compiles each kind of layer once: whether MindSpore takes the strategy, and exactly what weights,
+gradients and optimizer state hold. Activations are the larger of the search's own prediction and what the dry run puts
+together for each stage from its kinds of layer; a full one compiles every kind of stage as it is, and its own estimate
+counts.
+
+What is over the limit fails. What is under it, but by less than the search's margin, is no failure and no proof either:
+both estimates are off by as much.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugins.errors import ClusterError, RecipeError
+from tools.auto.dispatch import settle
+from tools.check.check import check_recipe
+from tools.dryrun.cli import compile_all, without_files
+from tools.dryrun.diagnose import diagnose
+from tools.dryrun.jobs import plan_jobs
+from tools.dryrun.quick import ERROR, quick_plan
+from tools.dryrun.report import report_of
+from tools.estimate.memory_model import GIB, all_stages
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
+from tools.search.overlay.write import write_overlay
+from tools.search.ranking.entry import Entry
+from tools.search.space.request import Request
+
+_MEMORY = "context.max_device_memory"  # what `tools.dryrun` says of it is judged here, against the search's cap
+_SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's weights are not counted to the last one
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a dry run found.
+
+    Args:
+        problems: refusals, or what is wrong beside memory.
+        exact, total: bytes by stage, without and with the dry run's own estimate of activations.
+    """
+
+    problems: list[str]
+    exact: list[int]
+    total: list[int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a dry run means for a strategy.
+
+    Args:
+        problems: why it is none; [] where it compiles and nothing is over the limit.
+        doubts: why it is not proven to fit all the same.
+        estimate: bytes of the heaviest stage by the dry run's own estimate; 0: refused.
+    """
+
+    problems: list[str]
+    doubts: list[str]
+    estimate: int
+
+    @property
+    def proven(self) -> bool:
+        """Whether it compiles and fits."""
+        return not self.problems and not self.doubts
+
+
+Run = Callable[[Path, bool], DryRun]  # a recipe's file, whether every stage is compiled
+
+
+def dry_run(path: Path, full: bool) -> DryRun:
+    """Check and compile a recipe.
+
+    Raises KeyboardInterrupt on Ctrl-C; the compiles that were over are kept in the dry run's cache.
+    """
+    recipe = without_files(load_recipe(path))
+    refused = [str(finding) for finding in check_recipe(recipe).errors]
+    if refused:
+        return DryRun(refused, [], [])
+    settle(recipe)
+    plan = plan_jobs(recipe) if full else quick_plan(recipe)
+    try:
+        results = compile_all(plan, None, True)
+    except SystemExit:  # its command's answer to Ctrl-C
+        raise KeyboardInterrupt from None
+    refused = [diagnose(*result["error"].values()) for result in results if "error" in result]
+    if refused:
+        return DryRun(refused, [], [])
+    report = report_of(recipe, plan, results, View(recipe).node)
+    problems = [problem for problem in report["problems"] if not problem.startswith(_MEMORY)]
+    memory = [stage["memory"] for stage in report["stages"]]
+    return DryRun(problems, [stage["exact"] for stage in memory], [stage["total"] for stage in memory])
+
+
+def verify(
+    recipe: Recipe,
+    entries: Sequence[Entry],
+    count: int,
+    request: Request,
+    told: Callable[[int, Verdict], None],
+    full: bool = False,
+    run: Run = dry_run,
+) -> None:
+    """Dry-run entries one after the other: the first `count`, and more as long as none of them compiles and fits.
+
+    Args:
+        request: what was asked for: its cap of bytes on a device, its margin, its machine.
+        told: hears the number of each and what was found.
+        full: compile every kind of stage.
+        run: the dry run.
+    """
+    passed = False
+    for number, entry in enumerate(entries):
+        if number >= count and passed:
+            return
+        with tempfile.TemporaryDirectory(prefix="tc3-verify-") as folder:
+            path = Path(folder) / "overlay.yaml"
+            try:
+                write_overlay(recipe, entry.config, path, [], request.site)
+                found = run(path, full)
+            except (RecipeError, ClusterError) as error:
+                found = DryRun([str(error)], [], [])
+        verdict = judge(entry, found, request, full)
+        passed |= verdict.proven
+        told(number, verdict)
+
+
+def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
+    """What a strategy's dry run means."""
+    estimate = max(found.total, default=0)
+    if not found.exact:
+        return Verdict(found.problems, [], estimate)
+    needs: list[float] = list(found.total)
+    if not full:
+        rest = [memory.peak - memory.static for memory in all_stages(entry.config)]
+        own = [exact + more for exact, more in zip(found.exact, rest, strict=True)]
+        needs = [max(pair) for pair in zip(own, found.total, strict=True)]
+    lines = [
+        f"stage {stage}: {need / GIB:.1f} GiB a device, {exact / GIB:.1f} of them exact"
+        for stage, (need, exact) in enumerate(zip(needs, found.exact, strict=True))
+    ]
+    cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)
+    proven = proven if full else min(proven, cap / (1 + ERROR))
+    over = [f"{line}, the limit is {cap / GIB:.1f}" for line, need in zip(lines, needs, strict=True) if need > cap]
+    near = [line for line, need in zip(lines, needs, strict=True) if proven < need <= cap]
+    return Verdict(found.problems + over, [f"{line}, it may be {request.room_words}" for line in near], estimate)

@@ -1,0 +1,1 @@
+"""Which parallel strategies are legal, and within what was asked."""

@@ -1,0 +1,1 @@
+"""Recipes to look at: one as it will run, two compared."""

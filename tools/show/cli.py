@@ -1,0 +1,110 @@
+"""`tc3 recipe`: show one as it will run, compare two."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools.show.diff import ABSENT, Batch, Change, Comparison, compare
+from tools.show.flat import effective
+from tools.show.flat import show as recipe_as_text
+from tools.show.meaning import GROUPS
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+TITLES = {
+    "numbers": "changes the numbers",
+    "layout": "changes the layout (values equal up to rounding)",
+    "nothing": "changes nothing numerical",
+}
+_LONG = 120  # characters of a value that are printed; --json has them all
+
+
+@click.group(context_settings=SETTINGS)
+def recipe() -> None:
+    """Show a recipe as it will run, or what sets two recipes apart."""
+
+
+@recipe.command(context_settings=SETTINGS)
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--mini", is_flag=True, help="The mini of it that `tc3 train --mini` trains on CPU.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
+def show(recipe: Path, overrides: tuple[str, ...], mini: bool, as_json: bool) -> None:
+    """Print RECIPE flat: its bases merged in, overrides applied. Stock MindFormers reads it."""
+    click.echo(recipe_as_text(recipe, overrides, as_json, mini), nl=False)
+
+
+@recipe.command(context_settings=SETTINGS)
+@click.argument("before", metavar="A", type=click.Path(path_type=Path))
+@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def diff(before: Path, after: Path, as_json: bool) -> None:
+    """Compare recipes A and B by full key path and say what each difference means for training.
+
+    Exit code: 0 the same, 1 different, 2 something to mend first.
+    """
+    comparison = compare(effective(before), effective(after))
+    if as_json:
+        click.echo(json.dumps(_as_dict(comparison, before, after), default=str))
+    else:
+        _print(comparison, before, after)
+    sys.exit(bool(comparison.changes))
+
+
+def _print(comparison: Comparison, before: Path, after: Path) -> None:
+    """The batches of both sides, then the changes by group."""
+    width = max(len(str(before)), len(str(after)))
+    for name, batch in ((before, comparison.before), (after, comparison.after)):
+        click.echo(f"{name!s:{width}}  {_batch(batch)}")
+    if not comparison.changes:
+        click.echo("the same recipe")
+    for group in GROUPS:
+        if changes := comparison.group(group):
+            click.echo("\n" + click.style(f"{TITLES[group]}: {len(changes)}", bold=True))
+        for change in changes:
+            click.echo(f"  {_line(change)}")
+
+
+def _batch(batch: Batch) -> str:
+    plural = "s" if batch.devices > 1 else ""
+    return f"{batch.devices:,} device{plural}, global batch {batch.samples:,}, {batch.tokens:,} tokens a step"
+
+
+def _line(change: Change) -> str:
+    """``optimizer.weight_decay 0.1 -> 0.01: changes training``."""
+    also = f" (also {', '.join(change.also)})" if change.also else ""
+    return f"{change.path} {_value(change.before)} -> {_value(change.after)}: {change.meaning.phrase}{also}"
+
+
+def _value(value: Any) -> str:
+    """A value as YAML's flow style writes it, long ones cut."""
+    if value is ABSENT:
+        return "absent"
+    text = value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any]:
+    """The comparison for machines; a side that has not got the key has no `before` or no `after`."""
+    changes: dict[str, list[dict[str, Any]]] = {}
+    for group in GROUPS:
+        changes[group] = [
+            {
+                "path": change.path,
+                **{side: value for side, value in _sides(change) if value is not ABSENT},
+                "meaning": change.meaning.phrase,
+                "also": list(change.also),
+            }
+            for change in comparison.group(group)
+        ]
+    sides = {"before": (before, comparison.before), "after": (after, comparison.after)}
+    headers = {side: {"recipe": str(name), **batch._asdict()} for side, (name, batch) in sides.items()}
+    return {"same": not comparison.changes, **headers, "changes": changes}
+
+
+def _sides(change: Change) -> list[tuple[str, Any]]:
+    return [("before", change.before), ("after", change.after)]
