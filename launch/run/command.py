@@ -24,8 +24,7 @@ from launch.run.readings import loss_rank
 from launch.run.summary import Again, print_failure, print_summary, summarize
 from launch.run.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
-from tools.auto.dispatch import settle
-from tools.auto.layout import make_here, settle_layout
+from tools.auto.resolve import resolve
 from tools.checkpoint.scan import CheckpointInfo
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
@@ -138,7 +137,7 @@ def effective_recipe(
     `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
     """
     flat = _chosen_recipe(path, overrides, mini)
-    flat = _settled(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
+    flat = _resolved(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
     checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")
@@ -154,12 +153,8 @@ def _chosen_recipe(path: Path, overrides: tuple[str, ...], mini: bool = False) -
     return apply_overrides(flat, overrides)
 
 
-def _settled(flat: Recipe, make_layout: bool) -> Recipe:
-    """The recipe with its layout settled, which it says."""
-    say = partial(click.echo, err=True)
-    for line in [*settle_layout(flat, make_here(say) if make_layout else None), *settle(flat)]:
-        say(line)
-    return flat
+def _resolved(flat: Recipe, make_layout: bool) -> Recipe:
+    return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 
 def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
@@ -242,7 +237,7 @@ def _script(
     folder = run_dir or default_run_dir(recipe)
     chosen = _chosen_recipe(recipe, overrides)
     more = steps_overrides(chosen, steps)
-    flat = _settled(apply_overrides(chosen, more), make_layout=True)
+    flat = _resolved(apply_overrides(chosen, more), make_layout=True)
     preflight.check_sound(flat)
     for line in outside(recipe, flat, resume, run_dir):
         click.echo(f"note: {line}", err=True)

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch import cli, version
-from launch.output import Output, OutputFailed, settle
+from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,9 +147,9 @@ def test_output_that_fails_is_not_mistaken_for_another_error():
 
 def test_what_is_no_broken_pipe_is_said(monkeypatch, capsys):
     monkeypatch.setattr(os, "dup2", lambda *ends: None)
-    assert settle(OutputFailed(OSError(errno.EIO, "Input/output error"))) == 2
+    assert exit_code_of(OutputFailed(OSError(errno.EIO, "Input/output error"))) == 2
     assert capsys.readouterr().err == "tc3: standard output cannot be written: Input/output error\n"
-    assert settle(OutputFailed(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 141
+    assert exit_code_of(OutputFailed(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 141
     assert capsys.readouterr().err == ""
 
 
@@ -157,7 +157,7 @@ def test_an_interrupt_while_a_command_runs(tmp_path):
     os.mkfifo(tmp_path / "open")
     code = f"""
 from launch import cli
-from tools.recipe import cli as recipe
+from tools.show import cli as recipe
 def slow(*args):
     open({str(tmp_path / "open")!r}, "w").close()
     __import__("time").sleep(60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.auto.dispatch import settle
-from tools.auto.layout import settle_layout
+from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.dryrun.compile import cache
 from tools.dryrun.compile.job import Job
@@ -97,8 +97,7 @@ def dryrun(
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
-        settle_layout(loaded)
-        settle(loaded)
+        loaded = resolve(loaded, partial(click.echo, err=True))
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         if quick and plan.job_of:
             click.echo("--quick: there is one stage, which is built as it is", err=True)
