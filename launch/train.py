@@ -27,6 +27,7 @@ from tools.auto.resolve import resolve  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
+from tools.schema.versions import require_verified, unverified_option  # noqa: E402
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
@@ -50,6 +51,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 
     `when_together` is called with the rank once all ranks are there: one that fails later does not let them wait.
     """
+    require_verified()
     if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun starts this file for its scheduler, too
         if recipe.get("use_parallel"):
             from mindspore.communication import init
@@ -90,6 +92,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 )
 @click.option("--resume", type=click.Path(path_type=Path), help="Checkpoint folder (one iteration) to go on from.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@unverified_option
 def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:
     """Train a recipe on this worker."""
     if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers

@@ -32,6 +32,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.override import also_changed, apply_overrides
 from tools.recipe.view import LOADER, RUNNER, View
+from tools.schema.versions import require_verified, unverified_option, unverified_words
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Plan:
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option("--nodes", type=click.Path(path_type=Path), help="Hosts of --script, a line each: NAME [WORKERS].")
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
+@unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, all else on stderr.")
 def train(
     recipe: Path,
@@ -188,6 +190,7 @@ def _checks(
     """What must hold on this machine, in the order in which a user would want to hear of it."""
     saves = checkpoints.save_path(recipe)
     return [
+        require_verified,
         lambda: preflight.check_machine(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
@@ -276,7 +279,7 @@ def _again(
         again += ["--resume", "auto"]
         if run_dir != default_run_dir(recipe, mini).absolute():
             again += ["--run-dir", str(run_dir)]
-    return again + [word for override in overrides for word in ("--set", override)]
+    return [*again, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
 def _report(plan: Plan, outcome: Outcome, again: Again, steps: int | None, as_json: bool) -> None:

@@ -216,6 +216,6 @@ def test_another_stack_than_the_verified_one_is_said(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return "1"
 
-    monkeypatch.setattr(version.importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert "MindSpore not installed" in version.version_text()
     assert version.version_text().endswith("(not what is here)")

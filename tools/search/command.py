@@ -17,6 +17,7 @@ from tools.files.whole import keep_existing, write_whole
 from tools.placement.budget import Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import margin_option
 from tools.search.space.limits import read_limit
 
@@ -83,6 +84,7 @@ _WIDTH = 200  # of tables in a file or pipe
 @click.option(
     "--state", type=click.Path(path_type=Path, dir_okay=False), help="Where that is kept; the user's cache by default."
 )
+@unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
@@ -141,6 +143,8 @@ def _asked(
     from tools.search.ranking.store import Store
     from tools.search.space.request import request_of
 
+    if options["verified"]:
+        require_verified()
     if options["picture"]:
         check_ending(options["picture"])
     recipe = load_recipe(path)
