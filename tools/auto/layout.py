@@ -16,12 +16,11 @@ from tools.auto.layout_file import MODEL_VERSION, LayoutFile, differences, diges
 from tools.estimate.configuration import Recompute, even_layers, spread
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.recompute_keys import swapped_value, with_patterns
-from tools.estimate.room import limit_of
 from tools.model.architecture import words_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.unresolved import OFFSET
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import RECOMPUTE, swaps

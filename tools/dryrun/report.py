@@ -17,10 +17,9 @@ from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
-from tools.estimate.room import limit_of
 from tools.pipeline.schedules import operations
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.stages import runs_back
 
 NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not compiled

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.errors import RecipeError
 from tools.estimate.memory_error import known_errors
 from tools.estimate.memory_model import GIB
 from tools.hardware import Hardware
+from tools.recipe.view import limit_of
 
 # of HBM for a job where nobody says: the driver, HCCL's buffers and the allocator's fragments take the rest (assumed;
 # MindFormers' public recipes for 64 GB devices write 54 to 59 GB, of 2^30)
@@ -60,18 +59,3 @@ def room_of(
     elif 0 < limit <= hardware.hbm_bytes:
         cap, source = float(limit), "context.max_device_memory of the recipe"
     return Room(cap, source, known_errors().margin if margin is None else margin)
-
-
-def limit_of(recipe: Mapping[str, Any]) -> int:
-    """`context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30); 0 where the recipe sets none.
-
-    Raises:
-        RecipeError: it is no such text.
-    """
-    written = (recipe.get("context") or {}).get("max_device_memory")
-    if written is None:
-        return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
-    if match is None:
-        raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
-    return int(float(match[1]) * GIB)

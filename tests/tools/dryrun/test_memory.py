@@ -3,6 +3,7 @@ from typing import NamedTuple
 
 import pytest
 
+from plugins.errors import RecipeError
 from tools.dryrun.compile.rank import parameters_of
 from tools.dryrun.graph.passes import Pass, most_saved, waiting
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
@@ -17,6 +18,7 @@ from tools.dryrun.memory import (
     over_limit,
     unsure,
 )
+from tools.recipe.view import limit_of
 
 
 def held(name="decoder.layers.0.w", kind=WEIGHT, dtype="Float32", shape=(8, 4), part=(4, 4), shards=2):
@@ -85,6 +87,13 @@ def test_within_its_error_of_the_limit_it_is_not_known_whether_a_stage_fits(tota
     lines = unsure([{"stage": 4, "memory": memory}], 55.5 * GIB, error)
     assert len(lines) == (fit == UNKNOWN) and all("stage 4: unknown whether it fits" in line for line in lines)
     assert fit_of(memory, 0, error) == NO_LIMIT
+
+
+def test_limit_of_a_recipe():
+    assert limit_of({"context": {"max_device_memory": "55.5GB"}}) == int(55.5 * GIB)
+    assert limit_of({"context": {}}) == 0
+    with pytest.raises(RecipeError, match=r"context.max_device_memory: '55' is not of the form 55.5GB"):
+        limit_of({"context": {"max_device_memory": "55"}})
 
 
 def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():

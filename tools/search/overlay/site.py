@@ -8,10 +8,9 @@ from typing import Any
 
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
-from tools.estimate.room import limit_of
 from tools.recipe.load import KeyPath
 from tools.recipe.unresolved import CHUNKS, DISPATCH, unresolved
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, View, limit_of
 
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")

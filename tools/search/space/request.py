@@ -10,12 +10,12 @@ from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.room import Room, limit_of, room_of
+from tools.estimate.room import Room, room_of
 from tools.hardware import Hardware, known_hardware
 from tools.hardware.names import name_of
 from tools.model.ulysses import DEGREE
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.stages import swaps
 from tools.search.overlay.site import Site
 from tools.search.space.limits import Limit
