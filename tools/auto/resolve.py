@@ -76,7 +76,7 @@ def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: 
     for path, step, plain in steps:
         try:
             values, lines = step(resolved)
-        except _BROKEN as error:
+        except RecipeError as error:
             problem = UnresolvedError(recipe.source, path, _why(recipe, path, error))
             if failed is None:
                 raise problem from None
@@ -88,9 +88,7 @@ def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: 
     return resolved
 
 
-def _why(recipe: Recipe, path: KeyPath, error: Exception) -> str:
-    if not isinstance(error, RecipeError):
-        return f"{dotted(path)}: no value follows from this recipe: tc3 check {recipe.source} says more"
+def _why(recipe: Recipe, path: KeyPath, error: RecipeError) -> str:
     text = str(error).removeprefix(f"{recipe.source}: ")
     return f"{_KEY}: {text.removeprefix(f'{_KEY}: ')}" if path == OFFSET else text
 
@@ -106,7 +104,13 @@ def _string(recipe: Recipe) -> tuple[Values, list[str]]:
 
 def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
     """Step 2."""
-    return dispatch_values(even_layout(recipe) if look(recipe, OFFSET) == AUTO else recipe)
+    try:
+        return dispatch_values(even_layout(recipe) if look(recipe, OFFSET) == AUTO else recipe)
+    except RecipeError:
+        raise
+    except _BROKEN:
+        right = f"tc3 check {recipe.source} says what is wrong with it"
+        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe: {right}") from None
 
 
 def _plain_dispatch(recipe: Recipe) -> Values:
