@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
-from plugins.hierarchical_ep import settings as hierarchical_ep
-from plugins.hierarchical_ep.plan import MODES
-from tools.ep_report.advise import DEFAULT_HARDWARE, Advice, advise
-from tools.hardware import Hardware, load_hardware
+from tools.ep_report.advise import Advice, advise, left_open
+from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
@@ -34,13 +31,11 @@ def settle(recipe: Recipe) -> list[str]:
 
 
 def _settle(recipe: Recipe, dispatch: dict[str, Any], overlap: dict[str, Any]) -> list[str]:
-    hierarchical_ep.check(dispatch)
-    chunks, stride = ep_overlap.read(overlap) if overlap else ((1, 1), 1)
-    if dispatch["mode"] != "auto" and chunks != "auto":
+    modes, cuts, stride = left_open(recipe)
+    if len(modes) == 1 and cuts:
         return []
-    modes = MODES if dispatch["mode"] == "auto" else (dispatch["mode"],)
-    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=[] if chunks == "auto" else [chunks])
-    return [*_mode(dispatch, advice), *(_chunks(overlap, advice, stride) if chunks == "auto" else [])]
+    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=cuts, stride=stride)
+    return [*_mode(dispatch, advice), *([] if cuts else _chunks(overlap, advice))]
 
 
 def _mode(dispatch: dict[str, Any], advice: Advice) -> list[str]:
@@ -50,8 +45,8 @@ def _mode(dispatch: dict[str, Any], advice: Advice) -> list[str]:
     return [f"plugins.hierarchical_ep.mode: auto -> {advice.mode} (modelled on {advice.hardware.name}; tc3 ep-report)"]
 
 
-def _chunks(overlap: dict[str, Any], advice: Advice, stride: int) -> list[str]:
-    overlap["chunks"], overlap["stride"] = list(advice.chunks), overlap.get("stride", advice.stride)
+def _chunks(overlap: dict[str, Any], advice: Advice) -> list[str]:
+    overlap["chunks"], overlap["stride"] = list(advice.chunks), advice.stride
     return [f"plugins.ep_overlap: auto -> chunks {overlap['chunks']}, stride {overlap['stride']}"]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import counts_of, counts_of_offset, offset_of
+from tools.auto.dispatch import settle
 from tools.auto.layout_file import (
     MODEL_VERSION,
     LayoutFile,
@@ -112,7 +113,7 @@ def _from_file(recipe: Recipe, make: Callable[[Recipe], LayoutFile] | None) -> l
     if layout.digest != digest_of(inputs):
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
         raise RecipeError(f"{AUTO}: {path} was made for another run ({changed}): {command}")
-    view, config = View(recipe), from_recipe(even_layout(recipe))
+    view, config = View(recipe), from_recipe(even_layout(recipe), ep_mode="global")
     placed = replace(config, layers=_laid(layout, config), recompute=Recompute())
     recipe["model"]["model_config"]["offset"] = layout.offset
     section = recipe["recompute_config"] = {**(recipe.get("recompute_config") or {})}
@@ -133,11 +134,15 @@ def _laid(layout: LayoutFile, config: Configuration) -> Table:
 
 def inputs_of(recipe: Recipe) -> dict[str, Any]:
     """What the answer depends on, but for the cluster: all that the model of time and memory reads, and its version."""
-    config = from_recipe(even_layout(recipe))
+    even = even_layout(recipe)
+    if View(even).ep > 1:
+        settle(even)
+    config = from_recipe(even)
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, "model")}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}
     sizes |= {"model.layers": config.model.layers, "model.pattern": words_of(config.model.pattern)}
     run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}
+    run["ep_cut"] = [list(config.ep_cut.chunks or ()), config.ep_cut.stride] if config.ep_cut else None
     return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}
 
 

@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
+from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
-from tools.auto.dispatch import settle
-from tools.estimate.configuration import Configuration, Recompute, Table, spread
+from tools.estimate.configuration import Configuration, Cut, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View, look
+from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
-_MODE = ("plugins", "hierarchical_ep", "mode")
+_MODE, _OVERLAP = ("plugins", "hierarchical_ep", "mode"), ("plugins", "ep_overlap")
+_UNRESOLVED = "{key}: auto: what it stands for has to be resolved before seconds can be predicted"
 _MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 
 
-def from_recipe(recipe: Recipe) -> Configuration:
+def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     """The run that a MindFormers recipe describes.
 
+    Args:
+        ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
+
     Raises:
-        RecipeError: it has no model or one of impossible sizes, or its offset does not fit.
+        RecipeError: it has no model or one of impossible sizes, its offset does not fit, or it leaves its dispatch to
+            `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
@@ -50,6 +54,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
         ) from None
     fields = built.fields
     dtype = _DTYPES.get(str(fields.get("compute_dtype")), "fp32")
+    mode, cut = (ep_mode, None) if ep_mode else _dispatch(view, str(fields.get("moe_token_dispatcher_type")))
     shard = ("parallel", "parallel_optimizer_config")
     return Configuration(
         model=model,
@@ -62,14 +67,15 @@ def from_recipe(recipe: Recipe) -> Configuration:
         dtype=dtype,
         recompute=recompute,
         sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
-        ep_mode=_mode(view, str(fields.get("moe_token_dispatcher_type"))),
+        ep_mode=mode,
+        ep_cut=cut,
+        shared_beside=fields.get("moe_shared_expert_overlap") is True,
         shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
         shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
         shard_threshold=1024 * view.number((*shard, "parallel_optimizer_threshold"), 64),
         shard_size=_shard_size(view),
         flash=fields.get("use_flash_attention") is not False,
         overlap_dp=True,
-        overlap_ep=bool(view.get(("plugins", "ep_overlap"))),
         shared_whole=True,
         keep_gathered=True,
         training_graph=True,
@@ -78,18 +84,21 @@ def from_recipe(recipe: Recipe) -> Configuration:
     )
 
 
-def _mode(view: View, dispatcher: str) -> str:
-    """How tokens travel: the plugin's mode where the recipe has it; its `auto` as a launch settles it."""
-    mode = view.get(_MODE)
+def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
+    """How tokens travel, and in which chunks: the plugins' where the recipe has them."""
+    mode, overlap = view.get(_MODE), view.get(_OVERLAP)
     if mode is None:
-        return _MODES.get(dispatcher, "global")
-    if mode == "auto" and view.ep == 1:
-        return "global"  # a launch refuses it: nobody to send to
+        return _MODES.get(dispatcher, "global"), None
+    if view.ep == 1:
+        return "global", None  # a launch refuses it: nobody to send to
     if mode == "auto":
-        settled = copy.deepcopy(view.recipe)
-        settle(settled)
-        mode = look(settled, _MODE)
-    return str(mode)
+        raise RecipeError(_UNRESOLVED.format(key=".".join(_MODE)))
+    if not overlap:
+        return str(mode), None
+    chunks, stride = ep_overlap.read(overlap)
+    if chunks == "auto":
+        raise RecipeError(_UNRESOLVED.format(key=f"{ep_overlap.KEY}.chunks"))
+    return str(mode), Cut(chunks, stride)
 
 
 def _shard_size(view: View) -> int:

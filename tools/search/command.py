@@ -21,7 +21,7 @@ from tools.search.options import margin_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
-    from tools.estimate.search_times import SearchTimes
+    from tools.estimate.time_model import TimeModel
     from tools.recipe.load import Recipe
     from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
@@ -127,9 +127,9 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
-) -> tuple[Recipe, Request, SearchTimes, Store]:
+) -> tuple[Recipe, Request, TimeModel, Store]:
     """The recipe and what is asked, held against everything that would end the search in an error."""
-    from tools.estimate.search_times import SearchTimes
+    from tools.estimate.time_model import TimeModel
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
@@ -150,7 +150,7 @@ def _asked(
     require_ulysses(recipe, request)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
-    times = SearchTimes(request.hardware)
+    times = TimeModel(request.hardware)
     return recipe, request, times, Store(request, times, options["state"], options["resume"])
 
 
@@ -198,7 +198,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
         found.whole = False
 
 
-def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
+def _tell(found: Found, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
     """Print and write everything that was asked for."""
     from tools.search.overlay.write import write_overlay
     from tools.search.report.frontier import draw

@@ -79,7 +79,7 @@ def layout(
     words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
-    text = _megatron(from_recipe(even_layout(loaded)), found)
+    text = _megatron(from_recipe(even_layout(loaded), ep_mode="global"), found)
     if as_json:
         click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))
     else:

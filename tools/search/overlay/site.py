@@ -13,7 +13,7 @@ from tools.recipe.load import KeyPath
 from tools.recipe.view import MODEL, View
 
 NODE = (*MODEL, "npu_nums_per_device")
-PLUGIN, _CUTS = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap", "chunks")
+PLUGIN, CUTS = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap", "chunks")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
 _HUNDREDTH = (1 << 30) / 100
 
@@ -51,7 +51,7 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
             values[NODE] = site.node
         hardware = (*PLUGIN, "hardware")
         # what chunks a launch settles on depends on the cluster
-        if plugged and view.get(_CUTS) == "auto" and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
+        if plugged and view.get(CUTS) == "auto" and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
             values[hardware] = site.hardware
     if site.memory is not None and limit_of(view.recipe) != int(site.memory):
         limit = f"{math.ceil(site.memory / _HUNDREDTH) / 100:g}GB"  # MindSpore's GB are 2^30 bytes

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plugins.errors import RecipeError
-from tools.auto.layout import even_layout, is_auto, settle_layout
+from tools.auto.dispatch import settle
+from tools.auto.layout import AUTO, even_layout, is_auto, settle_layout
 from tools.check.heads import DEGREE, not_compiled
 from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_error import known_errors
@@ -22,7 +23,7 @@ from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.schema import load_schema
 from tools.schema.stages import swaps
-from tools.search.overlay.site import Site
+from tools.search.overlay.site import CUTS, Site
 from tools.search.space.limits import Limit
 
 # of HBM for a job where nobody says: the driver, HCCL's buffers and the allocator's fragments take the rest (assumed;
@@ -105,7 +106,7 @@ def request_of(
         RecipeError: the recipe describes no run, or there is no such cluster.
     """
     try:
-        base, limit = from_recipe(_with_layout(recipe)), limit_of(recipe)
+        base, limit = _run_of(recipe), limit_of(recipe)
     except RecipeError as error:
         raise RecipeError(f"{recipe.source}: {error}") from None
     hardware = cluster(cluster_name)
@@ -147,6 +148,18 @@ def file_of(cluster_name: str) -> str:
     """A cluster as recipes name it: the name of a hardware file, or the path of another."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
+
+
+def _run_of(recipe: Recipe) -> Configuration:
+    """The recipe's own run; other strategies of a recipe that leaves its chunks to `auto` have their own best ones."""
+    settled = _with_layout(recipe)
+    view = View(recipe)
+    if view.ep > 1:
+        settle(settled)
+    run = from_recipe(settled)
+    if run.ep_cut and view.get(CUTS) == AUTO:
+        run = replace(run, ep_cut=Cut(stride=view.get((*CUTS[:-1], "stride"))))
+    return run
 
 
 def _with_layout(recipe: Recipe) -> Recipe:
