@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.recipe.load import load_recipe
 from tools.search.ranking.entry import entry_of
@@ -50,7 +50,7 @@ def main():
     seconds = parser.parse_args().seconds
     recipe = load_recipe(RECIPE)
     request = request_of(recipe, CLUSTER)
-    times = SearchTimes(request.hardware)
+    times = TimeModel(request.hardware)
     begin, processor = time.perf_counter(), time.process_time()
     ranking = rank(request)
     alone = time.perf_counter() - begin
