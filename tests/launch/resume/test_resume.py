@@ -13,7 +13,7 @@ from launch.on_cluster import run as script_run
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.recipe.load import load_recipe
 
-TOY = "mini/toy.yaml"  # 8 samples a step, 1,012 an epoch of its corpus
+TOY = "mini/toy.yaml"  # 8 samples per step, 1,012 an epoch of its corpus
 
 
 @pytest.fixture
