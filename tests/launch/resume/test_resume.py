@@ -10,6 +10,7 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored
 from tools.recipe.load import load_recipe
 
+
 def test_more_steps_within_the_epoch_go_on(train, runs, trained):
     code, _, err = train(TOY, "--resume", "auto", "--steps", "100")
     assert code == 0, err
