@@ -164,7 +164,9 @@ def advise(
     for mode in modes:
         if mode not in MODES:
             hint = did_you_mean(mode, list(MODES))
-            raise RecipeError(f"plugins.hierarchical_ep.mode: {mode!r} is none of auto, {', '.join(MODES)}{hint}")
+            raise RecipeError(
+                f"plugins.hierarchical_ep.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{hint}"
+            )
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     check(recipe, hardware)
     config = replace(from_recipe(recipe, ep_mode="global"), skew=skew)
