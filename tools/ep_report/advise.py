@@ -216,13 +216,15 @@ def _report(
     sent = [*forward, *backward(forward)]
     if config.recompute.full:
         sent += times.repeated(config)
+    whole = _step(times, config)
+    alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
     return ModeReport(
         mode,
         sum(step.inter_bytes for step in sent),
         sum(step.intra_bytes for step in sent),
-        times.step(replace(config, shared_beside=False)).by_part["ep"],
+        alone.by_part["ep"],
         choice,
-        _step(times, config),
+        whole,
         _step(times, cut),
     )
 
