@@ -67,10 +67,10 @@ def main():
         print(row([f"ranked and the best {len(found.entries)} placed in", f"{took:.0f} s on {os.cpu_count()} cores"]))
         print(f"\n{row(HEADS)}\n{'|---' * len(HEADS)}|")
         for number, entry in enumerate(found.entries, 1):
-            print(row(cells(str(number), entry)))
-        print(row(cells("recipe", found.own)))
+            print(row(cells(str(number), entry, request)))
+        print(row(cells("recipe", found.own, request)))
         for name, limits in PARTS.items():
-            print(row(cells(name, placed(request, limits, times, seconds / 5, state))))
+            print(row(cells(name, placed(request, limits, times, seconds / 5, state), request)))
     print()
     for line in reasons(found):
         print(f"* {line}")

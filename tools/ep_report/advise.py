@@ -93,6 +93,7 @@ class Advice:
         modes: dispatch mode -> its report.
         mode, chunks, stride: the recommendation; chunks (1, 1) means no overlap, stride is the order of issue.
         why: one sentence.
+        as_1f1b: why the pipeline is taken as 1F1B, where it is not the recipe's own schedule; "" where it is.
     """
 
     recipe: Recipe = field(repr=False)
@@ -105,6 +106,7 @@ class Advice:
     stride: int
     break_even: BreakEven
     why: str
+    as_1f1b: str = ""
 
     @cached_property
     def written(self) -> Written:
@@ -113,8 +115,7 @@ class Advice:
         if len(modes) == 1 and cuts:
             own = replace(from_recipe(self.recipe), skew=self.skew)
             chunks, order = own.ep_cut or Cut((1, 1), 1)
-            step = TimeModel(self.hardware).step(own, simulated=True)
-            return Written(own.ep_mode, chunks or (1, 1), order or 1, step)
+            return Written(own.ep_mode, chunks or (1, 1), order or 1, _step(TimeModel(self.hardware), own))
         found = advise(self.recipe, self.hardware, self.skew, modes, cuts, stride)
         return Written(found.mode, found.chunks, found.stride, found.best.cut)
 
@@ -180,7 +181,8 @@ def advise(
     even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
     why = _why(best, topology, even, skew, model.top_k)
     chosen = best.choice
-    return Advice(recipe, config, hardware, topology, reports, best.mode, chosen.chunks, chosen.stride, even, why)
+    of_best = (best.mode, chosen.chunks, chosen.stride)
+    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, _unsimulated(times, config))
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
@@ -216,15 +218,34 @@ def _report(
     sent = [*forward, *backward(forward)]
     if config.recompute.full:
         sent += times.repeated(config)
+    whole = _step(times, config)
+    alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
     return ModeReport(
         mode,
         sum(step.inter_bytes for step in sent),
         sum(step.intra_bytes for step in sent),
-        times.step(replace(config, shared_beside=False)).by_part["ep"],
+        alone.by_part["ep"],
         choice,
-        times.step(config, simulated=True),
-        times.step(cut, simulated=True),
+        whole,
+        _step(times, cut),
     )
+
+
+def _unsimulated(times: TimeModel, config: Configuration) -> str:
+    """Why a schedule cannot be simulated; "" where it can."""
+    try:
+        times.step(config, simulated=True)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def _step(times: TimeModel, config: Configuration) -> StepTime:
+    """The step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as well."""
+    try:
+        return times.step(config, simulated=True)
+    except RecipeError:
+        return times.step(replace(config, schedule="1f1b"))
 
 
 def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:

@@ -44,6 +44,7 @@ def _report(advice: Advice) -> dict[str, Any]:
         "rank_tokens": advice.config.batch * advice.config.rank_sequence,
         "plugins": advice.settings,
         "issue_stride": advice.stride,
+        "as_1f1b": advice.as_1f1b or None,
         "why": advice.why,
         "break_even": asdict(advice.break_even),
         "recipe": {"mode": written.mode, "chunks": written.chunks, "step_seconds": written.step.total},
@@ -78,6 +79,8 @@ def print_text(advices: Sequence[Advice], source: str, console: Console) -> None
         console.print()
         console.print(_table(advice))
         console.print(f"the recipe as it is written: {advice.written.words}")
+        if advice.as_1f1b:
+            console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
         console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
         console.print(f"why: {advice.why}")
     console.print()

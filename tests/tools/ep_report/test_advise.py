@@ -158,6 +158,14 @@ def test_the_suggested_mesh_is_accepted():
     assert (advice.topology.nodes, advice.config.devices) == (8, 512)
 
 
+def test_a_schedule_without_a_model_is_compared_as_1f1b_and_says_so():
+    own = recipe("438b", ep(16))
+    own["parallel"]["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": "seqpipe"}
+    advice = advise(own)
+    assert "seqpipe" in advice.as_1f1b and advice.mode == advise(recipe()).mode
+    assert advise(recipe()).as_1f1b == ""
+
+
 def test_wrong_arguments():
     with pytest.raises(RecipeError, match="did you mean 'hierarchical'"):
         advise(recipe(), A2, modes=["hierachical"])
