@@ -130,18 +130,14 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel, Store]:
-    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end.
-
-    The search looks for a layout itself, so that an open one is even here.
-    """
-    from tools.auto.resolve import resolve
+    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
     from tools.estimate.time_model import TimeModel
     from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of, with_open_chunks
+    from tools.search.space.request import request_of
 
     if options["verified"]:
         require_verified()
@@ -155,8 +151,7 @@ def _asked(
         check_page(options["html_file"])
     asked = tuple(read_limit(text) for text in limits)
     of_run = (options["devices"], options["gbs"], options["memory"])
-    request = request_of(resolve(recipe, layout="even"), cluster_name, *of_run, asked, options["memory_margin"])
-    request = with_open_chunks(request, recipe)
+    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
