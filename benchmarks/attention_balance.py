@@ -22,8 +22,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plugins.attention_balance.baselines import BASELINES
-from plugins.attention_balance.context_parallel import balanced, contiguous, head_tail
 from plugins.attention_balance.plan import (
     Cost,
     Layout,
@@ -37,6 +35,8 @@ from plugins.attention_balance.plan import (
     lower_bound,
     segments_of,
 )
+from plugins.attention_balance.schedule.baselines import BASELINES
+from plugins.attention_balance.schedule.context_parallel import balanced, contiguous, head_tail
 from tools.data.index import IndexReader
 from tools.data.synthetic import CORPORA, synthetic_index
 

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.attention_balance.assign import assign, loads_of, unscheduled
-from plugins.attention_balance.cost import Cost, causal_pairs, cost_of_model
-from plugins.attention_balance.gpt_index import GPTIndex, blended, build_gpt_index
-from plugins.attention_balance.lower_bound import lower_bound
-from plugins.attention_balance.objective import Objective, objective_of
-from plugins.attention_balance.order import taken
-from plugins.attention_balance.segments import Segments, segments_of
-from plugins.attention_balance.window import deal
+from plugins.attention_balance.samples.cost import Cost, causal_pairs, cost_of_model
+from plugins.attention_balance.samples.gpt_index import GPTIndex, blended, build_gpt_index
+from plugins.attention_balance.samples.segments import Segments, segments_of
+from plugins.attention_balance.schedule.assign import assign, loads_of, unscheduled
+from plugins.attention_balance.schedule.lower_bound import lower_bound
+from plugins.attention_balance.schedule.objective import Objective, objective_of
+from plugins.attention_balance.schedule.order import taken
+from plugins.attention_balance.schedule.window import deal
 from plugins.errors import DataError
 
 __all__ = [

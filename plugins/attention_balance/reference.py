@@ -6,9 +6,9 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from plugins.attention_balance.gpt_index import GPTIndex
-from plugins.attention_balance.objective import Objective
-from plugins.attention_balance.pipeline import stage_operations
+from plugins.attention_balance.samples.gpt_index import GPTIndex
+from plugins.attention_balance.schedule.objective import Objective
+from plugins.attention_balance.schedule.pipeline import stage_operations
 
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:

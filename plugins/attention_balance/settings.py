@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.attention_balance.cost import Cost
-from plugins.attention_balance.eod import check_apart
-from plugins.attention_balance.objective import objective_of
 from plugins.attention_balance.plan import Layout
+from plugins.attention_balance.samples.cost import Cost
+from plugins.attention_balance.samples.eod import check_apart
+from plugins.attention_balance.schedule.objective import objective_of
 from plugins.attention_balance.shape import model_cost, recomputed_share
 from plugins.errors import RecipeError, did_you_mean
 

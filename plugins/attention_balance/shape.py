@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plugins.attention_balance.cost import Cost, cost_of_model
+from plugins.attention_balance.samples.cost import Cost, cost_of_model
 from plugins.errors import RecipeError
 
 

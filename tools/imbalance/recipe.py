@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.attention_balance import settings as plugin
-from plugins.attention_balance.cost import Cost
-from plugins.attention_balance.eod import check_apart
 from plugins.attention_balance.plan import Layout
+from plugins.attention_balance.samples.cost import Cost
+from plugins.attention_balance.samples.eod import check_apart
 from plugins.attention_balance.shape import model_cost
 from plugins.errors import DataError, RecipeError
 from tools.data.blend import Blend, read_blend
