@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
+from plugins.pipeline_layout.order import by_turns, one_forward_one_backward
 
 KINDS = "FBW"  # by number in a table of operations
 
@@ -145,10 +146,7 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
         np.concatenate([_round(kind, path(), first, size) for first, size in zip(firsts, rounds, strict=True)])
         for kind, path in (("F", lambda: range(chunks)), ("B", lambda: _back(chunks)))
     )
-    warm_up = min(warm_up, len(forward))
-    steady = len(forward) - warm_up
-    turns = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)
-    return np.concatenate([forward[:warm_up], turns, backward[steady:]])
+    return by_turns(forward, backward, warm_up)
 
 
 def _interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
@@ -174,7 +172,7 @@ def _seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> np
 
 
 def _1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    return _interleaved([micro_batches], 1, stages - 1 - stage)
+    return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:

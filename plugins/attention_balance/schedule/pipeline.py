@@ -1,10 +1,9 @@
 """The makespan of 1F1B when micro-batches differ, and an order that shortens it. NumPy only.
 
 Model: p stages, each gives micro-batch m the same time t_m, a share of it forward and the rest backward; transfers
-take no time. Stage s runs min(p - 1 - s, M) forwards first, then one forward and one backward by turns, then the
-remaining backwards. An operation starts when its stage is free and its input is there: forward(s, m) needs
-forward(s - 1, m), backward(s, m) needs backward(s + 1, m). Interleaved (vpp) schedules are not modelled; their bubble
-is shaped by the same neighbours.
+take no time. A stage keeps the order of `plugins.pipeline_layout.order`, and an operation starts when its stage is free
+and its input is there: forward(s, m) needs forward(s - 1, m), backward(s, m) needs backward(s + 1, m). Interleaved
+(vpp) schedules are not modelled; their bubble is shaped by the same neighbours.
 
 The last stage alone is busy for sum(t) after the first forward has come down and before the last backward has gone
 up, so makespan >= sum(t) + (p - 1) * (forward(first) + backward(last)). And at any time the stages hold up to p
@@ -17,16 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
-
-def stage_operations(stage: int, stages: int, micro_batches: int) -> list[tuple[bool, int]]:
-    """What a stage does in 1F1B, in order: (is forward, micro-batch)."""
-    ahead = min(stages - 1 - stage, micro_batches)
-    out = [(True, m) for m in range(ahead)]
-    for m in range(micro_batches):
-        if ahead + m < micro_batches:
-            out.append((True, ahead + m))
-        out.append((False, m))
-    return out
+from plugins.pipeline_layout.order import FORWARD, one_forward_one_backward
 
 
 @lru_cache(maxsize=16)
@@ -37,26 +27,26 @@ def _levels(stages: int, micro_batches: int) -> list[np.ndarray]:
     row where its input's end stands; the row where its own end goes. Rows of ends: (direction, stage + 1, micro-batch),
     with a stage before the first and one behind the last that are never waited for.
     """
-    waiting = [stage_operations(stage, stages, micro_batches)[::-1] for stage in range(stages)]
-    done: set[tuple[bool, int, int]] = set()
+    waiting = [one_forward_one_backward(stage, stages, micro_batches)[::-1].tolist() for stage in range(stages)]
+    done: set[tuple[int, int, int]] = set()
     levels = []
     while any(waiting):
         level = []
         for stage, operations in enumerate(waiting):
             if not operations:
                 continue
-            forward, m = operations[-1]
-            source = stage - 1 if forward else stage + 1
-            if not 0 <= source < stages or (forward, source, m) in done:
-                level.append((forward, stage, source, m))
-        for forward, stage, _, m in level:
+            kind, m = operations[-1]
+            source = stage - 1 if kind == FORWARD else stage + 1
+            if not 0 <= source < stages or (kind, source, m) in done:
+                level.append((kind, stage, source, m))
+        for kind, stage, _, m in level:
             waiting[stage].pop()
-            done.add((forward, stage, m))
+            done.add((kind, stage, m))
         rows = []
-        for forward, stage, source, m in level:
-            first = 0 if forward else stages + 2
+        for kind, stage, source, m in level:
+            first = 0 if kind == FORWARD else stages + 2
             ends = [(first + place + 1) * micro_batches + m for place in (source, stage)]
-            rows.append((stage, m if forward else micro_batches + m, *ends))
+            rows.append((stage, m if kind == FORWARD else micro_batches + m, *ends))
         levels.append(np.array(rows).T)
     return levels
 
