@@ -19,12 +19,14 @@ if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository 
     sys.path.insert(0, str(ROOT))
 
 from launch.on_cluster.run import of_script  # noqa: E402
+from launch.resume.checkpoints import keep_cost  # noqa: E402
 from launch.run.failure import STOPPED  # noqa: E402
 from launch.workers.hard_exit import run_and_leave  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
 from tools.auto.dispatch import settle  # noqa: E402
 from tools.auto.layout import settle_layout  # noqa: E402
+from tools.auto.sample_cost import write_sample_cost  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
@@ -37,6 +39,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
         recipe = apply_overrides(recipe, overrides)
     for line in [*settle_layout(recipe), *settle(recipe)]:
         click.echo(line)
+    write_sample_cost(recipe)
     if run_dir is not None:
         recipe["output_dir"] = str(run_dir)
     checkpoint = recipe.setdefault("checkpoint", {})
@@ -44,6 +47,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     if resume is not None:
         checkpoint["load_path"] = str(resume)
         checkpoint["no_load_optim"] = False  # MindFormers' default goes on with fresh moments and step 0
+        keep_cost(recipe, run_dir or Path(recipe["output_dir"]), resume)
     return recipe
 
 

@@ -26,6 +26,7 @@ from launch.run.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
 from tools.auto.dispatch import settle
 from tools.auto.layout import make_here, settle_layout
+from tools.auto.sample_cost import write_sample_cost
 from tools.checkpoint.scan import CheckpointInfo
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
@@ -159,6 +160,7 @@ def _settled(flat: Recipe, make_layout: bool) -> Recipe:
     say = partial(click.echo, err=True)
     for line in [*settle_layout(flat, make_here(say) if make_layout else None), *settle(flat)]:
         say(line)
+    write_sample_cost(flat)
     return flat
 
 
@@ -183,6 +185,8 @@ def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
 def make_plan(recipe: Recipe, run_dir: Path, resume: str | None, port: int | None) -> Plan:
     """Everything that `recipe` needs to start: checkpoint to go on from, port, argv."""
     checkpoint = checkpoints.find_checkpoint(resume, checkpoints.save_path(recipe)) if resume else None
+    if checkpoint:
+        checkpoints.keep_cost(recipe, run_dir, checkpoint.path)
     command = msrun_command(recipe, run_dir, port or free_port(), checkpoint.path if checkpoint else None)
     return Plan(recipe, run_dir, worker_count(recipe), checkpoint, command)
 

@@ -76,7 +76,7 @@ def _ep_overlap(view: View, built: Built, found: Findings) -> None:
 
 def _attention_balance(view: View, found: Findings) -> None:
     try:
-        attention_balance.schedule_of(view.recipe, {})
+        attention_balance.check(view.recipe)
     except RecipeError as error:
         _refused(_BALANCE, error, found)
 

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 
+from tools.auto.sample_cost import write_sample_cost
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
@@ -19,7 +20,9 @@ def effective(path: str | os.PathLike[str], overrides: Sequence[str] = (), mini:
         RecipeError: the file, a base or an override is wrong.
     """
     recipe = load_mini(path) if mini else load_recipe(path)
-    return apply_overrides(recipe, overrides) if overrides else recipe
+    recipe = apply_overrides(recipe, overrides) if overrides else recipe
+    write_sample_cost(recipe)
+    return recipe
 
 
 def show(path: str | os.PathLike[str], overrides: Sequence[str] = (), as_json: bool = False, mini: bool = False) -> str:

@@ -14,6 +14,8 @@ import numpy as np
 from plugins.attention_balance.samples.gpt_index import GPTIndex
 from plugins.attention_balance.samples.segments import Segments, segments_in_stream_order
 
+UNITS = MEASURED, COMPUTED = "s", "FLOP"
+
 
 def causal_pairs(segments: Segments) -> np.ndarray:
     """int64 [samples], pairs of tokens that attend, the sum of n * (n + 1) / 2 over a sample's segments."""
@@ -22,14 +24,14 @@ def causal_pairs(segments: Segments) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Cost:
-    """Coefficients, computed (`cost_of_model`) or measured (then `unit` is "s").
+    """What the model costs, computed from its sizes (`unit` is "FLOP") or measured ("s").
 
     per_pair: `unit` for each attending pair of tokens; per_token: `unit` for each token.
     """
 
     per_pair: float
     per_token: float
-    unit: str = "FLOP"
+    unit: str = COMPUTED
 
     def of(self, segments: Segments) -> np.ndarray:
         """float64 [samples], in `unit`."""
@@ -46,22 +48,3 @@ class Cost:
     def attention_only(self) -> Cost:
         """The same without the part that is linear in tokens."""
         return replace(self, per_token=0.0)
-
-
-def cost_of_model(
-    *, layers: int, heads: int, qk_dim: int, v_dim: int, linear_parameters: float, recomputed: float = 0.0
-) -> Cost:
-    """FLOPs of training, from the model's shape.
-
-    Args:
-        layers: layers with attention, multi-token-prediction layers included.
-        heads: attention heads.
-        qk_dim: dimension of a query or key head: for MLA qk_nope_head_dim + qk_rope_head_dim.
-        v_dim: dimension of a value head.
-        linear_parameters: parameters that multiply each token: the activated ones without the embedding.
-        recomputed: share of the forward pass that recompute repeats, 0 to 1.
-
-    A forward pass takes 2 FLOPs a multiply-add; backward twice that.
-    """
-    passes = 3.0 + recomputed
-    return Cost(passes * 2 * (qk_dim + v_dim) * heads * layers, passes * 2 * linear_parameters)

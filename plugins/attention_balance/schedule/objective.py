@@ -57,7 +57,7 @@ def objective_of(
     pipeline_stages: int = 1,
     recomputed: float = 0.0,
 ) -> Objective:
-    """The objective of a recipe's `parallel_config`; `recomputed` as in `cost_of_model`.
+    """The objective of a recipe's `parallel_config`; `recomputed`: share of the forward pass that is repeated.
 
     Raises:
         RecipeError: EP groups that do not consist of whole data-parallel ranks, equally many each.
