@@ -27,6 +27,8 @@ COMMANDS = {
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
 }
+# group -> command -> module:attribute, for commands whose room lies above their group's
+NESTED = {"data": {"imbalance": "tools.imbalance.cli:imbalance_command"}}
 
 
 class LazyGroup(click.Group):
@@ -40,9 +42,11 @@ class LazyGroup(click.Group):
         """Import the command's module; None when there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        module, attribute = COMMANDS[cmd_name][0].split(":")
         with saying(f"tc3 {cmd_name} is being loaded"):
-            return getattr(importlib.import_module(module), attribute)
+            command = _command(COMMANDS[cmd_name][0])
+            for name, place in NESTED.get(cmd_name, {}).items():
+                cast(click.Group, command).add_command(_command(place), name)
+            return command
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; an interrupt is one line and exit code 130."""
@@ -63,6 +67,12 @@ class LazyGroup(click.Group):
         """List the commands with the help kept in the table."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+
+
+def _command(place: str) -> click.Command:
+    """The command that stands at module:attribute."""
+    module, attribute = place.split(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""Reports may replace older reports, and nothing else: looked at before the work that would end in them."""
+"""HTML reports: how they look; and that they replace older reports and nothing else, which is looked at first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from pathlib import Path
 from plugins.errors import DataError
 
 BEGINS = b"<!DOCTYPE html>"
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+th, td { border-bottom: 1px solid #8884; padding: .2rem .7rem; text-align: left; font-variant-numeric: tabular-nums; }
+.pass { color: #1a7f37; } .fail { color: #cf222e; font-weight: 600; } .none { color: #8889; }
+summary { cursor: pointer; } code { font-size: .9em; } .note { color: #888; }
+"""
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:

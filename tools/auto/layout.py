@@ -23,7 +23,6 @@ from tools.auto.layout_file import (
     read_layout,
     write_layout,
 )
-from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.estimate.from_recipe import from_recipe
@@ -34,7 +33,7 @@ from tools.model.architecture import words_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.placement.budget import Budget
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, View, limit_of
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import swaps

@@ -12,7 +12,6 @@ import click
 from plugins.errors import DataError
 from tools.data.reporter import TerminalReporter
 from tools.data.sources import FOLDER_SUFFIXES, Corpus
-from tools.files.figure import check_ending
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 
@@ -33,8 +32,6 @@ TOKENIZER_HELP = (
 VOCAB_HELP = f"Ids of the tokenizer that `bytes` trains.  [default: {DEFAULT_VOCAB}]"
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
 DTYPE_HELP = "Type of the stored ids. auto: uint16 below 65,500 ids, else int32."
-STEPS_HELP = "Steps to look at, spread over the run.  [default: as many as take seconds]"
-WINDOW_HELP = "Let samples change places within W steps, which changes the steps.  [default: the recipe's, or 1]"
 WORKERS_HELP = "Processes that encode; the output is the same for any number.  [default: the cores]"
 
 
@@ -138,50 +135,6 @@ def verify(
     verdict = "WRONG" if report.findings else "ok"
     click.echo(json.dumps(report.to_dict(), indent=2) if as_json else f"{verdict}: {report.summary()}")
     context.exit(1 if report.findings else 0)
-
-
-@data.command("imbalance", context_settings=SETTINGS, short_help="How unevenly documents load a recipe's devices.")
-@click.argument("prefix", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Model, layout and masks of the run.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
-@click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and one step (.svg or .png).")
-def imbalance_command(
-    prefix: Path,
-    recipe: Path,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    window: int | None,
-    as_json: bool,
-    picture: Path | None,
-) -> None:
-    """Say how evenly the documents of PREFIX.idx load the devices of a recipe, without and with attention_balance.
-
-    Needs the index only, not PREFIX.bin: no token is read. PREFIX takes the place of the recipe's data_path. Memory
-    grows by about 12 bytes a document. Step times are modelled.
-    """
-    from rich.console import Console
-
-    from tools.imbalance import picture as imbalance_picture
-    from tools.imbalance import render as imbalance_render
-    from tools.imbalance.measure import imbalance
-    from tools.imbalance.progress import CountingReporter
-    from tools.recipe.load import load_recipe
-    from tools.recipe.override import apply_overrides
-
-    if picture:
-        check_ending(picture)
-    loaded = apply_overrides(load_recipe(recipe), overrides)
-    with CountingReporter() as reporter:
-        found = imbalance(prefix, loaded, steps, window, reporter)
-    if picture:
-        click.echo(f"drawn: {imbalance_picture.draw(found, picture)}", err=True)
-    if as_json:
-        click.echo(json.dumps(imbalance_render.as_json(found)))
-    else:
-        imbalance_render.print_text(found, Console(soft_wrap=True, highlight=False, markup=False))
 
 
 def _cores() -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from plugins.errors import RecipeError
 from tools.dryrun.graph.passes import Pass, most_saved, waiting
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
 
@@ -78,21 +76,6 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, int]]) -> i
         inside = chunks[item.chunk]["forward" if item.kind == "F" else "backward"]
         most = max(most, before + inside)
     return most
-
-
-def limit_of(recipe: Mapping[str, Any]) -> int:
-    """`context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
-
-    Raises:
-        RecipeError: it is no such text.
-    """
-    written = (recipe.get("context") or {}).get("max_device_memory")
-    if written is None:
-        return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
-    if match is None:
-        raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
-    return int(float(match[1]) * GIB)
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:

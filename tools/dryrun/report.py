@@ -12,14 +12,14 @@ from tools.dryrun.graph.passes import Pass
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.links import check_links
-from tools.dryrun.memory import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN, fit_of, limit_of, memory_of, over_limit, unsure
+from tools.dryrun.memory import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN, fit_of, memory_of, over_limit, unsure
 from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
 from tools.pipeline.schedules import operations
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.stages import runs_back
 
 NOTHING: dict[str, Any] = {  # of a recipe of the CPU, which is built and not compiled

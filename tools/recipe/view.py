@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.recipe.load import KeyPath, Recipe
 
@@ -158,3 +161,18 @@ class View:
     def megatron(self) -> bool:
         """Whether the recipe trains on a Megatron .bin/.idx."""
         return self.get((*LOADER, "type")) == "BlendedMegatronDatasetDataLoader"
+
+
+def limit_of(recipe: Mapping[str, Any]) -> int:
+    """`context.max_device_memory` in bytes (MindSpore counts 1 GB as 2^30).
+
+    Raises:
+        RecipeError: it is no such text.
+    """
+    written = (recipe.get("context") or {}).get("max_device_memory")
+    if written is None:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
+    if match is None:
+        raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
+    return int(float(match[1]) * 2**30)

@@ -14,11 +14,11 @@ from tools.dryrun.memory import (
     NO_LIMIT,
     UNKNOWN,
     fit_of,
-    limit_of,
     memory_of,
     over_limit,
     unsure,
 )
+from tools.recipe.view import limit_of
 
 
 def held(name="decoder.layers.0.w", kind=WEIGHT, dtype="Float32", shape=(8, 4), part=(4, 4), shards=2):

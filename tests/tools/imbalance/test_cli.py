@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 from plugins.errors import DataError, RecipeError, TC3Error
 from tests.tools.data.data_helpers import CALL, REPOSITORY, environment, write_index
-from tools.data.cli import data
 from tools.imbalance import picture as imbalance_picture
+from tools.imbalance.cli import imbalance_command
 
 CONFIG = "train_dataset.data_loader.config"
 LARGE = REPOSITORY / "recipes" / "telechat3_438b" / "context_128k.yaml"
@@ -22,7 +22,7 @@ WITHOUT_MASK = REPOSITORY / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(data, ["imbalance", *map(str, arguments)])
+    return CliRunner().invoke(imbalance_command, [*map(str, arguments)])
 
 
 @pytest.fixture(scope="module")

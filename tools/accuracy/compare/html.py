@@ -5,11 +5,10 @@ from __future__ import annotations
 from html import escape
 
 from tools.accuracy.compare.picture import picture
-from tools.accuracy.compare.render import finding_text
-from tools.accuracy.compare.report import Report
+from tools.accuracy.compare.report import Report, finding_text
 from tools.accuracy.compare.rows import Row
 from tools.accuracy.dumps.names import PHASES
-from tools.accuracy.operators.html import STYLE
+from tools.accuracy.pages import STYLE
 
 MOST = 2000  # rows in the table: a browser gets slow; rows.csv has them all
 PLOT = """

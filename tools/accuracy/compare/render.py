@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tools.accuracy.compare.report import Report, as_json
+from tools.accuracy.compare.html import html
+from tools.accuracy.compare.report import Report, as_json, finding_text
 from tools.accuracy.compare.rows import Row
 from tools.accuracy.dumps.names import PHASES
 from tools.files.whole import whole_file, write_whole
@@ -39,13 +40,6 @@ def print_report(report: Report, console: Console) -> None:
         line(f"and {rest} more: --out DIR keeps them all", "dim")
 
 
-def finding_text(row: Row) -> str:
-    """One line about a finding."""
-    rank = f" rank {row.rank}" if row.rank else ""
-    numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
-    return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
-
-
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
     """compare.json, rows.csv (every row) and, with `page`, compare.html, in the folder `out`."""
     files = [out / "compare.json", out / "rows.csv"]
@@ -56,8 +50,6 @@ def write_files(report: Report, out: Path, page: bool) -> list[Path]:
         for row in report.rows:
             writer.writerow({**as_json(row), "shape": "x".join(map(str, row.shape))})
     if page:
-        from tools.accuracy.compare.html import html
-
         files.append(out / "compare.html")
         write_whole(files[-1], html(report))
     return files

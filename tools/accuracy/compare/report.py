@@ -124,3 +124,10 @@ class Report:
 def as_json(row: Row) -> dict[str, Any]:
     """A row in values fit for JSON."""
     return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
+
+
+def finding_text(row: Row) -> str:
+    """One line about a finding."""
+    rank = f" rank {row.rank}" if row.rank else ""
+    numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
+    return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"

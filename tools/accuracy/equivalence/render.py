@@ -9,7 +9,7 @@ from rich.table import Table
 
 from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, failure_lines
 from tools.accuracy.equivalence.strategies import cases
-from tools.accuracy.operators.html import STYLE
+from tools.accuracy.pages import STYLE
 
 STYLES = {PASS: "green", FAIL: "bold red", NONE: "dim"}
 CLASSES = {PASS: "pass", FAIL: "fail", NONE: "none"}

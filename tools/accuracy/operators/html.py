@@ -8,16 +8,9 @@ from tools.accuracy.operators.render import LEGEND
 from tools.accuracy.operators.report import SHORT, Report, cell_text, failure_text, not_runnable_lines, status_of
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS, Row
 from tools.accuracy.operators.specs import FAMILIES, SPECS
+from tools.accuracy.pages import STYLE
 
 CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
-th, td { border-bottom: 1px solid #8884; padding: .2rem .7rem; text-align: left; font-variant-numeric: tabular-nums; }
-.pass { color: #1a7f37; } .fail { color: #cf222e; font-weight: 600; } .none { color: #8889; }
-summary { cursor: pointer; } code { font-size: .9em; } .note { color: #888; }
-"""
 
 
 def html(report: Report) -> str:

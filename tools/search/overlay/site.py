@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
 from tools.recipe.load import KeyPath
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, View, limit_of
 
 NODE = (*MODEL, "npu_nums_per_device")
 PLUGIN, _CUTS = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap", "chunks")

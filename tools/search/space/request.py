@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from plugins.errors import RecipeError
 from tools.auto.layout import even_layout, is_auto, settle_layout
 from tools.check.heads import DEGREE, not_compiled
-from tools.dryrun.memory import limit_of
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster, cluster_file
@@ -19,7 +18,7 @@ from tools.estimate.memory_model import GIB
 from tools.hardware import Hardware, known_hardware
 from tools.hardware.names import name_of
 from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.schema import load_schema
 from tools.schema.stages import swaps
 from tools.search.overlay.site import Site

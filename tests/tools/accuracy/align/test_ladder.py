@@ -217,7 +217,7 @@ def test_a_child_ends_with_us(deaf, tmp_path):
     """On SIGTERM to us, at once; one that does not listen to it, after the time it is given."""
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " * deaf
     sleeper = f"import os, signal, sys, time; {ignore}print(os.getpid(), flush=True); time.sleep(60)"
-    script = f"from tools.accuracy import child; child.GRACE = 0.2; child.run([{sys.executable!r}, '-c', {sleeper!r}])"
+    script = f"from tools.process import child; child.GRACE = 0.2; child.run([{sys.executable!r}, '-c', {sleeper!r}])"
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as ours:

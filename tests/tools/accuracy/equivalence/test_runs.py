@@ -111,7 +111,7 @@ def test_a_training_ends_with_the_command(tmp_path):
     (tmp_path / "tc3").chmod(0o755)
     code = """
 import pathlib, sys
-from tools.accuracy import equivalence_runs
+from tools.accuracy.equivalence import runs as equivalence_runs
 sys.executable = sys.argv[1] + "/python"
 equivalence_runs.train({"callbacks": []}, pathlib.Path(sys.argv[1], "run"))
 """

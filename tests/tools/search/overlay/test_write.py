@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tools.auto.dispatch import settle
 from tools.check import check_recipe
-from tools.dryrun.memory import GIB, limit_of
+from tools.dryrun.memory import GIB
 from tools.dryrun.stages import stages_of
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
@@ -20,7 +20,7 @@ from tools.model.architecture import model_of
 from tools.model.weights import layer_size
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.search.overlay.site import Site

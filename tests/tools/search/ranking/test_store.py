@@ -40,7 +40,7 @@ def test_all_code_that_answers_counts(case, monkeypatch):
     asked, times, _, _ = case
     names = {f"{file.parent.name}/{file.name}" for file in store.code()}
     assert {
-        "search/layer_time.py",
+        "estimate/layer_time.py",
         "hierarchical_ep/traffic.py",
         "hierarchical_ep/topology.py",
         "model/weights.py",
