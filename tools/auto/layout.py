@@ -27,8 +27,8 @@ from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
 from tools.estimate.recompute_keys import plain_value, swapped_value, with_patterns
+from tools.hardware.units import GIB
 from tools.model.architecture import words_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.placement.budget import Budget

@@ -8,6 +8,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.hardware import Hardware
+from tools.hardware.units import short_dtype
 from tools.model.architecture import MOE, Model, model_of
 from tools.model.flops import flops_per_token, multiplied
 from tools.model.weights import parameters, weights
@@ -17,8 +18,7 @@ from tools.recipe.view import MODEL, PARALLEL, View
 from tools.schema.converter import Built, convert
 from tools.schema.schema import load_schema
 
-_DTYPES = {"bfloat16": ("bf16", 2), "bf16": ("bf16", 2), "float16": ("fp16", 2), "fp16": ("fp16", 2)}
-_FULL = ("fp32", 4)
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
     fields = built.fields
     moe_layers = model.pattern.count(MOE) + model.mtp * (model.last_kind == MOE)
     weights_expert = moe_layers * sum(weight.size for weight in weights(model, MOE) if weight.split == "experts")
-    dtype, itemsize = _DTYPES.get(str(fields.get("compute_dtype")), _FULL)
+    dtype = short_dtype(fields.get("compute_dtype"), "fp32")
     recompute = _any(view.get(("recompute_config", "recompute")))
     return Shape(
         batch=view.batch,
@@ -108,7 +108,7 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
         micro_batches=view.micro_batches * view.accumulation,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep", "chunks")},
         dtype=dtype,
-        itemsize=itemsize,
+        itemsize=_BYTES[dtype],
         hidden=model.hidden,
         experts=model.experts,
         top_k=model.top_k,
@@ -124,8 +124,8 @@ def shape_of(recipe: Recipe, hardware: Hardware | None = None) -> Shape:
         weights_expert=weights_expert,
         flops_per_token=flops,
         head_flops_per_token=6 * multiplied(model)["head"],
-        attention_bytes=model.kv_heads * (model.qk_dim + model.v_dim) * itemsize,
-        query_bytes=model.heads * (model.qk_dim + model.v_dim) * itemsize,
+        attention_bytes=model.kv_heads * (model.qk_dim + model.v_dim) * _BYTES[dtype],
+        query_bytes=model.heads * (model.qk_dim + model.v_dim) * _BYTES[dtype],
         ulysses=view.number((*PARALLEL, "ulysses_degree_in_cp"), 1),
     )
 

@@ -11,6 +11,7 @@ from plugins.errors import RecipeError
 from tools.auto.dispatch import settle
 from tools.estimate.configuration import Configuration, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
+from tools.hardware.units import short_dtype
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import MODEL, View, look
@@ -19,7 +20,6 @@ from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
-_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
 _MODE = ("plugins", "hierarchical_ep", "mode")
 _MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 
@@ -49,7 +49,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
             "recompute_config: its numbers do not fit the layers and stages; `tc3 check` says more"
         ) from None
     fields = built.fields
-    dtype = _DTYPES.get(str(fields.get("compute_dtype")), "fp32")
+    dtype = short_dtype(fields.get("compute_dtype"), "fp32")
     shard = ("parallel", "parallel_optimizer_config")
     return Configuration(
         model=model,

@@ -10,6 +10,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from tools.hardware.units import GIB
 from tools.recipe.load import KeyPath, Recipe
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
@@ -175,4 +176,4 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
     if match is None:
         raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
-    return int(float(match[1]) * 2**30)
+    return int(float(match[1]) * GIB)

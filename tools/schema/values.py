@@ -9,6 +9,7 @@ from typing import Any
 
 from plugins.attention_balance.samples.cost import UNITS
 from plugins.hierarchical_ep.plan import MODES
+from tools.hardware.units import BOTH, LONG
 
 Spec = dict[str, Any]
 
@@ -223,14 +224,14 @@ TYPED: dict[str, dict[str, Spec]] = {
     "trainer": {"model_name": {"types": ["null", "str"]}},
 }
 
-_DTYPE = {"enum": ["bf16", "bfloat16", "float16", "float32", "fp16", "fp32"], "rule": "dtype"}
+_DTYPE = _enum(*BOTH, rule="dtype")
 MODEL: dict[str, Spec] = {
     "compute_dtype": _DTYPE,
     "layernorm_compute_dtype": _DTYPE,
     "params_dtype": _DTYPE,
     "router_dense_type": _DTYPE,
     "softmax_compute_dtype": _DTYPE,
-    "rotary_dtype": {"enum": ["bf16", "bfloat16", "float32", "fp32"], "rule": "rotary_fp16"},
+    "rotary_dtype": _enum(*(name for name in BOTH if name not in ("fp16", LONG["fp16"])), rule="rotary_fp16"),
     "hidden_act": {"choices": "hidden_act"},
     "normalization": _enum("LayerNorm", "RMSNorm", "FusedLayerNorm", "FusedRMSNorm"),
     "position_embedding_type": _ROPE,

@@ -14,7 +14,8 @@ from tools.auto.layout import NothingFits, even_layout, inputs_of, make_layout, 
 from tools.auto.layout_file import digest_of, path_of, read_layout, write_layout
 from tools.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, peak_memory
+from tools.estimate.memory_model import peak_memory
+from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides

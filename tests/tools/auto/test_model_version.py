@@ -3,8 +3,9 @@ import pytest
 from tools.auto.layout_file import MODEL_VERSION
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory_model import all_stages
 from tools.estimate.search_times import SearchTimes
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 
 # when these change, launches must not take layouts that an older model chose: raise MODEL_VERSION, and write it and

@@ -8,13 +8,14 @@ from typing import Any
 
 from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
+from tools.hardware.units import GIB
 from tools.recipe.load import KeyPath
 from tools.recipe.view import MODEL, View, limit_of
 
 NODE = (*MODEL, "npu_nums_per_device")
 PLUGIN, _CUTS = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap", "chunks")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
-_HUNDREDTH = (1 << 30) / 100
+_HUNDREDTH = GIB / 100
 
 
 @dataclass(frozen=True)

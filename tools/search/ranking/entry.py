@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory_model import GIB, layer_options, peak_memory
+from tools.estimate.memory_model import layer_options, peak_memory
 from tools.estimate.search_times import SearchTimes
+from tools.hardware.units import GIB
 from tools.model.flops import flops_per_token
 from tools.search.space.candidates import Candidate, candidate_of
 

@@ -14,9 +14,9 @@ from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
 from tools.hardware import Hardware, known_hardware
 from tools.hardware.names import name_of
+from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 from tools.recipe.view import View, limit_of
 from tools.schema.schema import load_schema
