@@ -27,10 +27,10 @@ def enable(config, settings) -> None:
         RecipeError: settings that cannot be, or a model that this plugin does not know.
     """
     model_config = config.model.model_config
-    if model_config.get("moe_token_dispatcher_type", "alltoall") != "alltoall":
+    if model_config.get("moe_token_dispatcher_type", reader.DEFAULT_DISPATCHER) != reader.DEFAULT_DISPATCHER:
         raise RecipeError(
-            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep takes this place; write 'alltoall' "
-            "here, and under the plugin the mode"
+            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep takes this place; write "
+            f"{reader.DEFAULT_DISPATCHER!r} here, and under the plugin the mode"
         )
     ours = reader.read(
         settings,

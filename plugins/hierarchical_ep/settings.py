@@ -12,6 +12,10 @@ from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology, of_mesh
 from plugins.settings import section_of
 
+# MindFormers' dispatchers (`moe_token_dispatcher_type`) -> the mode in which they send tokens
+DISPATCHERS = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
+DISPATCHER_OF = {mode: name for name, mode in DISPATCHERS.items()}
+DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/hardware, for `mode: auto` alone
 
 

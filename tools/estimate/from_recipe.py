@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.hierarchical_ep.settings import DISPATCHERS
 from tools.auto.dispatch import settle
 from tools.estimate.configuration import Configuration, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
@@ -21,7 +22,6 @@ from tools.schema.stages import stage_layers_of, swaps
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
 _MODE = ("plugins", "hierarchical_ep", "mode")
-_MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 
 
 def from_recipe(recipe: Recipe) -> Configuration:
@@ -55,7 +55,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
         model=model,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
         layers=table,
-        schedule=_schedule(view),
+        schedule=view.schedule,
         sequence=built.number("seq_length"),
         batch=view.batch,
         micro_batches=view.micro_batches * view.accumulation,
@@ -82,7 +82,7 @@ def _mode(view: View, dispatcher: str) -> str:
     """How tokens travel: the plugin's mode where the recipe has it; its `auto` as a launch settles it."""
     mode = view.get(_MODE)
     if mode is None:
-        return _MODES.get(dispatcher, "global")
+        return DISPATCHERS.get(dispatcher, "global")
     if mode == "auto" and view.ep == 1:
         return "global"  # a launch refuses it: nobody to send to
     if mode == "auto":
@@ -96,11 +96,6 @@ def _shard_size(view: View) -> int:
     """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
-
-
-def _schedule(view: View) -> str:
-    """The name in `tools.pipeline.schedules`; MindFormers says 1f1b for the interleaved one, too."""
-    return "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
@@ -118,8 +113,7 @@ def reader_of(view: View) -> Reader:
     """How recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
     if not swaps(view):
         return spread
-    schedule = _schedule(view)
-    return lambda value, layers: table_by_numbers(value, layers, schedule)
+    return lambda value, layers: table_by_numbers(value, layers, view.schedule)
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:

@@ -100,6 +100,16 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int) 
         raise RecipeError(f"pipeline schedule {schedule} with {have}: want {want}")
 
 
+def schedule_of(scheduler: str, chunks: int) -> str:
+    """The schedule that MindFormers' `pipeline_scheduler` names, which says 1f1b for the interleaved one, too."""
+    return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
+
+
+def scheduler_of(schedule: str) -> str:
+    """What `pipeline_scheduler` says for a schedule: the inverse of `schedule_of`."""
+    return "1f1b" if schedule.startswith("interleaved_1f1b") else schedule
+
+
 def is_v_shaped(schedule: str) -> bool:
     """Say whether odd chunks run from the last stage to the first (the model's order then makes a V)."""
     return schedule == "zero_bubble_v"

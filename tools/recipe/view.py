@@ -11,6 +11,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.hardware.units import GIB
+from tools.pipeline.schedules import schedule_of
 from tools.recipe.load import KeyPath, Recipe
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
@@ -150,8 +151,13 @@ class View:
 
     @cached_property
     def scheduler(self) -> str:
-        """Pipeline schedule."""
+        """`pipeline_scheduler`, MindFormers' word for the pipeline schedule."""
         return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))
+
+    @cached_property
+    def schedule(self) -> str:
+        """Pipeline schedule, as `tools.pipeline.schedules` names it."""
+        return schedule_of(self.scheduler, self.chunks)
 
     @cached_property
     def on_cpu(self) -> bool:

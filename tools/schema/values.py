@@ -9,6 +9,7 @@ from typing import Any
 
 from plugins.attention_balance.samples.cost import UNITS
 from plugins.hierarchical_ep.plan import MODES
+from plugins.hierarchical_ep.settings import DISPATCHERS
 from tools.hardware.units import BOTH, LONG
 
 Spec = dict[str, Any]
@@ -235,9 +236,7 @@ MODEL: dict[str, Spec] = {
     "hidden_act": {"choices": "hidden_act"},
     "normalization": _enum("LayerNorm", "RMSNorm", "FusedLayerNorm", "FusedRMSNorm"),
     "position_embedding_type": _ROPE,
-    "moe_token_dispatcher_type": _enum(
-        "alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", rule="dispatcher"
-    ),
+    "moe_token_dispatcher_type": _enum(*DISPATCHERS, "alltoall_zero_redundancy", rule="dispatcher"),
     "moe_router_load_balancing_type": {"choices": "balancing", "rule": "balancing"},
     "moe_router_score_function": _enum("sigmoid", "softmax"),
     "scoring_func": _enum("sigmoid", "softmax"),

@@ -9,6 +9,7 @@ from tools.estimate.configuration import Configuration, Recompute, Table, even_l
 from tools.estimate.published.stacks import Unexpressed, public_class
 from tools.hardware.units import short_dtype
 from tools.model.architecture import Model, pattern_of
+from tools.pipeline.schedules import schedule_of
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
@@ -35,7 +36,7 @@ def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list
         cp=cp,
         ep=parallel.get("ep") or 1,
         layers=layers,
-        schedule="interleaved_1f1b" if chunks > 1 and pp > 1 else "1f1b",
+        schedule=schedule_of("1f1b", chunks if pp > 1 else 1),
         sequence=written["seq_length"],
         batch=config["batch_size"],
         micro_batches=runs or 1,
