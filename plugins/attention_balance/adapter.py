@@ -93,7 +93,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
         samples: `sizes[0]`; whole steps of them are trained, what lies behind keeps its place.
         schedule: what to balance.
 
-    Memory: tens of bytes a sample and some 200 MiB while it is worked out, 8 bytes a sample afterwards.
+    Memory: tens of bytes per sample and some 200 MiB while it is worked out, 8 bytes per sample afterwards.
 
     Raises:
         RecipeError: a sample has more documents than its compressed mask holds.

@@ -74,5 +74,5 @@ def check(settings: Any) -> None:
     mode = section_of(key, settings, SETTINGS, right, needs=["mode"])["mode"]
     if mode not in (*MODES, "auto"):
         raise RecipeError(
-            f"{key}.mode: {mode!r} is none of auto, {', '.join(MODES)}{did_you_mean(str(mode), [*MODES])}"
+            f"{key}.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{did_you_mean(str(mode), [*MODES])}"
         )

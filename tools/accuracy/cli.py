@@ -30,7 +30,7 @@ class DtypeName(click.ParamType):
         """The full name."""
         if value not in [*NAMES, *NAMES.values()]:
             hint = did_you_mean(value, [*NAMES, *NAMES.values()])
-            self.fail(f"{value!r} is none of {', '.join(NAMES)}{hint}", param, ctx)
+            self.fail(f"unknown data type {value!r}, expected one of {', '.join(NAMES)}{hint}", param, ctx)
         return NAMES.get(value, value)
 
 

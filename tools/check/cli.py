@@ -97,7 +97,7 @@ def _print(reports: list[Report]) -> None:
     for start in range(0, len(tables), 3):
         Console(highlight=False).print(render(tables[start : start + 3]))
     if tables:
-        console.print(f"FLOPs a token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
+        console.print(f"FLOPs per token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
     errors = sum(len(report.errors) for report in reports)
     warnings = sum(len(report.findings) for report in reports) - errors
     verdict = "clean" if not errors else f"{errors} error{'s' * (errors > 1)}"

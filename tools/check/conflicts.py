@@ -171,7 +171,7 @@ def _pipeline(view: View, built: Built, found: Findings) -> None:
         if written != 2:
             found.error(_m("pp_interleave_num"), "zero_bubble_v needs two chunks a stage", "2", rule="zbv_interleave")
         if view.number((*PARALLEL, "micro_batch_num"), 1) < 2 * view.pp:
-            wrong = "zero_bubble_v needs two micro-batches a stage"
+            wrong = "zero_bubble_v needs two micro-batches per stage"
             found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {2 * view.pp}", rule="zbv_micro")
     if view.pp > 1 and view.get(("runner_wrapper", "type")) not in (
         None,

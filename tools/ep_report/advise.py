@@ -128,7 +128,9 @@ def advise(
     for mode in modes:
         if mode not in MODES:
             hint = did_you_mean(mode, list(MODES))
-            raise RecipeError(f"plugins.hierarchical_ep.mode: {mode!r} is none of auto, {', '.join(MODES)}{hint}")
+            raise RecipeError(
+                f"plugins.hierarchical_ep.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{hint}"
+            )
     shape = shape_of(recipe if isinstance(recipe, Recipe) else Recipe(recipe), hardware)
     topology = of_mesh(shape.ep, hardware.devices_per_node, shape.experts)
     layers = {mode: layer_of(shape, hardware, topology, mode, skew) for mode in modes}

@@ -104,7 +104,7 @@ def _rows(report: ModeReport) -> list[tuple[str, str]]:
     return [
         ("between nodes", f"{report.inter_bytes / 1e6:,.1f} MB"),
         ("inside a node", f"{report.intra_bytes / 1e6:,.1f} MB"),
-        ("EP, a step", f"{report.ep_seconds:.2f} s"),
+        ("EP, per step", f"{report.ep_seconds:.2f} s"),
         ("step", f"{before:.2f} -> {after:.2f} s"),
         ("EP exposed, of step", arrow(report.share_of_step)),
         ("EP exposed, of comm.", arrow(report.share_of_communication)),

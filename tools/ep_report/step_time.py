@@ -98,7 +98,7 @@ def base_of(shape: Shape, hardware: Hardware, skew: float) -> Base:
 
 
 def _experts(shape: Shape, hardware: Hardware) -> float:
-    """Forward seconds of the routed experts of a rank with the mean load: three matrices, 2 FLOPs a weight and copy."""
+    """Forward seconds of the routed experts of a rank with the mean load: 3 matrices, 2 FLOPs per weight and copy."""
     copies = shape.rank_tokens * shape.top_k
     return 6 * shape.hidden * shape.expert_width * copies / hardware.flops(shape.dtype)
 

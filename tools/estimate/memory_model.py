@@ -3,7 +3,7 @@
 Weights are kept in fp32 with two Adam moments, over the ranks that hold copies where the optimizer is sharded.
 Gradients add up in fp32 and weights compute in the compute precision; both are only cut by tp and ep, unless gradients
 (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
-equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes a parameter are the same sum.
+equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum.
 
 Activations are counted tensor by tensor (`tools.estimate.activations`) and held as the schedule's own order of
 operations says. Fragments of the allocator are not counted.

@@ -19,7 +19,7 @@ CERTAINTIES = ("quoted", "derived", "assumed")
 DTYPES = (*LONG, "fp8")
 
 # what a number may be: units mistaken (TFLOP/s, GB, us) lie outside
-_RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs a second
+_RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs per second
 _SECONDS = Range(0, 10, whole=False)
 _SHARE = Range(0, 1, whole=False, above=True)
 _LINK = {"bytes_per_s": _RATE, "latency_s": _SECONDS, "efficiency": _SHARE}
@@ -125,7 +125,7 @@ def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
         return _Reader(word, shown=word).hardware()
     hint = did_you_mean(Path(word).stem.lower().replace(" ", "_"), known_hardware())
     raise RecipeError(
-        f"cluster {word}: no such file, and none of {', '.join(known_hardware())}{hint}; "
+        f"cluster {word}: no such file, and not one of {', '.join(known_hardware())}{hint}; "
         "for another cluster copy one of them and pass its path"
     )
 

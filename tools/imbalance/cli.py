@@ -35,7 +35,7 @@ def imbalance_command(
     """Say how evenly the documents of PREFIX.idx load the devices of a recipe, without and with attention_balance.
 
     Needs the index only, not PREFIX.bin: no token is read. PREFIX takes the place of the recipe's data_path. Memory
-    grows by about 12 bytes a document. Step times are modelled.
+    grows by about 12 bytes per document. Step times are modelled.
     """
     from rich.console import Console
 

@@ -116,7 +116,7 @@ def _print_result(result: Result, console: Console) -> None:
         f"{samples.values[-1]:,}{room}; {steps.of_one_document:.1%} of the attention of undivided samples"
     )
     console.print(
-        f"layout: {layout.batch:,} samples a step = {layout.ranks:,} x {layout.micro_batches:,} x {layout.slots:,} "
+        f"layout: {layout.batch:,} samples per step = {layout.ranks:,} x {layout.micro_batches:,} x {layout.slots:,} "
         f"(data-parallel ranks, micro-batches, samples of one); {_waiting(setting)}"
     )
     window = f"; samples change places within {layout.window:,} steps" if layout.window > 1 else ""

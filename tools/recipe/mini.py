@@ -21,7 +21,7 @@ CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
 SEQ_LENGTH = 128
 VOCABULARY = 2048
-BATCH = 4  # samples a step
+BATCH = 4  # samples per step
 WORKERS = 4  # of a recipe with expert-parallel dispatch; one otherwise
 HIDDEN = 128
 EXPERTS = 16

@@ -71,7 +71,7 @@ def _print(comparison: Comparison, before: Path, after: Path) -> None:
 
 def _batch(batch: Batch) -> str:
     plural = "s" if batch.devices > 1 else ""
-    return f"{batch.devices:,} device{plural}, global batch {batch.samples:,}, {batch.tokens:,} tokens a step"
+    return f"{batch.devices:,} device{plural}, global batch {batch.samples:,}, {batch.tokens:,} tokens per step"
 
 
 def _line(change: Change) -> str:
@@ -89,7 +89,7 @@ def _value(value: Any) -> str:
 
 
 def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any]:
-    """The comparison for machines; a side that has not got the key has no `before` or no `after`."""
+    """The comparison for machines; a side without the key has no `before` or no `after`."""
     changes: dict[str, list[dict[str, Any]]] = {}
     for group in GROUPS:
         changes[group] = [

@@ -39,7 +39,7 @@ class Cost:
         return self.per_pair * causal_pairs(segments) + self.per_token * tokens
 
     def of_dataset(self, index: GPTIndex) -> np.ndarray:
-        """float64 [items], in `unit`, for a whole dataset in its own order. Memory: 16 bytes a sample and one chunk."""
+        """float64 [items], in `unit`, for a dataset in its own order. Memory: 16 bytes per sample and one chunk."""
         in_stream = np.empty(len(index))
         for start, segments in segments_in_stream_order(index):
             in_stream[start : start + len(segments)] = self.of(segments)

@@ -52,7 +52,7 @@ def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
 def documents_of_items(index: GPTIndex) -> np.ndarray:
     """int32 [items]: documents (or parts of one) in each sample, in the dataset's order.
 
-    Memory: 8 bytes a sample and one chunk of the index.
+    Memory: 8 bytes per sample and one chunk of the index.
     """
     in_stream = np.empty(len(index), np.int32)
     for start, segments in segments_in_stream_order(index):

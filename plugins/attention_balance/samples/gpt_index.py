@@ -50,7 +50,7 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
             A blend of datasets asks each for 0.5 % more than its share.
         seed: `train_dataset.data_loader.config.seed`.
 
-    Memory: 4 bytes a document and epoch, 24 bytes a sample, besides one chunk of documents.
+    Memory: 4 bytes per document and epoch, 24 bytes per sample, besides one chunk of documents.
 
     Raises:
         DataError: the corpus holds less than one sample.

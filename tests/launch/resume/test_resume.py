@@ -15,7 +15,7 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tools.auto import sample_cost
 from tools.recipe.load import load_recipe
 
-TOY = "mini/toy.yaml"  # 8 samples a step, 1,012 an epoch of its corpus
+TOY = "mini/toy.yaml"  # 8 samples per step, 1,012 an epoch of its corpus
 
 
 @pytest.fixture

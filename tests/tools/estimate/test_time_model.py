@@ -144,7 +144,7 @@ def recipe_run(name):
 
 
 def test_exchanged_logits_and_gathered_keys_take_their_time():
-    """438B at 128K: eight exchanges of 4 GiB a micro-batch, half of them in backward; keys are gathered once."""
+    """438B at 128K: eight exchanges of 4 GiB per micro-batch, half of them in backward; keys are gathered once."""
     config = recipe_run("438b/context_128k")
     head, layer = A2.layer(config, "head"), A2.layer(config, "moe")
     one = 4096 * 2**20

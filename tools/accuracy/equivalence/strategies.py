@@ -73,7 +73,7 @@ _TRAINED = (
     ),
 )
 _EMULATED = (
-    ("gradient_accumulation_2", "two micro-batches a step", Strategy(micro=2)),
+    ("gradient_accumulation_2", "two micro-batches per step", Strategy(micro=2)),
     ("tensor_parallel_2", "heads, FFN columns and vocabulary over 2", Strategy(tp=2)),
     ("tensor_parallel_4", "the same over 4", Strategy(tp=4)),
     ("sequence_parallel_2", "norms on halves of the sequence", Strategy(tp=2, sequence_parallel=True)),

@@ -141,7 +141,7 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
         own = [exact + more for exact, more in zip(found.exact, rest, strict=True)]
         needs = [max(pair) for pair in zip(own, found.total, strict=True)]
     lines = [
-        f"stage {stage}: {need / GIB:.1f} GiB a device, {exact / GIB:.1f} of them exact"
+        f"stage {stage}: {need / GIB:.1f} GiB per device, {exact / GIB:.1f} of them exact"
         for stage, (need, exact) in enumerate(zip(needs, found.exact, strict=True))
     ]
     cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)

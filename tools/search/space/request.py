@@ -37,7 +37,7 @@ class Request:
         base: the recipe's own run; degrees, layers, batch, recomputation and sharding of it are what is searched for.
         hardware: the cluster.
         devices: to use, all of them.
-        global_batch: samples a step.
+        global_batch: samples per step.
         cap: bytes that a job may use on a device.
         margin: share of `cap` that predictions must leave free, because they are off by as much.
         cap_source: where `cap` comes from.
