@@ -5,6 +5,7 @@
        (`dispatch`), for an even layout with nothing recomputed where `offset` is `auto`, too.
     3. `model.model_config.offset: auto`: layout and recompute tables of the file beside the recipe (`layout_file`),
        which is for the dispatch of step 2.
+    4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs (`sample_cost`).
 
 Values depend on the recipe, the hardware file that it names and the layout file alone: every rank, node, day and
 command sees the same ones. `tools.recipe.unresolved` refuses a recipe that has not come by here.
@@ -22,6 +23,7 @@ from plugins.pipeline_layout.plan import is_layout
 from tools.auto.dispatch import Values, dispatch_values
 from tools.auto.layout import even_layout, even_values, file_values, put, remedy, string_values
 from tools.auto.layout_file import LayoutFile, path_of, read_layout
+from tools.auto.sample_cost import write_sample_cost
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 from tools.recipe.unresolved import AUTO, CHUNKS, MODE, OFFSET
@@ -44,7 +46,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """A copy of `recipe` in which nothing is `auto`; all else is as it was.
+    """A copy of `recipe` in which nothing is `auto`, with the costs of its samples; all else is as it was.
 
     Args:
         say: hears what became of each open value, a line each.
@@ -85,6 +87,11 @@ def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: 
         put(resolved, values)
         for line in lines:
             say(line)
+    try:
+        write_sample_cost(resolved)
+    except RecipeError as error:
+        if failed is None:  # `tc3 check` says itself which sizes make no model
+            raise RecipeError(f"{recipe.source}: {error}") from None
     return resolved
 
 

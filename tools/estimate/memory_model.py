@@ -24,7 +24,6 @@ from tools.model.weights import Weight, weights
 from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations
 
-GIB = 1 << 30
 _WIDE, _STATE = 4, 8  # bytes of a number in fp32, and of its two Adam moments
 _ITEM = {"fp32": 4, "fp8": 2}  # of weights that compute; fp8 is made from bf16 ones
 _BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
 from tools.hardware import Hardware
+from tools.hardware.units import GIB
 from tools.recipe.view import limit_of
 
 # of HBM for a job where nobody says: the driver, HCCL's buffers and the allocator's fragments take the rest (assumed;

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from tools.estimate.configuration import Configuration, Recompute, Table
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory_model import all_stages
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
 from tools.placement.budget import Budget
 from tools.placement.instance import Instance

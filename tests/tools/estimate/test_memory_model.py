@@ -9,7 +9,6 @@ from tools.estimate.activations import saved
 from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_model import (
-    GIB,
     all_stages,
     chunk_activations,
     held_micro_batches,
@@ -20,6 +19,7 @@ from tools.estimate.memory_model import (
     static_memory,
 )
 from tools.estimate.sharding import copies, cut, shards
+from tools.hardware.units import GIB
 from tools.model.architecture import Model, pattern_of
 from tools.pipeline.schedules import operations
 from tools.recipe.load import load_recipe

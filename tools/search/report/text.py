@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
 from tools.search.space.request import Request
