@@ -9,7 +9,7 @@ from typing import Any, TextIO, cast
 
 import click
 
-from launch.output import Output, OutputFailed, settle
+from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import TC3Error, did_you_mean
 from tools.process.waiting import saying
 
@@ -100,7 +100,7 @@ def main() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OutputFailed as failed:
-        code = settle(failed)
+        code = exit_code_of(failed)
     sys.exit(code)
 
 

@@ -1,9 +1,43 @@
+"""The order of the tests, and what all of them share."""
+
 import os
+from pathlib import Path
 
 import pytest
 
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
+
+HERE = Path(__file__).parent
+# Files that take a minute or more, longest first: what is left at the end is short, and no core waits for one file.
+# The list of durations that tests/run prints says which ones belong here.
+LONG = (
+    "training/test_expert_parallel.py",
+    "training/test_one_worker.py",
+    "training/test_minis.py",
+    "training/test_two_workers.py",
+    "tools/dryrun/test_cli.py",
+    "training/test_not_finite.py",
+    "training/test_attention_balance.py",
+    "plugins/hierarchical_ep/test_exchange.py",
+    "plugins/hierarchical_ep/test_compiled.py",
+    "tools/accuracy/compare/test_faults.py",
+    "training/test_equivalence_gate.py",
+    "tools/accuracy/align/test_mindformers.py",
+    "tools/dryrun/test_quick.py",
+    "tools/dryrun/compile/test_rank.py",
+    "recipes/test_models.py",
+    "plugins/cpu_backend/test_exchange.py",
+    "test_lint.py",
+    "inputs/test_bad_inputs.py",
+    "tools/search/test_search.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Files of LONG first; the others, and the tests of each file, stay in their order."""
+    place = {HERE / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
 
 
 @pytest.fixture

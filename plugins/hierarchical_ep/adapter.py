@@ -9,7 +9,7 @@ from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore.communication import get_rank
 
 from plugins import telechat3_moe
-from plugins.errors import RecipeError
+from plugins.errors import UNRESOLVED, RecipeError
 from plugins.hierarchical_ep import settings as reader
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 
@@ -40,7 +40,7 @@ def enable(config, settings) -> None:
         get_rank() if config.use_parallel else 0,
     )
     if ours.mode == "auto":
-        raise RecipeError("plugins.hierarchical_ep.mode: launch/train.py settles 'auto'; without it, write a mode")
+        raise RecipeError(f"plugins.hierarchical_ep.mode: {UNRESOLVED}")
     ours.slices = partial(reader.uncut, config.runner_config.batch_size)
     _current[:] = [ours]
     if config.context.device_target == "CPU":

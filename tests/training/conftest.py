@@ -1,5 +1,10 @@
+"""Corpus and runs that several files read. Each is made once, whichever of pytest's processes needs it first."""
+
+import fcntl
 import json
+import os
 import random
+import shutil
 import subprocess
 
 import pytest
@@ -18,43 +23,82 @@ def documents(count, rng):
         )
 
 
+def shared(tmp_path_factory, name, make):
+    """The folder that `make(folder)` fills once for all processes of pytest, which only read it."""
+    own = tmp_path_factory.getbasetemp()
+    root = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder, made = root / f"shared_{name}", root / f"shared_{name}.made"
+    with (root / f"shared_{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that failed to
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """The same small corpus on every machine; returns its prefix."""
-    folder = tmp_path_factory.mktemp("corpus")
+    return shared(tmp_path_factory, "corpus", prepare) / "tiny"
+
+
+def prepare(folder):
     rng = random.Random(7)
     with (folder / "text.jsonl").open("w") as out:
         for text in documents(400, rng):
             out.write(json.dumps({"text": text}) + "\n")
-    prefix = folder / "tiny"
     command = [runs.TC3, "data", "prepare", "--input", folder / "text.jsonl", "--vocab-size", "512"]
-    subprocess.run([*map(str, command), "--output", str(prefix)], check=True, capture_output=True)
-    return prefix
+    subprocess.run([*map(str, command), "--output", str(folder / "tiny")], check=True, capture_output=True)
+
+
+def trained(recipe, corpus):
+    """A function that trains `recipe` to the end: the run goes to folder/run, its compiled graph to folder/graph."""
+
+    def make(folder):
+        (folder / "graph").mkdir()
+        runs.train(recipe, folder / "run", corpus, **runs.compiled_once(folder / "graph"))
+
+    return make
+
+
+def graph_of(folder, tmp_path_factory):
+    """Environment of runs that load the graph of a shared one: from a copy, which nobody else writes."""
+    copy = tmp_path_factory.mktemp("graph") / "graph"
+    shutil.copytree(folder / "graph", copy)
+    return runs.compiled_once(copy)
 
 
 @pytest.fixture(scope="session")
-def graph(tmp_path_factory):
-    """Environment of runs that share the graph of `whole`."""
-    return runs.compiled_once(tmp_path_factory.mktemp("graph"))
+def tiny(corpus, tmp_path_factory):
+    return shared(tmp_path_factory, "tiny", trained(runs.TINY, corpus))
 
 
 @pytest.fixture(scope="session")
-def whole(corpus, graph, tmp_path_factory):
+def whole(tiny):
     """A run of one worker from beginning to end."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    runs.train(runs.TINY, run_dir, corpus, **graph)
-    return run_dir
+    return tiny / "run"
 
 
 @pytest.fixture(scope="session")
-def graph_dp2(tmp_path_factory):
-    """Environment of runs that share the graph of `whole_dp2`."""
-    return runs.compiled_once(tmp_path_factory.mktemp("graph_dp2"))
+def graph(tiny, tmp_path_factory):
+    """Environment of runs that share the graph of `whole`."""
+    return graph_of(tiny, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def whole_dp2(corpus, graph_dp2, tmp_path_factory):
+def tiny_dp2(corpus, tmp_path_factory):
+    return shared(tmp_path_factory, "tiny_dp2", trained(runs.TINY_DP2, corpus))
+
+
+@pytest.fixture(scope="session")
+def whole_dp2(tiny_dp2):
     """The same on two data-parallel workers."""
-    run_dir = tmp_path_factory.mktemp("whole_dp2") / "run"
-    runs.train(runs.TINY_DP2, run_dir, corpus, **graph_dp2)
-    return run_dir
+    return tiny_dp2 / "run"
+
+
+@pytest.fixture(scope="session")
+def graph_dp2(tiny_dp2, tmp_path_factory):
+    """Environment of runs that share the graph of `whole_dp2`."""
+    return graph_of(tiny_dp2, tmp_path_factory)

@@ -1,6 +1,6 @@
 """Which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
 
-Pure: a recipe and a hardware file in, numbers out. `tc3 ep-report` prints it; launch settles `auto` with it.
+Pure: a recipe and a hardware file in, numbers out. `tc3 ep-report` prints it; `auto` stands for its answer.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
+from tools.auto.resolve import resolve
 from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
 from tools.files.figure import check_ending
 from tools.hardware import load_hardware
@@ -69,7 +71,7 @@ def ep_report(
     if hardware:
         click.echo("--hardware is called --cluster now", err=True)
     loaded, devices = load_recipe(recipe), load_hardware(hardware or cluster)
-    changed = apply_overrides(loaded, overrides)
+    changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="even", dispatch=False)
     advices = []
     for degree in ep or [None]:
         try:

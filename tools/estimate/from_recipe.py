@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.auto.dispatch import settle
 from tools.estimate.configuration import Configuration, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View, look
+from tools.recipe.unresolved import MODE, require_resolved
+from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
 _DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
-_MODE = ("plugins", "hierarchical_ep", "mode")
 _MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 
 
@@ -79,17 +77,14 @@ def from_recipe(recipe: Recipe) -> Configuration:
 
 
 def _mode(view: View, dispatcher: str) -> str:
-    """How tokens travel: the plugin's mode where the recipe has it; its `auto` as a launch settles it."""
-    mode = view.get(_MODE)
-    if mode is None:
-        return _MODES.get(dispatcher, "global")
-    if mode == "auto" and view.ep == 1:
-        return "global"  # a launch refuses it: nobody to send to
-    if mode == "auto":
-        settled = copy.deepcopy(view.recipe)
-        settle(settled)
-        mode = look(settled, _MODE)
-    return str(mode)
+    """How tokens travel: the plugin's mode where the recipe has it.
+
+    Raises:
+        RecipeError: it is `auto` still.
+    """
+    require_resolved(view.recipe, MODE)
+    mode = view.get(MODE)
+    return _MODES.get(dispatcher, "global") if mode is None else str(mode)
 
 
 def _shard_size(view: View) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
@@ -39,6 +40,7 @@ def imbalance_command(
     """
     from rich.console import Console
 
+    from tools.auto.resolve import resolve
     from tools.imbalance import picture as imbalance_picture
     from tools.imbalance import render as imbalance_render
     from tools.imbalance.measure import imbalance
@@ -48,7 +50,7 @@ def imbalance_command(
 
     if picture:
         check_ending(picture)
-    loaded = apply_overrides(load_recipe(recipe), overrides)
+    loaded = resolve(apply_overrides(load_recipe(recipe), overrides), partial(click.echo, err=True))
     with CountingReporter() as reporter:
         found = imbalance(prefix, loaded, steps, window, reporter)
     if picture:

@@ -20,6 +20,7 @@ from tools.data.blend import Blend, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
+from tools.recipe.unresolved import require_resolved
 from tools.recipe.view import LOADER, MODEL, View
 
 CONFIG = (*LOADER, "config")
@@ -77,8 +78,9 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
 
     Raises:
-        RecipeError: it lacks a size, its sizes do not fit each other, or its plugin section is wrong.
+        RecipeError: it is not resolved, lacks a size, its sizes do not fit each other, or its plugin section is wrong.
     """
+    require_resolved(recipe)
     view, settings = View(recipe), plugin.read(View(recipe).get(_PLUGIN) or {})
     if not view.flag((*CONFIG, "add_extra_token_to_sequence"), True):
         raise _wrong(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")

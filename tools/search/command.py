@@ -17,6 +17,7 @@ from tools.files.whole import keep_existing, write_whole
 from tools.placement.budget import Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import margin_option
 from tools.search.space.limits import read_limit
 
@@ -83,6 +84,7 @@ _WIDTH = 200  # of tables in a file or pipe
 @click.option(
     "--state", type=click.Path(path_type=Path, dir_okay=False), help="Where that is kept; the user's cache by default."
 )
+@unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
@@ -128,14 +130,21 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Recipe, Request, SearchTimes, Store]:
-    """The recipe and what is asked, held against everything that would end the search in an error."""
+    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end.
+
+    The search looks for a layout itself, so that an open one is even here.
+    """
+    from tools.auto.resolve import resolve
     from tools.estimate.search_times import SearchTimes
+    from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of, require_ulysses
+    from tools.search.space.request import request_of
 
+    if options["verified"]:
+        require_verified()
     if options["picture"]:
         check_ending(options["picture"])
     recipe = load_recipe(path)
@@ -146,8 +155,8 @@ def _asked(
         check_page(options["html_file"])
     asked = tuple(read_limit(text) for text in limits)
     of_run = (options["devices"], options["gbs"], options["memory"])
-    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
-    require_ulysses(recipe, request)
+    request = request_of(resolve(recipe, layout="even"), cluster_name, *of_run, asked, options["memory_margin"])
+    require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
     times = SearchTimes(request.hardware)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.accuracy.emulate.strategy import Strategy
+from tools.auto.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 
@@ -134,6 +135,7 @@ def one_worker(path: str) -> Recipe:
     recipe = load_recipe(path)
     if (recipe.get("context") or {}).get("device_target", "Ascend") != "CPU":
         recipe = load_mini(path)
+    recipe = resolve(recipe)
     batch = batch_of(recipe)
     recipe["plugins"] = {}
     recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]

@@ -30,6 +30,7 @@ from tools.files.whole import write_whole
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
+from tools.recipe.unresolved import OFFSET, unresolved
 from tools.recipe.view import MODEL, PARALLEL, RUNNER, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -43,7 +44,7 @@ _SHARD = ("parallel", "parallel_optimizer_config")
 _LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
 _STRATEGY = ("parallel", "dataset_strategy")
 _SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
-_CHUNKS, _OFFSET = (*MODEL, "pp_interleave_num"), (*MODEL, "offset")
+_CHUNKS = (*MODEL, "pp_interleave_num")
 _BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
 
 
@@ -158,8 +159,9 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     if view.number(_CHUNKS, 1) != chunks:
         values[_CHUNKS] = chunks
     same_shape = (view.pp, view.chunks) == (config.pp, chunks)
-    if not same_shape or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
-        values[_OFFSET] = offset_of([list(row) for row in config.layers])
+    kept = same_shape and OFFSET not in unresolved(view.recipe)
+    if not kept or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
+        values[OFFSET] = offset_of([list(row) for row in config.layers])
     for key, wanted in {
         "recompute": config.recompute.full,
         "select_recompute": config.recompute.select,
@@ -167,7 +169,7 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     }.items():
         now, table = view.get(("recompute_config", key)), not_empty(wanted)
         if swaps(view):
-            if not _swapped_alike(view, key, now, config, table, same_shape and _OFFSET not in values):
+            if not _swapped_alike(view, key, now, config, table, same_shape and OFFSET not in values):
                 values["recompute_config", key] = swapped_value(key, table, config, now)
         elif (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
             values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)

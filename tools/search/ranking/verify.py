@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.errors import ClusterError, RecipeError
-from tools.auto.dispatch import settle
+from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.dryrun.cli import compile_all, without_files
 from tools.dryrun.diagnose import diagnose
@@ -81,7 +81,7 @@ def dry_run(path: Path, full: bool) -> DryRun:
     refused = [str(finding) for finding in check_recipe(recipe).errors]
     if refused:
         return DryRun(refused, [], [])
-    settle(recipe)
+    recipe = resolve(recipe)
     plan = plan_jobs(recipe) if full else quick_plan(recipe)
     try:
         results = compile_all(plan, None, True)

@@ -17,9 +17,10 @@ from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.search_times import SearchTimes
 from tools.model.architecture import Latent, Model
+from tools.model.ulysses import require_ulysses
 from tools.recipe.load import load_recipe
 from tools.search.ranking.rank import rank
-from tools.search.space.request import request_of, require_ulysses
+from tools.search.space.request import request_of
 
 # heads of 64 + 64 numbers for queries and keys, 128 for values
 MODEL = Model(
@@ -82,12 +83,13 @@ def test_the_ranking_knows_it():
 )
 def test_what_mindformers_does_not_compile_is_refused_before_the_search(file, words):
     recipe = load_recipe(f"recipes/{file}.yaml")
-    require_ulysses(recipe, request_of(recipe, "atlas_800t_a2"))
+    asked = request_of(recipe, "atlas_800t_a2")
+    require_ulysses(recipe, asked.base.model, asked.ulysses)
     recipe["parallel_config"]["ulysses_degree_in_cp"] = 2
     asked = request_of(recipe, "atlas_800t_a2")
     assert asked.base.ulysses == 2
     with pytest.raises(RecipeError, match=rf"ulysses_degree_in_cp: .*{words}.*write 1"):
-        require_ulysses(recipe, asked)
+        require_ulysses(recipe, asked.base.model, asked.ulysses)
 
 
 def test_ep_report_counts_heads_once():
