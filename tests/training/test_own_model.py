@@ -4,7 +4,9 @@ import math
 import re
 
 import pytest
+from click.testing import CliRunner
 
+from launch.cli import tc3
 from tests.training import runs
 from tools.check import check_recipe
 from tools.check.table import table_of
@@ -13,9 +15,10 @@ from tools.recipe.mini import load_mini
 from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
-from tools.show.diff import diff
 
 PAGE = (runs.ROOT / "docs" / "your-own-model.md").read_text("utf-8")
+# what commands print; what people type is in blocks of bash
+BLOCKS = [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if not kind]
 RECIPE = runs.ROOT / "docs" / "examples" / "moe_20b.yaml"
 PARENT = runs.ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml"
 
@@ -28,7 +31,7 @@ def said(finding):
 def test_it_is_clean_but_for_data_that_is_not_here():
     checked = check_recipe(load_recipe(RECIPE))
     assert checked.errors == []
-    assert ["data_path" in str(warning) for warning in checked.warnings] == [True]
+    assert ["data_path" in str(finding) for finding in checked.findings] == [True]
 
 
 def test_its_sizes_are_those_of_the_page():
@@ -64,10 +67,14 @@ def test_sequence_parallelism_is_refused_as_the_page_says():
     assert said(error)
 
 
-def test_what_sets_it_apart_is_what_the_page_says():
-    shown = [line.strip() for line in PAGE.splitlines() if " -> " in line]
-    found = diff(load_recipe(PARENT), load_recipe(RECIPE))
-    assert len(shown) == 4 and all(any(line.startswith(str(one)) for one in found) for line in shown)
+@pytest.mark.parametrize("command", ["check --no-build {own}", "recipe diff {parent} {own}"])
+def test_excerpts_are_what_the_commands_print(command, monkeypatch):
+    monkeypatch.chdir(runs.ROOT)
+    paths = {"parent": PARENT.relative_to(runs.ROOT), "own": RECIPE.relative_to(runs.ROOT)}
+    printed = CliRunner().invoke(tc3, command.format(**paths).split()).output
+    lines = {"check": "│", "recipe": " -> "}[command.split()[0]]
+    shown = [line for block in BLOCKS for line in block.splitlines() if lines in line and "┃" not in block]
+    assert len(shown) >= 4 and [line for line in shown if line not in printed] == []
 
 
 def test_its_mini_is_one_that_check_passes():
