@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
+
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
 
@@ -38,6 +40,14 @@ def pytest_collection_modifyitems(items):
     """Files of LONG first; the others, and the tests of each file, stay in their order."""
     place = {HERE / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Processes that have MindFormers imported, see tests/forks.py."""
+    server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ OPS["reduce_scatter"] = "ReduceScatter"
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled(forks, tmp_path_factory):
     """(mode, chunks) -> the worker's report, compiled once."""
 
     @functools.cache
@@ -34,7 +34,7 @@ def compiled(tmp_path_factory):
         if chunks != (1, 1):
             plugins["ep_overlap"] = {"chunks": list(chunks)}
         folder = tmp_path_factory.mktemp("compiled")
-        return compile_rank(folder, *ONE_LAYER, "--plugins", json.dumps(plugins))
+        return compile_rank(forks, folder, *ONE_LAYER, "--plugins", json.dumps(plugins))
 
     return compiled_once
 
