@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tools.estimate.configuration import Configuration, Recompute, Table
-from tools.estimate.memory_model import all_stages
+from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped

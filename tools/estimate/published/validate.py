@@ -9,7 +9,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency
 from tools.estimate.layer_model import work
-from tools.estimate.memory_model import peak_memory
+from tools.estimate.memory.model import peak_memory
 from tools.estimate.published.rows import Row
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB

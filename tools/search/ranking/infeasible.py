@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tools.estimate.memory_error import known_errors
+from tools.estimate.memory.error import known_errors
 from tools.hardware.units import GIB
 from tools.search.ranking.rank import Ranked, Ranking, feasible
 from tools.search.space.candidates import blocks

@@ -6,8 +6,8 @@ import pytest
 
 from plugins.hierarchical_ep.plan import MODES
 from tests.tools.search.overlay.test_write import LARGE
-from tools.estimate.activations_graph import kept
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.training_graph import kept
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 from tools.search.overlay.dispatch import dispatch_values

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tools.estimate.activations_graph import kept
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.training_graph import kept
 from tools.recipe.load import load_recipe
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[4] / "recipes"
 MIB = 1 << 20
 
 

@@ -1,6 +1,6 @@
 """How far predicted memory was off published runs, the margin that follows, and how likely a prediction fits.
 
-`memory_errors.yaml` holds the errors of the runs of `memory_rows.yaml`, as `tc3 search validate` computes them. None of
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. None of
 the runs is one of MindFormers or on Ascend; nobody has published one with its memory.
 """
 
@@ -16,8 +16,8 @@ import yaml
 
 from tools.files.whole import write_whole
 
-ROWS = Path(__file__).parent / "memory_rows.yaml"
-FILE = Path(__file__).parent / "memory_errors.yaml"
+ROWS = Path(__file__).parent / "rows.yaml"
+FILE = Path(__file__).parent / "errors.yaml"
 _DIGITS = 4
 _ROUNDED = 1e-9
 _HEAD = """\
@@ -60,12 +60,12 @@ class MemoryErrors:
 
 @lru_cache(maxsize=1)
 def known_errors() -> MemoryErrors:
-    """What memory_errors.yaml records."""
+    """What errors.yaml records."""
     return MemoryErrors(yaml.safe_load(FILE.read_text(encoding="utf-8"))["errors"])
 
 
 def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
-    """Record errors in a file such as memory_errors.yaml; they are rounded down, which makes a margin no smaller.
+    """Record errors in a file such as errors.yaml; they are rounded down, which makes a margin no smaller.
 
     Raises:
         DataError: it cannot be written.

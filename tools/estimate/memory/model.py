@@ -5,7 +5,7 @@ Gradients add up in fp32 and weights compute in the compute precision; both are 
 (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
 equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum.
 
-Activations are counted tensor by tensor (`tools.estimate.activations`) and held as the schedule's own order of
+Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held as the schedule's own order of
 operations says. Fragments of the allocator are not counted.
 """
 
@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from tools.estimate import sharding
-from tools.estimate.activations import mtp_option, saved, working
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_model import work
+from tools.estimate.memory.activations import mtp_option, saved, working
 from tools.model.weights import Weight, weights
 from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations

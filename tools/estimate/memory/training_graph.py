@@ -36,7 +36,7 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 
 def kept(config: Configuration, kind: str, option: str = "none") -> float:
-    """Bytes of one micro-batch and device; kinds and options as `tools.estimate.activations.saved`."""
+    """Bytes of one micro-batch and device; kinds and options as `tools.estimate.memory.activations.saved`."""
     model = config.model
     tokens = config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens

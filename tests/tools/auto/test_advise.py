@@ -9,7 +9,7 @@ from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import expected_steps
 from tests.tools.check.test_mutations import ROOT
-from tools.ep_report.advise import advise
+from tools.auto.advise import advise
 from tools.estimate.time_model import TimeModel
 from tools.hardware import load_hardware
 from tools.recipe.load import load_recipe

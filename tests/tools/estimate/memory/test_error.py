@@ -4,7 +4,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from tools.estimate.memory_error import FILE, ROWS, MemoryErrors, known_errors
+from tools.estimate.memory.error import FILE, ROWS, MemoryErrors, known_errors
 from tools.estimate.published.rows import read_rows
 from tools.estimate.published.validate import predict, summary
 from tools.search.validate_cli import validate
@@ -52,7 +52,7 @@ def test_validate_records_and_notices_what_changed(tmp_path, monkeypatch):
     monkeypatch.setattr("tools.search.validate_cli.known_errors", lambda: MemoryErrors(changed))
     result = runner.invoke(validate, [str(ROWS)])
     assert result.exit_code == 1
-    assert "torchtitan_0: its memory error is -6.02%, memory_errors.yaml has -10.00%" in result.stderr
+    assert "torchtitan_0: its memory error is -6.02%, errors.yaml has -10.00%" in result.stderr
     assert runner.invoke(validate, [str(ROWS), "--record", str(errors), "--force"]).exit_code == 0
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tools.estimate.memory_error import known_errors
+from tools.estimate.memory.error import known_errors
 from tools.hardware import Hardware
 from tools.hardware.units import GIB
 from tools.recipe.view import limit_of

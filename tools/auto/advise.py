@@ -18,7 +18,7 @@ from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology, of_mesh
 from plugins.hierarchical_ep.traffic import BreakEven, backward, break_even, check_routing
-from tools.ep_report.refusals import check
+from tools.auto.refusals import check
 from tools.estimate.configuration import DEFAULT_SKEW, Configuration, Cut
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe

@@ -6,9 +6,9 @@ this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism,
 
 from __future__ import annotations
 
-from tools.estimate.activations_graph import kept, layer_pass, loss_pass
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_model import ITEM
+from tools.estimate.memory.training_graph import kept, layer_pass, loss_pass
 from tools.model.architecture import Model
 from tools.pipeline.schedules import is_v_shaped
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.estimate.activations import saved
 from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import (
+from tools.estimate.memory.activations import saved
+from tools.estimate.memory.model import (
     all_stages,
     chunk_activations,
     held_micro_batches,

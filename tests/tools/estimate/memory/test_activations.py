@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.estimate.activations import mtp_option, working
-from tools.estimate.activations_graph import kept, logit_exchanges
 from tools.estimate.configuration import Configuration, Recompute
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.activations import mtp_option, working
+from tools.estimate.memory.training_graph import kept, logit_exchanges
 from tools.model.architecture import Model, pattern_of
 from tools.recipe.load import load_recipe
 
-RECIPES = Path(__file__).parents[3] / "recipes"
+RECIPES = Path(__file__).parents[4] / "recipes"
 MIB = 1 << 20
 LAYER, HEAD, BOTH = ["moe"], ["moe", "head"], ["moe", "mtp", "head"]
 
