@@ -19,6 +19,7 @@ if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository 
     sys.path.insert(0, str(ROOT))
 
 from launch.on_cluster.run import of_script  # noqa: E402
+from launch.resume.checkpoints import keep_cost  # noqa: E402
 from launch.run.failure import STOPPED  # noqa: E402
 from launch.workers.hard_exit import run_and_leave  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
@@ -43,6 +44,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     if resume is not None:
         checkpoint["load_path"] = str(resume)
         checkpoint["no_load_optim"] = False  # MindFormers' default goes on with fresh moments and step 0
+        keep_cost(recipe, run_dir or Path(recipe["output_dir"]), resume)
     return recipe
 
 

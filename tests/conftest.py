@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forks
+
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
 
@@ -19,15 +21,15 @@ LONG = (
     "tools/dryrun/test_cli.py",
     "training/test_not_finite.py",
     "training/test_attention_balance.py",
-    "plugins/hierarchical_ep/test_exchange.py",
-    "plugins/hierarchical_ep/test_compiled.py",
+    "plugins/hierarchical_ep/graph/test_exchange.py",
+    "plugins/hierarchical_ep/graph/test_compiled.py",
     "tools/accuracy/compare/test_faults.py",
     "training/test_equivalence_gate.py",
     "tools/accuracy/align/test_mindformers.py",
     "tools/dryrun/test_quick.py",
     "tools/dryrun/compile/test_rank.py",
     "recipes/test_models.py",
-    "plugins/cpu_backend/test_exchange.py",
+    "plugins/cpu_backend/network/test_exchange.py",
     "test_lint.py",
     "inputs/test_bad_inputs.py",
     "tools/search/test_search.py",
@@ -38,6 +40,14 @@ def pytest_collection_modifyitems(items):
     """Files of LONG first; the others, and the tests of each file, stay in their order."""
     place = {HERE / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: place.get(item.path, len(LONG)))
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory):
+    """Processes that have MindFormers imported, see tests/forks.py."""
+    server = Forks(tmp_path_factory.mktemp("forks"))
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -180,6 +180,8 @@ def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
 def make_plan(recipe: Recipe, run_dir: Path, resume: str | None, port: int | None) -> Plan:
     """Everything that `recipe` needs to start: checkpoint to go on from, port, argv."""
     checkpoint = checkpoints.find_checkpoint(resume, checkpoints.save_path(recipe)) if resume else None
+    if checkpoint:
+        checkpoints.keep_cost(recipe, run_dir, checkpoint.path)
     command = msrun_command(recipe, run_dir, port or free_port(), checkpoint.path if checkpoint else None)
     return Plan(recipe, run_dir, worker_count(recipe), checkpoint, command)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.ep_report.advise import advise, left_open
+from tools.auto.advise import advise, left_open
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted

@@ -30,12 +30,12 @@ _ANSWERS = ("layers", "recompute")  # what of a run is asked for
 
 
 def put(recipe: Recipe, values: Values) -> None:
-    """Set values (in place), with the sections that are missing on the way."""
+    """Set values (in place). Sections on the way become the recipe's own: other keys may share them by an anchor."""
     for path, value in values.items():
         section: Any = recipe
         for key in path[:-1]:
-            if not isinstance(section.get(key), dict):
-                section[key] = {}
+            inner = section.get(key)
+            section[key] = dict(inner) if isinstance(inner, dict) else {}
             section = section[key]
         section[path[-1]] = value
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from tools.dryrun.graph.passes import Pass, most_saved, waiting
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
+from tools.hardware.units import GIB
 
-GIB = 1 << 30
 FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
 
 

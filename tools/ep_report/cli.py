@@ -11,8 +11,8 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
+from tools.auto.advise import advise
 from tools.auto.resolve import resolve
-from tools.ep_report.advise import advise
 from tools.estimate.configuration import DEFAULT_SKEW
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.files.figure import check_ending

@@ -7,7 +7,7 @@ from typing import Any
 
 from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
-from tools.ep_report.advise import Advice
+from tools.auto.advise import Advice
 from tools.files.figure import new_figure, save_figure
 
 _ROWS = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}

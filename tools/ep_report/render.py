@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from tools.ep_report.advise import Advice, ModeReport
+from tools.auto.advise import Advice, ModeReport
 from tools.estimate.efficiency import UNKNOWN, known_error
 
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from plugins.errors import RecipeError
-from tools.ep_report.advise import Advice, ModeReport, advise
+from tools.auto.advise import Advice, ModeReport, advise
 from tools.ep_report.render import arrow, assumptions
 from tools.estimate.configuration import DEFAULT_SKEW, Cut
 from tools.estimate.efficiency import UNKNOWN, known_error

@@ -8,8 +8,10 @@ from typing import Any
 
 from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
+from plugins.hierarchical_ep.settings import DISPATCHERS
 from tools.estimate.configuration import Configuration, Cut, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
+from tools.hardware.units import short_dtype
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
 from tools.recipe.unresolved import CHUNKS, MODE, OVERLAP, require_resolved
@@ -19,8 +21,6 @@ from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
-_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
-_MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 
 
 def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
@@ -52,14 +52,14 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
             "recompute_config: its numbers do not fit the layers and stages; `tc3 check` says more"
         ) from None
     fields = built.fields
-    dtype = _DTYPES.get(str(fields.get("compute_dtype")), "fp32")
+    dtype = short_dtype(fields.get("compute_dtype"), "fp32")
     mode, cut = (ep_mode, None) if ep_mode else _dispatch(view, str(fields.get("moe_token_dispatcher_type")))
     shard = ("parallel", "parallel_optimizer_config")
     return Configuration(
         model=model,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
         layers=table,
-        schedule=_schedule(view),
+        schedule=view.schedule,
         sequence=built.number("seq_length"),
         batch=view.batch,
         micro_batches=view.micro_batches * view.accumulation,
@@ -91,7 +91,7 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
     """
     mode, overlap = view.get(MODE), view.get(OVERLAP)
     if mode is None:
-        return _MODES.get(dispatcher, "global"), None
+        return DISPATCHERS.get(dispatcher, "global"), None
     if view.ep == 1:
         return "global", None  # a launch refuses it: nobody to send to
     require_resolved(view.recipe, MODE, CHUNKS)
@@ -102,11 +102,6 @@ def _shard_size(view: View) -> int:
     """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
-
-
-def _schedule(view: View) -> str:
-    """The name in `tools.pipeline.schedules`; MindFormers says 1f1b for the interleaved one, too."""
-    return "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
@@ -124,8 +119,7 @@ def reader_of(view: View) -> Reader:
     """How recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
     if not swaps(view):
         return spread
-    schedule = _schedule(view)
-    return lambda value, layers: table_by_numbers(value, layers, schedule)
+    return lambda value, layers: table_by_numbers(value, layers, view.schedule)
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:

@@ -17,7 +17,7 @@ import numpy as np
 from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_time import LayerTimes
-from tools.estimate.memory_model import stage_weights
+from tools.estimate.memory.model import stage_weights
 
 _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, weight and moments written
 

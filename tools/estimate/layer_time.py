@@ -20,10 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 
-from tools.estimate.activations_graph import logit_exchanges
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
 from tools.estimate.layer_model import Work, score_bytes, work
+from tools.estimate.memory.training_graph import logit_exchanges
 
 
 @dataclass(frozen=True)

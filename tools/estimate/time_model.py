@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tools.estimate.activations import mtp_option
 from tools.estimate.configuration import Configuration
 from tools.estimate.gradient_time import GradientTimes
 from tools.estimate.layer_time import Parts
-from tools.estimate.memory_model import layer_options
+from tools.estimate.memory.activations import mtp_option
+from tools.estimate.memory.model import layer_options
 from tools.estimate.step_time import COMMUNICATION, StepTime
 from tools.model.flops import flops_per_token
 from tools.model.weights import KINDS

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 from plugins.errors import RecipeError, did_you_mean
 from tools.hardware.names import name_of
 from tools.hardware.own_yaml import read_yaml
+from tools.hardware.units import LONG
 from tools.ranges import Range
 
 FOLDER = Path(__file__).parent
 CERTAINTIES = ("quoted", "derived", "assumed")
-DTYPES = ("bf16", "fp16", "fp32", "fp8")
+DTYPES = (*LONG, "fp8")
 
 # what a number may be: units mistaken (TFLOP/s, GB, us) lie outside
 _RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs per second

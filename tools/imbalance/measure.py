@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plugins.attention_balance.eod import check_fits
 from plugins.attention_balance.plan import GPTIndex, build_gpt_index
+from plugins.attention_balance.samples.eod import check_fits
 from tools.data.index import map_lengths
 from tools.data.reporter import Reporter
 from tools.hardware import DEFAULT_HARDWARE

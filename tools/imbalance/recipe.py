@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.attention_balance import settings as plugin
-from plugins.attention_balance.cost import Cost
-from plugins.attention_balance.eod import check_apart
 from plugins.attention_balance.plan import Layout
-from plugins.attention_balance.shape import model_cost
+from plugins.attention_balance.samples.cost import Cost
+from plugins.attention_balance.samples.eod import check_apart
 from plugins.errors import DataError, RecipeError
+from tools.auto.sample_cost import sample_cost
 from tools.data.blend import Blend, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.load import KeyPath, Recipe
@@ -96,7 +96,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
         steps=layout.steps(samples),
         layout=layout,
-        cost=settings.cost or model_cost(view.get(MODEL), view.get(("recompute_config", "recompute"))),
+        cost=settings.cost or sample_cost(recipe),
         context_parallel=view.cp if view.parallel and algorithm == "colossalai_cp" else 1,
         room=_room(view),
         notes=tuple(_notes(view, prefix)),

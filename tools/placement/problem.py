@@ -14,11 +14,12 @@ from functools import cached_property
 
 import numpy as np
 
-from tools.estimate.activations import mtp_option, saved, working
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.layer_time import LayerTime, Parts
-from tools.estimate.memory_model import GIB, held_micro_batches, stage_memory, static_memory
+from tools.estimate.memory.activations import mtp_option, saved, working
+from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.placement.instance import CAP_TOLERANCE, Instance, LayerType, Option
 
 OPTIONS = ("none", "communication", "select", "full")

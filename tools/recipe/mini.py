@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 
@@ -84,7 +85,7 @@ MODEL_ON_CPU: dict[str, Any] = {
     "bias_swiglu_fusion": False,
     "moe_permute_fusion": False,
     "moe_shared_expert_overlap": False,
-    "moe_token_dispatcher_type": "alltoall",
+    "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
     "offset": 0,
     "pp_interleave_num": 1,
     "batch_size": BATCH,

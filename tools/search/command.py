@@ -14,6 +14,7 @@ from rich.console import Console
 from plugins.errors import DataError, RecipeError
 from tools.files.figure import check_ending, check_page
 from tools.files.whole import keep_existing, write_whole
+from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
@@ -183,7 +184,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 
     def told(number: int, verdict: Verdict) -> None:
         entry = tried[number]
-        own = f" (its own estimate: {verdict.estimate / (1 << 30):.1f} GiB)" if verdict.estimate else ""
+        own = f" (its own estimate: {verdict.estimate / GIB:.1f} GiB)" if verdict.estimate else ""
         words = "; ".join(verdict.problems) or "compiles and fits"
         if not verdict.problems and verdict.doubts:
             words = f"compiles, but is not proven to fit: {'; '.join(verdict.doubts)}"

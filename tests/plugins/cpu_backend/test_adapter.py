@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,9 +63,9 @@ print(len(reached), bool(loaded), reached[0].model.model_config.architectures[0]
     ("target", "expected"),
     [("Ascend", "1 False TeleChat3MoeForCausalLM"), ("CPU", "1 True CpuTeleChat3MoeForCausalLM")],
 )
-def test_the_device_target_alone_switches_it(target, expected):
+def test_the_device_target_alone_switches_it(forks, target, expected):
     code = INERT.replace("TARGET", repr(target))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forks.python("-c", code)
     assert done.stdout.strip().splitlines()[-1] == expected, done.stderr[-2000:]
 
 

@@ -16,7 +16,8 @@ from tools.auto.make_layout import NothingFits, make_layout
 from tools.auto.resolve import resolve
 from tools.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, peak_memory
+from tools.estimate.memory.model import peak_memory
+from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides

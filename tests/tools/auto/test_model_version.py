@@ -4,8 +4,9 @@ from tools.auto.layout_file import MODEL_VERSION
 from tools.auto.resolve import resolve
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 
 # when these change, launches must not take layouts that an older model chose: raise MODEL_VERSION, and write it and

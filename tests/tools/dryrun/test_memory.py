@@ -10,7 +10,6 @@ from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
 from tools.dryrun.memory import (
     DOES_NOT_FIT,
     FITS,
-    GIB,
     NO_LIMIT,
     UNKNOWN,
     fit_of,
@@ -18,6 +17,7 @@ from tools.dryrun.memory import (
     over_limit,
     unsure,
 )
+from tools.hardware.units import GIB
 from tools.recipe.view import limit_of
 
 

@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
+from tools.auto.advise import advise
 from tools.auto.resolve import resolve
-from tools.ep_report.advise import advise
 from tools.ep_report.cli import ep_report
 from tools.estimate.configuration import Cut
 from tools.estimate.from_recipe import from_recipe

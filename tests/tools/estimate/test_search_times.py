@@ -4,7 +4,7 @@ import pytest
 
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import stage_weights
+from tools.estimate.memory.model import stage_weights
 from tools.estimate.sharding import copies
 from tools.estimate.time_model import TimeModel
 from tools.model.architecture import pattern_of

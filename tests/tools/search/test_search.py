@@ -13,8 +13,8 @@ from tests.tools.search.conftest import stand_in
 from tests.tools.search.space.test_candidates import request
 from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.placement.place import Placement
 from tools.recipe.load import load_recipe

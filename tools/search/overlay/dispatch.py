@@ -6,6 +6,7 @@ from typing import Any
 
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep.plan import MODES
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.estimate.configuration import Configuration
 from tools.recipe.load import KeyPath
 from tools.recipe.unresolved import DISPATCH, MODE, OVERLAP
@@ -13,7 +14,6 @@ from tools.recipe.view import MODEL, View
 from tools.search.overlay.site import stays_plugged
 
 _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
-_OWN = {"global": "alltoall", "hierarchical": "alltoall_deredundency"}
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
@@ -45,7 +45,7 @@ def dispatch_values(view: View, config: Configuration, node: int | None = None) 
         mode = "global"  # MindFormers' hierarchical dispatch wants whole nodes
     if mode == "deduplicated":
         values[DISPATCH] = {"mode": mode}
-    dispatcher = _OWN.get(mode, "alltoall")
-    if view.get(_DISPATCHER, "alltoall") != dispatcher:
+    dispatcher = DISPATCHER_OF.get(mode, DEFAULT_DISPATCHER)
+    if view.get(_DISPATCHER, DEFAULT_DISPATCHER) != dispatcher:
         values[_DISPATCHER] = dispatcher
     return values

@@ -8,13 +8,14 @@ from typing import Any
 
 from tools.estimate.configuration import Configuration
 from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware.units import GIB
 from tools.recipe.load import KeyPath
 from tools.recipe.unresolved import CHUNKS, DISPATCH, unresolved
 from tools.recipe.view import MODEL, View, limit_of
 
 NODE = (*MODEL, "npu_nums_per_device")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
-_HUNDREDTH = (1 << 30) / 100
+_HUNDREDTH = GIB / 100
 
 
 @dataclass(frozen=True)

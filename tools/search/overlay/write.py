@@ -27,6 +27,7 @@ from tools.estimate.recompute_keys import (
     with_patterns,
 )
 from tools.files.whole import write_whole
+from tools.pipeline.schedules import scheduler_of
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
@@ -150,7 +151,7 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     """Schedule, chunks, layers and recomputation."""
     chunks = config.chunks
-    scheduler = "1f1b" if config.schedule.startswith("interleaved") else config.schedule
+    scheduler = scheduler_of(config.schedule)
     values: dict[KeyPath, Any] = {}
     if view.scheduler != scheduler:
         values[_SCHEDULER] = scheduler

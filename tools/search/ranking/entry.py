@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory_model import GIB, layer_options, peak_memory
+from tools.estimate.memory.model import layer_options, peak_memory
 from tools.estimate.step_time import PARTS, exposed_of
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.search.space.candidates import Candidate, candidate_of
 
 

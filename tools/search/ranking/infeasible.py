@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
+from tools.estimate.memory.error import known_errors
+from tools.hardware.units import GIB
 from tools.search.ranking.rank import Ranked, Ranking, feasible
 from tools.search.space.candidates import blocks
 from tools.search.space.funnel import Funnel

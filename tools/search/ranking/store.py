@@ -105,7 +105,7 @@ def folder() -> Path:
 
 def code() -> list[Path]:
     """The files that make an answer."""
-    return [file for place in _CODE for file in sorted(place.glob("*.py"))]
+    return [file for place in _CODE for file in sorted(place.rglob("*.py"))]
 
 
 def digest_of(request: Request, times: TimeModel) -> str:

@@ -24,7 +24,8 @@ from tools.dryrun.diagnose import diagnose
 from tools.dryrun.jobs import plan_jobs
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory.model import all_stages
+from tools.hardware.units import GIB
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.search.overlay.write import write_overlay

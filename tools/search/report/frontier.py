@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tools.estimate.memory_model import GIB
 from tools.estimate.time_model import TimeModel
 from tools.files.figure import new_figure, save_figure, svg_text
+from tools.hardware.units import GIB
 from tools.pipeline.simulate import Durations, simulate
 from tools.placement import picture as pipeline_picture
 from tools.search.ranking.entry import Entry

@@ -8,9 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
+from tools.estimate.memory.error import known_errors
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
 from tools.search.space.request import Request
@@ -114,7 +114,7 @@ def memory_words(request: Request) -> list[str]:
     return [
         f"memory: a device may hold {request.cap / GIB:.1f} GiB ({request.cap_source}), {kept} (--memory-margin){why}",
         f"fits: how many of those {runs} runs would have fit, had their memory been predicted as near to the limit. "
-        "They are runs of Megatron-LM and torchtitan on GPUs (tools/estimate/memory_rows.yaml); nobody has published "
+        "They are runs of Megatron-LM and torchtitan on GPUs (tools/estimate/memory/rows.yaml); nobody has published "
         "one of MindFormers, or on Ascend, with its memory: --verify looks closer",
     ]
 

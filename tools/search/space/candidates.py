@@ -40,7 +40,7 @@ _KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved 
 
 
 class Candidate(NamedTuple):
-    """One strategy; `m` micro-batches of `mbs` samples, words as in `search_limits.WORDS`."""
+    """One strategy; `m` micro-batches of `mbs` samples, words as in `limits.WORDS`."""
 
     dp: int
     tp: int

@@ -10,7 +10,7 @@ from tools.auto.resolve import resolve
 from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.room import Room, room_of
+from tools.estimate.memory.room import Room, room_of
 from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.names import name_of
 from tools.model.ulysses import DEGREE

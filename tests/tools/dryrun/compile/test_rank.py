@@ -1,39 +1,32 @@
 """A MoE training step in MindFormers' semi-auto path, compiled for 16 virtual devices (data 8 x tensor 2, EP 8)."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[4]
 RANK = 13  # its EP group is 8..15, its node 12..15
 EP, OUTER, INNER = [8, 9, 10, 11, 12, 13, 14, 15], [9, 13], [12, 13, 14, 15]
 DISPATCHER = "moe/token_dispatcher.py"
 HIDDEN = 128
+DEREDUNDENCY = ("--set", "model.model_config.moe_token_dispatcher_type=alltoall_deredundency")
 
 pytestmark = pytest.mark.slow
 
 
-def compile_rank(folder, *arguments, rank=RANK):
+def compile_rank(forks, folder, *arguments, rank=RANK):
     """What the worker reports."""
     out = folder / "out.json"
-    command = [
-        sys.executable,
-        "-m",
-        "tests.tools.dryrun.compile.compile_worker",
-        str(out),
-        "--rank",
-        str(rank),
-        *arguments,
-    ]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LOCAL_DEFAULT_PATH": str(folder)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    worker = ("-m", "tests.tools.dryrun.compile.compile_worker", out, "--rank", rank)
+    done = forks.python(*worker, *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def deredundency(forks, tmp_path_factory):
+    """The report on rank RANK, which two tests read."""
+    return compile_rank(forks, tmp_path_factory.mktemp("deredundency"), *DEREDUNDENCY)
 
 
 def counted(report, role, source=DISPATCHER):
@@ -45,8 +38,8 @@ def counted(report, role, source=DISPATCHER):
     )
 
 
-def test_alltoall_exchanges_over_the_ep_group(tmp_path):
-    report = compile_rank(tmp_path)
+def test_alltoall_exchanges_over_the_ep_group(forks, tmp_path):
+    report = compile_rank(forks, tmp_path)
     ep = tuple(EP)
     # counts of tokens; tokens and their experts out, tokens back
     forward = {("AlltoAll", ep): 1, ("AlltoAllV", ep): 3}
@@ -57,8 +50,8 @@ def test_alltoall_exchanges_over_the_ep_group(tmp_path):
     assert EP in [ranks for _, ranks in report["groups"]]
 
 
-def test_deredundency_gathers_between_nodes_and_exchanges_inside(tmp_path):
-    report = compile_rank(tmp_path, "--set", "model.model_config.moe_token_dispatcher_type=alltoall_deredundency")
+def test_deredundency_gathers_between_nodes_and_exchanges_inside(deredundency):
+    report = deredundency
     outer, inner = tuple(OUTER), tuple(INNER)
     # experts, probabilities and tokens between nodes; counts, tokens and experts out, tokens back inside
     assert counted(report, "forward") == {
@@ -78,9 +71,10 @@ def test_deredundency_gathers_between_nodes_and_exchanges_inside(tmp_path):
     assert created.index(EP) < created.index(OUTER) < created.index(INNER)
 
 
-def test_experts_of_a_plugin(tmp_path):
+def test_experts_of_a_plugin(forks, tmp_path):
     """A class injected through MoESubmodules.experts, with a collective, a branch and a gradient of its own."""
     report = compile_rank(
+        forks,
         tmp_path,
         "--experts=tests.tools.dryrun.experts:SummingExperts",
         '--experts-arguments={"branch": 1}',
@@ -95,14 +89,12 @@ def test_experts_of_a_plugin(tmp_path):
     assert counted(report, "gradient") == {("AlltoAllV", tuple(EP)): 2}
 
 
-def test_ranks_create_groups_in_the_same_order(tmp_path):
-    """Without compiling: the n-th group of one rank is the n-th of every other, with ranks of its own."""
-    dispatcher = "model.model_config.moe_token_dispatcher_type=alltoall_deredundency"
+def test_ranks_create_groups_in_the_same_order(forks, deredundency, tmp_path):
+    """The n-th group of one rank is the n-th of every other, with ranks of its own; one of the two is not compiled."""
+    first = compile_rank(forks, tmp_path, "--build-only", *DEREDUNDENCY, rank=0)
     shapes = []
-    for rank in (0, RANK):
-        groups = [
-            ranks for _, ranks in compile_rank(tmp_path, "--build-only", "--set", dispatcher, rank=rank)["groups"]
-        ]
+    for rank, report in ((0, first), (RANK, deredundency)):
+        groups = [ranks for _, ranks in report["groups"]]
         assert all(rank in ranks for ranks in groups)
         shapes.append([(len(ranks), ranks[1] - ranks[0]) for ranks in groups])
     # data, tensor (twice: the layers give it another name), EP, between nodes, inside a node

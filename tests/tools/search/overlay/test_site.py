@@ -3,8 +3,8 @@ from dataclasses import replace
 from tests.tools.search.overlay.test_write import LARGE, PLUGGED, read_back
 from tools.auto.resolve import resolve
 from tools.check import check_recipe
-from tools.dryrun.memory import GIB
 from tools.estimate.from_recipe import from_recipe
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.overlay.site import Site
 from tools.search.overlay.write import overlay

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
 from tools.check import check_recipe
-from tools.dryrun.memory import GIB
 from tools.dryrun.stages import stages_of
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
+from tools.hardware.units import GIB
 from tools.model.architecture import model_of
 from tools.model.weights import layer_size
 from tools.recipe.load import load_recipe

@@ -5,8 +5,8 @@ import pytest
 
 from plugins.errors import DataError
 from tests.tools.search.space.test_candidates import request
-from tools.estimate.memory_model import GIB
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.placement.place import Placement
 from tools.search.ranking import store
 from tools.search.ranking.rank import rank

@@ -7,8 +7,9 @@ from plugins.errors import ClusterError
 from tools.dryrun.quick import ERROR
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.ranking.entry import entry_of
 from tools.search.ranking.verify import DryRun, Verdict, dry_run, judge, verify

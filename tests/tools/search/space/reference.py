@@ -1,7 +1,7 @@
 """The space and its ranking, candidate by candidate: slow and obvious."""
 
 from plugins.hierarchical_ep.plan import MODES
-from tools.estimate.memory_model import all_stages
+from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
 from tools.search.space.candidates import RECOMPUTE, Candidate, configuration
 from tools.search.space.limits import PLANNED, POLICIES, SHARDS

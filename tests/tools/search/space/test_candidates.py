@@ -10,7 +10,7 @@ from tests.tools.search.space.reference import every_candidate, legal
 from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB
+from tools.hardware.units import GIB
 from tools.model.architecture import Model, pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.space.candidates import blocks, candidate_of, configuration, divisors, meshes

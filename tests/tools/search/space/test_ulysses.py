@@ -10,10 +10,10 @@ import pytest
 
 from plugins.errors import RecipeError
 from tests.tools.search.space.test_candidates import request
-from tools.ep_report.advise import advise
-from tools.estimate.activations import saved
+from tools.auto.advise import advise
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster
+from tools.estimate.memory.activations import saved
 from tools.estimate.time_model import TimeModel
 from tools.model.architecture import Latent, Model
 from tools.model.ulysses import require_ulysses
