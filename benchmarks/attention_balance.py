@@ -22,8 +22,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from plugins.attention_balance.baselines import BASELINES
-from plugins.attention_balance.context_parallel import balanced, contiguous, head_tail
 from plugins.attention_balance.plan import (
     Cost,
     Layout,
@@ -31,19 +29,20 @@ from plugins.attention_balance.plan import (
     assign,
     balance,
     build_gpt_index,
-    cost_of_model,
     epoch_plan,
     loads_of,
     lower_bound,
     segments_of,
 )
+from plugins.attention_balance.schedule.baselines import BASELINES
+from plugins.attention_balance.schedule.context_parallel import balanced, contiguous, head_tail
+from tools.auto.sample_cost import sample_cost
 from tools.data.index import IndexReader
 from tools.data.synthetic import CORPORA, synthetic_index
+from tools.recipe.load import load_recipe
 
 ATTENTION = Cost(1.0, 0.0, "pair")
-# TeleChat3-MoE 105B (recipes/base/telechat3_105b.yaml): 45 layers and one MTP layer, 4.68 B activated parameters of
-# which 0.34 B are the embedding; the forward pass recomputed once
-MODEL_105B = cost_of_model(layers=46, heads=32, qk_dim=192, v_dim=128, linear_parameters=4.34e9, recomputed=1.0)
+MODEL_105B = sample_cost(load_recipe(Path(__file__).resolve().parents[1] / "recipes/telechat3_105b/context_128k.yaml"))
 BATCH, LONGEST = 16_384, 131_072
 SEED = 1234
 

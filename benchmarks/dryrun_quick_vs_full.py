@@ -2,7 +2,7 @@
 
     python benchmarks/dryrun_quick_vs_full.py [--jobs N] [--only NAME]
 
-A small model (tests/tools/dryrun/pipeline.yaml: 16 devices a stage, dp 8 x tp 2 x ep 8) of which activations are most
+A small model (tests/tools/dryrun/pipeline.yaml: 16 devices per stage, dp 8 x tp 2 x ep 8) of which activations are most
 of the memory, so that what `--quick` adds up weighs more than in a real recipe. Compiles stay in the dry run's cache.
 """
 

@@ -4,8 +4,8 @@
 
 Two Linux network namespaces are two nodes of two ranks. The link between them is shaped with `tc` to a tenth of the
 nodes' loopback, over which the ranks of a node talk. Every rank is a process; they move exactly the bytes that
-`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/transport.py`. A layer's experts are a sleep: four
-ranks that compute on a few cores would slow each other and the network down. Needs root and iproute2 (ip, tc), and
+`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/network/transport.py`. A layer's experts are a sleep:
+four ranks that compute on a few cores would slow each other and the network down. Needs root and iproute2 (ip, tc), and
 says so otherwise; touches only its own namespaces.
 """
 
@@ -176,8 +176,8 @@ def notes(rates: Rates, rows: list[dict], inter_mbit: int, repetitions: int) -> 
     return (
         f"Links: {inter_mbit} Mbit/s between nodes, {10 * inter_mbit} Mbit/s inside one (nominal); a plain stream gets "
         f"{rates.inter * megabit:.0f} and {rates.intra * megabit:.0f} Mbit/s, which the model uses.\n"
-        f"{first['tokens']} tokens a rank, rows of {first['hidden']} fp32, {TOPOLOGY.experts} experts; bytes are those "
-        f"of the busiest link, dispatch and combine together.\n"
+        f"{first['tokens']} tokens per rank, rows of {first['hidden']} fp32, {TOPOLOGY.experts} experts; bytes are "
+        f"those of the busiest link, dispatch and combine together.\n"
         "The two ranks of a node share its link to the other node (full duplex) and one loopback (both directions "
         "together); the model divides by these shares and has no latency.\n"
         f"The layer's experts are a sleep as long as hierarchical communication should take; {first['chunks']} chunks. "

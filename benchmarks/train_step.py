@@ -44,7 +44,7 @@ def block_diagonal_experts():
     import mindspore as ms
     from mindspore import Tensor, ops
 
-    from plugins.cpu_backend import experts
+    from plugins.cpu_backend.layers import experts
 
     class BlockDiagonalExperts(experts.GroupedExperts):
         def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):

@@ -9,21 +9,21 @@ from typing import Any, TextIO, cast
 
 import click
 
-from launch.output import Output, OutputFailed, settle
+from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import TC3Error, did_you_mean
 from tools.process.waiting import saying
 
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
     "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
-    "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens a step."),
+    "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens per step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
     "ep-report": (
         "tools.ep_report.cli:ep_report",
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
-    "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or what sets two apart."),
+    "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or compare two."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
 }
@@ -100,7 +100,7 @@ def main() -> None:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OutputFailed as failed:
-        code = settle(failed)
+        code = exit_code_of(failed)
     sys.exit(code)
 
 

@@ -48,7 +48,7 @@ class Output:
             raise OutputFailed(reason) from None
 
 
-def settle(failed: OutputFailed) -> int:
+def exit_code_of(failed: OutputFailed) -> int:
     """The exit code of a run whose output failed, after a line for what is not a reader that left.
 
     What is still buffered goes nowhere: the interpreter would try once more at its end, and complain.

@@ -19,15 +19,16 @@ if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository 
     sys.path.insert(0, str(ROOT))
 
 from launch.on_cluster.run import of_script  # noqa: E402
+from launch.resume.checkpoints import keep_cost  # noqa: E402
 from launch.run.failure import STOPPED  # noqa: E402
 from launch.workers.hard_exit import run_and_leave  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
-from tools.auto.dispatch import settle  # noqa: E402
-from tools.auto.layout import settle_layout  # noqa: E402
+from tools.auto.resolve import resolve  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
+from tools.schema.versions import require_verified, unverified_option  # noqa: E402
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
@@ -35,8 +36,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     recipe = load_recipe(config_path)
     if overrides:
         recipe = apply_overrides(recipe, overrides)
-    for line in [*settle_layout(recipe), *settle(recipe)]:
-        click.echo(line)
+    recipe = resolve(recipe, click.echo)
     if run_dir is not None:
         recipe["output_dir"] = str(run_dir)
     checkpoint = recipe.setdefault("checkpoint", {})
@@ -44,14 +44,16 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     if resume is not None:
         checkpoint["load_path"] = str(resume)
         checkpoint["no_load_optim"] = False  # MindFormers' default goes on with fresh moments and step 0
+        keep_cost(recipe, run_dir or Path(recipe["output_dir"]), resume)
     return recipe
 
 
-def train(recipe: Recipe, settle_run: Callable[[int], None] = lambda rank: None) -> None:
+def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: None) -> None:
     """Train `recipe` on this worker; the imports wait until the target is known.
 
-    `settle_run` is called with the rank when all ranks are there: one that fails later does not let them wait.
+    `when_together` is called with the rank once all ranks are there: one that fails later does not let them wait.
     """
+    require_verified()
     if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun starts this file for its scheduler, too
         if recipe.get("use_parallel"):
             from mindspore.communication import init
@@ -71,7 +73,7 @@ def train(recipe: Recipe, settle_run: Callable[[int], None] = lambda rank: None)
         dump_recipe(recipe, flat)
         config = MindFormerConfig(str(flat))
     build_context(config)
-    settle_run(get_real_rank())
+    when_together(get_real_rank())
     if on_cpu:
         from plugins.cpu_backend import adapter
 
@@ -92,6 +94,7 @@ def train(recipe: Recipe, settle_run: Callable[[int], None] = lambda rank: None)
 )
 @click.option("--resume", type=click.Path(path_type=Path), help="Checkpoint folder (one iteration) to go on from.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@unverified_option
 def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides: tuple[str, ...]) -> None:
     """Train a recipe on this worker."""
     if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers
@@ -99,7 +102,7 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
         if run_dir is None or (run_dir / "recipe.yaml").absolute() == config_path.absolute():
-            train(recipe)  # by hand, or after `tc3 train`, which has settled its run
+            train(recipe)  # by hand, or after `tc3 train`, which has checked all this
         else:
             train(recipe, of_script(recipe, run_dir, resume))
     except TC3Error as error:

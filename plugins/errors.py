@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
+UNRESOLVED = "auto is not resolved: `tc3 recipe show` prints the recipe with values, as launch/train.py resolves it"
+
 
 class TC3Error(ValueError):
     """Base of every error that is the user's to mend (report: none; DESIGN rule 5)."""
@@ -26,6 +28,10 @@ class CheckpointError(TC3Error):
 
 class ClusterError(TC3Error):
     """Workers, ports, devices or hosts are not what the recipe needs."""
+
+
+class VersionError(TC3Error):
+    """Another MindSpore or MindFormers is installed than the ones that were verified."""
 
 
 class StoppedError(Exception):

@@ -1,7 +1,10 @@
 """What the pages say exists: links, folders, and every `tc3` command line with its options."""
 
+import ast
 import re
+import runpy
 import shlex
+from functools import lru_cache
 from pathlib import Path
 
 import click
@@ -10,7 +13,12 @@ import pytest
 from launch.cli import tc3
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+# a path of this repository, `file::test` too, and a dotted name; NAME and STAGE stand for what a reader puts in
+FOLDERS = "launch|tools|plugins|tests|recipes|docs|benchmarks|golden"
+PATH = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*-]*\w)(?:::(\w+))?")
+DOTTED = re.compile(r"`((?:launch|tools|plugins)(?:\.\w+)+)`")
+PUT_IN = re.compile(r"\b(NAME|STAGE)\b")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -60,13 +68,70 @@ def test_recipes_named_in_commands_exist(page, line):
             assert list(ROOT.glob(word)), line
 
 
+def _said(pattern):
+    return sorted({(page, found) for page in PAGES for found in pattern.findall(page.read_text())})
+
+
+@pytest.mark.parametrize(
+    ("page", "found"), _said(PATH), ids=lambda value: getattr(value, "name", None) or "::".join(value)
+)
+def test_paths_that_pages_name_exist(page, found):
+    path, test = found
+    places = list(ROOT.glob(PUT_IN.sub("*", path)))
+    assert places, f"{page.name} names {path}"
+    assert not test or test in _names(places[0]), f"{page.name} names {path}::{test}"
+
+
+@pytest.mark.parametrize(("page", "dotted"), _said(DOTTED), ids=lambda value: getattr(value, "name", value))
+def test_names_of_python_that_pages_name_exist(page, dotted):
+    """`package.module`, or a name that it defines, without importing it."""
+    *parents, last = dotted.split(".")
+    whole, parent = ROOT.joinpath(*parents, last), ROOT.joinpath(*parents)
+    if whole.is_dir() or whole.with_suffix(".py").is_file():
+        return
+    module = parent / "__init__.py" if parent.is_dir() else parent.with_suffix(".py")
+    assert module.is_file() and last in _names(module), f"{page.name} names {dotted}"
+
+
+@lru_cache
+def _names(file):
+    """What a module defines at its top level."""
+    found = set()
+    for node in ast.parse(file.read_text("utf-8")).body:
+        if isinstance(node, ast.Assign):
+            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return found
+
+
+def test_the_picture_of_the_rooms_is_current():
+    """Each room has its box, and the file is what the script draws."""
+    made: dict = runpy.run_path(str(ROOT / "docs" / "pictures" / "rooms.py"))
+    drawn = [name for row in made["ROWS"] for name in row]
+    tools = {path.stem for path in (ROOT / "tools").iterdir() if path.name[0] != "_"}
+    assert sorted(drawn) == sorted({"launch", "plugins"} | tools)
+    assert made["FILE"].read_text("utf-8") == made["picture"](), "stale: python docs/pictures/rooms.py"
+
+
+@pytest.mark.parametrize("room", [path.name for path in (ROOT / "tools").iterdir() if path.name[0] != "_"])
+def test_every_room_stands_in_the_architecture(room):
+    assert f"`tools/{room}`" in (ROOT / "docs" / "architecture.md").read_text()
+
+
 def test_readme_is_a_front_door():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-def test_every_page_is_linked_from_the_readme():
-    linked = {link for page, link in _links() if page.name == "README.md"}
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= linked
+def test_every_page_is_reached_from_the_readme():
+    """By links, some by way of another page: the README is a front door, no index."""
+    reached, new = set(), {ROOT / "README.md"}
+    while new:
+        reached |= new
+        new = {(page.parent / link.partition("#")[0]).resolve() for page, link in _links() if page in new} - reached
+    assert set(PAGES) <= reached
 
 
 def test_every_private_hook_is_listed():

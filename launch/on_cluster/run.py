@@ -1,4 +1,4 @@
-"""What the workers of a launch script settle among themselves, as `tc3 train` does before it starts any."""
+"""What the workers of a launch script check and write, as `tc3 train` does before it starts any."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
             click.echo(f"tc3: {done}")
             sys.exit(0)
 
-    def settle(rank: int) -> None:
+    def check_and_keep(rank: int) -> None:
         if checkpoint is not None:
             check_share(checkpoint, rank, worker_count(recipe))
         if rank == 0:
@@ -46,4 +46,4 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
             dump_recipe(recipe, run_dir / "recipe.yaml")
             data_digest.keep(recipe, run_dir)
 
-    return settle
+    return check_and_keep

@@ -17,6 +17,7 @@ from typing import Any
 from launch.run.msrun import MASTER, ROOT, worker_count
 from plugins.errors import ClusterError
 from tools.recipe.load import Recipe, load_recipe
+from tools.schema.versions import VARIABLE, going_on, unverified_words
 
 BODY = ROOT / "launch" / "script_body.sh"
 SCRIPTS = ROOT / "launch" / "scripts"
@@ -114,7 +115,8 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
     """What the script is and how it is started."""
     settings = [word for setting in launch.settings for word in ("--set", setting)]
     nodes = ["--nodes", cluster.source] if cluster.source else []
-    made_by = " ".join(shlex.join(["tc3", "train", launch.recipe, *settings, "--script", *nodes]).splitlines())
+    command = ["tc3", "train", launch.recipe, *settings, "--script", *nodes, *unverified_words()]
+    made_by = " ".join(shlex.join(command).splitlines())
     size = f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
     start = [
         "# Start it on every node, with the checkout, the data and RUN_DIR on a disk that all of them see:",
@@ -147,6 +149,8 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
         _default("MASTER_PORT", str(port)),
         _default("RESUME", launch.resume),
     ]
+    if going_on():
+        lines += ["# --unverified: with another MindSpore or MindFormers, too.", f"export {VARIABLE}=1"]
     if (recipe.get("optimizer") or {}).get("swap"):
         lines += [
             "# optimizer.swap needs it, says mindformers/core/optim/adamw.py.",

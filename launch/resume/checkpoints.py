@@ -16,6 +16,7 @@ from launch.resume.data_digest import replaced
 from launch.resume.data_order import all_steps, differences
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.sealed_checkpoint.plan import fault
+from tools.auto.sample_cost import keep_sample_cost
 from tools.checkpoint.scan import (
     CheckpointInfo,
     is_sealed,
@@ -103,14 +104,27 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
     return folder
 
 
+def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
+    """Where the run that saved `checkpoint`, this one or another, keeps its effective recipe."""
+    if checkpoint.resolve().parent != save_path(recipe).resolve():
+        return checkpoint.parent.parent / "recipe.yaml"
+    return run_dir / "recipe.yaml"
+
+
+def keep_cost(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
+    """Let `recipe` (in place) weigh samples as the run did that saved `checkpoint`, however FLOPs are counted now."""
+    stored = _recipe_of_run(recipe, run_dir, checkpoint)
+    if stored.exists():
+        for line in keep_sample_cost(recipe, load_recipe(stored)):
+            click.echo(line, err=True)
+
+
 def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) -> None:
     """Raise CheckpointError when going on from `checkpoint` would see the data in another order than the run before.
 
     Other data at the same path counts, too.
     """
-    stored = run_dir / "recipe.yaml"
-    if checkpoint.path.resolve().parent != save_path(recipe).resolve():
-        stored = checkpoint.path.parent.parent / "recipe.yaml"
+    stored = _recipe_of_run(recipe, run_dir, checkpoint.path)
     if not stored.exists():
         click.echo(f"{stored} is not there: nobody can tell whether the data's order stays the same", err=True)
         return

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from plugins.attention_balance.settings import COST
 from plugins.errors import DataError
 from tools.data.blend import read_blend
 from tools.data.index import map_lengths
@@ -152,15 +153,19 @@ def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
 
 def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
     """Samples that attention_balance moves within a window of steps: one that is begun must be finished as it was."""
-    path = ("plugins", "attention_balance", "window")
+    *section, _ = path = ("plugins", "attention_balance", "window")
     windows = [view.number(path, 1) for view in (before, after)]
     blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
     done = step * before.global_batch
     if max(windows) == 1 or not any(done % block for block in blocks):
         return
     sizes = {_samples(before), _samples(after)}
+    weights = [((*section, name), before.get((*section, name)), after.get((*section, name))) for name in COST]
+    other = [weight for weight in weights if weight[1] not in (None, weight[2])]
     if windows[0] != windows[1]:
         yield f"{dotted(path)} was {windows[0]}, would be {windows[1]}"
+    elif other:
+        yield from (_difference(*weight) for weight in other)
     elif blocks[0] != blocks[1]:
         batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
         yield f"{batches}, with {dotted(path)} {windows[0]}"

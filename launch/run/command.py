@@ -24,8 +24,7 @@ from launch.run.readings import loss_rank
 from launch.run.summary import Again, print_failure, print_summary, summarize
 from launch.run.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
-from tools.auto.dispatch import settle
-from tools.auto.layout import make_here, settle_layout
+from tools.auto.resolve import resolve
 from tools.checkpoint.scan import CheckpointInfo
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
@@ -33,6 +32,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.override import also_changed, apply_overrides
 from tools.recipe.view import LOADER, RUNNER, View
+from tools.schema.versions import require_verified, unverified_option, unverified_words
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Plan:
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option("--nodes", type=click.Path(path_type=Path), help="Hosts of --script, a line each: NAME [WORKERS].")
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
+@unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, all else on stderr.")
 def train(
     recipe: Path,
@@ -138,7 +139,7 @@ def effective_recipe(
     `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
     """
     flat = _chosen_recipe(path, overrides, mini)
-    flat = _settled(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
+    flat = _resolved(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
     checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")
@@ -154,12 +155,8 @@ def _chosen_recipe(path: Path, overrides: tuple[str, ...], mini: bool = False) -
     return apply_overrides(flat, overrides)
 
 
-def _settled(flat: Recipe, make_layout: bool) -> Recipe:
-    """The recipe with its layout settled, which it says."""
-    say = partial(click.echo, err=True)
-    for line in [*settle_layout(flat, make_here(say) if make_layout else None), *settle(flat)]:
-        say(line)
-    return flat
+def _resolved(flat: Recipe, make_layout: bool) -> Recipe:
+    return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 
 def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
@@ -183,6 +180,8 @@ def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
 def make_plan(recipe: Recipe, run_dir: Path, resume: str | None, port: int | None) -> Plan:
     """Everything that `recipe` needs to start: checkpoint to go on from, port, argv."""
     checkpoint = checkpoints.find_checkpoint(resume, checkpoints.save_path(recipe)) if resume else None
+    if checkpoint:
+        checkpoints.keep_cost(recipe, run_dir, checkpoint.path)
     command = msrun_command(recipe, run_dir, port or free_port(), checkpoint.path if checkpoint else None)
     return Plan(recipe, run_dir, worker_count(recipe), checkpoint, command)
 
@@ -193,6 +192,7 @@ def _checks(
     """What must hold on this machine, in the order in which a user would want to hear of it."""
     saves = checkpoints.save_path(recipe)
     return [
+        require_verified,
         lambda: preflight.check_machine(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
@@ -242,7 +242,7 @@ def _script(
     folder = run_dir or default_run_dir(recipe)
     chosen = _chosen_recipe(recipe, overrides)
     more = steps_overrides(chosen, steps)
-    flat = _settled(apply_overrides(chosen, more), make_layout=True)
+    flat = _resolved(apply_overrides(chosen, more), make_layout=True)
     preflight.check_sound(flat)
     for line in outside(recipe, flat, resume, run_dir):
         click.echo(f"note: {line}", err=True)
@@ -281,7 +281,7 @@ def _again(
         again += ["--resume", "auto"]
         if run_dir != default_run_dir(recipe, mini).absolute():
             again += ["--run-dir", str(run_dir)]
-    return again + [word for override in overrides for word in ("--set", override)]
+    return [*again, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
 def _report(plan: Plan, outcome: Outcome, again: Again, steps: int | None, as_json: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from plugins.errors import ClusterError, RecipeError
 from tools.process import huge_pages
+from tools.schema.versions import unverified_words
 
 ROOT = Path(__file__).resolve().parents[2]
 MASTER = "127.0.0.1"
@@ -59,7 +60,7 @@ def msrun_command(recipe: Mapping[str, Any], run_dir: Path, port: int, resume: P
         "--run-dir",
         str(run_dir),
     ]
-    return command + (["--resume", str(resume)] if resume else [])
+    return [*command, *(["--resume", str(resume)] if resume else []), *unverified_words()]
 
 
 def _msrun() -> Path:

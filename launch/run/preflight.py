@@ -37,7 +37,7 @@ _HELD_OUT = "plugins.held_out_loss.data_path"
 
 
 def check_machine(recipe: Mapping[str, Any]) -> None:
-    """Raise ClusterError when the recipe is for Ascend and this host has not got its NPUs (/dev/davinci*)."""
+    """Raise ClusterError when the recipe is for Ascend and this host lacks its NPUs (/dev/davinci*)."""
     context = recipe.get("context") or {}
     if context.get("device_target", "Ascend") != "Ascend":  # MindFormers' own default
         return

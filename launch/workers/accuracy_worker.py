@@ -17,6 +17,7 @@ from launch.workers.hard_exit import run_and_leave  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins import ADAPTERS  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
+from tools.schema.versions import unverified_option  # noqa: E402
 
 DEBUGGER = "msprobe_debugger"
 
@@ -26,6 +27,7 @@ DEBUGGER = "msprobe_debugger"
 @click.option("--run-dir", required=True, type=click.Path(path_type=Path), help="Folder of this run, and of its dump.")
 @click.option("--level", required=True, help="L0, L1, mix or L2.")
 @click.option("--task", required=True, help="statistics or tensor.")
+@unverified_option
 def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
     """Run a recipe and dump its tensors on this worker."""
     if "TC3_SUPERVISED" in os.environ:

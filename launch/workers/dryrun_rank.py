@@ -39,10 +39,11 @@ def main() -> None:
 def enable(config: Any, on_cpu: bool) -> None:
     """Switch on what `train.py` would: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
     if on_cpu:
-        from plugins.cpu_backend import adapter, network
+        from plugins.cpu_backend import adapter
+        from plugins.cpu_backend.network import peers
 
         adapter.enable(config)
-        network.connect = lambda: None  # there is nobody to connect to
+        peers.connect = lambda: None  # there is nobody to connect to
     enable_plugins(config)
 
 

@@ -1,4 +1,4 @@
-"""What a rank's training did, for `tc3 accuracy equivalence`: gradient norms a step, data, optimizer state at the end.
+"""What a rank's training did, for `tc3 accuracy equivalence`: gradient norms by step, data, optimizer state at last.
 
 A recipe names the callback (`auto_register: equivalence_record.EquivalenceRecord`, with `REGISTER_PATH` this folder),
 before any other, since loading this file puts `CountedBias` in the place of MindFormers' TopkBiasBalanceCallback;

@@ -21,9 +21,9 @@ from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore.dataset import GeneratorDataset
 
-from plugins.attention_balance import eod
-from plugins.attention_balance.gpt_index import GPTIndex, blended
 from plugins.attention_balance.plan import balance, delivery_order, epoch_plan
+from plugins.attention_balance.samples import eod
+from plugins.attention_balance.samples.gpt_index import GPTIndex, blended
 from plugins.attention_balance.settings import LOADER, Schedule, schedule_of
 from plugins.errors import RecipeError
 
@@ -93,7 +93,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
         samples: `sizes[0]`; whole steps of them are trained, what lies behind keeps its place.
         schedule: what to balance.
 
-    Memory: tens of bytes a sample and some 200 MiB while it is worked out, 8 bytes a sample afterwards.
+    Memory: tens of bytes per sample and some 200 MiB while it is worked out, 8 bytes per sample afterwards.
 
     Raises:
         RecipeError: a sample has more documents than its compressed mask holds.

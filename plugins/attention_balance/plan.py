@@ -1,7 +1,7 @@
 """The plan of a training run: which sample each data-parallel rank trains in which micro-batch of each step.
 
     index = build_gpt_index(lengths, 131072, samples, seed)         # or the arrays that MindFormers cached
-    costs = cost_of_model(...).of_dataset(index)                    # one a sample, no token read
+    costs = Cost(per_pair, per_token).of_dataset(index)             # one a sample, no token read
     layout = Layout(ranks, micro_batches, slots, objective_of(...))
     plan = step_plan(costs, step, layout)                           # [ranks, micro_batches, slots] items of the dataset
 
@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.attention_balance.assign import assign, loads_of, unscheduled
-from plugins.attention_balance.cost import Cost, causal_pairs, cost_of_model
-from plugins.attention_balance.gpt_index import GPTIndex, blended, build_gpt_index
-from plugins.attention_balance.lower_bound import lower_bound
-from plugins.attention_balance.objective import Objective, objective_of
-from plugins.attention_balance.order import taken
-from plugins.attention_balance.segments import Segments, segments_of
-from plugins.attention_balance.window import deal
+from plugins.attention_balance.samples.cost import Cost, causal_pairs
+from plugins.attention_balance.samples.gpt_index import GPTIndex, blended, build_gpt_index
+from plugins.attention_balance.samples.segments import Segments, segments_of
+from plugins.attention_balance.schedule.assign import assign, loads_of, unscheduled
+from plugins.attention_balance.schedule.lower_bound import lower_bound
+from plugins.attention_balance.schedule.objective import Objective, objective_of
+from plugins.attention_balance.schedule.order import taken
+from plugins.attention_balance.schedule.window import deal
 from plugins.errors import DataError
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "blended",
     "build_gpt_index",
     "causal_pairs",
-    "cost_of_model",
     "delivery_order",
     "epoch_plan",
     "loads_of",

@@ -6,9 +6,9 @@ from itertools import combinations, permutations
 
 import numpy as np
 
-from plugins.attention_balance.gpt_index import GPTIndex
-from plugins.attention_balance.objective import Objective
-from plugins.attention_balance.pipeline import stage_operations
+from plugins.attention_balance.samples.gpt_index import GPTIndex
+from plugins.attention_balance.schedule.objective import Objective
+from plugins.pipeline_layout.order import FORWARD, one_forward_one_backward
 
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
@@ -37,14 +37,15 @@ def pairs_of_tokens(tokens: list[int], end_of_document: int) -> int:
 
 def makespan(times: list[float], stages: int, forward_share: float) -> float:
     """1F1B of one rank: run whatever can run, stage by stage, until nothing is left."""
-    waiting = [stage_operations(stage, stages, len(times)) for stage in range(stages)]
+    waiting = [one_forward_one_backward(stage, stages, len(times)).tolist() for stage in range(stages)]
     ends: dict[tuple[bool, int, int], float] = {}
     free = [0.0] * stages
     while any(waiting):
         for stage in range(stages):
             if not waiting[stage]:
                 continue
-            forward, m = waiting[stage][0]
+            kind, m = waiting[stage][0]
+            forward = kind == FORWARD
             source = stage - 1 if forward else stage + 1
             if 0 <= source < stages and (forward, source, m) not in ends:
                 continue

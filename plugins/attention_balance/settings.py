@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from plugins.attention_balance.cost import Cost
-from plugins.attention_balance.eod import check_apart
-from plugins.attention_balance.objective import objective_of
 from plugins.attention_balance.plan import Layout
-from plugins.attention_balance.shape import model_cost, recomputed_share
-from plugins.errors import RecipeError, did_you_mean
+from plugins.attention_balance.samples.cost import MEASURED, UNITS, Cost
+from plugins.attention_balance.samples.eod import check_apart
+from plugins.attention_balance.schedule.objective import objective_of
+from plugins.errors import RecipeError
+from plugins.settings import section_of, whole_number
 
 KEY = "plugins.attention_balance"
-SETTINGS = ("window", "per_pair", "per_token")
+COST = ("per_pair", "per_token", "unit")
+SETTINGS = ("window", *COST)
 INTERLEAVE = "micro_batch_interleave_num"
 LOADER = "BlendedMegatronDatasetDataLoader"
 # MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
@@ -25,7 +26,7 @@ _SEMI_AUTO = (1, 2, "semi_auto_parallel", "auto_parallel")
 
 @dataclass(frozen=True)
 class Settings:
-    """window: steps whose samples may change places; cost: measured coefficients, None to compute them."""
+    """window: steps whose samples may change places; cost: of a sample, None where the recipe has none yet."""
 
     window: int = 1
     cost: Cost | None = None
@@ -46,31 +47,34 @@ class Schedule:
 
 
 def read(settings: Any) -> Settings:
-    """`{window: n, per_pair: seconds, per_token: seconds}`, all optional, the coefficients together.
+    """`{window: n, per_pair: cost, per_token: cost, unit: s | FLOP}`, all optional, the costs together.
+
+    A launch writes the costs into the effective recipe where they are missing, in FLOP; measured ones are in seconds.
 
     Raises:
         RecipeError: an unknown key, or a value that is no such thing.
     """
-    if not isinstance(settings, Mapping):
-        raise RecipeError(f"{KEY}: write `window: 1` under it, or {KEY}: False to leave it off")
-    for name in settings:
-        if name not in SETTINGS:
-            raise RecipeError(f"{KEY}.{name}: no such setting{did_you_mean(name, list(SETTINGS))}")
-    window = settings.get("window", 1)
-    if type(window) is not int or window < 1:
-        raise RecipeError(f"{KEY}.window: {window!r}; write a number of steps, 1 to keep each step's own samples")
-    measured = [name for name in SETTINGS[1:] if name in settings]
-    if not measured:
-        return Settings(window)
-    if len(measured) == 1:
-        raise RecipeError(f"{KEY}.{measured[0]}: measured costs come as two, per_pair and per_token, in seconds")
-    for name in measured:
-        value = settings[name]
+    section = section_of(KEY, settings, SETTINGS, f"write `window: 1` under it, or {KEY}: False to leave it off")
+    window = whole_number(KEY, section, "window", "write a number of steps, 1 to keep each step's own samples")
+    return Settings(window, _cost(section))
+
+
+def _cost(section: Mapping[str, Any]) -> Cost | None:
+    written = [name for name in COST if name in section]
+    if not written:
+        return None
+    if missing := [name for name in COST[:2] if name not in section]:
+        raise RecipeError(f"{KEY}.{written[0]}: costs come as two, per_pair and per_token; write {missing[0]} as well")
+    for name in COST[:2]:
+        value = section[name]
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise RecipeError(f"{KEY}.{name}: {value!r}; write measured seconds, 0 or more")
-    if not settings["per_pair"]:
+    if not section["per_pair"]:
         raise RecipeError(f"{KEY}.per_pair: 0 says that attention costs nothing: then there is nothing to balance")
-    return Settings(window, Cost(float(settings["per_pair"]), float(settings["per_token"]), "s"))
+    unit = section.get("unit", MEASURED)
+    if unit not in UNITS:
+        raise RecipeError(f"{KEY}.unit: {unit!r}; write {' or '.join(UNITS)}, or leave it out for measured seconds")
+    return Cost(float(section["per_pair"]), float(section["per_token"]), unit)
 
 
 def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Schedule:
@@ -79,6 +83,28 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
     Args:
         recipe: a flat recipe or a MindFormerConfig.
         environment: variables of the training process.
+
+    Raises:
+        RecipeError: as `check`, or a recipe without the cost of a sample.
+    """
+    settings, layout = check(recipe)
+    if settings.cost is None:
+        raise RecipeError(
+            f"{KEY}.per_pair: missing, as per_token is: tc3 train, tc3 recipe show and launch/train.py write what the "
+            "model costs into the effective recipe; train that one, or write measured seconds"
+        )
+    data = _section(recipe, "train_dataset.data_loader.config")
+    own = layout.objective.stages > 1 and environment.get(OWN_BATCHES) == "1"
+    return Schedule(
+        layout,
+        settings.cost,
+        gathered=layout.micro_batches > 1 and not own,
+        eod_pad_length=_eod_pad_length(data) if data.get("create_compressed_eod_mask") else None,
+    )
+
+
+def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
+    """What the plugin is to do in a recipe, which may lack the cost of a sample.
 
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
@@ -91,16 +117,8 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
         raise RecipeError(f"train_dataset.data_loader.shuffle: it would undo the order of {KEY}; write False")
     if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
-    data, model = _section(loader, "config"), _section(recipe, "model.model_config")
-    check_apart(data, model)
-    layout = layout_of(recipe, settings.window)
-    own = layout.objective.stages > 1 and environment.get(OWN_BATCHES) == "1"
-    return Schedule(
-        layout,
-        settings.cost or model_cost(model, _at(recipe, "recompute_config.recompute")),
-        gathered=layout.micro_batches > 1 and not own,
-        eod_pad_length=_eod_pad_length(data) if data.get("create_compressed_eod_mask") else None,
-    )
+    check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
+    return settings, layout_of(recipe, settings.window)
 
 
 def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
@@ -129,10 +147,28 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
         context_parallel=_number(recipe, "parallel_config.context_parallel") if split else 1,
         tensor_parallel=_number(recipe, "parallel_config.model_parallel") if split else 1,
         pipeline_stages=stages,
-        recomputed=recomputed_share(_section(recipe, "model.model_config"), _at(recipe, "recompute_config.recompute")),
+        recomputed=recomputed_share(recipe),
     )
     slots = _number(recipe, "runner_config.batch_size")
     return Layout(ranks, _number(recipe, micro_batches) if split else 1, slots, objective, window)
+
+
+def recomputed_share(recipe: Mapping[str, Any]) -> float:
+    """Share of the forward pass that `recompute_config.recompute` repeats, 0 to 1.
+
+    Selective recompute is left out: it repeats cheap operators.
+    """
+    recompute = _at(recipe, "recompute_config.recompute")
+    if not isinstance(recompute, (list, tuple)):
+        return float(bool(recompute))
+    chunks, layers = _flat(recompute), _number(recipe, "model.model_config.num_hidden_layers")
+    # True is a whole chunk, taken here as an equal part of the model
+    repeated = sum(layers / len(chunks) if chunk is True else chunk for chunk in chunks if isinstance(chunk, int))
+    return min(repeated / layers, 1.0)
+
+
+def _flat(rows: Any) -> list[Any]:
+    return [item for row in rows for item in _flat(row)] if isinstance(rows, (list, tuple)) else [rows]
 
 
 def _eod_pad_length(data: Mapping[str, Any]) -> int:

@@ -27,7 +27,7 @@ def enable(config) -> None:
         importlib.import_module(f"plugins.cpu_backend.{module}")
     data = config.train_dataset.data_loader.get("config") or {}
     apart = data.get("reset_attention_mask") and data.get("create_attention_mask", True)
-    importlib.import_module("plugins.cpu_backend.attention").follow_documents(bool(apart))
+    importlib.import_module("plugins.cpu_backend.layers.attention").follow_documents(bool(apart))
     model_config = config.model.model_config
     model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
     config.runner_wrapper.type = WRAPPERS[config.runner_wrapper.type]

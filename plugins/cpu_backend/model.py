@@ -13,9 +13,9 @@ from mindspore import context, ops
 from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import world
-from plugins.cpu_backend.attention import core_attention
-from plugins.cpu_backend.experts import GroupedExperts
-from plugins.cpu_backend.operators import EmbeddingLookup, Outer, TopK
+from plugins.cpu_backend.layers.attention import core_attention
+from plugins.cpu_backend.layers.experts import GroupedExperts
+from plugins.cpu_backend.layers.operators import EmbeddingLookup, Outer, TopK
 from plugins.private_hooks import relies_on
 from plugins.telechat3_moe import gpt_model
 

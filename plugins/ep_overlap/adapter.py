@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from plugins.ep_overlap import settings as reader
-from plugins.errors import RecipeError
+from plugins.errors import UNRESOLVED, RecipeError
 from plugins.hierarchical_ep import adapter
 
 
@@ -19,7 +19,7 @@ def enable(config, settings) -> None:
         raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
     chunks, stride = reader.read(settings)
     if chunks == "auto":
-        raise RecipeError("plugins.ep_overlap.chunks: launch/train.py settles 'auto'; without it, write [b, s]")
+        raise RecipeError(f"plugins.ep_overlap.chunks: {UNRESOLVED}")
     ours = adapter.current()
     ours.slices = partial(reader.slices, config.runner_config.batch_size, chunks)
     ours.order = partial(reader.order, stride)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from plugins.ep_overlap.plan import chunk_slices, issue_order
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import RecipeError
+from plugins.settings import section_of, whole_number
 
 KEY = "plugins.ep_overlap"
+SETTINGS = ("chunks", "stride")
 
 
 def read(settings: Any) -> tuple[Any, int]:
@@ -19,18 +20,14 @@ def read(settings: Any) -> tuple[Any, int]:
     Raises:
         RecipeError: an unknown key, or values that are no such thing.
     """
-    if not isinstance(settings, Mapping) or "chunks" not in settings:
-        raise RecipeError(f"{KEY}: write `chunks:` under it, auto or [parts of the batch, parts of the sequence]")
-    for name in settings:
-        if name not in ("chunks", "stride"):
-            raise RecipeError(f"{KEY}.{name}: no such setting{did_you_mean(name, ['chunks', 'stride'])}")
-    chunks, stride = settings["chunks"], settings.get("stride", 1)
+    right = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
+    section = section_of(KEY, settings, SETTINGS, right, needs=["chunks"])
+    chunks = section["chunks"]
     if chunks != "auto":
         chunks = tuple(chunks) if isinstance(chunks, (list, tuple)) else ()
         if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
-            raise RecipeError(f"{KEY}.chunks: {settings['chunks']!r} is neither auto nor [b, s] with b and s from 1 on")
-    if type(stride) is not int or stride < 0:
-        raise RecipeError(f"{KEY}.stride: {stride!r}; write a whole number of steps, 1 for a wavefront")
+            raise RecipeError(f"{KEY}.chunks: {section['chunks']!r} is neither auto nor [b, s] with b and s from 1 on")
+    stride = whole_number(KEY, section, "stride", "write a whole number of steps, 1 for a wavefront", least=0)
     return chunks, stride
 
 

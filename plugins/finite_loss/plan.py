@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.settings import section_of, whole_number
 
 KEY = "plugins.finite_loss"
 SETTINGS = ("stop_after",)
@@ -38,15 +38,9 @@ def read(settings: Any) -> int:
     Raises:
         RecipeError: an unknown key, or a value that is no such number.
     """
-    if not isinstance(settings, Mapping):
-        raise RecipeError(f"{KEY}: write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is")
-    for name in settings:
-        if name not in SETTINGS:
-            raise RecipeError(f"{KEY}.{name}: no such setting{did_you_mean(name, list(SETTINGS))}")
-    steps = settings.get("stop_after", 1)
-    if type(steps) is not int or steps < 1:
-        raise RecipeError(f"{KEY}.stop_after: {steps!r}; write a number of steps from 1 on, or {KEY}: False for never")
-    return steps
+    right = f"write `stop_after: 1` under it, or {KEY}: False to train on whatever the loss is"
+    section = section_of(KEY, settings, SETTINGS, right)
+    return whole_number(KEY, section, "stop_after", f"write a number of steps from 1 on, or {KEY}: False for never")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 from mindspore.communication import get_rank
 
 from plugins import telechat3_moe
-from plugins.errors import RecipeError
+from plugins.errors import UNRESOLVED, RecipeError
 from plugins.hierarchical_ep import settings as reader
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 
@@ -27,10 +27,10 @@ def enable(config, settings) -> None:
         RecipeError: settings that cannot be, or a model that this plugin does not know.
     """
     model_config = config.model.model_config
-    if model_config.get("moe_token_dispatcher_type", "alltoall") != "alltoall":
+    if model_config.get("moe_token_dispatcher_type", reader.DEFAULT_DISPATCHER) != reader.DEFAULT_DISPATCHER:
         raise RecipeError(
-            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep takes this place; write 'alltoall' "
-            "here, and under the plugin the mode"
+            "model.model_config.moe_token_dispatcher_type: plugins.hierarchical_ep takes this place; write "
+            f"{reader.DEFAULT_DISPATCHER!r} here, and under the plugin the mode"
         )
     ours = reader.read(
         settings,
@@ -40,7 +40,7 @@ def enable(config, settings) -> None:
         get_rank() if config.use_parallel else 0,
     )
     if ours.mode == "auto":
-        raise RecipeError("plugins.hierarchical_ep.mode: launch/train.py settles 'auto'; without it, write a mode")
+        raise RecipeError(f"plugins.hierarchical_ep.mode: {UNRESOLVED}")
     ours.slices = partial(reader.uncut, config.runner_config.batch_size)
     _current[:] = [ours]
     if config.context.device_target == "CPU":
@@ -55,17 +55,17 @@ def current() -> reader.Settings:
 
 
 def _on_cpu(settings) -> None:
-    from plugins.cpu_backend import network
-    from plugins.cpu_backend.expert_parallel import CpuRoutedExperts
+    from plugins.cpu_backend.layers.expert_parallel import CpuRoutedExperts
+    from plugins.cpu_backend.network import peers
 
     if len(settings.ranks) > 1:
-        network.connect()
+        peers.connect()
     telechat3_moe.use_experts(ModuleSpec(module=CpuRoutedExperts, params={"settings": settings}))
 
 
 def _on_ascend(settings, model_config) -> None:
-    from plugins.hierarchical_ep.ascend import Net, Rows
-    from plugins.hierarchical_ep.experts import RoutedExperts
+    from plugins.hierarchical_ep.graph.ascend import Net, Rows
+    from plugins.hierarchical_ep.graph.experts import RoutedExperts
 
     unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
     if unknown:
@@ -73,7 +73,7 @@ def _on_ascend(settings, model_config) -> None:
             f"model.model_config.architectures: plugins.hierarchical_ep knows {', '.join(ARCHITECTURES)}, "
             f"not {unknown[0]!r}"
         )
-    importlib.import_module("plugins.hierarchical_ep.model")
+    importlib.import_module("plugins.hierarchical_ep.graph.model")
     model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
     net = Net(settings.ranks)
     net.create_groups(settings.topology, settings.rank)

@@ -114,7 +114,7 @@ def make_plan(mode: str, topology: Topology, routing: list[np.ndarray]) -> Plan:
     Raises RecipeError for an unknown mode.
     """
     check_mode(mode)
-    assert len(routing) == topology.ep, "one routing array a rank"
+    assert len(routing) == topology.ep, "one routing array per rank"
     inter, send_tokens = _row_step(mode, topology, routing)
     held = [_held_rows(topology, inter, send_tokens, rank) for rank in range(topology.ep)]
     copies = [_copies(mode, topology, routing, *held[rank], rank) for rank in range(topology.ep)]

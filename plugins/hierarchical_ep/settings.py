@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,12 @@ import numpy as np
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology, of_mesh
+from plugins.settings import section_of
 
+# MindFormers' dispatchers (`moe_token_dispatcher_type`) -> the mode in which they send tokens
+DISPATCHERS = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
+DISPATCHER_OF = {mode: name for name, mode in DISPATCHERS.items()}
+DEFAULT_DISPATCHER = "alltoall"  # which leaves its place to this plugin
 SETTINGS = ("mode", "hardware")  # hardware: a name or file of tools/hardware, for `mode: auto` alone
 
 
@@ -66,13 +70,9 @@ def read(settings: Any, expert_parallel: int, devices_per_node: int, experts: in
 def check(settings: Any) -> None:
     """Refuse settings that are no `{mode: ..., hardware: ...}`."""
     key = "plugins.hierarchical_ep"
-    if not isinstance(settings, Mapping) or "mode" not in settings:
-        raise RecipeError(f"{key}: write `mode:` under it, one of auto, {', '.join(MODES)}")
-    for name in settings:
-        if name not in SETTINGS:
-            raise RecipeError(f"{key}.{name}: no such setting{did_you_mean(name, list(SETTINGS))}")
-    mode = settings["mode"]
+    right = f"write `mode:` under it, one of auto, {', '.join(MODES)}"
+    mode = section_of(key, settings, SETTINGS, right, needs=["mode"])["mode"]
     if mode not in (*MODES, "auto"):
         raise RecipeError(
-            f"{key}.mode: {mode!r} is none of auto, {', '.join(MODES)}{did_you_mean(str(mode), [*MODES])}"
+            f"{key}.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{did_you_mean(str(mode), [*MODES])}"
         )

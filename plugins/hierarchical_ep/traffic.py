@@ -242,7 +242,7 @@ class BreakEven:
 def break_even(topology: Topology, top_k: int, hidden: int, itemsize: int, skew: float = 1.0) -> BreakEven:
     """When the AllGather of rows moves fewer inter-node bytes than the global All-to-All of copies.
 
-    With N tokens a rank, P nodes, D ranks a node, h b bytes a row, the busiest rank moves over inter-node links
+    With N tokens per rank, P nodes, D ranks per node, h b bytes per row, the busiest rank moves over inter-node links
 
         AllGather and ReduceScatter   N (P - 1) (2 h b + 8 k): the rows of its peers on the P - 1 other nodes;
         All-to-All and back           skew N k (P - 1) / P (2 h b + 8): of the skew N k copies that reach it, the

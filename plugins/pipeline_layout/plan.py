@@ -46,7 +46,7 @@ def parse(text: str) -> list[str]:
             )
         if letter not in LETTERS and letter != "|":
             known = ", ".join(f"{key} {name}" for key, name in LETTERS.items())
-            raise RecipeError(f"layout {text!r}: {letter!r} is none of {known}, and | between chunks")
+            raise RecipeError(f"layout {text!r}: unknown symbol {letter!r}, expected {known}, or | between chunks")
     return unrolled.split("|")
 
 

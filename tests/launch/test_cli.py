@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch import cli, version
-from launch.output import Output, OutputFailed, settle
+from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,9 +147,9 @@ def test_output_that_fails_is_not_mistaken_for_another_error():
 
 def test_what_is_no_broken_pipe_is_said(monkeypatch, capsys):
     monkeypatch.setattr(os, "dup2", lambda *ends: None)
-    assert settle(OutputFailed(OSError(errno.EIO, "Input/output error"))) == 2
+    assert exit_code_of(OutputFailed(OSError(errno.EIO, "Input/output error"))) == 2
     assert capsys.readouterr().err == "tc3: standard output cannot be written: Input/output error\n"
-    assert settle(OutputFailed(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 141
+    assert exit_code_of(OutputFailed(BrokenPipeError(errno.EPIPE, "Broken pipe"))) == 141
     assert capsys.readouterr().err == ""
 
 
@@ -216,6 +216,6 @@ def test_another_stack_than_the_verified_one_is_said(monkeypatch):
             raise importlib.metadata.PackageNotFoundError(name)
         return "1"
 
-    monkeypatch.setattr(version.importlib.metadata, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     assert "MindSpore not installed" in version.version_text()
     assert version.version_text().endswith("(not what is here)")

@@ -19,6 +19,7 @@ from tools.accuracy.promotion import DEFAULT, NAMES
 from tools.files.whole import write_whole
 from tools.process.waiting import Progressing
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 
 
 class DtypeName(click.ParamType):
@@ -30,7 +31,7 @@ class DtypeName(click.ParamType):
         """The full name."""
         if value not in [*NAMES, *NAMES.values()]:
             hint = did_you_mean(value, [*NAMES, *NAMES.values()])
-            self.fail(f"{value!r} is none of {', '.join(NAMES)}{hint}", param, ctx)
+            self.fail(f"unknown data type {value!r}, expected one of {', '.join(NAMES)}{hint}", param, ctx)
         return NAMES.get(value, value)
 
 
@@ -55,6 +56,7 @@ accuracy.add_command(equivalence_command)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
 @click.option("--list", "list_only", is_flag=True, help="List the operators, and stop.")
+@unverified_option
 def ops(
     names: tuple[str, ...],
     dtypes: tuple[str, ...],
@@ -81,6 +83,7 @@ def ops(
         raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 alone")
     pairs = _pairs(names, dtypes or DEFAULT)
     check_page(page)
+    require_verified()
     from tools.accuracy.operators.device import MindSporeDevice
     from tools.accuracy.operators.report import Report
     from tools.accuracy.operators.run import verify

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "hf32": "hfloat32"}
+from tools.hardware.units import LONG
+
+NAMES = {**LONG, "hf32": "hfloat32"}
 DEFAULT = ("float32", "float16", "bfloat16")
 # half the distance of 1 to the next number; hf32's 11 fraction bits are from memory
 ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "hfloat32": 2.0**-12}

@@ -1,64 +1,55 @@
-"""Replace `auto` under `plugins.hierarchical_ep` and `plugins.ep_overlap` by what the model of `advise` picks."""
+"""What `auto` stands for under `plugins.hierarchical_ep` and `plugins.ep_overlap`: what the model of `advise` picks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
-from plugins.hierarchical_ep import settings as hierarchical_ep
-from plugins.hierarchical_ep.plan import MODES
-from tools.ep_report.advise import DEFAULT_HARDWARE, Advice, advise
-from tools.hardware import Hardware, load_hardware
-from tools.recipe.load import Recipe
-from tools.recipe.view import View
+from tools.auto.advise import advise, left_open
+from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
+from tools.recipe.unresolved import AUTO, CHUNKS, DISPATCH, MODE, OVERLAP
+from tools.recipe.view import View, look
+
+Values = dict[KeyPath, Any]
+_STRIDE = (*OVERLAP, "stride")
 
 
-def settle(recipe: Recipe) -> list[str]:
-    """Settle `auto` in `recipe` (in place); says what became of it, one line each, nothing when there was none.
+def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
+    """The values in the place of `auto`, and what to say of them, a line each; nothing where there is no `auto`.
 
-    The same on every rank: it depends on the recipe and a hardware file alone.
+    They depend on the recipe and the hardware file it names alone.
+
+    Args:
+        recipe: its layout is resolved; or even, where it is open.
 
     Raises:
         RecipeError: a setting that cannot be, or sizes that do not fit each other.
     """
-    plugins = recipe.get("plugins") or {}
-    dispatch, overlap = plugins.get("hierarchical_ep"), plugins.get("ep_overlap") or {}
+    dispatch = look(recipe, DISPATCH)
     if not dispatch:
-        return []
-    try:
-        return _settle(recipe, dispatch, overlap)
-    except RecipeError as error:
-        raise RecipeError(f"{recipe.source}: {error}") from None
-
-
-def _settle(recipe: Recipe, dispatch: dict[str, Any], overlap: dict[str, Any]) -> list[str]:
-    hierarchical_ep.check(dispatch)
-    chunks, stride = ep_overlap.read(overlap) if overlap else ((1, 1), 1)
-    if dispatch["mode"] != "auto" and chunks != "auto":
-        return []
-    modes = MODES if dispatch["mode"] == "auto" else (dispatch["mode"],)
-    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=[] if chunks == "auto" else [chunks])
-    return [*_mode(dispatch, advice), *(_chunks(overlap, advice, stride) if chunks == "auto" else [])]
-
-
-def _mode(dispatch: dict[str, Any], advice: Advice) -> list[str]:
-    if dispatch["mode"] != "auto":
-        return []
-    dispatch["mode"] = advice.mode
-    return [f"plugins.hierarchical_ep.mode: auto -> {advice.mode} (modelled on {advice.hardware.name}; tc3 ep-report)"]
-
-
-def _chunks(overlap: dict[str, Any], advice: Advice, stride: int) -> list[str]:
-    overlap["chunks"], overlap["stride"] = list(advice.chunks), overlap.get("stride", advice.stride)
-    return [f"plugins.ep_overlap: auto -> chunks {overlap['chunks']}, stride {overlap['stride']}"]
+        if look(recipe, CHUNKS) == AUTO:
+            raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
+        return {}, []
+    modes, cuts, stride = left_open(recipe)
+    if len(modes) == 1 and cuts:
+        return {}, []
+    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=cuts, stride=stride)
+    values: Values = {}
+    lines = []
+    if look(recipe, MODE) == AUTO:
+        values[MODE] = advice.mode
+        lines.append(f"{dotted(MODE)}: auto -> {advice.mode} (modelled on {advice.hardware.name}; tc3 ep-report)")
+    if not cuts:
+        values[CHUNKS], values[_STRIDE] = list(advice.chunks), advice.stride
+        lines.append(f"plugins.ep_overlap: auto -> chunks {values[CHUNKS]}, stride {advice.stride}")
+    return values, lines
 
 
 def _hardware(recipe: Recipe, dispatch: dict[str, Any]) -> Hardware:
-    """The cluster that `auto` is settled for; CPU workers act as its devices, on nodes as large as the recipe says."""
+    """The cluster that `auto` is for; CPU workers act as its devices, on nodes as large as the recipe says."""
     hardware = load_hardware(dispatch.get("hardware", DEFAULT_HARDWARE))
     view = View(recipe)
-    if view.on_cpu:
-        return replace(hardware, devices_per_node=view.node)
-    return hardware
+    return replace(hardware, devices_per_node=view.node) if view.on_cpu else hardware

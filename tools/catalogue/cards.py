@@ -122,7 +122,8 @@ def _check_keys(path: Path, where: str, raw: dict[str, Any], wanted: set[str], o
 
 def _check_choice(path: Path, where: str, kind: str) -> None:
     if kind not in KINDS:
-        raise RecipeError(f"{path}: {where}: {kind!r} is none of {', '.join(KINDS)}{did_you_mean(kind, list(KINDS))}")
+        hint = did_you_mean(kind, list(KINDS))
+        raise RecipeError(f"{path}: {where}: unknown kind {kind!r}, expected one of {', '.join(KINDS)}{hint}")
 
 
 def _check_claim(path: Path, where: str, claim: str) -> None:

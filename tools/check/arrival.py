@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tools.hardware.units import same_dtype
 from tools.recipe.findings import Findings
 from tools.recipe.override import dotted
 from tools.recipe.view import MODEL, RUNNER, View
@@ -12,7 +13,6 @@ from tools.schema.schema import Schema
 
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor")
 _FUNCTIONS = {"moe_router_score_function": "is_use_gated_sigmoid", "moe_token_drop_policy": "get_drop_policy"}
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 
 
 def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> None:
@@ -62,7 +62,7 @@ def same(written: Any, arrived: Any) -> bool:
     if isinstance(written, (list, tuple)) and isinstance(arrived, (list, tuple)):
         return len(written) == len(arrived) and all(same(*pair) for pair in zip(written, arrived, strict=True))
     if isinstance(written, str) and isinstance(arrived, str):
-        return _DTYPES.get(written, written).lower() == _DTYPES.get(arrived, arrived).lower()
+        return same_dtype(written, arrived)
     return bool(written == arrived)
 
 

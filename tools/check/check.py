@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import RecipeError
+from tools.auto.resolve import UnresolvedError, resolve_for_check
+from tools.auto.sample_cost import SECTION
 from tools.check.arithmetic import check_arithmetic
 from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
@@ -15,11 +15,12 @@ from tools.check.data_files import check_files
 from tools.check.keys import check_keys
 from tools.check.plugins import check_plugins
 from tools.check.table import table_of
-from tools.recipe.findings import Finding, Findings, Report
+from tools.recipe.findings import ERROR, Finding, Findings, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.numbers import bad_numbers
 from tools.recipe.override import dotted
-from tools.recipe.view import MODEL, View
+from tools.recipe.unresolved import OFFSET
+from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import check_stages
@@ -54,7 +55,7 @@ def check_recipe(
     check_keys(recipe, schema, found)
     if _numbers(recipe, found):
         return Report(recipe, _sorted(found))
-    recipe = _laid_out(recipe, found)
+    recipe, unresolved = resolve_for_check(recipe)
     view = View(recipe)
     built = convert(view, schema)
     if view.get(("model", "model_config")) is not None:
@@ -64,6 +65,7 @@ def check_recipe(
         check_conflicts(view, built, found)
         check_plugins(view, built, found)
         check_files(view, built, found, here)
+    _unresolved(unresolved, found)
     return Report(recipe, _sorted(found), table_of(view, built, token_budget))
 
 
@@ -82,20 +84,13 @@ def _numbers(recipe: Recipe, found: Findings) -> bool:
     return any(refusal.size for refusal in refused)
 
 
-def _laid_out(recipe: Recipe, found: Findings) -> Recipe:
-    """The recipe as a launch settles it: `offset: auto` or a layout string as tables."""
-    if not isinstance(View(recipe).get((*MODEL, "offset")), str):
-        return recipe
-    # not above: it reads recipes by other modules of this package
-    from tools.auto.layout import even_layout, settle_layout
-
-    laid = copy.deepcopy(recipe)
-    try:
-        settle_layout(laid)
-    except RecipeError as error:
-        found.error((*MODEL, "offset"), str(error).removeprefix(f"{recipe.source}: model.model_config.offset: "))
-        return even_layout(recipe)
-    return laid
+def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
+    """Why values stay open. Of a dispatch only where nothing else is wrong: the same is then said of its own keys."""
+    for error in failed:
+        if error.path == OFFSET:
+            found.error(error.path, f"{error.why}; all else is checked with an even layout")
+        elif not any(finding.severity == ERROR for finding in found.found):
+            found.error(error.path, error.why if error.path == SECTION else f"auto: {error.why}")
 
 
 def is_fragment(source: str) -> bool:

@@ -17,6 +17,7 @@ from tools.recipe.findings import ERROR, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.override import apply_overrides
 from tools.schema.schema import load_schema
+from tools.schema.versions import require_verified, unverified_option
 
 CARD = "card.yaml"  # says what is true of the recipes beside it
 LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands for
@@ -35,6 +36,7 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 )
 @click.option("--here", is_flag=True, help="The run starts on this machine: missing data is an error.")
 @click.option("--strict", is_flag=True, help="Warnings refuse a recipe too.")
+@unverified_option
 def check(
     recipes: tuple[Path, ...],
     as_json: bool,
@@ -59,6 +61,7 @@ def check(
         return
     if not recipes:
         raise click.UsageError("name at least one recipe, or --schema")
+    require_verified()
     wanted = [recipe for recipe in recipes if not recipe.name.endswith((CARD, LAYOUT))]
     with saying(f"{_count(len(wanted))} being checked"):
         reports = [check_recipe(_loaded(recipe, overrides), token_budget, here) for recipe in wanted]
@@ -97,7 +100,7 @@ def _print(reports: list[Report]) -> None:
     for start in range(0, len(tables), 3):
         Console(highlight=False).print(render(tables[start : start + 3]))
     if tables:
-        console.print(f"FLOPs a token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
+        console.print(f"FLOPs per token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
     errors = sum(len(report.errors) for report in reports)
     warnings = sum(len(report.findings) for report in reports) - errors
     verdict = "clean" if not errors else f"{errors} error{'s' * (errors > 1)}"

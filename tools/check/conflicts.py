@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -80,13 +81,15 @@ def _router(view: View, built: Built, found: Findings) -> None:
         right = "moe_router_score_function: sigmoid"
         found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
     for key in ("print_expert_load", "enable_expert_relocation"):
-        if fields.get(key) and dispatcher != "alltoall":
-            found.error(_m(key), f"works with the alltoall dispatcher only, not {dispatcher}", rule="relocation")
-    if dispatcher == "alltoall_deredundency":
+        if fields.get(key) and dispatcher != DEFAULT_DISPATCHER:
+            only = f"works with the {DEFAULT_DISPATCHER} dispatcher only, not {dispatcher}"
+            found.error(_m(key), only, rule="relocation")
+    if dispatcher == DISPATCHER_OF["hierarchical"]:
         ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
         if ep < node:
-            wrong = f"alltoall_deredundency works on whole nodes: expert_parallel {ep} < npu_nums_per_device {node}"
-            found.error(_m("moe_token_dispatcher_type"), wrong, "alltoall, or a larger group", rule="deredundency_ep")
+            wrong = f"{dispatcher} works on whole nodes: expert_parallel {ep} < npu_nums_per_device {node}"
+            right = f"{DEFAULT_DISPATCHER}, or a larger group"
+            found.error(_m("moe_token_dispatcher_type"), wrong, right, rule="deredundency_ep")
     if view.parallel and view.tp > 1 and not view.flag((*PARALLEL, "use_seq_parallel")):
         wrong = "experts with tensor parallelism need sequence parallelism"
         found.error((*PARALLEL, "use_seq_parallel"), wrong, "True", rule="moe_tp_sequence")
@@ -168,7 +171,7 @@ def _pipeline(view: View, built: Built, found: Findings) -> None:
         if written != 2:
             found.error(_m("pp_interleave_num"), "zero_bubble_v needs two chunks a stage", "2", rule="zbv_interleave")
         if view.number((*PARALLEL, "micro_batch_num"), 1) < 2 * view.pp:
-            wrong = "zero_bubble_v needs two micro-batches a stage"
+            wrong = "zero_bubble_v needs two micro-batches per stage"
             found.error((*PARALLEL, "micro_batch_num"), wrong, f"at least {2 * view.pp}", rule="zbv_micro")
     if view.pp > 1 and view.get(("runner_wrapper", "type")) not in (
         None,

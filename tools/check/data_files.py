@@ -130,7 +130,7 @@ def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:
 
 
 def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> None:
-    """The compressed mask has room for eod_pad_length documents a sample.
+    """The compressed mask has room for eod_pad_length documents per sample.
 
     With one more MindFormers drops the last end in silence, with two more the run stops. A sample may begin and end
     inside a document: it holds parts of two beside the whole ones.
@@ -141,8 +141,8 @@ def _documents(index: IndexReader, seq: int, view: View, found: Findings) -> Non
     mean = seq * len(index) / max(index.tokens, 1)
     most = int(np.searchsorted(np.cumsum(np.sort(index.lengths), dtype=np.int64), seq)) + 2
     if mean > room:
-        wrong = f"room for {room} documents a sample, this data has {mean:.0f} on average"
+        wrong = f"room for {room} documents per sample, this data has {mean:.0f} on average"
         found.error(path, wrong, f"more than {mean:.0f}, at most {most}", rule="eod_count")
     elif most > room:
-        wrong = f"room for {room} documents a sample, a sample of the shortest may hold {most}"
+        wrong = f"room for {room} documents per sample, a sample of the shortest may hold {most}"
         found.warning(path, wrong, f"{most} is always enough", rule="eod_count")

@@ -8,11 +8,11 @@ exchange of heads on top; and most models do not compile.
 from __future__ import annotations
 
 from tools.model.architecture import Model, model_of
+from tools.model.ulysses import DEGREE, not_compiled
 from tools.recipe.findings import Findings
 from tools.recipe.view import MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
-DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
 _ALGORITHM = (*PARALLEL, "context_parallel_algo")
 
 
@@ -53,16 +53,6 @@ def _model(built: Built) -> Model | None:
         return model_of(built.fields)
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def not_compiled(model: Model) -> tuple[str, str] | None:
-    """Why a degree above 1 does not compile for a model, and the rule that names MindFormers' line; None if it does."""
-    if not model.latent:
-        return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
-    if model.qk_dim != model.v_dim:
-        widths = f"values of {model.v_dim} numbers as if they had the {model.qk_dim} of queries"
-        return f"MindFormers 1.9.0 cuts {widths}, and does not compile", "ulysses_latent"
-    return None
 
 
 def _ulysses(view: View, model: Model | None, found: Findings) -> None:

@@ -54,8 +54,9 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
         wrong = "every device holds all experts: nothing to dispatch between devices"
         found.error(_HIERARCHICAL, wrong, "parallel_config.expert_parallel above 1, or leave the plugin out")
     dispatcher = (*MODEL, "moe_token_dispatcher_type")
-    if view.get(dispatcher, "alltoall") != "alltoall":
-        found.error(dispatcher, "plugins.hierarchical_ep takes this place", "'alltoall'")
+    usual = hierarchical_ep.DEFAULT_DISPATCHER
+    if view.get(dispatcher, usual) != usual:
+        found.error(dispatcher, "plugins.hierarchical_ep takes this place", repr(usual))
     for key in ("print_expert_load", "enable_expert_relocation"):
         if built.fields.get(key):
             found.error((*MODEL, key), "plugins.hierarchical_ep has no expert relocation", "False")
@@ -76,7 +77,7 @@ def _ep_overlap(view: View, built: Built, found: Findings) -> None:
 
 def _attention_balance(view: View, found: Findings) -> None:
     try:
-        attention_balance.schedule_of(view.recipe, {})
+        attention_balance.check(view.recipe)
     except RecipeError as error:
         _refused(_BALANCE, error, found)
 

@@ -1,4 +1,4 @@
-"""The one table of a recipe: parameters, tokens a step, layers and parameters by stage, FLOPs, steps."""
+"""The one table of a recipe: parameters, tokens per step, layers and parameters by stage, FLOPs, steps."""
 
 from __future__ import annotations
 
@@ -85,14 +85,14 @@ def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
     steps = f"{table['steps']:,} for {_short(table['token_budget'])} tokens" if table["steps"] else "unknown"
     return [
         ("parameters", f"{table['parameters_total']:,}"),
-        ("active a token", f"{table['parameters_active']:,}"),
+        ("active parameters per token", f"{table['parameters_active']:,}"),
         ("devices", f"{table['devices']:,} ({layout})"),
-        ("samples a step", f"{table['global_batch_samples']:,}"),
-        ("tokens a step", f"{table['tokens_per_step']:,}"),
+        ("samples per step", f"{table['global_batch_samples']:,}"),
+        ("tokens per step", f"{table['tokens_per_step']:,}"),
         ("layers by stage", " ".join(map(str, table["stage_layers"] or ["unknown"]))),
         ("parameters by stage", " ".join(map(_short, table["stage_parameters"] or [])) or "unknown"),
-        ("FLOPs a token", f"{table['flops_per_token']:.4g}"),
-        ("FLOPs a step", f"{table['flops_per_step']:.4g}"),
+        ("FLOPs per token", f"{table['flops_per_token']:.4g}"),
+        ("FLOPs per step", f"{table['flops_per_step']:.4g}"),
         ("steps", steps),
     ]
 

@@ -5,7 +5,7 @@ then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bi
 sequence of each document and the end. One document is one sequence here, as Megatron's own preprocessing writes it.
 
 Written here and not by MindFormers' `IndexedDatasetBuilder`, because importing that takes seconds and it keeps a
-Python list entry a document. Memory of the writer: 4 bytes a document; of the reader: 12, and 28 while it opens;
+Python list entry per document. Memory of the writer: 4 bytes per document; of the reader: 12, and 28 while it opens;
 `map_lengths` reads lengths alone, for corpora where that is too much.
 """
 

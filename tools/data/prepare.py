@@ -79,7 +79,7 @@ def prepare(options: PrepareOptions, reporter: Reporter | None = None) -> dict[s
     """Write, check and publish the pairs of `options.output`; return the training split's sidecar.
 
     With a held-out split its sidecar is under "heldout". Nothing appears under the prefix unless all of it is right.
-    Memory is flat in the size of the corpus: the largest document, a few MB a worker, and 4 bytes a document (28
+    Memory is flat in the size of the corpus: the largest document, a few MB per worker, and 4 bytes per document (28
     while checking). Raises `DataError` for everything that is the user's to mend.
     """
     reporter = reporter or Reporter()

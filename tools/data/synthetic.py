@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plugins.attention_balance.gpt_index import GPTIndex, build_gpt_index
+from plugins.attention_balance.samples.gpt_index import GPTIndex, build_gpt_index
 from tools.data.index import IndexWriter
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.auto.dispatch import settle
-from tools.auto.layout import settle_layout
+from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.dryrun.compile import cache
 from tools.dryrun.compile.job import Job
@@ -30,6 +30,7 @@ from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
+from tools.schema.versions import require_verified, unverified_option
 
 ALL = "all-stages"
 _WIDTH = 130  # of tables in a file or pipe
@@ -67,6 +68,7 @@ class Ranks(click.ParamType):
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
+@unverified_option
 def dryrun(
     recipe: Path,
     ranks: tuple[int, ...] | None,
@@ -93,12 +95,12 @@ def dryrun(
         check_writable(picture)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses its own ranks and micro-batches")
+    require_verified()
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
     if not refused:
-        settle_layout(loaded)
-        settle(loaded)
+        loaded = resolve(loaded, partial(click.echo, err=True))
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         if quick and plan.job_of:
             click.echo("--quick: there is one stage, which is built as it is", err=True)

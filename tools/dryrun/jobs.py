@@ -41,7 +41,7 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
             that each micro-batch calls, so that a step of more repeats what a step of few does.
 
     Raises:
-        RecipeError: a rank that the recipe has not.
+        RecipeError: a rank outside the recipe.
     """
     view = View(recipe)
     stages = stages_of(view)

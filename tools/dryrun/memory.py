@@ -8,8 +8,8 @@ from typing import Any
 
 from tools.dryrun.graph.passes import Pass, most_saved, waiting
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
+from tools.hardware.units import GIB
 
-GIB = 1 << 30
 FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
 
 
@@ -96,7 +96,7 @@ def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> lis
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
         f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
-        f"{stage['memory']['total'] / GIB:.1f} GiB a device is {where}: run it at full depth, without --quick"
+        f"{stage['memory']['total'] / GIB:.1f} GiB per device is {where}: run it at full depth, without --quick"
         for stage in stages
         if fit_of(stage["memory"], limit, error) == UNKNOWN
     ]
@@ -113,7 +113,7 @@ def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0
         largest = sorted(_MEND, key=lambda name: -memory[name])[:2]
         heavy = " and ".join(f"{_MEND[name][0]} ({memory[name] / GIB:.1f} GiB)" for name in largest)
         what = "without activations" if sure else "with activations (an estimate)"
-        total = f"{memory['exact' if sure else 'total'] / GIB:.1f} GiB a device {what}"
+        total = f"{memory['exact' if sure else 'total'] / GIB:.1f} GiB per device {what}"
         remedy = "; ".join(_MEND[name][1] for name in largest)
         needs.setdefault((total, heavy, remedy), []).append(str(stage["stage"]))
     return [

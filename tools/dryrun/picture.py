@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.dryrun.memory import GIB
 from tools.dryrun.traffic import BETWEEN, INSIDE
 from tools.files.figure import new_figure, save_figure
+from tools.hardware.units import GIB
 
 _PARTS = {
     "weights": "weights",

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tools.dryrun.memory import GIB
+from tools.hardware.units import GIB
 
 _COLUMNS = ("weights", "state", "accumulated", "gathered", "saved", "working")
 _SHOWN = 3  # lines of traffic a stage

@@ -17,7 +17,7 @@ from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
-from tools.pipeline.schedules import operations
+from tools.pipeline.schedules import operations, schedule_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import View, limit_of
 from tools.schema.stages import runs_back
@@ -147,8 +147,7 @@ def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> l
     """A schedule's order of a stage, by default the recipe's; nothing when it has no model for these sizes."""
     if view.pp == 1:
         return [("F", 0, 0), ("B", 0, 0)]
-    name = schedule or view.scheduler
-    name = "interleaved_1f1b" if name == "1f1b" and view.chunks > 1 else name
+    name = schedule_of(schedule or view.scheduler, view.chunks)
     try:
         return [
             (op.kind, op.micro_batch, op.chunk) for op in operations(name, stage, view.pp, view.chunks, micro_batches)

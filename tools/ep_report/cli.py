@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
+from tools.auto.advise import advise
+from tools.auto.resolve import resolve
+from tools.estimate.configuration import DEFAULT_SKEW
+from tools.estimate.efficiency import cluster as find_cluster
 from tools.files.figure import check_ending
-from tools.hardware import load_hardware
+from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -41,7 +45,7 @@ class Degrees(click.ParamType):
     default=DEFAULT_SKEW,
     show_default=True,
     type=Number("skew"),
-    help="Load of the busiest rank over the mean.",
+    help="Load of the busiest rank of an EP group over the mean.",
 )
 @click.option("--ep", type=Degrees(), help="EP degrees to compare; the recipe's own by default.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
@@ -68,8 +72,8 @@ def ep_report(
         check_ending(picture)
     if hardware:
         click.echo("--hardware is called --cluster now", err=True)
-    loaded, devices = load_recipe(recipe), load_hardware(hardware or cluster)
-    changed = apply_overrides(loaded, overrides)
+    loaded, devices = load_recipe(recipe), find_cluster(hardware or cluster)
+    changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="even", dispatch=False)
     advices = []
     for degree in ep or [None]:
         try:

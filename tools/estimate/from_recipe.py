@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Callable
 from typing import Any
 
+from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
-from tools.auto.dispatch import settle
-from tools.estimate.configuration import Configuration, Recompute, Table, spread
+from plugins.hierarchical_ep.settings import DISPATCHERS
+from tools.estimate.configuration import Configuration, Cut, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
+from tools.hardware.units import short_dtype
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View, look
+from tools.recipe.unresolved import CHUNKS, MODE, OVERLAP, require_resolved
+from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
-_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp32", "fp32": "fp32"}
-_MODE = ("plugins", "hierarchical_ep", "mode")
-_MODES = {"alltoall": "global", "alltoall_deredundency": "hierarchical"}
 
 
-def from_recipe(recipe: Recipe) -> Configuration:
+def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     """The run that a MindFormers recipe describes.
 
+    Args:
+        ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
+
     Raises:
-        RecipeError: it has no model or one of impossible sizes, or its offset does not fit.
+        RecipeError: it has no model or one of impossible sizes, its offset does not fit, or it leaves its dispatch to
+            `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
@@ -49,27 +52,29 @@ def from_recipe(recipe: Recipe) -> Configuration:
             "recompute_config: its numbers do not fit the layers and stages; `tc3 check` says more"
         ) from None
     fields = built.fields
-    dtype = _DTYPES.get(str(fields.get("compute_dtype")), "fp32")
+    dtype = short_dtype(fields.get("compute_dtype"), "fp32")
+    mode, cut = (ep_mode, None) if ep_mode else _dispatch(view, str(fields.get("moe_token_dispatcher_type")))
     shard = ("parallel", "parallel_optimizer_config")
     return Configuration(
         model=model,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
         layers=table,
-        schedule=_schedule(view),
+        schedule=view.schedule,
         sequence=built.number("seq_length"),
         batch=view.batch,
         micro_batches=view.micro_batches * view.accumulation,
         dtype=dtype,
         recompute=recompute,
         sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
-        ep_mode=_mode(view, str(fields.get("moe_token_dispatcher_type"))),
+        ep_mode=mode,
+        ep_cut=cut,
+        shared_beside=fields.get("moe_shared_expert_overlap") is True,
         shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
         shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
         shard_threshold=1024 * view.number((*shard, "parallel_optimizer_threshold"), 64),
         shard_size=_shard_size(view),
         flash=fields.get("use_flash_attention") is not False,
         overlap_dp=True,
-        overlap_ep=bool(view.get(("plugins", "ep_overlap"))),
         shared_whole=True,
         keep_gathered=True,
         training_graph=True,
@@ -78,29 +83,25 @@ def from_recipe(recipe: Recipe) -> Configuration:
     )
 
 
-def _mode(view: View, dispatcher: str) -> str:
-    """How tokens travel: the plugin's mode where the recipe has it; its `auto` as a launch settles it."""
-    mode = view.get(_MODE)
+def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
+    """How tokens travel, and in which chunks: the plugins' where the recipe has them.
+
+    Raises:
+        RecipeError: either is `auto` still.
+    """
+    mode, overlap = view.get(MODE), view.get(OVERLAP)
     if mode is None:
-        return _MODES.get(dispatcher, "global")
-    if mode == "auto" and view.ep == 1:
-        return "global"  # a launch refuses it: nobody to send to
-    if mode == "auto":
-        settled = copy.deepcopy(view.recipe)
-        settle(settled)
-        mode = look(settled, _MODE)
-    return str(mode)
+        return DISPATCHERS.get(dispatcher, "global"), None
+    if view.ep == 1:
+        return "global", None  # a launch refuses it: nobody to send to
+    require_resolved(view.recipe, MODE, CHUNKS)
+    return str(mode), Cut(*ep_overlap.read(overlap)) if overlap else None
 
 
 def _shard_size(view: View) -> int:
     """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
-
-
-def _schedule(view: View) -> str:
-    """The name in `tools.pipeline.schedules`; MindFormers says 1f1b for the interleaved one, too."""
-    return "interleaved_1f1b" if view.scheduler == "1f1b" and view.chunks > 1 else view.scheduler
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:
@@ -118,8 +119,7 @@ def reader_of(view: View) -> Reader:
     """How recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
     if not swaps(view):
         return spread
-    schedule = _schedule(view)
-    return lambda value, layers: table_by_numbers(value, layers, schedule)
+    return lambda value, layers: table_by_numbers(value, layers, view.schedule)
 
 
 def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import click
 
 from tools.files.figure import check_ending
+from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -21,6 +23,7 @@ WINDOW_HELP = "Let samples change places within W steps, which changes the steps
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
+@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Whose seconds to predict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and one step (.svg or .png).")
 def imbalance_command(
@@ -29,16 +32,18 @@ def imbalance_command(
     overrides: tuple[str, ...],
     steps: int | None,
     window: int | None,
+    cluster: str,
     as_json: bool,
     picture: Path | None,
 ) -> None:
     """Say how evenly the documents of PREFIX.idx load the devices of a recipe, without and with attention_balance.
 
     Needs the index only, not PREFIX.bin: no token is read. PREFIX takes the place of the recipe's data_path. Memory
-    grows by about 12 bytes a document. Step times are modelled.
+    grows by about 12 bytes per document. Step times are modelled.
     """
     from rich.console import Console
 
+    from tools.auto.resolve import resolve
     from tools.imbalance import picture as imbalance_picture
     from tools.imbalance import render as imbalance_render
     from tools.imbalance.measure import imbalance
@@ -48,9 +53,9 @@ def imbalance_command(
 
     if picture:
         check_ending(picture)
-    loaded = apply_overrides(load_recipe(recipe), overrides)
+    loaded = resolve(apply_overrides(load_recipe(recipe), overrides), partial(click.echo, err=True))
     with CountingReporter() as reporter:
-        found = imbalance(prefix, loaded, steps, window, reporter)
+        found = imbalance(prefix, loaded, steps, window, reporter, cluster)
     if picture:
         click.echo(f"drawn: {imbalance_picture.draw(found, picture)}", err=True)
     if as_json:

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.attention_balance import settings as plugin
-from plugins.attention_balance.cost import Cost
-from plugins.attention_balance.eod import check_apart
 from plugins.attention_balance.plan import Layout
-from plugins.attention_balance.shape import model_cost
+from plugins.attention_balance.samples.cost import Cost
+from plugins.attention_balance.samples.eod import check_apart
 from plugins.errors import DataError, RecipeError
+from tools.auto.sample_cost import sample_cost
 from tools.data.blend import Blend, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
+from tools.recipe.unresolved import require_resolved
 from tools.recipe.view import LOADER, MODEL, View
 
 CONFIG = (*LOADER, "config")
@@ -77,8 +78,9 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
 
     Raises:
-        RecipeError: it lacks a size, its sizes do not fit each other, or its plugin section is wrong.
+        RecipeError: it is not resolved, lacks a size, its sizes do not fit each other, or its plugin section is wrong.
     """
+    require_resolved(recipe)
     view, settings = View(recipe), plugin.read(View(recipe).get(_PLUGIN) or {})
     if not view.flag((*CONFIG, "add_extra_token_to_sequence"), True):
         raise _wrong(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")
@@ -94,7 +96,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
         wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
         steps=layout.steps(samples),
         layout=layout,
-        cost=settings.cost or model_cost(view.get(MODEL), view.get(("recompute_config", "recompute"))),
+        cost=settings.cost or sample_cost(recipe),
         context_parallel=view.cp if view.parallel and algorithm == "colossalai_cp" else 1,
         room=_room(view),
         notes=tuple(_notes(view, prefix)),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.attention_balance.context_parallel import balanced, contiguous
 from plugins.attention_balance.plan import (
     Balance,
     GPTIndex,
@@ -20,6 +19,7 @@ from plugins.attention_balance.plan import (
     segments_of,
     unscheduled,
 )
+from plugins.attention_balance.schedule.context_parallel import balanced, contiguous
 from tools.data.reporter import Reporter
 from tools.imbalance.recipe import Setting
 

@@ -1,6 +1,6 @@
 """Model FLOPs: what a token's forward and backward multiply, nothing recomputed. Integers, exact.
 
-A weight that multiplies costs 2 FLOPs a token forward and twice that backward. Attention costs, per layer and head,
+A weight that multiplies costs 2 FLOPs per token forward and twice that backward. Attention costs, per layer and head,
 2 (d_qk + d_v) FLOPs forward for each pair of tokens that attend, and twice that backward; causal attention over a
 sequence has seq / 2 such pairs a token.
 """

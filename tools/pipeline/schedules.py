@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
+from plugins.pipeline_layout.order import by_turns, one_forward_one_backward
 
 KINDS = "FBW"  # by number in a table of operations
 
@@ -99,6 +100,16 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int) 
         raise RecipeError(f"pipeline schedule {schedule} with {have}: want {want}")
 
 
+def schedule_of(scheduler: str, chunks: int) -> str:
+    """The schedule that MindFormers' `pipeline_scheduler` names, which says 1f1b for the interleaved one, too."""
+    return "interleaved_1f1b" if scheduler == "1f1b" and chunks > 1 else scheduler
+
+
+def scheduler_of(schedule: str) -> str:
+    """What `pipeline_scheduler` says for a schedule: the inverse of `schedule_of`."""
+    return "1f1b" if schedule.startswith("interleaved_1f1b") else schedule
+
+
 def is_v_shaped(schedule: str) -> bool:
     """Say whether odd chunks run from the last stage to the first (the model's order then makes a V)."""
     return schedule == "zero_bubble_v"
@@ -145,10 +156,7 @@ def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
         np.concatenate([_round(kind, path(), first, size) for first, size in zip(firsts, rounds, strict=True)])
         for kind, path in (("F", lambda: range(chunks)), ("B", lambda: _back(chunks)))
     )
-    warm_up = min(warm_up, len(forward))
-    steady = len(forward) - warm_up
-    turns = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, 3)
-    return np.concatenate([forward[:warm_up], turns, backward[steady:]])
+    return by_turns(forward, backward, warm_up)
 
 
 def _interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
@@ -174,7 +182,7 @@ def _seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int) -> np
 
 
 def _1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    return _interleaved([micro_batches], 1, stages - 1 - stage)
+    return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
 
 
 def _zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:

@@ -1,11 +1,11 @@
 """Which layers go to which stage and chunk, and what each recomputes: the fastest plan under every stage's memory cap.
 
-1. `pipeline_start`: a first plan at once, if evenly spread layers fit.
+1. `start`: a first plan at once, if evenly spread layers fit.
 2. `lower_bound`: what no plan can beat, and the chains that make the model exact where it matters. Without a plan
-   so far, one by `pipeline_ilp`, or the proof that none fits and what is missing.
+   so far, one by `ilp`, or the proof that none fits and what is missing.
 3. The whole model, adding chains, which may prove its plan best.
-4. In rounds that grow longer, annealing with the simulator (`pipeline_polish`), then the model around the best plan
-   (`pipeline_near`): where one is weak, the other has been strong. At last the whole model again, for the bound.
+4. In rounds that grow longer, annealing with the simulator (`polish`), then the model around the best plan
+   (`near`): where one is weak, the other has been strong. At last the whole model again, for the bound.
 
 Every plan is judged by the simulator and by the exact peak memory; the model only proposes and bounds.
 """

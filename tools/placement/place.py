@@ -1,6 +1,6 @@
 """Layers to stages and chunks, and what each recomputes, for a configuration: the pipeline optimiser's answer.
 
-`place` makes a pipeline-balance instance of the configuration (`placement_instance`), has it optimised and turns the
+`place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
 layer, full recomputation first, then selective, then communication. A plan that gives a chunk's options in another
 order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from tools.estimate.configuration import Configuration, Recompute, Table
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
 from tools.placement.budget import Budget
 from tools.placement.instance import Instance

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import RecipeError
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 
@@ -20,7 +21,7 @@ CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
 SEQ_LENGTH = 128
 VOCABULARY = 2048
-BATCH = 4  # samples a step
+BATCH = 4  # samples per step
 WORKERS = 4  # of a recipe with expert-parallel dispatch; one otherwise
 HIDDEN = 128
 EXPERTS = 16
@@ -84,7 +85,7 @@ MODEL_ON_CPU: dict[str, Any] = {
     "bias_swiglu_fusion": False,
     "moe_permute_fusion": False,
     "moe_shared_expert_overlap": False,
-    "moe_token_dispatcher_type": "alltoall",
+    "moe_token_dispatcher_type": DEFAULT_DISPATCHER,
     "offset": 0,
     "pp_interleave_num": 1,
     "batch_size": BATCH,

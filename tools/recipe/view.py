@@ -10,6 +10,8 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from tools.hardware.units import GIB
+from tools.pipeline.schedules import schedule_of
 from tools.recipe.load import KeyPath, Recipe
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
@@ -149,8 +151,13 @@ class View:
 
     @cached_property
     def scheduler(self) -> str:
-        """Pipeline schedule."""
+        """`pipeline_scheduler`, MindFormers' word for the pipeline schedule."""
         return str(self.get(("parallel", "pipeline_config", "pipeline_scheduler"), "1f1b"))
+
+    @cached_property
+    def schedule(self) -> str:
+        """Pipeline schedule, as `tools.pipeline.schedules` names it."""
+        return schedule_of(self.scheduler, self.chunks)
 
     @cached_property
     def on_cpu(self) -> bool:
@@ -175,4 +182,4 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
     if match is None:
         raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
-    return int(float(match[1]) * 2**30)
+    return int(float(match[1]) * GIB)

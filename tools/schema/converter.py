@@ -59,7 +59,7 @@ def convert(view: View, schema: Schema) -> Built:
             built.unread.append(key)
         _place(built, taken, targets, (*MODEL, key), value)
     built.unread += [key for key in written if key in described["ignored"]]
-    _settle(built)
+    _derive(built)
     # the other training models have output weights of their own, whatever this says
     built.fields["tie_word_embeddings"] = built.fields.get("tie_word_embeddings") is True and described["ties"]
     return built
@@ -107,7 +107,7 @@ def _apply(function: str | None, value: Any) -> Any:
     return value
 
 
-def _settle(built: Built) -> None:
+def _derive(built: Built) -> None:
     """The part of TransformerConfig.__post_init__ that later rules and the table need."""
     fields = built.fields
     fields["vocab_emb_dp"] = False

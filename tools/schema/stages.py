@@ -9,10 +9,10 @@ from typing import Any
 
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
+from tools.recipe.unresolved import OFFSET, require_resolved
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import Built
 
-_OFFSET = (*MODEL, "offset")
 RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")
 EXCLUDE = ("select_recompute_exclude", "select_comm_recompute_exclude")
 Layers = list[list[int]]
@@ -23,10 +23,11 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
     Not always where layers run: see `stage_layers_of`.
     """
+    require_resolved(view.recipe, OFFSET)
     total = built.number("num_layers")
     if not view.parallel or view.pp * view.chunks <= 1:
         return [[total]]
-    offset = _broadcast(view.get(_OFFSET, 0), view.chunks, view.pp)
+    offset = _broadcast(view.get(OFFSET, 0), view.chunks, view.pp)
     if offset is None:
         return None
     base = total // (view.pp * view.chunks)
@@ -96,31 +97,31 @@ def swaps(view: View) -> bool:
 
 def _offset(view: View, total: int, found: Findings) -> None:
     stages, chunks = view.pp, view.chunks
-    offset = view.get(_OFFSET, 0)
+    offset = view.get(OFFSET, 0)
     shape = f"[{chunks}][{stages}]" if chunks > 1 else f"[{stages}]"
     base, rest = divmod(total, stages * chunks)
     place = f"{total} layers on {stages} stages" + (f" x {chunks} chunks" if chunks > 1 else "")
     if total < stages * chunks:
-        found.error(_OFFSET, f"{place}: fewer layers than chunks of stages", "fewer stages", rule="offset_middle")
+        found.error(OFFSET, f"{place}: fewer layers than chunks of stages", "fewer stages", rule="offset_middle")
         return
     rows = _broadcast(offset, chunks, stages)
     right = f"for instance offset: {_spread(rest, stages, chunks)}"
     if rows is None:
         rule = "offset_chunks" if _is_nested(offset, stages) else "offset_stages"
-        found.error(_OFFSET, f"{offset!r} is not of shape {shape} (chunks x stages)", right, rule=rule)
+        found.error(OFFSET, f"{offset!r} is not of shape {shape} (chunks x stages)", right, rule=rule)
         return
     written = sum(map(sum, rows))
     if written != rest:
         wrong = f"{place} leave {rest} over, but the offsets add up to {written}"
-        found.error(_OFFSET, wrong, right, rule="offset_sum")
+        found.error(OFFSET, wrong, right, rule="offset_sum")
         return
     counts = [base + extra for row in rows for extra in row]
     if min(counts[0], counts[-1]) < 0:
         found.error(
-            _OFFSET, f"the first or last stage would hold {min(counts[0], counts[-1])} layers", rule="offset_head"
+            OFFSET, f"the first or last stage would hold {min(counts[0], counts[-1])} layers", rule="offset_head"
         )
     elif len(counts) > 2 and min(counts[1:-1]) < 1:
-        found.error(_OFFSET, "a stage in the middle would hold no layer", "at least one", rule="offset_middle")
+        found.error(OFFSET, "a stage in the middle would hold no layer", "at least one", rule="offset_middle")
 
 
 def _is_nested(offset: Any, stages: int) -> bool:
@@ -148,7 +149,8 @@ def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> No
     elif isinstance(value, list):
         wrong = [item for item in value if type(item) is not int or not 0 <= item < total]
         if wrong:
-            said = f"{wrong[0]!r} is none of the {total} layers, which model_config.swap lists by their numbers"
+            said = f"{wrong[0]!r} is not the number of one of the {total} layers"
+            said += ", which model_config.swap lists by their numbers"
             found.error(path, said, f"numbers from 0 to {total - 1}, or True", rule="recompute_by_number")
 
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from plugins.attention_balance.samples.cost import UNITS
 from plugins.hierarchical_ep.plan import MODES
+from plugins.hierarchical_ep.settings import DISPATCHERS
+from tools.hardware.units import BOTH, LONG
 
 Spec = dict[str, Any]
 
@@ -222,20 +225,18 @@ TYPED: dict[str, dict[str, Spec]] = {
     "trainer": {"model_name": {"types": ["null", "str"]}},
 }
 
-_DTYPE = {"enum": ["bf16", "bfloat16", "float16", "float32", "fp16", "fp32"], "rule": "dtype"}
+_DTYPE = _enum(*BOTH, rule="dtype")
 MODEL: dict[str, Spec] = {
     "compute_dtype": _DTYPE,
     "layernorm_compute_dtype": _DTYPE,
     "params_dtype": _DTYPE,
     "router_dense_type": _DTYPE,
     "softmax_compute_dtype": _DTYPE,
-    "rotary_dtype": {"enum": ["bf16", "bfloat16", "float32", "fp32"], "rule": "rotary_fp16"},
+    "rotary_dtype": _enum(*(name for name in BOTH if name not in ("fp16", LONG["fp16"])), rule="rotary_fp16"),
     "hidden_act": {"choices": "hidden_act"},
     "normalization": _enum("LayerNorm", "RMSNorm", "FusedLayerNorm", "FusedRMSNorm"),
     "position_embedding_type": _ROPE,
-    "moe_token_dispatcher_type": _enum(
-        "alltoall", "alltoall_deredundency", "alltoall_zero_redundancy", rule="dispatcher"
-    ),
+    "moe_token_dispatcher_type": _enum(*DISPATCHERS, "alltoall_zero_redundancy", rule="dispatcher"),
     "moe_router_load_balancing_type": {"choices": "balancing", "rule": "balancing"},
     "moe_router_score_function": _enum("sigmoid", "softmax"),
     "scoring_func": _enum("sigmoid", "softmax"),
@@ -245,7 +246,7 @@ MODEL: dict[str, Spec] = {
     "mask_func_type": _enum("attn_mask_fill"),
     "architectures": _TEXT_LIST,
     "num_nextn_predict_layers": {"types": ["int", "null"], "min": 0, "most": 1, "rule": "mtp_layers"},
-    "offset": {"types": ["int", "list", "str"]},  # text: `auto` or a Megatron layout, settled before a launch
+    "offset": {"types": ["int", "list", "str"]},  # text: `auto` or a Megatron layout, which `tools.auto` resolves
     "moe_layer_freq": {"types": ["int", "list"]},
     "rope_scaling": {"types": ["dict", "null"]},
     **{
@@ -288,6 +289,10 @@ PLUGINS: dict[str, dict[str, Spec]] = {
     "finite_loss": _least(1, "stop_after"),
     "held_out_loss": {"data_path": {"types": ["str"]}, **_least(1, "samples", "every")},
     "hierarchical_ep": {"mode": {"types": ["str"], "enum": ["auto", *MODES]}, "hardware": {"types": ["str"]}},
-    "attention_balance": {**_least(1, "window"), **_least(0, "per_pair", "per_token", types=("float", "int"))},
+    "attention_balance": {
+        **_least(1, "window"),
+        **_least(0, "per_pair", "per_token", types=("float", "int")),
+        "unit": _enum(*UNITS),
+    },
     "ep_overlap": {"chunks": {"types": ["list", "str"]}, **_least(0, "stride")},
 }

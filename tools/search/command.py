@@ -14,14 +14,16 @@ from rich.console import Console
 from plugins.errors import DataError, RecipeError
 from tools.files.figure import check_ending, check_page
 from tools.files.whole import keep_existing, write_whole
+from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import margin_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
-    from tools.estimate.search_times import SearchTimes
+    from tools.estimate.time_model import TimeModel
     from tools.recipe.load import Recipe
     from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
@@ -83,6 +85,7 @@ _WIDTH = 200  # of tables in a file or pipe
 @click.option(
     "--state", type=click.Path(path_type=Path, dir_okay=False), help="Where that is kept; the user's cache by default."
 )
+@unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Find the parallel strategy of RECIPE on a cluster, in minutes, without a device.
@@ -127,15 +130,22 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
-) -> tuple[Recipe, Request, SearchTimes, Store]:
-    """The recipe and what is asked, held against everything that would end the search in an error."""
-    from tools.estimate.search_times import SearchTimes
+) -> tuple[Recipe, Request, TimeModel, Store]:
+    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end.
+
+    The search looks for a layout itself, so that an open one is even here.
+    """
+    from tools.auto.resolve import resolve
+    from tools.estimate.time_model import TimeModel
+    from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of, require_ulysses
+    from tools.search.space.request import request_of, with_open_chunks
 
+    if options["verified"]:
+        require_verified()
     if options["picture"]:
         check_ending(options["picture"])
     recipe = load_recipe(path)
@@ -146,11 +156,12 @@ def _asked(
         check_page(options["html_file"])
     asked = tuple(read_limit(text) for text in limits)
     of_run = (options["devices"], options["gbs"], options["memory"])
-    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
-    require_ulysses(recipe, request)
+    request = request_of(resolve(recipe, layout="even"), cluster_name, *of_run, asked, options["memory_margin"])
+    request = with_open_chunks(request, recipe)
+    require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
-    times = SearchTimes(request.hardware)
+    times = TimeModel(request.hardware)
     return recipe, request, times, Store(request, times, options["state"], options["resume"])
 
 
@@ -178,7 +189,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
 
     def told(number: int, verdict: Verdict) -> None:
         entry = tried[number]
-        own = f" (its own estimate: {verdict.estimate / (1 << 30):.1f} GiB)" if verdict.estimate else ""
+        own = f" (its own estimate: {verdict.estimate / GIB:.1f} GiB)" if verdict.estimate else ""
         words = "; ".join(verdict.problems) or "compiles and fits"
         if not verdict.problems and verdict.doubts:
             words = f"compiles, but is not proven to fit: {'; '.join(verdict.doubts)}"
@@ -198,7 +209,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
         found.whole = False
 
 
-def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
+def _tell(found: Found, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
     """Print and write everything that was asked for."""
     from tools.search.overlay.write import write_overlay
     from tools.search.report.frontier import draw

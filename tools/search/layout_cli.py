@@ -10,19 +10,18 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from plugins.pipeline_layout.plan import counts_of_offset, layout_of
-from tools.auto.layout import TABLES, TIME_LIMIT, NothingFits, even_layout, is_auto, make_layout
 from tools.auto.layout_file import LayoutFile, is_layout_file, path_of, write_layout
-from tools.ep_report.advise import DEFAULT_HARDWARE
-from tools.estimate.configuration import Configuration
-from tools.estimate.from_recipe import from_recipe
+from tools.auto.make_layout import TIME_LIMIT, NothingFits, layout_text, make_layout
 from tools.files.whole import keep_existing
-from tools.pipeline.schedules import is_v_shaped
+from tools.hardware import DEFAULT_HARDWARE
 from tools.placement.budget import Budget, interruptible
 from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.unresolved import AUTO, OFFSET
+from tools.recipe.view import look
+from tools.schema.stages import RECOMPUTE
 from tools.search.options import margin_option
 from tools.search.overlay.files import keep_files_of
 
@@ -79,25 +78,17 @@ def layout(
     words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
-    text = _megatron(from_recipe(even_layout(loaded)), found)
+    text = layout_text(loaded, found)
     if as_json:
         click.echo(json.dumps({**asdict(found), "layout": text, "path": str(path)}))
     else:
         _print(found, text)
     click.echo(f"written: {path}", err=True)
-    if not is_auto(loaded):
+    if look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
     if budget.stopped:
         click.echo("interrupted: this is the best layout so far", err=True)
         sys.exit(130)
-
-
-def _megatron(config: Configuration, found: LayoutFile) -> str | None:
-    """The layout as Megatron writes it; None for a pipeline that runs back up."""
-    if is_v_shaped(config.schedule):
-        return None
-    counts = counts_of_offset(found.offset, config.model.layers, config.pp, config.chunks)
-    return layout_of(counts, config.model.mtp)
 
 
 def _print(found: LayoutFile, text: str | None) -> None:
@@ -105,7 +96,7 @@ def _print(found: LayoutFile, text: str | None) -> None:
     predicted = found.predicted
     gap = 1 - predicted["bound_s"] / predicted["step_s"]
     lines = {"layout (Megatron)": text} if text else {}
-    lines |= {name: getattr(found, name) for name in ("offset", *TABLES)}
+    lines |= {name: getattr(found, name) for name in ("offset", *RECOMPUTE)}
     lines["step"] = f"{predicted['step_s']:.3f} s; no layout is more than {gap:.1%} faster"
     lines["memory by stage, GiB"] = " ".join(f"{stage:.1f}" for stage in predicted["stage_gib"])
     margin = predicted["memory_margin"]

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import DataError
-from tools.estimate.memory_error import known_errors, write_errors
+from tools.estimate.memory.error import known_errors, write_errors
 from tools.estimate.published.rows import Row, read_rows
 from tools.estimate.published.validate import Prediction, predict, summary
 from tools.files.whole import keep_existing
@@ -26,7 +26,7 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE.yaml",
-    help="Write the errors of memory to a file such as tools/estimate/memory_errors.yaml.",
+    help="Write the errors of memory to a file such as tools/estimate/memory/errors.yaml.",
 )
 @click.option("--force", is_flag=True, help="Replace the file of --record, if there is one.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
@@ -37,8 +37,8 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     example); where there is a `measured` block, too, errors are shown, with their mean and worst by device and kind
     over the rows with `use: fit`. A run that cannot be expressed says why.
 
-    Exit codes: 0; 1 where the memory of a run of tools/estimate/memory_rows.yaml is predicted otherwise than
-    memory_errors.yaml records; 2 a wrong input, a device that nobody knows too.
+    Exit codes: 0; 1 where the memory of a run of tools/estimate/memory/rows.yaml is predicted otherwise than
+    errors.yaml beside it records; 2 a wrong input, a device that nobody knows too.
     """
     keep_existing("--record", record, force)
     with Progressing("predicting"):

@@ -20,6 +20,9 @@ TITLES = {
     "layout": "changes the layout (values equal up to rounding)",
     "nothing": "changes nothing numerical",
 }
+as_written_option = click.option(
+    "--as-written", is_flag=True, help="Leave `auto` and layout strings, which MindFormers cannot read, as they are."
+)
 _LONG = 120  # characters of a value that are printed; --json has them all
 
 
@@ -32,22 +35,24 @@ def recipe() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--mini", is_flag=True, help="The mini of it that `tc3 train --mini` trains on CPU.")
+@as_written_option
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
-def show(recipe: Path, overrides: tuple[str, ...], mini: bool, as_json: bool) -> None:
-    """Print RECIPE flat: its bases merged in, overrides applied. Stock MindFormers reads it."""
-    click.echo(recipe_as_text(recipe, overrides, as_json, mini), nl=False)
+def show(recipe: Path, overrides: tuple[str, ...], mini: bool, as_written: bool, as_json: bool) -> None:
+    """Print RECIPE flat: its bases merged in, overrides applied, values for `auto`. Stock MindFormers reads it."""
+    click.echo(recipe_as_text(recipe, overrides, as_json, mini, as_written), nl=False)
 
 
 @recipe.command(context_settings=SETTINGS)
 @click.argument("before", metavar="A", type=click.Path(path_type=Path))
 @click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@as_written_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def diff(before: Path, after: Path, as_json: bool) -> None:
+def diff(before: Path, after: Path, as_written: bool, as_json: bool) -> None:
     """Compare recipes A and B by full key path and say what each difference means for training.
 
     Exit code: 0 the same, 1 different, 2 something to mend first.
     """
-    comparison = compare(effective(before), effective(after))
+    comparison = compare(*(effective(path, as_written=as_written) for path in (before, after)))
     if as_json:
         click.echo(json.dumps(_as_dict(comparison, before, after), default=str))
     else:
@@ -71,7 +76,7 @@ def _print(comparison: Comparison, before: Path, after: Path) -> None:
 
 def _batch(batch: Batch) -> str:
     plural = "s" if batch.devices > 1 else ""
-    return f"{batch.devices:,} device{plural}, global batch {batch.samples:,}, {batch.tokens:,} tokens a step"
+    return f"{batch.devices:,} device{plural}, global batch {batch.samples:,}, {batch.tokens:,} tokens per step"
 
 
 def _line(change: Change) -> str:
@@ -89,7 +94,7 @@ def _value(value: Any) -> str:
 
 
 def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any]:
-    """The comparison for machines; a side that has not got the key has no `before` or no `after`."""
+    """The comparison for machines; a side without the key has no `before` or no `after`."""
     changes: dict[str, list[dict[str, Any]]] = {}
     for group in GROUPS:
         changes[group] = [

@@ -32,8 +32,8 @@ def script(monkeypatch):
     """Start launch/train.py as a script does; a worker of `rank` then fails as it does, or ends with `Started`."""
 
     def start(run_dir, *more, rank=0, samples=480):
-        def train(recipe, settle_run=lambda rank: None):
-            settle_run(rank)
+        def train(recipe, when_together=lambda rank: None):
+            when_together(rank)
             raise Started
 
         monkeypatch.setattr(worker, "train", train)

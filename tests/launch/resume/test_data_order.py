@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from launch.resume import data_order
 from launch.resume.data_order import Shuffle, differences, most_steps, shuffle_of, shuffles
-from plugins.attention_balance.gpt_index import build_gpt_index
+from plugins.attention_balance.samples.gpt_index import build_gpt_index
 from plugins.errors import DataError
 from tools.recipe.load import Recipe
 
@@ -96,8 +96,8 @@ def test_where_a_pass_ends_counts_once_it_is_passed():
     assert differences(before, after, 11) == ["runner_config.epochs 2 of 40 samples would be 1 of 80"]
 
 
-def windows(size, steps=20, batch=4):
-    return Recipe(recipe(steps=steps, batch=batch) | {"plugins": {"attention_balance": {"window": size}}})
+def windows(size, steps=20, batch=4, **cost):
+    return Recipe(recipe(steps=steps, batch=batch) | {"plugins": {"attention_balance": {"window": size, **cost}}})
 
 
 @pytest.mark.usefixtures("corpora")
@@ -108,6 +108,15 @@ def test_a_window_of_steps_that_is_begun_must_be_finished_as_it_was():
     assert "samples of a step were 4, would be 8" in differences(windows(4), windows(4, 10, batch=8), 6)[0]
     assert differences(windows(4, 18), windows(4, 20), 16) == []
     assert "within the last window" in differences(windows(4, 18), windows(4, 20), 18)[0]
+
+
+@pytest.mark.usefixtures("corpora")
+def test_so_must_it_with_other_weights_of_its_samples():
+    before, after = windows(4, per_pair=2, per_token=3), windows(4, per_pair=2, per_token=5)
+    assert differences(before, after, 6) == ["plugins.attention_balance.per_token was 3, would be 5"]
+    assert differences(before, after, 8) == []
+    assert differences(windows(1, per_pair=2, per_token=3), windows(1, per_pair=2, per_token=5), 6) == []
+    assert differences(windows(4), after, 6) == [], "a run of an earlier version has written none down"
 
 
 def test_a_loader_of_another_kind_must_stay_as_it_is():

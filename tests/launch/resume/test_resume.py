@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from launch import train as worker
 from launch.on_cluster import run as script_run
+from plugins.attention_balance.plan import Cost
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored
+from tools.auto import sample_cost
 from tools.recipe.load import load_recipe
 
 
@@ -121,6 +124,37 @@ def test_each_worker_of_a_launch_script_reads_its_share_of_the_checkpoint(monkey
 def test_another_size_of_steps_that_would_repeat_samples_is_refused(train, trained):
     code, _, err = train(TOY, "--resume", "auto", "--set", "runner_config.batch_size=7")
     assert code == 2 and "the samples of a step were 8, would be 14, of which the 400 trained" in err
+
+
+def balance(run_dir):
+    return stored(run_dir)["plugins"]["attention_balance"]
+
+
+AS_BEGUN = {"window": 1, "per_pair": 2, "per_token": 3, "unit": "FLOP"}
+WORDS = "plugins.attention_balance: the samples keep the order in which this run began (per_pair 2, per_token 3"
+
+
+def test_a_run_weighs_its_samples_as_it_began_however_flops_are_counted_now(train, trained, monkeypatch):
+    assert balance(trained) == AS_BEGUN
+    assert WORDS not in train(TOY, "--resume", "auto", "--steps", "60")[2]
+    monkeypatch.setattr(sample_cost, "sample_cost", lambda recipe: Cost(7.0, 8.0, "FLOP"))
+    code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
+    assert code == 0 and WORDS in err and balance(trained) == AS_BEGUN
+    assert WORDS in train(TOY, "--resume", "auto", "--steps", "60", "--dry-run")[2]
+    checkpoint = str(trained / "checkpoint" / "iteration_00000050")
+    code, _, err = train(TOY, "--resume", checkpoint, "--steps", "60", "--run-dir", "output/another")
+    assert code == 0 and WORDS in err and balance(Path("output/another")) == AS_BEGUN
+    assert train(TOY, "--steps", "5", "--run-dir", "output/new")[0] == 0
+    assert balance(Path("output/new")) == {**AS_BEGUN, "per_pair": 7, "per_token": 8}
+
+
+def test_so_do_the_workers_of_a_launch_script(monkeypatch, trained):
+    monkeypatch.setattr(sample_cost, "sample_cost", lambda recipe: Cost(7.0, 8.0, "FLOP"))
+    checkpoint = trained / "checkpoint" / "iteration_00000050"
+    for run_dir in (trained, Path("output/another")):
+        assert worker.build_config(Path(TOY), (), run_dir, checkpoint)["plugins"]["attention_balance"] == AS_BEGUN
+    new = worker.build_config(Path(TOY), (), Path("output/new"), None)
+    assert new["plugins"]["attention_balance"] == {**AS_BEGUN, "per_pair": 7, "per_token": 8}
 
 
 @pytest.mark.parametrize("change", ["seed=3", "lr_schedule.total_steps=60", "parallel_config.data_parallel=1"])

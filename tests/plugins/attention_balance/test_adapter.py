@@ -208,9 +208,11 @@ def test_enable_marks_the_training_data_alone(adapter):
     from mindformers import MindFormerConfig
 
     config = MindFormerConfig(**load_recipe(ROOT / "recipes/telechat3_105b/context_128k.yaml"))
-    adapter.enable(config, {"window": 2})
+    adapter.enable(config, {"window": 2, "per_pair": 3, "per_token": 4, "unit": "FLOP"})
     schedule = config.train_dataset.data_loader.schedule
     assert schedule.layout == Layout(1, 32, 1, schedule.layout.objective, window=2)
-    assert schedule.eod_pad_length == 1024
+    assert schedule.eod_pad_length == 1024 and schedule.cost == Cost(3.0, 4.0, "FLOP")
+    with pytest.raises(RecipeError, match=r"attention_balance\.per_pair: missing"):
+        adapter.enable(config, {"window": 2})
     with pytest.raises(RecipeError, match=r"plugins\.attention_balance\.windows"):
         adapter.enable(config, {"windows": 2})

@@ -5,12 +5,12 @@ from mindformers import MindFormerConfig
 from mindformers.parallel_core.transformer_config import TransformerConfig
 
 from plugins import telechat3_moe
-from plugins.cpu_backend import network
-from plugins.cpu_backend.exchange import Rows
+from plugins.cpu_backend.network import peers
+from plugins.cpu_backend.network.exchange import Rows
 from plugins.ep_overlap import adapter as overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep import adapter
-from plugins.hierarchical_ep.experts import RoutedExperts
+from plugins.hierarchical_ep.graph.experts import RoutedExperts
 from plugins.hierarchical_ep.topology import Topology
 
 
@@ -35,7 +35,7 @@ def config(target="CPU", **changes):
 @pytest.fixture
 def enable(monkeypatch):
     """`adapter.enable` without workers to connect to; no trace of it for other tests."""
-    monkeypatch.setattr(network, "connect", lambda: None)
+    monkeypatch.setattr(peers, "connect", lambda: None)
     monkeypatch.setattr(telechat3_moe, "_experts", [])
     monkeypatch.setattr(adapter, "_current", [])
     return adapter.enable
@@ -75,7 +75,7 @@ def test_more_tokens_than_can_be_sorted_are_refused_when_the_model_is_built(enab
     [
         ({"moe_token_dispatcher_type": "alltoall_deredundency"}, {"mode": "global"}, "takes this place"),
         ({"n_routed_experts": 18}, {"mode": "global"}, "does not divide the 18"),
-        ({}, {"mode": "auto"}, "launch/train.py settles"),
+        ({}, {"mode": "auto"}, "auto is not resolved: `tc3 recipe show`"),
         (
             {"target": "Ascend", "architectures": ["DeepseekV3ForCausalLM"]},
             {"mode": "global"},
@@ -88,10 +88,10 @@ def test_what_cannot_be_is_refused(changed, settings, message):
         adapter.enable(config(**changed), settings)
 
 
-def test_overlap_needs_a_dispatch_and_settled_chunks():
+def test_overlap_needs_a_dispatch_and_resolved_chunks():
     alone = config()
     alone.plugins = {"ep_overlap": {"chunks": [1, 2]}}
     with pytest.raises(RecipeError, match=r"switch that on too"):
         overlap.enable(alone, {"chunks": [1, 2]})
-    with pytest.raises(RecipeError, match=r"launch/train.py settles"):
+    with pytest.raises(RecipeError, match=r"auto is not resolved: `tc3 recipe show`"):
         overlap.enable(config(), {"chunks": "auto"})

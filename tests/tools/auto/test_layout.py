@@ -10,11 +10,14 @@ import pytest
 from launch.run.command import effective_recipe
 from launch.train import build_config
 from plugins.errors import RecipeError
-from tools.auto.layout import NothingFits, even_layout, inputs_of, make_layout, settle_layout
+from tools.auto.layout import even_layout, inputs_of
 from tools.auto.layout_file import digest_of, path_of, read_layout, write_layout
+from tools.auto.make_layout import NothingFits, make_layout
+from tools.auto.resolve import resolve
 from tools.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, peak_memory
+from tools.estimate.memory.model import peak_memory
+from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -39,13 +42,14 @@ def test_the_answer_fits_and_is_the_recipes_own(made, tmp_path):
     recipe = recipe_with(tmp_path, "auto")
     write_layout(made, path_of(recipe.source), "a test")
     assert read_layout(path_of(recipe.source)) == made
-    said = settle_layout(recipe)
+    said = []
+    resolved = resolve(recipe, said.append)
     assert len(said) == 1 and "auto ->" in said[0]
-    config = from_recipe(recipe)
+    config = from_recipe(resolved)
     assert peak_memory(config) <= 45 * GIB
     assert max(made.predicted["stage_gib"]) == pytest.approx(peak_memory(config) / GIB, abs=0.01)
     assert made.predicted["bound_s"] <= made.predicted["step_s"]
-    assert settle_layout(recipe) == [], "settled is settled"
+    assert resolve(resolved, said.append) == resolved and len(said) == 1, "resolved is resolved"
 
 
 def test_every_way_to_a_recipe_sees_the_same(made, tmp_path):
@@ -73,7 +77,7 @@ def test_without_a_file_launches_say_what_to_run(tmp_path):
 
 def test_the_one_who_starts_a_run_makes_the_file(made, tmp_path, monkeypatch, capsys):
     recipe_with(tmp_path, "auto")
-    monkeypatch.setattr("tools.auto.layout.make_layout", lambda recipe, *_: made)
+    monkeypatch.setattr("tools.auto.make_layout.make_layout", lambda recipe, *_: made)
     with pytest.raises(RecipeError, match="there is no"):
         effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run", make_layout=False)
     flat = effective_recipe(tmp_path / "recipe.yaml", (), None, tmp_path / "run")
@@ -90,29 +94,29 @@ def test_a_file_of_another_run_is_refused(made, tmp_path):
     with pytest.raises(
         RecipeError, match=r"micro_batches 32, was 64; max_device_memory \d+, was \d+.*tc3 search layout"
     ):
-        settle_layout(changed)
+        resolve(changed)
     # what plays no part may change
-    settle_layout(apply_overrides(recipe, ["recompute_config.recompute=False", "lr_schedule.learning_rate=1.e-5"]))
+    resolve(apply_overrides(recipe, ["recompute_config.recompute=False", "lr_schedule.learning_rate=1.e-5"]))
     write_layout(replace(made, digest="0"), path_of(recipe.source), "a test")
     with pytest.raises(RecipeError, match="its digest is not that of its inputs"):
-        settle_layout(recipe_with(tmp_path, "auto"))
+        resolve(recipe_with(tmp_path, "auto"))
 
 
 def test_a_broken_file_is_refused(made, tmp_path):
     recipe = recipe_with(tmp_path, "auto")
     path_of(recipe.source).write_text("digest: 1\n")
     with pytest.raises(RecipeError, match="want a mapping of cluster, digest"):
-        settle_layout(recipe)
+        resolve(recipe)
     write_layout(replace(made, offset=[[9] * 8, [0] * 8]), path_of(recipe.source), "a test")
     with pytest.raises(RecipeError, match="places 120 layers of 54"):
-        settle_layout(recipe)
+        resolve(recipe)
 
 
 def test_operator_patterns_stay(made, tmp_path):
     more = "recompute_config: {select_comm_recompute: {'.*\\.norm': True}}\n"
     recipe = recipe_with(tmp_path, "auto", more=more)
     write_layout(made, path_of(recipe.source), "a test")
-    settle_layout(recipe)
+    recipe = resolve(recipe)
     assert recipe["recompute_config"]["select_comm_recompute"] == {r".*\.norm": made.select_comm_recompute}
 
 
@@ -122,7 +126,7 @@ def test_a_recipe_that_swaps_is_given_numbers_of_layers(made, tmp_path):
     first = [[1] * 8, [0] * 8]
     write_layout(replace(made, recompute=first, select_recompute=False), path_of(recipe.source), "a test")
     counted = recipe_with(tmp_path, "auto")
-    settle_layout(recipe), settle_layout(counted)
+    recipe, counted = resolve(recipe), resolve(counted)
     layers = from_recipe(counted).layers
     numbers = [sum(layers[0][:stage]) for stage in range(8) if layers[0][stage]]
     assert recipe["recompute_config"]["recompute"] == numbers
@@ -144,7 +148,7 @@ def test_inputs_name_what_the_model_reads(change):
     before = inputs_of(load_recipe(LARGE))
     now = inputs_of(apply_overrides(load_recipe(LARGE), [change]))
     assert (now != before) == ("npu" not in change)
-    overlapped = load_recipe(os.path.abspath("recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"))
+    overlapped = resolve(load_recipe(os.path.abspath("recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml")))
     alone = copy.deepcopy(overlapped)
     del alone["plugins"]["ep_overlap"]
     assert inputs_of(overlapped) != inputs_of(alone)
@@ -155,14 +159,14 @@ def test_a_file_of_an_older_model_is_refused(made, tmp_path, monkeypatch):
     write_layout(made, path_of(recipe.source), "a test")
     monkeypatch.setattr("tools.auto.layout.MODEL_VERSION", 1000)
     with pytest.raises(RecipeError, match="model_version 1000, was"):
-        settle_layout(recipe)
+        resolve(recipe)
 
 
 @pytest.mark.parametrize("value", ["False", "True", "[5, 5, 5, 5, 5, 6, 6, 0]"])
 def test_selected_operators_are_named(made, tmp_path, value):
     recipe = recipe_with(tmp_path, "auto", more=f"recompute_config: {{select_recompute: {value}}}\n")
     write_layout(replace(made, select_recompute=[[1] * 8, [0] * 8]), path_of(recipe.source), "a test")
-    settle_layout(recipe)
+    recipe = resolve(recipe)
     assert recipe["recompute_config"]["select_recompute"][r".*\.norm"] == [[1] * 8, [0] * 8]
 
 
@@ -177,7 +181,8 @@ def test_a_layout_string_becomes_an_offset(tmp_path):
     layout = '"Et*4|(t*4|)*5,(t*3|)*9,t*3,L"'
     recipe = recipe_with(tmp_path, layout)
     before = recipe["recompute_config"]
-    said = settle_layout(recipe)
+    said = []
+    recipe = resolve(recipe, said.append)
     assert recipe["model"]["model_config"]["offset"] == [[1] * 6 + [0] * 2, [0] * 8]
     assert "Et*4|" in said[0] and recipe["recompute_config"] == before
     assert check_recipe(tmp_path / "recipe.yaml").clean
@@ -191,7 +196,7 @@ def test_a_layout_string_becomes_an_offset(tmp_path):
         ("Et*40|(t|)*6,t*8L", LARGE, "1 chunks on each of 8 stages, but pp_interleave_num is 2"),
         ("E(t*3|)*15,t*3L", LARGE, "48 decoder layers, but the model has 54"),
         ("Et*5|(t*6|)*6,t*4L", MTP, "0 MTP layers, but the model has 1"),
-        ("atuo", LARGE, "'a' is none of E embedding"),
+        ("atuo", LARGE, "unknown symbol 'a', expected E embedding"),
     ],
 )
 def test_layouts_that_do_not_fit_are_named(layout, base, words, tmp_path):
@@ -206,7 +211,7 @@ def test_a_v_shaped_pipeline_has_no_layout_string():
     recipe = apply_overrides(load_recipe(LARGE), ["parallel.pipeline_config.pipeline_scheduler=zero_bubble_v"])
     recipe["model"]["model_config"]["offset"] = "Et|tL"
     with pytest.raises(RecipeError, match="zero_bubble_v runs back up"):
-        settle_layout(recipe)
+        resolve(recipe)
 
 
 def test_an_open_layout_can_be_read():

@@ -22,7 +22,7 @@ def run(*arguments):
 def test_a_clean_recipe_prints_its_sizes():
     result = run("--no-build", MINI)
     assert result.exit_code == 0, result.output
-    for word in ("2,170,752", "tokens a step", "1,024", "FLOPs a token", "clean"):
+    for word in ("2,170,752", "tokens per step", "1,024", "FLOPs per token", "clean"):
         assert word in result.output
 
 

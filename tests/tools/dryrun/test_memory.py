@@ -10,7 +10,6 @@ from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, kind_of, total
 from tools.dryrun.memory import (
     DOES_NOT_FIT,
     FITS,
-    GIB,
     NO_LIMIT,
     UNKNOWN,
     fit_of,
@@ -18,6 +17,7 @@ from tools.dryrun.memory import (
     over_limit,
     unsure,
 )
+from tools.hardware.units import GIB
 from tools.recipe.view import limit_of
 
 
@@ -104,13 +104,13 @@ def test_a_stage_that_does_not_fit_is_named_with_the_keys_that_mend_it():
     stages = [{"stage": number, "memory": small if number == 0 else memory} for number in range(3)]
     (line,) = over_limit(stages, 55 * GIB)
     assert line.startswith(
-        "context.max_device_memory: stages 1, 2: 79.0 GiB a device without activations, the limit is 55"
+        "context.max_device_memory: stages 1, 2: 79.0 GiB per device without activations, the limit is 55"
     )
     assert "accumulated gradients (51.0 GiB) and gathered weights (25.0 GiB)" in line
     assert "gradient_accumulation_shard" in line and "expert_parallel" in line
     memory["exact"] = 50 * GIB
     assert (
-        "stage 3: 83.0 GiB a device with activations (an estimate)"
+        "stage 3: 83.0 GiB per device with activations (an estimate)"
         in over_limit([{"stage": 3, "memory": memory}], 55 * GIB)[0]
     )
     assert over_limit([{"stage": 3, "memory": memory}], 0) == []

@@ -11,6 +11,7 @@ from tools.dryrun.quick import small_of as quick_small_of
 from tools.dryrun.report import report_of
 from tools.dryrun.stages import stages_of
 from tools.estimate.from_recipe import from_recipe
+from tools.hardware.units import GIB
 from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
@@ -168,9 +169,6 @@ def weight(name, size):
 
 def part(saved, forward=0, backward=0):
     return {"saved": saved, "forward": forward, "backward": backward}
-
-
-GIB = 1 << 30
 
 
 def results_of(plan, saved):

@@ -5,10 +5,10 @@ import pytest
 from rich.console import Console
 
 from plugins.errors import DataError
-from tools.dryrun.memory import GIB
 from tools.dryrun.picture import draw
 from tools.dryrun.render import notes, render
 from tools.files.figure import check_ending
+from tools.hardware.units import GIB
 
 MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1}
 STAGE = {

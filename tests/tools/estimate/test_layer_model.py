@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tools.check.table import table_of
-from tools.estimate.activations import saved
 from tools.estimate.configuration import Configuration, Recompute, even_layers, spread
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import work
+from tools.estimate.memory.activations import saved
 from tools.estimate.published.stacks import _model, _models
 from tools.model.architecture import Model, pattern_of
 from tools.model.flops import flops_per_token

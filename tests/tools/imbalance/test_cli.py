@@ -40,7 +40,7 @@ def test_text(prefix: Path) -> None:
     for word in (
         "20,000 documents",
         "samples of 131,072 tokens",
-        "512 samples a step = 8 x 64 x 1",
+        "512 samples per step = 8 x 64 x 1",
         "ranks wait for each other at the end of a step; 8 pipeline stages",
         "looked at 4 of 750 steps",
         "step/even, attention",

@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.counted import counted
+from tools.auto.sample_cost import sample_cost
 from tools.check.table import table_of
 from tools.dryrun.stages import stages_of
-from tools.ep_report.shapes import shape_of
 from tools.estimate.from_recipe import from_recipe
+from tools.imbalance.recipe import setting_of
 from tools.model.architecture import model_of
 from tools.model.flops import flops_per_token, multiplied
 from tools.model.weights import layer_size, parameters
@@ -123,10 +124,20 @@ def test_every_reader_counts_the_same(recipe):
     assert [sorted(kinds) for kinds in held] == [
         sorted(chain(*config.stage_kinds(stage))) for stage in range(config.pp)
     ]
-    if "moe" in config.model.pattern:
-        shape = shape_of(recipe)
-        assert shape.weights_dense + shape.weights_expert == parameters(config.model)
-        assert shape.flops_per_token == table["flops_per_token"]
+
+
+@given(recipe=recipes(), recompute=st.sampled_from([False, True]))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_imbalance_weighs_samples_by_the_flops_of_tc3_check(recipe, recompute):
+    """What `tc3 data imbalance` predicts with, and what a launch writes for the plugin."""
+    recipe["recompute_config"] = {"recompute": recompute}
+    cost = setting_of(recipe, "nowhere", None).cost
+    view = View(recipe)
+    table = table_of(view, convert(view, load_schema()))
+    # a token of a sequence of n attends to n / 2 tokens on average; of four passes one is forward again
+    flops = cost.per_token + cost.per_pair * recipe["model"]["model_config"]["seq_length"] / 2
+    assert 3 * flops == (4 if recompute else 3) * table["flops_per_token"]
+    assert cost == sample_cost(recipe)
 
 
 def test_half_of_the_438b_in_experts_is_one_number_everywhere():

@@ -1,14 +1,19 @@
 """Orders: everything once, no circle, MindSpore's warm-ups, its remainders, its refusals."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
+from plugins.pipeline_layout.order import one_forward_one_backward
 from tools.pipeline.in_flight import in_flight
-from tools.pipeline.schedules import SCHEDULES, Op, check_schedule, operations
+from tools.pipeline.schedules import SCHEDULES, Op, check_schedule, operations, schedule_of, scheduler_of
 from tools.pipeline.timetable import timetable
 
+TOOLS = Path(__file__).resolve().parents[3] / "tools"
 many = settings(max_examples=60, deadline=None)
 
 
@@ -116,3 +121,26 @@ def test_refusals(numbers, want):
 def test_no_such_stage():
     with pytest.raises(RecipeError, match="want 0 to 3"):
         operations("1f1b", 4, 4, 1, 8)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_mindformers_word_for_a_schedule_and_back(schedule):
+    """It says 1f1b with one chunk and with several; which order then saves memory is up to the environment."""
+    back = schedule_of(scheduler_of(schedule), 1 if schedule == "1f1b" else 2)
+    assert back == schedule.removesuffix("_less_memory")
+    assert schedule_of("1f1b", 1) == "1f1b" and scheduler_of("interleaved_1f1b_less_memory") == "1f1b"
+
+
+def test_one_tool_knows_that_word():
+    alias = re.compile(r'"interleaved_1f1b" if .*1f1b')
+    assert [path.name for path in TOOLS.rglob("*.py") if alias.search(path.read_text())] == ["schedules.py"]
+
+
+@given(stages=st.integers(1, 8), micro_batches=st.integers(1, 20))
+def test_1f1b_is_the_one_table_of_plugins(stages, micro_batches):
+    for stage in range(stages):
+        ours = operations("1f1b", stage, stages, 1, micro_batches)
+        assert [("FB".index(op.kind), op.micro_batch) for op in ours] == [
+            tuple(row) for row in one_forward_one_backward(stage, stages, micro_batches).tolist()
+        ]
+        assert {op.chunk for op in ours} == {0}

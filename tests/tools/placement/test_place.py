@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.estimate.activations import mtp_option
 from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_model import GIB, all_stages, layer_options, peak_memory
+from tools.estimate.memory.activations import mtp_option
+from tools.estimate.memory.model import all_stages, layer_options, peak_memory
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.model.architecture import Latent, Model, pattern_of
 from tools.placement.budget import Budget
 from tools.placement.place import configuration_of, in_order, last_full, place

@@ -1,6 +1,6 @@
 import pytest
 
-from tools.estimate.memory_model import all_stages
+from tools.estimate.memory.model import all_stages
 from tools.placement.place import Placement
 from tools.search.ranking import place_best as search_place
 

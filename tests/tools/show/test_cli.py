@@ -36,8 +36,8 @@ def test_diff_groups_its_lines_and_says_the_batches():
     assert code == 1
     header, numbers, layout, nothing = out.split("\n\n")
     assert header.splitlines() == [
-        f"{MINI}      1 device, global batch 8, 1,024 tokens a step",
-        f"{DP2}  2 devices, global batch 8, 1,024 tokens a step",
+        f"{MINI}      1 device, global batch 8, 1,024 tokens per step",
+        f"{DP2}  2 devices, global batch 8, 1,024 tokens per step",
     ]
     assert numbers.splitlines()[0] == "changes the numbers: 1"
     assert "runner_config.batch_size 8 -> 4: " in numbers and "(also model.model_config.batch_size)" in numbers

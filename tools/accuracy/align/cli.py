@@ -16,6 +16,7 @@ from rich.console import Console
 from plugins.errors import RecipeError
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 
 LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 
@@ -31,6 +32,7 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
               help="Python that has torch and transformers.  [default: this one]")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the starting weights.")
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
+@unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def align(
     recipe: Path,
@@ -58,6 +60,7 @@ def align(
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise RecipeError(f"--keep {keep}: the folder is not empty")
+    require_verified()
     with terminate_as_interrupt(), _folder(keep) as (folder, keep_logs):
         wanted = Wanted(recipe, against, steps, overrides, data, folder, python, seed)
         ladder = climb(wanted, lambda text: click.echo(text, err=True))

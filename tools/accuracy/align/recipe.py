@@ -10,7 +10,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from tools.accuracy.reference.sizes import Sizes, sizes_of
-from tools.auto.dispatch import settle
+from tools.auto.resolve import resolve
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import CORPUS, load_mini
@@ -31,7 +31,7 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
         RecipeError: the file or an override is wrong.
     """
     recipe = load_recipe(path)
-    return apply_overrides(recipe, (*overrides, *_corpus(recipe, data)))
+    return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int) -> Recipe:
@@ -41,9 +41,7 @@ def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int) -
         RecipeError: the file or an override is wrong.
     """
     recipe = load_mini(path, data or CORPUS, steps) if is_mini(path) else load_recipe(path)
-    recipe = apply_overrides(recipe, (*overrides, *_corpus(recipe, data)))
-    settle(recipe)
-    return recipe
+    return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
 
 
 def _corpus(recipe: Recipe, data: str | None) -> list[str]:

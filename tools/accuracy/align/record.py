@@ -55,7 +55,7 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """The record of `align_recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
+    """The record of `recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
 
     Gradients come out of Adam's first moments after one step, which are (1 - beta1) times the clipped gradient: no
     second graph is compiled, and it is the gradient that the trainer used.

@@ -44,7 +44,7 @@ def find_torch(python: str) -> None:
 
 def _no_torch(python: str) -> str:
     return (
-        f"the reference needs torch and transformers, which {python} has not got: install the extra `align` "
+        f"the reference needs torch and transformers, which {python} cannot import: install the extra `align` "
         "(pip install -e '.[align]'), or name a Python that has them by --reference-python"
     )
 

@@ -32,7 +32,7 @@ class Measured:
         outside: values over the tolerance, or different integers.
         where: flat index of the worst value; got, want: that value.
         nans, infinities: in `got`; NaN in both is counted, an infinity that both have is not.
-        sums: for `compare_scale`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
+        sums: for `scale`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
             identical arrays and for integers.
     """
 

@@ -46,7 +46,7 @@ class Row:
         error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
         kind: of finding; empty when it passed.
         detail: the worst value, or what is wrong.
-        by: values, statistics, update, or factor (of all values together, compare_scale.py).
+        by: values, statistics, update, or factor (of all values together, scale.py).
         cause: of a wrong update, what usually makes one like it.
     """
 

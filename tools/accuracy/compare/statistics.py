@@ -7,7 +7,7 @@ With n values and rms = norm / sqrt(n), the error is the largest of
     |mean - mean'| / (2 rms)
     |norm - norm'| / (sqrt(2) norm)
 
-and the factor of `compare_scale` is that of the norms. Independent errors d of values w, within Table 2's t, move it by
+and the factor of `scale` is that of the norms. Independent errors d of values w, within Table 2's t, move it by
 sum(d^2) / 2 sum(w^2) <= t^2 and by sum(w d) / sum(w^2), whose standard deviation is at most t max|w| / norm.
 
 A tensor that Table 2 passes value by value passes here too: the factors 2 and sqrt(2) are the most by which errors of

@@ -12,7 +12,7 @@ than its error the update may have either sign. With bit-identical gradients bot
 
 The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
 moves. But noise knows nothing of the weight: its part along the weight is what independent signs leave of it, as in
-`compare_scale`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
+`scale`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
 an update shorter as a whole, and an update is not quite at right angles to its weight.
 
 With those terms, an update that passes excuses its weight, if that was right one step earlier: a step that noise turned

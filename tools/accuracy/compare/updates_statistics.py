@@ -9,7 +9,7 @@ of one statistic may be apart by
     norm                (base + sigmas g M / W + g sqrt(n) s / W) sqrt(n) s + 2 sigmas eps M
 
 base is the strictest row of Table 2 and eps the unit roundoff of the weight's type. g = 2 sqrt(error of the gradient)
-is what noise of the gradients may do to an update (compare_updates.py): steps turned round, of either sign, which know
+is what noise of the gradients may do to an update (updates.py): steps turned round, of either sign, which know
 nothing of the weight, so that mean and norm see what independent signs leave of them; one turned at the largest value
 moves that by 2 s. g is 0 where the gradients' statistics are the same, which is where the largest and smallest value
 tell most. s is the largest move of a statistic, per element, of this weight or, if more, of the median weight in this

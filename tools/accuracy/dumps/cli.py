@@ -12,6 +12,7 @@ import click
 
 from tools.accuracy.dumps.read import LEVELS, TASKS
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "run" / "accuracy_dump.py"
 
@@ -41,6 +42,7 @@ class Job:
     help="Each tensor's max, min, mean and norm, or all its values too.  [default: statistics; tensor at L2]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@unverified_option
 def dump(
     recipe: Path, out: Path, mini: bool, steps: int, level: str, task: str | None, overrides: tuple[str, ...]
 ) -> None:
@@ -60,5 +62,6 @@ def dump(
     if level == "L2" and task == "statistics":
         raise click.UsageError("L2 dumps values only: leave --task out")
     task = task or ("tensor" if level == "L2" else "statistics")
+    require_verified()
     job = Job(str(recipe), str(out), mini, steps, level, task, list(overrides))
     os.execv(sys.executable, [sys.executable, str(SCRIPT), json.dumps(asdict(job))])

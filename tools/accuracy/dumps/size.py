@@ -1,7 +1,7 @@
 """How much `tc3 accuracy dump` will write, before it starts: counted from the model's cells, calibrated on the mini.
 
 At L0 every cell is dumped with what goes in and comes out, forward and backward, so that a value that passes through
-five cells is written ten times. Values of one step, with T tokens a worker and P weights:
+five cells is written ten times. Values of one step, with T tokens per worker and P weights:
 
     a layer      T (47 h + 12 F + attention + 5 s)        h hidden size, F MLP width, s a row of the mask, in 5 cells
     a MoE layer  T (57 h + 12 F_shared + attention + 5 s), and its experts, whose weights go in too:
@@ -10,7 +10,7 @@ five cells is written ten times. Values of one step, with T tokens a worker and 
     each loss    T (15 V + 2 h), each MTP layer T 47 h more; embeddings T 24 h
     weights      2 P (with their gradients), and P behind the last step
 
-Everything is written in 4 bytes, bfloat16 too. In `recipes/mini/pretrain.yaml` this is 594 MB a step, and 596 MB were
+Everything is written in 4 bytes, bfloat16 too. In `recipes/mini/pretrain.yaml` this is 594 MB per step, and 596 MB were
 written; other levels are multiples measured there, statistics a text for each tensor.
 """
 
@@ -56,7 +56,7 @@ def text(recipe: Recipe, level: str, task: str, steps: int, size: int | None) ->
     basis = "each tensor's max, min, mean and norm as text"
     if task == "tensor":
         view = View(recipe)
-        basis = f"every tensor that a cell reads or makes, of {_tokens(view):,} tokens a worker, and the weights"
+        basis = f"every tensor that a cell reads or makes, of {_tokens(view):,} tokens per worker, and the weights"
     return f"dump: {what}: about {words(size)} ({basis}; estimated from the model's sizes)"
 
 

@@ -34,7 +34,7 @@ class Entry:
 
     Args:
         step: from 1; phase: FORWARD, BACKWARD or OPTIMIZER; module, tensor: names; stage: of the pipeline, whose
-        ranks the parts are; None: of all stages; parts: one array a rank (and micro-batch, the slowest);
+        ranks the parts are; None: of all stages; parts: one array per rank (and micro-batch, the slowest);
         count: terms that an element accumulates, for Table 2.
     """
 
@@ -152,7 +152,7 @@ class Module:
         return self.kept_of_turn.setdefault(turn, {})
 
     def weight(self, name: str) -> Parts:
-        """One shard a rank."""
+        """One shard per rank."""
         return self.context.weights[f"{self.name}.{name}"]
 
     def give(self, name: str, gradients: Parts, count: int) -> None:

@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.errors import RecipeError
+from tools.model.architecture import DENSE, model_of
+from tools.model.weights import parameters
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 MODEL = "model.model_config"
 
@@ -50,52 +56,51 @@ class Sizes:
     devices_per_node: int = 2
 
 
-# field -> key of the recipe's model_config
-_MODEL_KEYS = {
-    "length": "seq_length",
-    "vocabulary": "vocab_size",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "layers": "num_hidden_layers",
-    "dense": "first_k_dense_replace",
-    "q_rank": "q_lora_rank",
-    "kv_rank": "kv_lora_rank",
-    "nope": "qk_nope_head_dim",
-    "rope": "qk_rope_head_dim",
-    "value": "v_head_dim",
-    "ffn": "intermediate_size",
-    "experts": "n_routed_experts",
-    "top_k": "num_experts_per_tok",
-    "expert_ffn": "moe_intermediate_size",
-    "scaling": "routed_scaling_factor",
-    "norm_eps": "rms_norm_eps",
-    "theta": "rope_theta",
-}
-
-
 def sizes_of(recipe: Mapping[str, Any], batch: int) -> Sizes:
     """The sizes of a flat mini recipe whose step has `batch` samples.
 
     Raises:
-        RecipeError: a key that the emulation needs is missing.
+        RecipeError: it makes no model, or one of another family than the emulation's.
     """
-    model, optimizer = recipe["model"]["model_config"], recipe.get("optimizer") or {}
-    found: dict[str, Any] = {}
-    for field, key in _MODEL_KEYS.items():
-        if model.get(key) is None:
-            raise RecipeError(f"{MODEL}.{key}: missing; the emulated layers need it")
-        found[field] = model[key]
-    schedule = recipe.get("lr_schedule") or {}
+    fields = convert(View(Recipe(recipe)), load_schema()).fields
+    try:
+        model = model_of(fields)
+        parameters(model)  # wants every size
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecipeError(f"{MODEL}: its sizes make no model ({error}); `tc3 check` says more") from None
+    dense, latent = model.pattern.count(DENSE), model.latent
+    if latent is None or not latent.query_rank or not model.shared_ffn or DENSE in model.pattern[dense:]:
+        raise RecipeError(
+            f"{MODEL}: the emulated layers have multi-latent attention with q_lora_rank, and experts with a shared one "
+            "behind dense layers; this model has not"
+        )
+    schedule, optimizer = recipe.get("lr_schedule") or {}, recipe.get("optimizer") or {}
     wrapper = recipe.get("runner_wrapper") or {}
-    shared = model.get("moe_shared_expert_intermediate_size") or model["moe_intermediate_size"]
     return Sizes(
-        **found,
         batch=batch,
-        shared_ffn=shared * model.get("n_shared_experts", 1),
+        length=fields["seq_length"],
+        vocabulary=model.vocab,
+        hidden=model.hidden,
+        heads=model.heads,
+        layers=model.layers,
+        dense=dense,
+        q_rank=latent.query_rank,
+        kv_rank=latent.kv_rank,
+        nope=latent.nope,
+        rope=latent.rope,
+        value=latent.value,
+        ffn=model.ffn,
+        experts=model.experts,
+        top_k=model.top_k,
+        expert_ffn=model.expert_ffn,
+        shared_ffn=model.shared_ffn,
+        scaling=fields["moe_router_topk_scaling_factor"],
+        norm_eps=fields["layernorm_epsilon"],
+        theta=fields["rotary_base"],
         rate=schedule.get("learning_rate", Sizes.rate),
         decay=optimizer.get("weight_decay", 0.0),
         betas=tuple(optimizer.get("betas", Sizes.betas)),
         adam_eps=optimizer.get("eps", Sizes.adam_eps),
         clip=wrapper.get("max_grad_norm", Sizes.clip),
-        devices_per_node=model.get("npu_nums_per_device") or Sizes.devices_per_node,
+        devices_per_node=fields.get("npu_nums_per_device") or Sizes.devices_per_node,
     )

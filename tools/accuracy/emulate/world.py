@@ -1,4 +1,4 @@
-"""Ranks in one process, and how they communicate: a tensor of the world is a list with one array a rank.
+"""Ranks in one process, and how they communicate: a tensor of the world is a list with one array per rank.
 
 The ranks are those of one pipeline stage. Between stages every rank sends to the one in the same place of the next.
 """
@@ -76,7 +76,7 @@ class World:
         return out
 
     def reduce_scatter(self, parts: Parts, axis: str, dim: int, tag: str) -> Parts:
-        """The sum over each group, cut along `dim`: one piece a rank."""
+        """The sum over each group, cut along `dim`: one piece per rank."""
         out = list(parts)
         for group in self.groups([axis]):
             total = np.add.reduce(np.stack([parts[rank] for rank in group]))

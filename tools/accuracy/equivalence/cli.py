@@ -14,6 +14,7 @@ from plugins.errors import RecipeError
 from tools.accuracy.pages import check_page
 from tools.files.whole import write_whole
 from tools.ranges import Number
+from tools.schema.versions import require_verified, unverified_option
 
 if TYPE_CHECKING:
     from tools.accuracy.equivalence.matrix import Matrix
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
 @click.option("--list", "list_only", is_flag=True, help="List the strategies, and stop.")
+@unverified_option
 def equivalence_command(
     recipe: str | None,
     names: str | None,
@@ -87,6 +89,8 @@ def equivalence_command(
     file = golden_gate.golden_file(golden or golden_gate.GOLDEN, recipe)
     if golden and not update and not file.exists():
         raise RecipeError(f"--golden {golden}: there is no {file.name} for this recipe; --update writes it")
+    if BASELINE in only or any(case.variant for case in chosen):  # what is emulated runs in NumPy
+        require_verified()
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
     matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"))

@@ -86,7 +86,7 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     for stale in (run_dir / "equivalence").glob("rank_*"):
         stale.unlink()
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
-    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch")}
+    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers")}
     done = child.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.accuracy.emulate.strategy import Strategy
+from tools.auto.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 
@@ -73,7 +74,7 @@ _TRAINED = (
     ),
 )
 _EMULATED = (
-    ("gradient_accumulation_2", "two micro-batches a step", Strategy(micro=2)),
+    ("gradient_accumulation_2", "two micro-batches per step", Strategy(micro=2)),
     ("tensor_parallel_2", "heads, FFN columns and vocabulary over 2", Strategy(tp=2)),
     ("tensor_parallel_4", "the same over 4", Strategy(tp=4)),
     ("sequence_parallel_2", "norms on halves of the sequence", Strategy(tp=2, sequence_parallel=True)),
@@ -134,6 +135,7 @@ def one_worker(path: str) -> Recipe:
     recipe = load_recipe(path)
     if (recipe.get("context") or {}).get("device_target", "Ascend") != "CPU":
         recipe = load_mini(path)
+    recipe = resolve(recipe)
     batch = batch_of(recipe)
     recipe["plugins"] = {}
     recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]

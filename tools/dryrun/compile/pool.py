@@ -18,12 +18,12 @@ import psutil
 
 from plugins.errors import ClusterError
 from tools.dryrun.compile.job import Job
+from tools.hardware.units import GIB
 from tools.process import huge_pages
 from tools.process.signals import terminate_as_interrupt
 
 ROOT = Path(__file__).resolve().parents[3]
 WORKER = "launch.workers.dryrun_rank"
-GIB = 1 << 30
 _NEEDS = 6 * GIB  # of one compile: the largest that was seen at full depth, and some room
 _POLL = 0.2  # seconds
 _TOLD = 30.0  # seconds after which a compile that still runs is told of

@@ -9,7 +9,7 @@ which target is it. `virtual_cluster` answers that, stops the compile before the
         _cell_graph_executor.compile(step, *inputs, phase="train")
         read_collectives(final_graph(folder), cluster)
 
-Private hooks of one MindSpore release: any other is refused.
+Private hooks of one MindSpore release: any other is refused (`tools.schema.versions`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import ClusterError
+from tools.schema.versions import require_verified
 
-VERIFIED = "2.9.0"
 WORLD = "hccl_world_group"
 FINAL_PASS = "backend_pass"  # the last stage of the front end: Morph is expanded and gradients are in it
 _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a compile writes 96 files
@@ -152,15 +152,10 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
     setting it. Compiles leave caches in MindSpore's C++ behind: one compile a process.
 
     Raises:
-        ClusterError: another MindSpore than the verified one, an impossible rank, a cluster inside a cluster.
+        VersionError: another MindSpore or MindFormers than the verified one.
+        ClusterError: an impossible rank, a cluster inside a cluster.
     """
-    import mindspore
-
-    if mindspore.__version__ != VERIFIED:
-        raise ClusterError(
-            f"the virtual cluster uses private hooks that were verified on MindSpore {VERIFIED} only; "
-            f"this is {mindspore.__version__}: install the versions in constraints.txt"
-        )
+    require_verified()
     cluster = VirtualCluster(devices, rank)
     with ExitStack() as stack:
         _stand_in(cluster, stack)

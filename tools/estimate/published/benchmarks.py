@@ -10,6 +10,7 @@ from tools.estimate.configuration import Configuration, even_layers
 from tools.estimate.published.row_defaults import interleaved, recomputation
 from tools.estimate.published.stacks import Unexpressed, public_model
 from tools.model.architecture import Model, pattern_of
+from tools.pipeline.schedules import schedule_of
 
 
 def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
@@ -34,7 +35,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         pp=pp,
         cp=cp,
         layers=layers,
-        schedule="interleaved_1f1b" if chunks > 1 else "1f1b",
+        schedule=schedule_of("1f1b", chunks),
         sequence=config.get("seq") or 8192,
         batch=1 if pp > 1 else batch,
         micro_batches=batch if pp > 1 else 1,

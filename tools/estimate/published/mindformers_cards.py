@@ -7,9 +7,9 @@ from typing import Any
 
 from tools.estimate.configuration import Configuration, Recompute, Table, even_layers, spread
 from tools.estimate.published.stacks import Unexpressed, public_class
+from tools.hardware.units import short_dtype
 from tools.model.architecture import Model, pattern_of
-
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+from tools.pipeline.schedules import schedule_of
 
 
 def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
@@ -36,11 +36,11 @@ def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list
         cp=cp,
         ep=parallel.get("ep") or 1,
         layers=layers,
-        schedule="interleaved_1f1b" if chunks > 1 and pp > 1 else "1f1b",
+        schedule=schedule_of("1f1b", chunks if pp > 1 else 1),
         sequence=written["seq_length"],
         batch=config["batch_size"],
         micro_batches=runs or 1,
-        dtype=_DTYPES.get(str(written.get("compute_dtype")), "bf16"),
+        dtype=short_dtype(written.get("compute_dtype"), "bf16"),
         recompute=_recompute(config.get("recompute") or {}, layers),
         sequence_parallel=bool(parallel.get("use_seq_parallel")),
         shard_optimizer=bool(parallel.get("enable_parallel_optimizer")),

@@ -25,6 +25,7 @@ from tools.hardware import Hardware
 from tools.hardware.names import NAMES, device_in
 from tools.hardware.own_yaml import read_yaml
 from tools.model.architecture import Latent, Model, pattern_of
+from tools.pipeline.schedules import schedule_of
 
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "unspecified": "fp8"}
 # what the report leaves out of its 438B run, as recipes/telechat3_438b assumes it
@@ -142,7 +143,7 @@ def _flat(
     layers = even_layers(model.layers, pp, chunks, model.mtp)
     if settings.schedule == "zero_bubble_v" and pp > 1:
         layers = (layers[0], layers[1][::-1])
-    schedule = settings.schedule or ("interleaved_1f1b" if chunks > 1 and pp > 1 else "1f1b")
+    schedule = settings.schedule or schedule_of("1f1b", chunks if pp > 1 else 1)
     words = str(config.get("recompute") or settings.recompute)
     precision = str(config.get("precision") or settings.precision).lower()
     if "fp4" in precision:

@@ -9,9 +9,10 @@ from typing import Any
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency
 from tools.estimate.layer_model import work
-from tools.estimate.memory_model import peak_memory
+from tools.estimate.memory.model import peak_memory
 from tools.estimate.published.rows import Row
 from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
 from tools.model.flops import flops_per_token
 
 QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mfu", "peak_memory_gb")
@@ -127,9 +128,9 @@ def measured_memory(row: Row) -> float | None:
     measured, config = row.measured, row.config
     assert config is not None
     if _number(measured, "peak_memory_GiB"):
-        return measured["peak_memory_GiB"] * 2**30
+        return measured["peak_memory_GiB"] * GIB
     if _number(measured, "param_opt_grad_GiB") and _number(measured, "activation_GiB_first_stage"):
-        return (measured["param_opt_grad_GiB"] + measured["activation_GiB_first_stage"]) * 2**30
+        return (measured["param_opt_grad_GiB"] + measured["activation_GiB_first_stage"]) * GIB
     return None
 
 

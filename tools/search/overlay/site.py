@@ -6,15 +6,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
+from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware.units import GIB
 from tools.recipe.load import KeyPath
+from tools.recipe.unresolved import CHUNKS, DISPATCH, unresolved
 from tools.recipe.view import MODEL, View, limit_of
 
 NODE = (*MODEL, "npu_nums_per_device")
-PLUGIN, _CUTS = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap", "chunks")
 _LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
-_HUNDREDTH = (1 << 30) / 100
+_HUNDREDTH = GIB / 100
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Site:
 def stays_plugged(view: View, config: Configuration, node: int) -> bool:
     """Whether `plugins.hierarchical_ep` of a recipe can dispatch: to others, in groups that do not straddle nodes."""
     aligned = config.ep % node == 0 or node % config.ep == 0
-    return bool(view.get(PLUGIN)) and config.ep > 1 and aligned
+    return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
@@ -48,9 +49,9 @@ def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, 
     if config.model.experts and config.ep > 1 and (plugged or config.ep_mode != "global"):
         if view.node != site.node:
             values[NODE] = site.node
-        hardware = (*PLUGIN, "hardware")
-        # what chunks a launch settles on depends on the cluster
-        if plugged and view.get(_CUTS) == "auto" and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
+        hardware = (*DISPATCH, "hardware")
+        # the chunks that `auto` stands for depend on the cluster
+        if plugged and CHUNKS in unresolved(view.recipe) and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
             values[hardware] = site.hardware
     if site.memory is not None and limit_of(view.recipe) != int(site.memory):
         limit = f"{math.ceil(site.memory / _HUNDREDTH) / 100:g}GB"  # MindSpore's GB are 2^30 bytes

@@ -27,9 +27,11 @@ from tools.estimate.recompute_keys import (
     with_patterns,
 )
 from tools.files.whole import write_whole
+from tools.pipeline.schedules import scheduler_of
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
+from tools.recipe.unresolved import OFFSET, unresolved
 from tools.recipe.view import MODEL, PARALLEL, RUNNER, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -43,7 +45,7 @@ _SHARD = ("parallel", "parallel_optimizer_config")
 _LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
 _STRATEGY = ("parallel", "dataset_strategy")
 _SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
-_CHUNKS, _OFFSET = (*MODEL, "pp_interleave_num"), (*MODEL, "offset")
+_CHUNKS = (*MODEL, "pp_interleave_num")
 _BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
 
 
@@ -149,7 +151,7 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     """Schedule, chunks, layers and recomputation."""
     chunks = config.chunks
-    scheduler = "1f1b" if config.schedule.startswith("interleaved") else config.schedule
+    scheduler = scheduler_of(config.schedule)
     values: dict[KeyPath, Any] = {}
     if view.scheduler != scheduler:
         values[_SCHEDULER] = scheduler
@@ -158,8 +160,9 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     if view.number(_CHUNKS, 1) != chunks:
         values[_CHUNKS] = chunks
     same_shape = (view.pp, view.chunks) == (config.pp, chunks)
-    if not same_shape or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
-        values[_OFFSET] = offset_of([list(row) for row in config.layers])
+    kept = same_shape and OFFSET not in unresolved(view.recipe)
+    if not kept or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
+        values[OFFSET] = offset_of([list(row) for row in config.layers])
     for key, wanted in {
         "recompute": config.recompute.full,
         "select_recompute": config.recompute.select,
@@ -167,7 +170,7 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     }.items():
         now, table = view.get(("recompute_config", key)), not_empty(wanted)
         if swaps(view):
-            if not _swapped_alike(view, key, now, config, table, same_shape and _OFFSET not in values):
+            if not _swapped_alike(view, key, now, config, table, same_shape and OFFSET not in values):
                 values["recompute_config", key] = swapped_value(key, table, config, now)
         elif (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
             values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
+from tools.estimate.memory.error import known_errors
+from tools.hardware.units import GIB
 from tools.search.ranking.rank import Ranked, Ranking, feasible
 from tools.search.space.candidates import blocks
 from tools.search.space.funnel import Funnel
@@ -24,7 +24,7 @@ def explain(request: Request, ranking: Ranking) -> list[str]:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
     short = [
-        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB a device, it may be "
+        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB per device, it may be "
         f"{request.room_words}; the limit is {request.cap_source}",
         more_memory(request, least),
         *_less_margin(request, least),

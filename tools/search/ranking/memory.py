@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tools.estimate.activations import saved, working
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory_model import held_micro_batches, stage_memory, static_memory
+from tools.estimate.memory.activations import saved, working
+from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
 from tools.model.weights import KINDS
 from tools.pipeline.in_flight import enough
 from tools.search.space.candidates import Block, configuration

@@ -1,6 +1,6 @@
 """Rank the whole space by predicted step time: every legal candidate that fits, with its memory and time.
 
-A candidate is ranked with balanced layers (`space_layers`) and the closed form of the pipeline. For "planned"
+A candidate is ranked with balanced layers (`space.layers`) and the closed form of the pipeline. For "planned"
 recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the
 mix, so the mix fits if the line between both does. It is what per-layer recomputation can reach with layers that may
 be cut at will; whole layers come close.

@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.errors import ClusterError, RecipeError
-from tools.auto.dispatch import settle
+from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.dryrun.cli import compile_all, without_files
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.jobs import plan_jobs
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
-from tools.estimate.memory_model import GIB, all_stages
+from tools.estimate.memory.model import all_stages
+from tools.hardware.units import GIB
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.search.overlay.write import write_overlay
@@ -81,7 +82,7 @@ def dry_run(path: Path, full: bool) -> DryRun:
     refused = [str(finding) for finding in check_recipe(recipe).errors]
     if refused:
         return DryRun(refused, [], [])
-    settle(recipe)
+    recipe = resolve(recipe)
     plan = plan_jobs(recipe) if full else quick_plan(recipe)
     try:
         results = compile_all(plan, None, True)
@@ -140,7 +141,7 @@ def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
         own = [exact + more for exact, more in zip(found.exact, rest, strict=True)]
         needs = [max(pair) for pair in zip(own, found.total, strict=True)]
     lines = [
-        f"stage {stage}: {need / GIB:.1f} GiB a device, {exact / GIB:.1f} of them exact"
+        f"stage {stage}: {need / GIB:.1f} GiB per device, {exact / GIB:.1f} of them exact"
         for stage, (need, exact) in enumerate(zip(needs, found.exact, strict=True))
     ]
     cap, proven = request.cap, min(request.cap, (1 + _SAME) * request.room)

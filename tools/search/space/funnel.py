@@ -19,7 +19,7 @@ class Funnel:
 
     @property
     def left(self) -> int:
-        """What nobody dropped."""
+        """Candidates remaining."""
         return self.total - sum(self.dropped.values())
 
     def excluded_by_limits(self) -> list[str]:

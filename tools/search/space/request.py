@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plugins.errors import RecipeError
-from tools.auto.layout import even_layout, is_auto, settle_layout
-from tools.check.heads import DEGREE, not_compiled
-from tools.ep_report.advise import DEFAULT_HARDWARE
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory_error import known_errors
-from tools.estimate.memory_model import GIB
-from tools.hardware import Hardware, known_hardware
+from tools.estimate.memory.room import Room, room_of
+from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.names import name_of
+from tools.model.ulysses import DEGREE
 from tools.recipe.load import Recipe
-from tools.recipe.view import View, limit_of
-from tools.schema.schema import load_schema
+from tools.recipe.unresolved import CHUNKS, OVERLAP, unresolved
+from tools.recipe.view import View, limit_of, look
 from tools.schema.stages import swaps
 from tools.search.overlay.site import Site
 from tools.search.space.limits import Limit
-
-# of HBM for a job where nobody says: the driver, HCCL's buffers and the allocator's fragments take the rest (assumed;
-# MindFormers' public recipes for 64 GB devices write 54 to 59 GB, of 2^30)
-USABLE = 0.9
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,7 @@ class Request:
         base: the recipe's own run; degrees, layers, batch, recomputation and sharding of it are what is searched for.
         hardware: the cluster.
         devices: to use, all of them.
-        global_batch: samples a step.
+        global_batch: samples per step.
         cap: bytes that a job may use on a device.
         margin: share of `cap` that predictions must leave free, because they are off by as much.
         cap_source: where `cap` comes from.
@@ -65,13 +57,16 @@ class Request:
     @property
     def room(self) -> float:
         """Bytes that a prediction may reach on a device: the cap without its margin."""
-        return self.cap * (1 - self.margin)
+        return self._room.bytes
 
     @property
     def room_words(self) -> str:
         """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
-        margin = f" ({self.cap / GIB:.1f} less a margin of {100 * self.margin:.1f} %)" if self.margin else ""
-        return f"{self.room / GIB:.1f} GiB{margin}"
+        return self._room.words
+
+    @property
+    def _room(self) -> Room:
+        return Room(self.cap, self.cap_source, self.margin)
 
     @property
     def node(self) -> int:
@@ -98,48 +93,30 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """The request for a recipe; what is None is the recipe's own, and the margin the estimator's known error.
+    """The request for a resolved recipe; what is None is the recipe's own, and the margin the estimator's known error.
 
     Raises:
         RecipeError: the recipe describes no run, or there is no such cluster.
     """
+    hardware = cluster(cluster_name)
     try:
-        base, limit = from_recipe(_with_layout(recipe)), limit_of(recipe)
+        base, room = from_recipe(recipe), room_of(recipe, hardware, memory_gib, margin)
     except RecipeError as error:
         raise RecipeError(f"{recipe.source}: {error}") from None
-    hardware = cluster(cluster_name)
-    cap, source = USABLE * hardware.hbm_bytes, f"{USABLE:.0%} of the device's memory (assumed)"
-    if memory_gib is not None:
-        cap, source = memory_gib * GIB, "--memory"
-    elif 0 < limit <= hardware.hbm_bytes:
-        cap, source = float(limit), "context.max_device_memory of the recipe"
     return Request(
         base=base,
         hardware=hardware,
         devices=devices or base.devices,
         global_batch=global_batch or base.global_batch,
-        cap=cap,
-        cap_source=source,
+        cap=room.cap,
+        cap_source=room.source,
+        margin=room.margin,
         ulysses=View(recipe).number(DEGREE, 1),
         limits=limits,
         hardware_file=file_of(cluster_name),
-        own_cap=memory_gib is None and limit <= hardware.hbm_bytes,
-        margin=known_errors().margin if margin is None else margin,
+        own_cap=memory_gib is None and limit_of(recipe) <= hardware.hbm_bytes,
         swaps=swaps(View(recipe)),
     )
-
-
-def require_ulysses(recipe: Recipe, request: Request) -> None:
-    """Refuse Ulysses where MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
-
-    Raises:
-        RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.
-    """
-    refused = not_compiled(request.base.model) if request.ulysses > 1 else None
-    if refused:
-        why, rule = refused
-        where = load_schema().line(rule)
-        raise RecipeError(f"{recipe.source}: {'.'.join(DEGREE)}: {why}: write 1 [{where}]")
 
 
 def file_of(cluster_name: str) -> str:
@@ -148,10 +125,8 @@ def file_of(cluster_name: str) -> str:
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
 
 
-def _with_layout(recipe: Recipe) -> Recipe:
-    """The recipe with a layout that can be read: an even one for `offset: auto`, translated for a layout string."""
-    if is_auto(recipe):
-        return even_layout(recipe)
-    settled = copy.deepcopy(recipe)
-    settle_layout(settled)
-    return settled
+def with_open_chunks(request: Request, written: Recipe) -> Request:
+    """The same request; each strategy has its own best chunks where the recipe, as it is written, leaves them open."""
+    if request.base.ep_cut is None or CHUNKS not in unresolved(written):
+        return request
+    return replace(request, base=replace(request.base, ep_cut=Cut(stride=look(written, (*OVERLAP, "stride")))))

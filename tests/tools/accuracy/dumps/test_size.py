@@ -39,7 +39,7 @@ def test_every_kind_of_model_has_an_estimate(recipe):
 def test_the_line_says_how_much_and_how_that_is_known():
     recipe = load_recipe(MINI)
     line = text(recipe, "L0", "tensor", 2, bytes_of_dump(recipe, "L0", "tensor", 2))
-    assert "about 1.2 GB" in line and "1,024 tokens a worker" in line and "estimated from the model's sizes" in line
+    assert "about 1.2 GB" in line and "1,024 tokens per worker" in line and "estimated from the model's sizes" in line
     assert "cannot be told" in text(recipe, "L0", "tensor", 2, None)
 
 

@@ -154,6 +154,19 @@ def test_sizes_come_from_the_recipe():
     assert (sizes.hidden, sizes.experts, sizes.top_k, sizes.dense) == (128, 16, 4, 1)
     assert sizes.decay == 0.1 and sizes.clip == 1.0 and sizes.rate == 3e-3
     assert shapes_of(sizes)["layers.1.experts.w1"] == (16, 128, 2, 64)
-    del recipe["model"]["model_config"]["kv_lora_rank"]
-    with pytest.raises(RecipeError, match=r"model\.model_config\.kv_lora_rank: missing"):
+    model = recipe["model"]["model_config"]
+    del model["kv_lora_rank"]
+    assert sizes_of(recipe, batch=8).kv_rank == 512, "MindFormers' default, with which it trains"
+    model["moe_shared_expert_intermediate_size"], model["n_shared_experts"] = 96, 2
+    assert sizes_of(recipe, batch=8).shared_ffn == 96, "MindFormers builds this width, however many they are"
+    model["hidden_size"] = None
+    with pytest.raises(RecipeError, match=r"model\.model_config: its sizes make no model"):
+        sizes_of(recipe, batch=8)
+
+
+@pytest.mark.parametrize("change", [{"q_lora_rank": None}, {"first_k_dense_replace": 0, "moe_layer_freq": 2}])
+def test_a_model_that_the_emulated_layers_are_not(change):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
+    recipe["model"]["model_config"].update(change)
+    with pytest.raises(RecipeError, match=r"model\.model_config: the emulated layers have .*; this model has not"):
         sizes_of(recipe, batch=8)

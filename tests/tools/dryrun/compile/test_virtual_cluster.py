@@ -1,3 +1,4 @@
+import importlib.metadata
 import os
 
 import mindspore as ms
@@ -9,7 +10,7 @@ from mindspore import communication
 from mindspore.communication import _comm_helper
 from mindspore.ops.function import comm_func
 
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, VersionError
 from tools.dryrun.compile.virtual_cluster import WORLD, VirtualCluster, final_graph, virtual_cluster
 
 
@@ -81,8 +82,8 @@ def test_one_cluster_at_a_time():
 
 
 def test_another_mindspore_is_refused(monkeypatch):
-    monkeypatch.setattr(ms, "__version__", "2.10.0")
-    refused = pytest.raises(ClusterError, match=r"verified on MindSpore 2\.9\.0 only; this is 2\.10\.0")
+    monkeypatch.setattr(importlib.metadata, "version", {"mindspore": "2.10.0", "mindformers": "1.9.0"}.get)
+    refused = pytest.raises(VersionError, match=r"MindSpore 2\.10\.0 is installed, verified is MindSpore 2\.9\.0 and")
     with refused, virtual_cluster(devices=2, rank=0):
         pass
 

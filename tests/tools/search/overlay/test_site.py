@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 from tests.tools.search.overlay.test_write import LARGE, PLUGGED, read_back
-from tools.auto.dispatch import settle
+from tools.auto.resolve import resolve
 from tools.check import check_recipe
-from tools.dryrun.memory import GIB
 from tools.estimate.from_recipe import from_recipe
+from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.overlay.site import Site
 from tools.search.overlay.write import overlay
@@ -30,15 +30,17 @@ def test_the_machine_is_written():
 def test_a_group_that_straddles_nodes_is_not_for_the_plugin(tmp_path):
     recipe = load_recipe(PLUGGED)
     recipe["model"]["model_config"]["n_routed_experts"] = 240
-    config = replace(from_recipe(recipe), dp=48, ep=12, ep_mode="global", overlap_ep=False)
+    config = replace(from_recipe(resolve(recipe)), dp=48, ep=12, ep_mode="global", ep_cut=None)
     path, child = read_back(recipe, config, tmp_path, site=Site(16, "atlas_900_a3"))
     assert child["plugins"] == {"hierarchical_ep": False, "ep_overlap": False}
     assert not [finding for finding in check_recipe(path).errors if "plugins" in finding.key]
 
 
-def test_chunks_that_a_launch_settles_are_for_the_same_machine(tmp_path):
+def test_chunks_that_a_launch_resolves_are_for_the_same_machine(tmp_path):
     recipe = load_recipe(PLUGGED)
-    config = replace(from_recipe(recipe), ep=32, ep_mode="deduplicated")
+    config = replace(from_recipe(resolve(recipe)), ep=32, ep_mode="deduplicated")
     _, child = read_back(recipe, config, tmp_path, site=Site(16, "atlas_900_a3"))
     assert child["plugins"]["hierarchical_ep"] == {"mode": "deduplicated", "hardware": "atlas_900_a3"}
-    assert settle(child)[0].startswith("plugins.ep_overlap: auto -> ")
+    said = []
+    resolve(child, said.append)
+    assert said[0].startswith("plugins.ep_overlap: auto -> ")

@@ -1,6 +1,5 @@
 """What an overlay writes, read back: the configuration it was made from, in a recipe that `tc3 check` accepts."""
 
-import copy
 import os
 from dataclasses import replace
 
@@ -10,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tools.auto.dispatch import settle
+from tools.auto.resolve import resolve
 from tools.check import check_recipe
-from tools.dryrun.memory import GIB
 from tools.dryrun.stages import stages_of
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
+from tools.hardware.units import GIB
 from tools.model.architecture import model_of
 from tools.model.weights import layer_size
 from tools.recipe.load import load_recipe
@@ -45,19 +44,14 @@ def test_a_recipe_as_it_is_needs_no_key(file):
 
 
 @pytest.mark.parametrize("ep", [8, 16, 32, 64])
-def test_auto_is_read_and_written_as_a_launch_settles_it(ep):
+def test_auto_is_written_as_a_launch_resolves_it(ep):
     recipe = apply_overrides(load_recipe(PLUGGED), [f"parallel_config.expert_parallel={ep}"])
-    settled = copy.deepcopy(recipe)
-    settle(settled)
-    mode = settled["plugins"]["hierarchical_ep"]["mode"]
-    config = from_recipe(recipe)
+    resolved = resolve(recipe)
+    mode = resolved["plugins"]["hierarchical_ep"]["mode"]
+    config = from_recipe(resolved)
     assert config.ep_mode == mode and recipe["plugins"]["hierarchical_ep"]["mode"] == "auto"
     assert overlay(recipe, config) == {"plugins": {"hierarchical_ep": {"mode": mode}}}
-    assert overlay(settled, config) == {}
-
-
-def test_auto_is_settled_once_for_the_whole_file():
-    assert len({from_recipe(load_recipe(PLUGGED)).ep_mode for _ in range(2)}) == 1
+    assert overlay(resolved, config) == {}
 
 
 PER_STAGE = "[5, 4, 5, 5, 5, 6, 6, 0]"
@@ -80,7 +74,7 @@ def configured(draw, folder):
     """A recipe and another configuration of its devices' model that it can express, and a machine."""
     file = draw(st.sampled_from([LARGE, PLUGGED, DENSE, MTP]))
     recipe = load_recipe(with_selection(file, draw(st.sampled_from(SELECTIONS)), folder))
-    now = from_recipe(recipe)
+    now = from_recipe(resolve(recipe))
     node = draw(st.sampled_from([8, 16]))
     site = Site(node, "atlas_900_a3" if node == 16 else "atlas_800t_a2", draw(st.sampled_from([None, 50.5 * GIB])))
     tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([4, 16, 64]))
@@ -105,7 +99,7 @@ def configured(draw, folder):
         micro_batches=draw(st.sampled_from([16, 17, 32] if v_shaped else [8, 9, 32])),
         sequence_parallel=tp > 1,
         ep_mode=draw(st.sampled_from(modes)) if now.model.experts else now.ep_mode,
-        overlap_ep=now.overlap_ep and ep > 1,
+        ep_cut=now.ep_cut if ep > 1 else None,
         recompute=Recompute(
             full=draw(tables(layers)),
             select=draw(tables(layers)),
@@ -158,9 +152,7 @@ def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
     recipe, config, site = data.draw(configured(folder))
     path, child = read_back(recipe, config, folder, site=site)
     assert without_zeros(from_recipe(child)) == without_zeros(config)
-    settled = copy.deepcopy(child)
-    settle(settled)
-    assert dispatch_of(settled) == dispatch_of(child)
+    assert dispatch_of(resolve(child)) == dispatch_of(child)
     if config.ep > 1 and config.ep_mode != "global":
         assert child["model"]["model_config"]["npu_nums_per_device"] == site.node
     if site.memory:

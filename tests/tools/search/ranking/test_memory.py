@@ -8,7 +8,7 @@ import pytest
 from tests.tools.search.space.reference import predicted
 from tests.tools.search.space.test_candidates import BASE, MODEL
 from tools.estimate.efficiency import cluster
-from tools.estimate.memory_model import GIB
+from tools.hardware.units import GIB
 from tools.model.architecture import Latent, pattern_of
 from tools.search.ranking.rank import rank
 from tools.search.space.candidates import RECOMPUTE, schedule_of

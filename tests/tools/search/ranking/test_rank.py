@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.tools.search.space.reference import cheapest_mix, predicted
 from tests.tools.search.space.test_candidates import MODEL, request
-from tools.estimate.memory_model import GIB
+from tools.hardware.units import GIB
 from tools.model.architecture import pattern_of
 from tools.recipe.load import load_recipe
 from tools.search.ranking.rank import feasible, mix, rank

@@ -1,0 +1,74 @@
+"""Draw docs/pictures/rooms.svg, the rooms of docs/architecture.md: `python docs/pictures/rooms.py`."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+FILE = Path(__file__).with_suffix(".svg")
+# from top to bottom: a room imports from the rows below it alone
+ROWS: list[dict[str, str]] = [
+    {"launch": "tc3, train.py, the supervisor of msrun, resume, scripts for clusters"},
+    {"accuracy": "are the numbers right?", "imbalance": "who waits for whose samples?"},
+    {"show": "a recipe as it will run, two compared"},
+    {"search": "which strategy is fastest?"},
+    {"dryrun": "the sharded graph of all devices, compiled on a CPU"},
+    {"check": "will MindFormers run it as it is written?"},
+    {"auto": "the values that “auto” stands for"},
+    {"ep_report": "expert dispatch and overlap, advised", "placement": "layers to stages, what recomputes"},
+    {"estimate": "the seconds and bytes of a step, predicted"},
+    {"model": "layers, weights and FLOPs: the only formulas"},
+    {"schema": "MindFormers' keys, types, defaults and refusals"},
+    {"recipe": "load, override, shrink and write recipes"},
+    {
+        "data": "corpora",
+        "hardware": "clusters",
+        "pipeline": "schedules",
+        "checkpoint": "found",
+        "catalogue": "of cards",
+    },
+    {"process": "signals, children", "files": "whole or not there", "ranges": "sane numbers"},
+    {"plugins": "plans: pure algorithms, which every room may import; adapters: what makes MindFormers run them"},
+]
+WIDTH, LEFT, HEIGHT, GAP = 880, 64, 34, 12
+COLOURS = {"launch": "#dbe9ff", "plugins": "#e5f5dd"}
+
+
+def picture() -> str:
+    """The picture as SVG: a box for each room, its rows from top to bottom, and the direction of imports."""
+    boxes = [_box(name, row, number) for number, row in enumerate(ROWS) for name in row]
+    bottom = GAP + len(ROWS) * (HEIGHT + GAP)
+    arrow = f'<path d="M 36 {GAP} V {bottom - 30}" stroke="#555" stroke-width="2" marker-end="url(#end)"/>'
+    word = f'<text transform="translate(26 {bottom / 2}) rotate(-90)" text-anchor="middle">imports</text>'
+    head = '<marker id="end" markerWidth="8" markerHeight="8" refX="4" refY="4" orient="auto">'
+    head += '<path d="M 0 0 L 8 4 L 0 8 z" fill="#555"/></marker>'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom}" font-family="sans-serif"',
+            '     font-size="13">',
+            f'<rect width="{WIDTH}" height="{bottom}" fill="#ffffff"/>',
+            f"<defs>{head}</defs>",
+            arrow,
+            word,
+            *boxes,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _box(name: str, row: dict[str, str], number: int) -> str:
+    """One room: its name, and what it is for."""
+    place = list(row).index(name)
+    width = (WIDTH - LEFT - GAP * len(row)) / len(row)
+    x, y = LEFT + place * (width + GAP), GAP + number * (HEIGHT + GAP)
+    fill = COLOURS.get(name, "#f4f1ea")
+    text = f'<tspan font-weight="bold">{name}</tspan><tspan dx="8" fill="#444">{escape(row[name])}</tspan>'
+    return (
+        f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{HEIGHT}" rx="5" fill="{fill}" stroke="#999"/>'
+        f'<text x="{x + 10:.0f}" y="{y + 22}">{text}</text>'
+    )
+
+
+if __name__ == "__main__":
+    FILE.write_text(picture(), encoding="utf-8")

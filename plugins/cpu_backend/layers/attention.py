@@ -1,0 +1,192 @@
+"""Eager core attention: what `FlashAttentionScore` computes, from operators that CPU has."""
+
+from __future__ import annotations
+
+import math
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import operations as P
+
+from plugins.cpu_backend.layers import by_document
+from plugins.errors import RecipeError
+
+_follows_documents = False
+
+
+def follow_documents(follows: bool) -> None:
+    """Whether models built later compute attention document by document; for data with `reset_attention_mask` only."""
+    global _follows_documents
+    _follows_documents = follows
+
+
+def core_attention():
+    """The class for a layer spec's `core_attention`."""
+    return DocumentCoreAttention if _follows_documents else CoreAttention
+
+
+class CoreAttention(nn.Cell):
+    """Stands in for `training_graph.transformer.flash_attention.FlashAttention` as `core_attention` submodule.
+
+    Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
+
+    Inputs:
+        query, key: [S, B, N, D] or [S, B, N * D]; value: [S, B, N, Dv] or [S, B, N * Dv];
+        attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
+
+    Outputs:
+        [S, B, N * Dv] in the value's type.
+
+    Raises:
+        RecipeError: for a variant of attention that this cell does not compute.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type=None,
+        attention_type=None,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+    ):
+        super().__init__()
+        _refuse_unsupported(config, attention_dropout)
+        self.layer_number = layer_number
+        self.heads = config.num_attention_heads
+        head_dim = config.kv_channels
+        if config.multi_latent_attention:
+            head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+        self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        self.scores = P.BatchMatMul(transpose_b=True)
+        self.context = P.BatchMatMul()
+        self.softmax = P.Softmax(-1)
+        self.masked_score = Tensor(-1e9, ms.float32)
+
+    def construct(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        alibi_mask=None,
+        prefix=None,
+        padding_mask=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
+        """See the class."""
+        query = self._heads_first(query)
+        key = self._heads_first(key)
+        value = self._heads_first(value)
+        scores = ops.cast(self.scores(query, key), ms.float32) * self.scale
+        scores = scores + ops.cast(attention_mask, ms.float32) * self.masked_score
+        weights = ops.cast(self.softmax(scores), value.dtype)
+        out = ops.transpose(self.context(weights, value), (2, 0, 1, 3))
+        return ops.reshape(out, (out.shape[0], out.shape[1], -1))
+
+    def _heads_first(self, x):
+        """[S, B, N * D] or [S, B, N, D] -> [B, N, S, D]."""
+        x = ops.reshape(x, (x.shape[0], x.shape[1], self.heads, -1))
+        return ops.transpose(x, (1, 2, 0, 3))
+
+
+class DocumentCoreAttention(CoreAttention):
+    """`CoreAttention` for masks of `reset_attention_mask`: causal within documents, and as expensive as those.
+
+    The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
+    so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
+    """
+
+    def __init__(self, config, layer_number, **kwargs):
+        super().__init__(config, layer_number, **kwargs)
+        self.within_documents = WithinDocuments(self.scale)
+
+    def construct(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        alibi_mask=None,
+        prefix=None,
+        padding_mask=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
+        """As `CoreAttention`; attention_mask: [B, 1, S, S]."""
+        length, batch = query.shape[0], query.shape[1]
+        shape = (length, batch, self.heads, -1)
+        # the entries (i + 1, i), behind each other at a stride of S + 1
+        flat = ops.reshape(attention_mask, (batch, length * length))
+        breaks = ops.cast(flat[:, length :: length + 1], ms.int32)
+        out, _ = self.within_documents(
+            ops.reshape(query, shape), ops.reshape(key, shape), ops.reshape(value, shape), breaks
+        )
+        return ops.reshape(out, (length, batch, -1))
+
+
+class WithinDocuments(nn.Cell):
+    """`attention_documents` as host functions in the graph.
+
+    Inputs: query, key [S, B, N, D]; value [S, B, N, Dv]; breaks int32 [B, S - 1].
+    Outputs: [S, B, N, Dv], and the log-sum-exp of the rows [B, N, S], for backward only: no gradient passes it.
+    """
+
+    def __init__(self, scale):
+        super().__init__(auto_prefix=False)
+        self.attend, self.gradients = _operators(scale)
+
+    def construct(self, query, key, value, breaks):
+        """See the class."""
+        return self.attend(query, key, value, breaks)
+
+    def bprop(self, query, key, value, breaks, out, dout):
+        """`by_document.backward`."""
+        gradients = self.gradients(query, key, value, breaks, out[0], out[1], dout[0])
+        return gradients[0], gradients[1], gradients[2], ops.zeros_like(breaks)
+
+
+def _operators(scale):
+    """Forward and backward of `WithinDocuments`."""
+
+    def forward(query, key, value, breaks):
+        return by_document.forward(query, key, value, breaks, scale)
+
+    def forward_shapes(query, key, value, breaks):
+        return value, [query[1], query[2], query[0]]
+
+    def forward_types(query, key, value, breaks):
+        return value, query
+
+    def backward(query, key, value, breaks, out, log_sum, dout):
+        return by_document.backward(query, key, value, breaks, out, log_sum, dout, scale)
+
+    def first_three(query, key, value, breaks, out, log_sum, dout):
+        return query, key, value
+
+    return (
+        ops.Custom(forward, forward_shapes, forward_types, func_type="pyfunc"),
+        ops.Custom(backward, first_three, first_three, func_type="pyfunc"),
+    )
+
+
+def _refuse_unsupported(config, attention_dropout):
+    """Raise RecipeError for what would be computed wrongly in silence."""
+    dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+    where = "on CPU, model.model_config"
+    if dropout:
+        raise RecipeError(f"{where}.attention_dropout: only 0.0 is supported, not {dropout}")
+    if config.use_eod_attn_mask_compression or config.use_attn_mask_compression:
+        raise RecipeError(f"{where}.use_attn_mask_compression: must be False, CPU attention reads the full mask")
+    if config.window_size:
+        raise RecipeError(f"{where}.window_size: sliding windows are not supported")
+    if not config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
+        raise RecipeError(f"{where}.n_kv_heads: grouped-query attention is not supported")

@@ -1,0 +1,187 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.estimate.configuration import Configuration, Recompute, even_layers
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.activations import saved
+from tools.estimate.memory.model import (
+    all_stages,
+    chunk_activations,
+    held_micro_batches,
+    layer_options,
+    peak_memory,
+    stage_memory,
+    stage_weights,
+    static_memory,
+)
+from tools.estimate.sharding import copies, cut, shards
+from tools.hardware.units import GIB
+from tools.model.architecture import Model, pattern_of
+from tools.pipeline.schedules import operations
+from tools.recipe.load import load_recipe
+
+MODEL = Model(pattern_of(16), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=192, vocab=512)
+
+# GiB a device that MindSpore's compiled graphs hold (`tc3 dryrun`): weights, Adam state, accumulated, gathered
+COMPILED = [
+    ("telechat3_105b", 1, (1.61, 3.22, 6.79, 3.40)),
+    ("telechat3_105b", 5, (1.88, 3.76, 7.92, 3.97)),
+    ("telechat3_438b", 1, (0.53, 1.06, 16.07, 8.02)),
+    ("telechat3_438b", 0, (0.4735, 0.9470, 15.7589, 8.4896)),  # holds the embedding
+    ("telechat3_438b", 7, (0.3839, 0.7678, 12.7261, 6.3507)),  # holds the head
+]
+
+
+@pytest.mark.parametrize(("name", "stage", "expected"), COMPILED)
+def test_static_memory_is_that_of_the_compiled_graph(name, stage, expected):
+    config = from_recipe(load_recipe(f"recipes/{name}/pretrain_4k.yaml"))
+    digits = max(len(str(number).split(".")[1]) for number in expected)
+    found = [round(size / GIB, digits) for size in static_memory(config, stage)]
+    assert found == [pytest.approx(number, abs=1e-9) for number in expected]
+
+
+def test_megatron_keeps_18_bytes_a_parameter():
+    config = Configuration(MODEL, layers=((16,),), shard_optimizer=False)
+    held = sum(weight.size for weight in _all_weights(config))
+    # norms and the embedding are not cast
+    wide = sum(weight.size for weight in _all_weights(config) if weight.wide)
+    assert sum(static_memory(config, 0)) == 18 * held - 2 * wide
+
+
+def _all_weights(config):
+    return stage_weights(config, 0)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tp", "pp", "vpp", "gib"),
+    [(48, 8, 1, 1, 9.5625), (105, 8, 35, 3, 23.076171875)],
+)
+def test_activations_of_published_runs(layers, tp, pp, vpp, gib):
+    # Korthikanti et al. (arXiv 2205.05198): 22B with micro-batch 4, 530B with 1; selective, sequence parallel
+    hidden, batch = (6144, 4) if layers == 48 else (20480, 1)
+    model = Model(
+        pattern_of(layers), hidden, 64, 64, hidden // 64, 4 * hidden, 51200, gated=False, tied=True, dropout=True
+    )
+    table = even_layers(layers, pp, vpp)
+    config = Configuration(
+        model,
+        tp=tp,
+        pp=pp,
+        layers=table,
+        schedule="interleaved_1f1b" if vpp > 1 else "1f1b",
+        sequence=2048,
+        batch=batch,
+        micro_batches=280 if pp > 1 else 1,
+        flash=False,
+        recompute=Recompute(select=table, selective="attention"),
+    )
+    assert stage_memory(config, 0).activations / GIB == pytest.approx(gib, rel=0.04)
+
+
+def slow_held(order, chunks):
+    """Walk the operations; every moment's count of micro-batches by chunk."""
+    held, moments = [0] * chunks, []
+    for op in order:
+        if op.kind == "F":
+            held[op.chunk] += 1
+        moments.append(list(held))
+        if op.kind == "B":
+            held[op.chunk] -= 1
+    return moments
+
+
+@given(
+    pp=st.integers(2, 6),
+    chunks=st.integers(1, 3),
+    rounds=st.integers(1, 9),
+    extra=st.integers(0, 5),
+    schedule=st.sampled_from(["gpipe", "interleaved_1f1b", "seqvpp", "seqsmartvpp"]),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_in_flight_micro_batches_are_those_of_the_whole_schedule(pp, chunks, rounds, extra, schedule, data):
+    micro_batches, stage = pp * rounds + extra % pp, data.draw(st.integers(0, pp - 1))
+    if chunks == 1:
+        schedule = "1f1b"
+    elif pp % 2 and schedule == "seqsmartvpp":  # wants an even number of stages
+        schedule = "seqvpp"
+    layers = ((1,) * pp,) * chunks
+    model = replace(MODEL, pattern=pattern_of(pp * chunks))
+    config = Configuration(model, pp=pp, layers=layers, schedule=schedule, micro_batches=micro_batches)
+    sizes = np.array([1.0, 2.5, 1.7][:chunks])
+    moments = np.array(slow_held(operations(schedule, stage, pp, chunks, micro_batches), chunks))
+    assert (held_micro_batches(config, stage) @ sizes).max() == pytest.approx((moments @ sizes).max())
+
+
+def test_seqsmartvpp_spreads_what_fills_no_round():
+    """63 micro-batches on 8 stages are 7 rounds of 9; of 39, as other schedules may be cut to, the first has 10."""
+    config = Configuration(MODEL, pp=8, layers=((1,) * 8,) * 2, schedule="seqsmartvpp", micro_batches=63)
+    found = [int(held_micro_batches(config, stage).sum(axis=1).max()) for stage in range(8)]
+    assert found == [17, 16, 15, 14, 13, 12, 11, 10]
+
+
+def test_mtp_is_kept_unless_the_last_layer_recomputes():
+    """1119B: one fully recomputed layer on the first stage says nothing about MTP, which is on the last."""
+    config = from_recipe(load_recipe("recipes/telechat3_1119b/pretrain_4k.yaml"))
+    last = config.pp - 1
+
+    def kept(first, end):
+        table = [[0] * config.pp for _ in range(config.chunks)]
+        table[0][0], table[-1][-1] = first, end
+        full = tuple(map(tuple, table))
+        return chunk_activations(replace(config, recompute=Recompute(full=full)), last)[-1]
+
+    assert kept(1, 0) == kept(0, 0) > kept(0, config.layers[-1][-1])
+    layer = saved(config, "moe") - saved(config, "moe", "full")
+    assert kept(0, 0) - kept(0, config.layers[-1][-1]) == pytest.approx((config.layers[-1][-1] + 1) * layer)
+
+
+def test_shard_size_bounds_what_the_optimizer_spreads():
+    """438B has 512 copies of most weights; MindSpore shards in groups of 8, and nothing that 8 does not divide."""
+    whole = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    config = replace(whole, shard_size=8)
+    (held, state, summed, _), (all_held, *_) = static_memory(config, 1), static_memory(whole, 1)
+    local = sum(weight.size / cut(weight, config) / shards(weight, config) for weight in stage_weights(config, 1))
+    assert held == 4 * local and state == 2 * held and summed == static_memory(whole, 1)[2]
+    assert 1 < held / all_held <= 512 / 8
+    for weight in stage_weights(config, 1):
+        assert shards(weight, config) in (1, 8) and shards(weight, replace(config, shard_size=3)) == 1
+        assert shards(weight, replace(config, shard_size=copies(weight, config))) == shards(weight, whole)
+
+
+def test_shard_size_is_read_from_the_recipe():
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    section = recipe["parallel"].setdefault("parallel_optimizer_config", {})
+    # MindSpore ignores 1 with a warning
+    for written, size in ((8, 8), (-1, 0), (1, 0)):
+        section["optimizer_weight_shard_size"] = written
+        assert from_recipe(recipe).shard_size == size
+
+
+@given(tp=st.sampled_from([1, 2]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8]))
+@settings(max_examples=20, deadline=None)
+def test_recomputing_and_sharding_more_never_takes_more(tp, pp, dp):
+    layers = even_layers(16, pp, 1)
+    plain = Configuration(MODEL, dp=dp, tp=tp, pp=pp, layers=layers, micro_batches=8, shard_optimizer=False)
+    one = replace(plain, shard_optimizer=True)
+    two = replace(one, shard_gradients=True)
+    # gathering for the optimizer's shards costs what wide weights take; the sum still falls
+    totals = [sum(sum(static_memory(config, stage)) for stage in range(pp)) for config in (plain, one, two)]
+    assert totals[2] <= totals[1]
+    assert dp == 1 or totals[1] < totals[0]
+    full = replace(plain, recompute=Recompute(full=layers))
+    for less, more in zip(all_stages(full), all_stages(plain), strict=True):
+        assert less.activations < more.activations
+    assert peak_memory(plain) == max(stage.peak for stage in all_stages(plain))
+
+
+def test_options_of_layers():
+    table = ((4,),)
+    config = Configuration(replace(MODEL, pattern=pattern_of(4)), layers=table)
+    both = replace(config, recompute=Recompute(full=((1,),), select=((2,),), communication=((3,),)))
+    assert layer_options(both, 0, 0, 4) == ["full", "select", "communication", "none"]
+    assert layer_options(config, 0, 0, 2) == ["none", "none"]

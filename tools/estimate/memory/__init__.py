@@ -1,0 +1,1 @@
+"""Bytes of a device: weights, optimizer state, activations, and how far off predictions were."""

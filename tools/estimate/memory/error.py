@@ -1,0 +1,76 @@
+"""How far predicted memory was off published runs, the margin that follows, and how likely a prediction fits.
+
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. None of
+the runs is one of MindFormers or on Ascend; nobody has published one with its memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import yaml
+
+from tools.files.whole import write_whole
+
+ROWS = Path(__file__).parent / "rows.yaml"
+FILE = Path(__file__).parent / "errors.yaml"
+_DIGITS = 4
+_ROUNDED = 1e-9
+_HEAD = """\
+# Predicted over measured memory - 1 of published runs. Written by `tc3 search validate {rows} --record`.
+# `tc3 search` takes its margin from these, and how likely a strategy fits.
+"""
+
+
+@dataclass(frozen=True)
+class MemoryErrors:
+    """Known errors.
+
+    Args:
+        errors: run -> predicted over measured memory - 1.
+    """
+
+    errors: Mapping[str, float]
+
+    @property
+    def margin(self) -> float:
+        """The share of a limit that predictions must leave free so that every known run would have fit."""
+        return max(0.0, -min(self.errors.values()))
+
+    def fitting(self, predicted: float, limit: float) -> int:
+        """Known runs that would fit: measured over predicted memory is at most `limit` over `predicted`."""
+        return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
+
+    def fits(self, predicted: float, limit: float) -> str:
+        """``"15 of 24"``."""
+        return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
+
+    def differences(self, found: Mapping[str, float]) -> list[str]:
+        """Runs whose error is another one than what is recorded, in words."""
+        return [
+            f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
+            for name, error in self.errors.items()
+            if name in found and abs(found[name] - error) > 10**-_DIGITS
+        ]
+
+
+@lru_cache(maxsize=1)
+def known_errors() -> MemoryErrors:
+    """What errors.yaml records."""
+    return MemoryErrors(yaml.safe_load(FILE.read_text(encoding="utf-8"))["errors"])
+
+
+def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
+    """Record errors in a file such as errors.yaml; they are rounded down, which makes a margin no smaller.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    scale = 10**_DIGITS
+    rounded = {name: math.floor(error * scale) / scale for name, error in errors.items()}
+    body = yaml.safe_dump({"errors": rounded}, sort_keys=False)
+    write_whole(path, _HEAD.format(rows=rows.name) + body)

@@ -1,0 +1,169 @@
+"""Memory of one device of each stage: weights, gradients, optimizer state, activations by schedule, buffers.
+
+Weights are kept in fp32 with two Adam moments, over the ranks that hold copies where the optimizer is sharded.
+Gradients add up in fp32 and weights compute in the compute precision; both are only cut by tp and ep, unless gradients
+(`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
+equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum.
+
+Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held as the schedule's own order of
+operations says. Fragments of the allocator are not counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from tools.estimate import sharding
+from tools.estimate.configuration import Configuration
+from tools.estimate.layer_model import work
+from tools.estimate.memory.activations import mtp_option, saved, working
+from tools.model.weights import Weight, weights
+from tools.pipeline.in_flight import enough, peak_vectors
+from tools.pipeline.schedules import operations
+
+_WIDE, _STATE = 4, 8  # bytes of a number in fp32, and of its two Adam moments
+_ITEM = {"fp32": 4, "fp8": 2}  # of weights that compute; fp8 is made from bf16 ones
+_BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes on one device of a stage.
+
+    Args:
+        weights: in fp32, as the optimizer updates them.
+        state: Adam's two moments.
+        accumulated: gradients.
+        gathered: weights in the type that computes, for the whole step.
+        activations: kept for backward, at the fullest moment of the schedule.
+        working: what one pass needs beside that.
+        buffers: of communication.
+    """
+
+    weights: float
+    state: float
+    accumulated: float
+    gathered: float
+    activations: float
+    working: float
+    buffers: float
+
+    @property
+    def static(self) -> float:
+        """What does not depend on the micro-batch: weights, gradients and optimizer state."""
+        return self.weights + self.state + self.accumulated + self.gathered
+
+    @property
+    def peak(self) -> float:
+        """All of it."""
+        return self.static + self.activations + self.working + self.buffers
+
+    def as_json(self) -> dict[str, float]:
+        """Parts in bytes, with their sum as "peak"."""
+        return asdict(self) | {"peak": self.peak}
+
+
+def stage_weights(config: Configuration, stage: int) -> list[Weight]:
+    """Weights that a stage holds; the last one holds the embedding, too, if MTP or a tied head reads it there."""
+    kinds = [kind for chunk in config.stage_kinds(stage) for kind in chunk]
+    again = "head" in kinds and "embedding" not in kinds and bool(config.model.mtp or config.model.tied)
+    every = [*kinds, *["embedding"] * again]
+    return [weight for kind in every for weight in weights(config.model, kind, config.shared_whole)]
+
+
+def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
+    """Bytes of (weights, state, accumulated, gathered) on one device of a stage."""
+    held = summed = gathered = largest = 0.0
+    item = _ITEM.get(config.dtype, 2)
+    # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
+    at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
+    for weight in stage_weights(config, stage):
+        local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
+        held += local / shards
+        summed += local / (shards if config.shard_gradients or at_once else 1)
+        # a cast copy, or a gathered one: fp32 weights that nobody shards are used as they are
+        gathered += local * (item if not weight.wide and item != _WIDE else _WIDE * (shards > 1))
+        largest = max(largest, local * item)
+    if config.shard_weights:
+        gathered = _BUCKET * _layer_weights(config) * item + largest
+    return held * _WIDE, held * _STATE, summed * _WIDE, gathered
+
+
+def _layer_weights(config: Configuration) -> float:
+    """Weights of the largest layer on a device that gathers them."""
+    kinds = set(config.model.pattern)
+    return max(
+        sum(w.size / sharding.cut(w, config) for w in weights(config.model, kind, config.shared_whole))
+        for kind in kinds
+    )
+
+
+@lru_cache(maxsize=4096)
+def _peaks(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    return peak_vectors(operations(schedule, stage, stages, chunks, micro_batches), chunks)
+
+
+def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
+    """[vectors, chunks] micro-batches in flight at the schedule's fullest moments."""
+    if config.pp == 1:
+        return np.ones((1, config.chunks), int)  # accumulation finishes one micro-batch before the next
+    count = enough(config.schedule, config.pp, config.micro_batches)
+    return _peaks(config.schedule, stage, config.pp, config.chunks, int(count))
+
+
+def chunk_activations(config: Configuration, stage: int) -> list[float]:
+    """Bytes that one micro-batch of each chunk leaves for backward."""
+    totals = []
+    for chunk, kinds in enumerate(config.stage_kinds(stage)):
+        layers = [kind for kind in kinds if kind in ("dense", "moe")]
+        options = layer_options(config, chunk, stage, len(layers))
+        total = sum(saved(config, kind, option) for kind, option in zip(layers, options, strict=True))
+        ends = [kind for kind in kinds if kind not in ("dense", "moe")]
+        totals.append(total + sum(saved(config, kind, mtp_option(config)) for kind in ends))
+    return totals
+
+
+def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
+    """What each of a chunk's layers recomputes: the first ones fully, the next selectively, then communication.
+
+    MindFormers counts each option from the chunk's first layer and lets the stronger one win.
+    """
+    recompute = config.recompute
+    full = recompute.layers("full", chunk, stage)
+    select = recompute.layers("select", chunk, stage)
+    again = recompute.layers("communication", chunk, stage)
+    options = ["full"] * full + ["select"] * (select - full)
+    options += ["communication"] * (again - len(options))
+    return (options + ["none"] * count)[:count]
+
+
+def stage_memory(config: Configuration, stage: int) -> StageMemory:
+    """Memory of one device of a stage at its fullest moment."""
+    kept = held_micro_batches(config, stage) @ np.array(chunk_activations(config, stage))
+    kinds = config.stage_kinds(stage)
+    every = [kind for chunk in kinds for kind in chunk]
+    return StageMemory(
+        *static_memory(config, stage),
+        activations=float(kept.max()),
+        working=max(working(config, chunk) for chunk in kinds),
+        buffers=max((_buffers(config, kind) for kind in set(every) if kind in ("dense", "moe")), default=0.0),
+    )
+
+
+def _buffers(config: Configuration, kind: str) -> float:
+    """One gathered activation, and one micro-batch's copies on their way to experts and back."""
+    done = work(config, kind)
+    return (done.gathered if config.tp > 1 else 0.0) + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
+
+
+def all_stages(config: Configuration) -> list[StageMemory]:
+    """Memory of each stage."""
+    return [stage_memory(config, stage) for stage in range(config.pp)]
+
+
+def peak_memory(config: Configuration) -> float:
+    """Bytes of the heaviest stage."""
+    return max(memory.peak for memory in all_stages(config))

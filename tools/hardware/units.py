@@ -1,0 +1,19 @@
+"""What sizes and number types are called: GiB, and two names for each type."""
+
+GIB = 1 << 30  # bytes
+
+# the short name, which hardware files and searches use -> the one of recipes, MindSpore and NumPy
+LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT = {long: short for short, long in LONG.items()}
+BOTH = tuple(sorted((*LONG, *SHORT)))
+
+
+def short_dtype(name: object, default: str) -> str:
+    """The short name of a type that a recipe gives in either way; `default` for none that is known."""
+    text = str(name)
+    return SHORT.get(text, text if text in LONG else default)
+
+
+def same_dtype(one: str, other: str) -> bool:
+    """Whether two names, or other words, mean the same."""
+    return LONG.get(one, one).lower() == LONG.get(other, other).lower()
