@@ -42,8 +42,10 @@ def check_same_curve(one, four, steps):
 
 @pytest.fixture(scope="module")
 def one_worker(corpus, tmp_path_factory):
-    alike = "model.model_config.num_nextn_predict_layers=0"
-    return train(runs.TINY, tmp_path_factory.mktemp("one"), corpus, TINY_STEPS, "--set", alike)
+    config = load_recipe(TINY_EP4)["model"]["model_config"]
+    layers = ("num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers")
+    alike = [word for name in layers for word in ("--set", f"model.model_config.{name}={config[name]}")]
+    return train(runs.TINY, tmp_path_factory.mktemp("one"), corpus, TINY_STEPS, *alike)
 
 
 def check_dry_run(run_dir):

@@ -59,8 +59,8 @@ def test_killed_in_training_it_goes_on_to_the_same_losses(whole, graph, corpus, 
     for step, record in killed.items():
         runs.same(record, expected[step])
 
-    # compiled anew, as it would be
-    text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto")
+    # two workers, and four, are resumed with a graph that is compiled anew
+    text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto", **graph)
     assert "going on from step" in text
     resumed = runs.steps(run_dir)
     assert sorted(resumed) == list(range(1, 13))
@@ -129,12 +129,12 @@ def test_ctrl_c_leaves_no_process(graph, corpus, tmp_path):
     assert runs.processes_of(run_dir) == []
 
 
-def test_msrun_by_hand_trains_the_same(whole, corpus, tmp_path):
+def test_msrun_by_hand_trains_the_same(whole, graph, corpus, tmp_path):
     data = f"train_dataset.data_loader.config.data_path.1={corpus}"
     command = ["msrun", "--worker_num=1", "--local_worker_num=1", f"--master_port={free_port()}", "--join=True"]
     command += [f"--log_dir={tmp_path}/logs", "launch/train.py", "--config", str(runs.TINY)]
     command += ["--run-dir", str(tmp_path / "run"), "--set", data]
-    env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}"}
+    env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}", **graph}
     done = subprocess.run(command, cwd=runs.ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (tmp_path / "logs" / "worker_0.log").read_text()[-2000:]
     expected, got = runs.steps(whole), runs.steps(tmp_path / "run")
