@@ -3,6 +3,7 @@
     python -m benchmarks.estimator ROWS.yaml            # table for RESULTS.md
     python -m benchmarks.estimator ROWS.yaml --fit      # of all device types or of those named after it;
                                                         # writes tools/estimate/efficiencies.yaml
+    python -m benchmarks.estimator ROWS.yaml --record   # writes the errors of the rows fitted into that file
     python -m benchmarks.estimator ROWS.yaml --halves   # how well rows are predicted that were not fitted
 
 The fit changes one parameter at a time by ever smaller factors, inside bounds that make physical sense, and keeps what
@@ -185,6 +186,7 @@ _HEAD = """\
 # What each device type reaches: one set of parameters, see tools.estimate.efficiency.Efficiency.
 # Written by `python -m benchmarks.estimator ROWS.yaml --fit` from published measurements (rows with `use: fit`);
 # `fitted` says which parameters were, `others` where the rest comes from. None is fitted for a single row.
+# `step_errors` is how far those rows' step times are off (`--record`).
 # Rows left out of the fit (`--halves`) are predicted less well than those in it: see benchmarks/RESULTS.md.
 """
 
@@ -208,10 +210,28 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def with_errors(rows: list[Row]) -> dict[str, dict]:
+    """The sets with the errors of the rows that each is fitted to."""
+    sets: dict[str, dict] = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
+    for kind, (clusters, *_, names) in _TYPES.items():
+        errors = [abs(predict(row).step_error or 0.0) for row, *_ in to_fit(rows, clusters)] if names else []
+        sets[kind].pop("step_errors", None)
+        if errors:
+            mean = round(sum(errors) / len(errors), 4)
+            sets[kind]["step_errors"] = {"rows": len(errors), "mean": mean, "worst": round(max(errors), 4)}
+    return sets
+
+
+def write(sets: dict[str, dict]) -> None:
+    FILE.write_text(_HEAD + yaml.safe_dump({"sets": sets}, sort_keys=False, width=118), encoding="utf-8")
+    clear_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--fit", nargs="*", metavar="DEVICE_TYPE", help="all of them, or those named")
+    parser.add_argument("--record", action="store_true", help="write the errors of the fitted rows")
     parser.add_argument("--halves", action="store_true", help="errors of rows left out of the fit")
     arguments = parser.parse_args()
     rows = read_rows(arguments.rows)
@@ -219,9 +239,9 @@ def main() -> None:
         print(halves(rows))
         return
     if arguments.fit is not None:
-        text = yaml.safe_dump({"sets": fit_all(rows, arguments.fit)}, sort_keys=False, width=118)
-        FILE.write_text(_HEAD + text, encoding="utf-8")
-        clear_cache()
+        write(fit_all(rows, arguments.fit))
+    if arguments.record or arguments.fit is not None:
+        write(with_errors(rows))
     print(table(rows))
 
 

@@ -16,7 +16,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.recipe.load import load_recipe
 from tools.search.ranking.entry import entry_of
@@ -50,7 +50,7 @@ def main():
     seconds = parser.parse_args().seconds
     recipe = load_recipe(RECIPE)
     request = request_of(recipe, CLUSTER)
-    times = SearchTimes(request.hardware)
+    times = TimeModel(request.hardware)
     begin, processor = time.perf_counter(), time.process_time()
     ranking = rank(request)
     alone = time.perf_counter() - begin
@@ -67,10 +67,10 @@ def main():
         print(row([f"ranked and the best {len(found.entries)} placed in", f"{took:.0f} s on {os.cpu_count()} cores"]))
         print(f"\n{row(HEADS)}\n{'|---' * len(HEADS)}|")
         for number, entry in enumerate(found.entries, 1):
-            print(row(cells(str(number), entry)))
-        print(row(cells("recipe", found.own)))
+            print(row(cells(str(number), entry, request)))
+        print(row(cells("recipe", found.own, request)))
         for name, limits in PARTS.items():
-            print(row(cells(name, placed(request, limits, times, seconds / 5, state))))
+            print(row(cells(name, placed(request, limits, times, seconds / 5, state), request)))
     print()
     for line in reasons(found):
         print(f"* {line}")

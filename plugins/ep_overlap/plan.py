@@ -3,79 +3,86 @@
 One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
 Cut into chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at
 once. More chunks hide more and cost more: launches, latencies of messages and the reading of expert weights
-do not shrink with the chunk. `choose` weighs the two by simulation; nothing here is measured.
+do not shrink with the chunk, and small matmuls are slower. `choose` weighs the two by simulation; how long a step of a
+chunk takes is the caller's knowledge.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from plugins.ep_overlap.timeline import Op, Timeline, simulate
 from plugins.errors import RecipeError
-from plugins.hierarchical_ep.traffic import Step
 
 FORWARD_STEPS = ("dispatch.inter", "dispatch.intra", "experts", "combine.intra", "combine.inter")
 WHOLE = -1  # the chunk number of what is not cut into chunks: the shared expert
 BATCH_CHUNKS, SEQUENCE_CHUNKS, MOST_CHUNKS = (1, 2, 4), (1, 2, 4, 8), 8
 DIGITS = 12  # of seconds that are compared: below them is rounding, which must not decide
-_BACKWARD_COST = 2  # backward of a matmul is two matmuls
 Chunks = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Links:
-    """What links and launches cost one device: bytes/s that a collective reaches, seconds a message and an operator."""
-
-    inter_bytes_per_s: float
-    intra_bytes_per_s: float
-    inter_latency: float
-    intra_latency: float
-    launch: float
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One MoE layer on one micro-batch, uncut, as the busiest rank sees it.
-
-    Args:
-        forward, backward: communication (`traffic.expected_steps` or `planned_steps`, and `traffic.backward` of it).
-        experts: seconds of the routed experts' matmuls, forward; backward takes twice that, as of the following.
-        shared: seconds of the shared expert.
-        permutation: seconds to sort copies by expert and back.
-        weights: seconds to read the expert weights once, below which no chunk's matmuls get.
-        replay: backward runs dispatch and experts again first, because the layer is recomputed.
-        shared_beside: without `ep_overlap`, too, the shared expert runs beside communication (MindFormers'
-            `moe_shared_expert_overlap`).
-    """
-
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
-    experts: float
-    shared: float = 0.0
-    permutation: float = 0.0
-    weights: float = 0.0
-    replay: bool = False
-    shared_beside: bool = False
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a chunk's chain: its stream, and seconds as the larger of the lines fixed + share * scaled."""
+    """One step of a chunk's chain: its name, its stream, and the seconds of a chunk by the share of tokens it holds."""
 
     name: str
     stream: str
-    lines: tuple[tuple[float, float], ...]
-
-    def seconds(self, share: float) -> float:
-        """Seconds for a chunk that holds `share` of the tokens."""
-        return max(fixed + share * scaled for fixed, scaled in self.lines)
+    seconds: Callable[[float], float]
 
 
-Phases = tuple[tuple[Stage, ...], ...]
+Chain = tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class Passes(Generic[T]):
+    """Something of each pass: forward, backward, and a backward that replays forward first."""
+
+    forward: T
+    backward: T
+    replayed: T
+
+    def map(self, function: Callable[[T], U]) -> Passes[U]:
+        """The function of each."""
+        return Passes(function(self.forward), function(self.backward), function(self.replayed))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One MoE layer on one micro-batch, as the busiest rank sees it.
+
+    Args:
+        forward, backward: what a chunk goes through, each step after the one before: dispatch, the experts, combine,
+            and the adjoints from last to first. Steps in which a rank has no peer are left out.
+        replay: what backward runs before, where the layer is recomputed.
+        shared: seconds of the shared expert forward and backward; 0 without one.
+        shared_beside: without `ep_overlap`, too, the shared expert runs beside communication (MindFormers'
+            `moe_shared_expert_overlap`).
+    """
+
+    forward: Chain
+    backward: Chain
+    replay: Chain = ()
+    shared: tuple[float, float] = (0.0, 0.0)
+    shared_beside: bool = False
+
+    @cached_property
+    def passes(self) -> Passes[tuple[Sequence[Chain], float]]:
+        """The chains of each pass and its seconds of the shared expert.
+
+        A chain is issued for all chunks before the next: backward replays the whole layer before it takes gradients.
+        """
+        forward, backward = self.shared
+        both = (self.replay, self.backward) if self.replay else (self.backward,)
+        again = forward + backward if self.replay else backward
+        return Passes(((self.forward,), forward), ((self.backward,), backward), (both, again))
 
 
 @dataclass(frozen=True)
@@ -83,45 +90,39 @@ class Choice:
     """What was chosen for a layer, and what it is expected to bring. Seconds of one layer and micro-batch.
 
     Args:
-        mode: dispatch mode.
         chunks: (b, s) parts of batch and sequence.
         stride: the order of issue, see `issue_order`.
-        ep_seconds: all EP communication, uncut and one after the other, forward and backward.
-        compute_seconds: experts and shared expert alone, uncut.
-        before, after: (forward, backward) timelines uncut and cut.
+        compute: experts and shared expert alone, uncut.
+        communication: the rest of the chains, uncut and one after the other.
+        before, after: timelines uncut and cut.
     """
 
-    mode: str
     chunks: Chunks
     stride: int
-    ep_seconds: float
-    compute_seconds: float
-    before: tuple[Timeline, Timeline] = field(repr=False)
-    after: tuple[Timeline, Timeline] = field(repr=False)
+    compute: Passes[float]
+    communication: Passes[float]
+    before: Passes[Timeline] = field(repr=False)
+    after: Passes[Timeline] = field(repr=False)
 
     @property
-    def makespan_before(self) -> float:
-        """Seconds of the layer uncut."""
-        return sum(timeline.makespan for timeline in self.before)
+    def waited_before(self) -> Passes[float]:
+        """Seconds in which nothing is computed, uncut."""
+        return _waited(self.before)
 
     @property
-    def makespan_after(self) -> float:
-        """Seconds of the layer in chunks."""
-        return sum(timeline.makespan for timeline in self.after)
+    def waited_after(self) -> Passes[float]:
+        """The same in chunks."""
+        return _waited(self.after)
 
     @property
-    def exposed_before(self) -> float:
-        """Seconds that communication adds to the computation, uncut."""
-        return self.makespan_before - self.compute_seconds
+    def cutting(self) -> Passes[float]:
+        """Seconds that computation takes longer in chunks: smaller matmuls, more launches, weights read again."""
+        busy, uncut = self.after.map(lambda timeline: timeline.busy("compute")), self.compute
+        return Passes(busy.forward - uncut.forward, busy.backward - uncut.backward, busy.replayed - uncut.replayed)
 
-    @property
-    def exposed_after(self) -> float:
-        """The same in chunks; what cutting itself costs counts as exposed."""
-        return self.makespan_after - self.compute_seconds
 
-    def exposed_fraction(self, seconds: float) -> float:
-        """`exposed_before` or `exposed_after` as a fraction of EP communication; 0 when there is none."""
-        return seconds / self.ep_seconds if self.ep_seconds else 0.0
+def _waited(timelines: Passes[Timeline]) -> Passes[float]:
+    return timelines.map(lambda timeline: timeline.makespan - timeline.busy("compute"))
 
 
 def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
@@ -137,12 +138,7 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
     Raises:
         RecipeError: more parts than rows, or no part.
     """
-    for axis, (rows, parts) in enumerate(zip((batch, sequence), chunks, strict=True)):
-        if not 1 <= parts <= rows:
-            what = ("samples", "tokens of a sequence")[axis]
-            raise RecipeError(
-                f"plugins.ep_overlap.chunks[{axis}]: {parts} parts of {rows} {what} on a rank; use 1 to {rows}"
-            )
+    _check(batch, sequence, chunks)
     tokens = np.arange(batch * sequence).reshape(batch, sequence)
     bands = np.array_split(tokens, chunks[0], axis=0)
     return [part.reshape(-1) for band in bands for part in np.array_split(band, chunks[1], axis=1)]
@@ -150,7 +146,22 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
 
 def chunk_shares(batch: int, sequence: int, chunks: Chunks) -> tuple[float, ...]:
     """The share of the tokens in each of `chunk_slices`; they add up to 1."""
-    return tuple(len(part) / (batch * sequence) for part in chunk_slices(batch, sequence, chunks))
+    _check(batch, sequence, chunks)
+    rows = [
+        [whole // parts + (part < whole % parts) for part in range(parts)]
+        for whole, parts in zip((batch, sequence), chunks, strict=True)
+    ]
+    return tuple(b * s / (batch * sequence) for b, s in product(*rows))
+
+
+def _check(batch: int, sequence: int, chunks: Chunks) -> None:
+    """Raise RecipeError for more parts than rows, or no part."""
+    for axis, (rows, parts) in enumerate(zip((batch, sequence), chunks, strict=True)):
+        if not 1 <= parts <= rows:
+            what = ("samples", "tokens of a sequence")[axis]
+            raise RecipeError(
+                f"plugins.ep_overlap.chunks[{axis}]: {parts} parts of {rows} {what} on a rank; use 1 to {rows}"
+            )
 
 
 def candidates(batch: int, sequence: int) -> list[Chunks]:
@@ -179,119 +190,83 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
     return [(chunk, step) for _, chunk, step in sorted(places, key=lambda place: place[:2])]
 
 
-def stages(layer: Layer, links: Links) -> tuple[Phases, Phases]:
-    """What one chunk goes through forward and backward, without steps in which a rank has no peer (EP in one node).
-
-    A phase is issued for all chunks before the next: backward replays the whole layer before it takes gradients.
-    """
-    half = len(layer.forward) // 2
-    dispatch, combine = layer.forward[:half], layer.forward[half:]
-    forward = (*_sent(dispatch, links), _computed("experts", layer, links), *_sent(combine, links))
-    gradient = (
-        *_sent(layer.backward[:half], links),
-        _computed("experts.backward", layer, links, _BACKWARD_COST),
-        *_sent(layer.backward[half:], links),
-    )
-    replay = (*_sent(dispatch, links, ".replay"), _computed("experts.replay", layer, links))
-    return (forward,), (replay, gradient) if layer.replay else (gradient,)
-
-
-def _computed(name: str, layer: Layer, links: Links, times: int = 1) -> Stage:
-    """The experts: matmuls or the reading of weights, whichever is longer, after the permutation."""
-    moved = times * layer.permutation
-    matmuls = (links.launch, times * layer.experts + moved)
-    return Stage(name, "compute", (matmuls, (links.launch + times * layer.weights, moved)))
-
-
-def _sent(steps: Sequence[Step], links: Links, suffix: str = "") -> list[Stage]:
-    """Communication: launch, a latency a message, bytes; over both classes of links the slower one counts."""
-    sent = []
-    for step in steps:
-        lines = []
-        if step.inter_peers:
-            fixed = links.launch + step.inter_peers * links.inter_latency
-            lines.append((fixed, step.inter_bytes / links.inter_bytes_per_s))
-        if step.intra_peers:
-            fixed = links.launch + step.intra_peers * links.intra_latency
-            lines.append((fixed, step.intra_bytes / links.intra_bytes_per_s))
-        if lines:
-            sent.append(Stage(step.name + suffix, step.stream, tuple(lines)))
-    return sent
-
-
-def layer_ops(phases: Phases, shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
-    """One direction of a layer in chunks, in order of issue; the shared expert first, it depends on nothing.
+def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
+    """One pass of a layer in chunks, in order of issue; the shared expert first, it depends on nothing.
 
     Args:
-        phases: the steps of a chunk, each after the one before (`stages`).
+        chains: the steps of a chunk (`Layer.passes`).
         shares: of the tokens in each chunk.
-        shared: seconds of the shared expert with its launch, 0 without one.
+        shared: seconds of the shared expert, 0 without one.
     """
-    named = {stage.name: stage for phase in phases for stage in phase}
+    named = {stage.name: stage for chain in chains for stage in chain}
     before = dict(zip(list(named)[1:], named, strict=False))
+    seconds = {(name, share): stage.seconds(share) for name, stage in named.items() for share in set(shares)}
     ops = [Op("shared", WHOLE, "compute", shared)] if shared else []
-    for phase in phases:
-        for chunk, step in issue_order(len(shares), [stage.name for stage in phase], stride):
+    for chain in chains:
+        for chunk, step in issue_order(len(shares), [stage.name for stage in chain], stride):
             after = ((chunk, before[step]),) if step in before else ()
-            ops.append(Op(step, chunk, named[step].stream, named[step].seconds(shares[chunk]), after))
+            ops.append(Op(step, chunk, named[step].stream, seconds[step, shares[chunk]], after))
     return ops
 
 
-def uncut_ops(phases: Phases, shared: float = 0.0, shared_beside: bool = False) -> list[Op]:
-    """One direction without chunks; the shared expert last, after everything, unless it runs beside."""
+def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool = False) -> list[Op]:
+    """One pass without chunks; the shared expert last, after everything, unless it runs beside."""
     if shared_beside or not shared:
-        return layer_ops(phases, (1.0,), 1, shared)
-    return [*layer_ops(phases, (1.0,), 1), Op("shared", WHOLE, "compute", shared, ((0, phases[-1][-1].name),))]
+        return layer_ops(chains, (1.0,), 1, shared)
+    return [*layer_ops(chains, (1.0,), 1), Op("shared", WHOLE, "compute", shared, ((0, chains[-1][-1].name),))]
 
 
-def choose(layers: Mapping[str, Layer], links: Links, batch: int, sequence: int, cuts: Sequence[Chunks] = ()) -> Choice:
-    """The dispatch mode, cut and order with the shortest layer, forward and backward.
+def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
+    """The cut and order with the shortest layer: forward, and the backward that replays it if the layer says how.
 
     Args:
-        layers: dispatch mode -> the layer in it.
         batch, sequence: samples and tokens of a sequence that a rank holds of a micro-batch.
         cuts: (b, s) to try; `candidates` when empty.
+        stride: the order of issue; the best one by default.
 
-    Equal times prefer fewer chunks, then stride 1, then the mode named first: all ranks choose alike.
+    Equal times prefer fewer chunks, then stride 1: all ranks choose alike.
 
     Raises:
         RecipeError: a cut has more parts than rows.
     """
-    best: Choice | None = None
-    for mode, layer in layers.items():
-        for cut in cuts or candidates(batch, sequence):
-            choice = cut_layer(mode, layer, links, cut, chunk_shares(batch, sequence, cut))
-            if best is None or _rank(choice) < _rank(best):
-                best = choice
-    assert best is not None, "no dispatch mode to choose from"
-    return best
+    strides = range(len(layer.forward) + 1) if stride is None else (stride,)
+    best: tuple[Chunks, int, tuple[float, ...]] = ((1, 1), 1, (1.0,))
+    least, tried = (float("inf"), 0, False, 0), set[tuple[float, ...]]()
+    for cut in cuts or candidates(batch, sequence):
+        shares = chunk_shares(batch, sequence, cut)
+        if shares in tried:  # two halves are two halves, of the batch or of the sequence
+            continue
+        tried.add(shares)
+        for order in strides if len(shares) > 1 else (1,):  # a single chunk is the layer uncut
+            timelines = [_timeline(layer, one, shares, order) for one in (layer.passes.forward, layer.passes.replayed)]
+            seconds = round(sum(timeline.makespan for timeline in timelines), DIGITS)
+            rank = (seconds, len(shares), order != 1, order)
+            if rank < least:
+                best, least = (cut, order, shares), rank
+    return cut_layer(layer, *best)
 
 
-def _rank(choice: Choice) -> tuple[float, int]:
-    return round(choice.makespan_after, DIGITS), choice.chunks[0] * choice.chunks[1]
-
-
-def cut_layer(mode: str, layer: Layer, links: Links, chunks: Chunks, shares: Sequence[float]) -> Choice:
-    """One cut of one layer, in its best order; both directions share the order's stride."""
-    ways = stages(layer, links)
-    shared = [cost * layer.shared + links.launch if layer.shared else 0.0 for cost in (1, _BACKWARD_COST)]
-    if layer.replay and layer.shared:
-        shared[1] += shared[0]
-    directions = list(zip(ways, shared, strict=True))
-    uncut = [simulate(uncut_ops(phases, extra, layer.shared_beside)) for phases, extra in directions]
-    seconds = [(stage.stream == "compute", stage.seconds(1.0)) for way in ways for phase in way for stage in phase]
-    runs = []
-    for stride in range(len(layer.forward) + 2) if len(shares) > 1 else ():  # a single chunk is the layer uncut
-        cut = [simulate(layer_ops(phases, shares, stride, extra)) for phases, extra in directions]
-        runs.append((sum(timeline.makespan for timeline in cut), stride, cut))
-    best = min(runs, key=lambda run: (round(run[0], DIGITS), run[1] != 1, run[1]), default=(0.0, 1, uncut))
-    _, stride, after = best
+def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
+    """One cut of one layer in one order, which all passes share."""
+    passes = layer.passes
+    each = (passes.forward, passes.backward, passes.replayed)
+    compute, communication = [], []
+    for chains, shared in each:
+        seconds = [(stage.stream == "compute", stage.seconds(1.0)) for chain in chains for stage in chain]
+        compute.append(sum(time for own, time in seconds if own) + shared)
+        communication.append(sum(time for own, time in seconds if not own))
     return Choice(
-        mode,
         chunks,
         stride,
-        ep_seconds=sum(time for compute, time in seconds if not compute),
-        compute_seconds=sum(time for compute, time in seconds if compute) + sum(shared),
-        before=(uncut[0], uncut[1]),
-        after=(after[0], after[1]),
+        Passes(*compute),
+        Passes(*communication),
+        before=Passes(*(_timeline(layer, one, (1.0,), 1) for one in each)),
+        after=Passes(*(_timeline(layer, one, shares, stride) for one in each)),
     )
+
+
+def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence[float], stride: int) -> Timeline:
+    chains, shared = one
+    if len(shares) == 1:
+        return simulate(uncut_ops(chains, shared, layer.shared_beside))
+    return simulate(layer_ops(chains, shares, stride, shared))

@@ -1,4 +1,4 @@
-"""What runs when: a device's in-order streams, event by event. Standard library only. Report figure 5.
+"""What runs when: a device's in-order streams. Standard library only. Report figure 5.
 
 A device has three streams: `compute`, and one for each class of links, `inter` (between nodes, RoCE) and `intra`
 (inside a node, HCCS). A stream runs what was issued to it strictly in the order of issue. An operator starts when it is
@@ -8,8 +8,6 @@ the next of its stream, its stream is free and all that it depends on has ended.
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -70,48 +68,34 @@ class Timeline:
 def simulate(ops: Sequence[Op]) -> Timeline:
     """When each of `ops`, given in order of issue, starts and ends.
 
-    1. Start whatever stands at the head of all its streams, finds them free and has its dependencies behind it.
-    2. When nothing more can start, go to the next moment at which something ends.
+    An operator starts when the one before it on each of its streams and all that it depends on have ended. In the order
+    of issue each can be placed at once, but for those that wait for something issued later: they are tried again.
 
     Raises:
         ValueError: an unknown stream, a key twice, a dependency that does not exist, or an order in which streams wait
             for each other for ever. On a device the last of these hangs.
     """
     _check(ops)
-    queues = {stream: deque(op for op in ops if stream in op.streams) for stream in STREAMS}
-    free = dict.fromkeys(STREAMS, True)
-    done: set[Key] = set()
-    started: dict[Key, float] = {}
+    free = dict.fromkeys(STREAMS, 0.0)
+    starts: dict[Key, float] = {}
     ends: dict[Key, float] = {}
-    running: list[tuple[float, int, Op]] = []  # heap by end; the number only breaks ties
-    now = 0.0
-    while len(started) < len(ops) or running:
-        ready = _next_ready(queues, free, done)
-        if ready is not None:
-            for stream in ready.streams:
-                queues[stream].popleft()
-                free[stream] = False
-            started[ready.key], ends[ready.key] = now, now + ready.seconds
-            heapq.heappush(running, (ends[ready.key], len(started), ready))
-        elif running:
-            now, _, ended = heapq.heappop(running)
-            done.add(ended.key)
-            free.update(dict.fromkeys(ended.streams, True))
-        else:
-            heads = {stream: queue[0].key for stream, queue in queues.items() if queue}
+    waiting = list(ops)
+    while waiting:
+        later: list[Op] = []
+        blocked: set[str] = set()
+        for op in waiting:
+            if blocked.isdisjoint(op.streams) and all(key in ends for key in op.after):
+                start = max([*(free[stream] for stream in op.streams), *(ends[key] for key in op.after)])
+                starts[op.key], ends[op.key] = start, start + op.seconds
+                free.update(dict.fromkeys(op.streams, start + op.seconds))
+            else:
+                blocked.update(op.streams)
+                later.append(op)
+        if len(later) == len(waiting):
+            heads = {stream: next(op.key for op in later if stream in op.streams) for stream in sorted(blocked)}
             raise ValueError(f"the order of issue never ends: streams wait for each other at {heads}")
-    return Timeline(tuple(Span(op, started[op.key], ends[op.key]) for op in ops))
-
-
-def _next_ready(queues: dict[str, deque[Op]], free: dict[str, bool], done: set[Key]) -> Op | None:
-    """An operator that can start now."""
-    for stream in STREAMS:
-        if not queues[stream] or not free[stream]:
-            continue
-        op = queues[stream][0]
-        if all(free[other] and queues[other][0] is op for other in op.streams) and done.issuperset(op.after):
-            return op
-    return None
+        waiting = later
+    return Timeline(tuple(Span(op, starts[op.key], ends[op.key]) for op in ops))
 
 
 def _check(ops: Iterable[Op]) -> None:

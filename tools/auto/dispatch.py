@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
-from plugins.hierarchical_ep import settings as hierarchical_ep
-from plugins.hierarchical_ep.plan import MODES
-from tools.ep_report.advise import DEFAULT_HARDWARE, advise
-from tools.hardware import Hardware, load_hardware
+from tools.ep_report.advise import advise, left_open
+from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 from tools.recipe.unresolved import AUTO, CHUNKS, DISPATCH, MODE, OVERLAP
@@ -31,26 +28,23 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     Raises:
         RecipeError: a setting that cannot be, or sizes that do not fit each other.
     """
-    dispatch, overlap = look(recipe, DISPATCH), look(recipe, OVERLAP)
+    dispatch = look(recipe, DISPATCH)
     if not dispatch:
         if look(recipe, CHUNKS) == AUTO:
             raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
         return {}, []
-    hierarchical_ep.check(dispatch)
-    chunks, _ = ep_overlap.read(overlap) if overlap else ((1, 1), 1)
-    open_mode, open_chunks = dispatch["mode"] == AUTO, chunks == AUTO
-    if not (open_mode or open_chunks):
+    modes, cuts, stride = left_open(recipe)
+    if len(modes) == 1 and cuts:
         return {}, []
-    modes = MODES if open_mode else (dispatch["mode"],)
-    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=[] if open_chunks else [chunks])
+    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=cuts, stride=stride)
     values: Values = {}
     lines = []
-    if open_mode:
+    if look(recipe, MODE) == AUTO:
         values[MODE] = advice.mode
         lines.append(f"{dotted(MODE)}: auto -> {advice.mode} (modelled on {advice.hardware.name}; tc3 ep-report)")
-    if open_chunks:
-        values[CHUNKS], values[_STRIDE] = list(advice.chunks), overlap.get("stride", advice.stride)
-        lines.append(f"plugins.ep_overlap: auto -> chunks {values[CHUNKS]}, stride {values[_STRIDE]}")
+    if not cuts:
+        values[CHUNKS], values[_STRIDE] = list(advice.chunks), advice.stride
+        lines.append(f"plugins.ep_overlap: auto -> chunks {values[CHUNKS]}, stride {advice.stride}")
     return values, lines
 
 

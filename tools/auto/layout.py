@@ -121,4 +121,5 @@ def inputs_of(recipe: Recipe) -> dict[str, Any]:
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}
     sizes |= {"model.layers": config.model.layers, "model.pattern": words_of(config.model.pattern)}
     run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}
+    run["ep_cut"] = [list(config.ep_cut.chunks or ()), config.ep_cut.stride] if config.ep_cut else None
     return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}

@@ -9,13 +9,13 @@ from plugins.pipeline_layout.plan import counts_of_offset, layout_of, offset_of
 from tools.auto.dispatch import dispatch_values
 from tools.auto.layout import even_layout, inputs_of, put
 from tools.auto.layout_file import LayoutFile, digest_of, path_of, write_layout
-from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.efficiency import cluster as load_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_error import known_errors
 from tools.estimate.recompute_keys import plain_value
 from tools.estimate.room import room_of
 from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.model.ulysses import DEGREE, require_ulysses
 from tools.pipeline.schedules import is_v_shaped

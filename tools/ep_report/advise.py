@@ -1,60 +1,61 @@
 """Which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
 
-Pure: a recipe and a hardware file in, numbers out. `tc3 ep-report` prints it; `auto` stands for its answer.
+Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
+`auto` is resolved with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from plugins.ep_overlap.plan import DIGITS, Choice, Chunks, Layer, choose
+from plugins.ep_overlap import settings as ep_overlap
+from plugins.ep_overlap.plan import DIGITS, Choice, Chunks
 from plugins.errors import RecipeError, did_you_mean
+from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology, of_mesh
-from plugins.hierarchical_ep.traffic import BreakEven, break_even
-from tools.ep_report.shapes import Shape, shape_of
-from tools.ep_report.step_time import Base, base_of, layer_of, links_of, runs
-from tools.hardware import Hardware, load_hardware
+from plugins.hierarchical_ep.traffic import BreakEven, backward, break_even, check_routing
+from tools.ep_report.refusals import check
+from tools.estimate.configuration import DEFAULT_SKEW, Configuration, Cut
+from tools.estimate.efficiency import cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.step_time import StepTime
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE, Hardware
 from tools.recipe.load import Recipe
-
-DEFAULT_HARDWARE = "atlas_800t_a2"
-DEFAULT_SKEW = 1.2  # the busiest rank's load over the mean; assumed
 
 
 @dataclass(frozen=True)
 class ModeReport:
-    """One dispatch mode. Bytes and `layer` of the busiest rank, per MoE layer and micro-batch, forward and backward.
+    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch.
 
     Args:
-        inter_bytes, intra_bytes: over each class of links, the replay of recomputation included.
+        inter_bytes, intra_bytes: over each class of links, forward and backward, with what recomputation repeats.
+        ep_seconds: EP communication of the slowest stage in a step, hidden or not.
         choice: the best cut of the layer, see `plugins.ep_overlap.plan`.
-        runs: how often a device runs an MoE layer in a step.
-        base: the rest of the step.
+        whole, cut: the step without and with overlap.
     """
 
     mode: str
     inter_bytes: float
     intra_bytes: float
+    ep_seconds: float
     choice: Choice
-    runs: float
-    base: Base = field(repr=False)
-
-    @property
-    def ep_seconds(self) -> float:
-        """EP communication of a device and step, hidden or not."""
-        return self.choice.ep_seconds * self.runs
-
-    @property
-    def exposed(self) -> tuple[float, float]:
-        """Seconds of a device and step in which EP communication is waited for: without, with overlap."""
-        return self.choice.exposed_before * self.runs, self.choice.exposed_after * self.runs
+    whole: StepTime = field(repr=False)
+    cut: StepTime = field(repr=False)
 
     @property
     def step(self) -> tuple[float, float]:
         """Seconds of a step without, with overlap."""
-        return self.base.step(self.exposed[0]), self.base.step(self.exposed[1])
+        return self.whole.total, self.cut.total
+
+    @property
+    def exposed(self) -> tuple[float, float]:
+        """Seconds of a step in which the slowest stage waits for EP communication: without, with overlap."""
+        return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
@@ -64,8 +65,23 @@ class ModeReport:
     @property
     def share_of_communication(self) -> tuple[float, float]:
         """Exposed EP communication over all exposed communication: without, with overlap (report section 4.4)."""
-        before, after = self.exposed
-        return before / (before + self.base.others), after / (after + self.base.others)
+        return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
+
+
+@dataclass(frozen=True)
+class Written:
+    """The recipe as it is written, with the best of what it leaves to `auto`."""
+
+    mode: str
+    chunks: Chunks
+    stride: int
+    step: StepTime
+
+    @property
+    def words(self) -> str:
+        """``hierarchical, chunks [1, 2]: 35.70 s``."""
+        chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
+        return f"{self.mode}{chunks}: {self.step.total:.2f} s a step"
 
 
 @dataclass(frozen=True)
@@ -73,21 +89,40 @@ class Advice:
     """All modes of one recipe at one EP degree, and the setting to use.
 
     Args:
+        config: the run, dispatched globally and uncut.
         modes: dispatch mode -> its report.
         mode, chunks, stride: the recommendation; chunks (1, 1) means no overlap, stride is the order of issue.
         why: one sentence.
+        as_1f1b: why the pipeline is taken as 1F1B, where it is not the recipe's own schedule; "" where it is.
     """
 
-    shape: Shape
+    recipe: Recipe = field(repr=False)
+    config: Configuration
     hardware: Hardware
     topology: Topology
-    skew: float
     modes: dict[str, ModeReport]
     mode: str
     chunks: Chunks
     stride: int
     break_even: BreakEven
     why: str
+    as_1f1b: str = ""
+
+    @cached_property
+    def written(self) -> Written:
+        """The recipe's own dispatch and chunks."""
+        modes, cuts, stride = left_open(self.recipe)
+        if len(modes) == 1 and cuts:
+            own = replace(from_recipe(self.recipe), skew=self.skew)
+            chunks, order = own.ep_cut or Cut((1, 1), 1)
+            return Written(own.ep_mode, chunks or (1, 1), order or 1, _step(TimeModel(self.hardware), own))
+        found = advise(self.recipe, self.hardware, self.skew, modes, cuts, stride)
+        return Written(found.mode, found.chunks, found.stride, found.best.cut)
+
+    @property
+    def skew(self) -> float:
+        """Load of the busiest rank over the mean."""
+        return self.config.skew
 
     @property
     def best(self) -> ModeReport:
@@ -111,6 +146,7 @@ def advise(
     skew: float = DEFAULT_SKEW,
     modes: Sequence[str] = MODES,
     cuts: Sequence[Chunks] = (),
+    stride: int | None = None,
 ) -> Advice:
     """Compare dispatch modes and cuts for `recipe` on `hardware`.
 
@@ -120,50 +156,96 @@ def advise(
         skew: load of the busiest rank over the mean, at least 1.
         modes: the modes to choose from; one where the recipe fixes it.
         cuts: (b, s) to choose from; [(1, 1)] where the recipe does not overlap, empty for all that fit.
+        stride: the order of issue where the recipe writes one; the best by default.
 
     Raises:
         RecipeError: there is no expert-parallel communication, sizes do not fit each other, or an argument is wrong.
     """
-    hardware = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    hardware = hardware if isinstance(hardware, Hardware) else cluster(hardware)
     for mode in modes:
         if mode not in MODES:
             hint = did_you_mean(mode, list(MODES))
             raise RecipeError(
                 f"plugins.hierarchical_ep.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{hint}"
             )
-    shape = shape_of(recipe if isinstance(recipe, Recipe) else Recipe(recipe), hardware)
-    topology = of_mesh(shape.ep, hardware.devices_per_node, shape.experts)
-    layers = {mode: layer_of(shape, hardware, topology, mode, skew) for mode in modes}
-    base, links = base_of(shape, hardware, skew), links_of(hardware)
-    sizes = (shape.batch, shape.rank_sequence)
-    reports = {}
-    for mode, layer in layers.items():
-        choice = choose({mode: layer}, links, *sizes, cuts=cuts)
-        reports[mode] = ModeReport(mode, *_bytes(layer), choice, runs(shape), base)
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    check(recipe, hardware)
+    config = replace(from_recipe(recipe, ep_mode="global"), skew=skew)
+    model = config.model
+    topology = of_mesh(config.ep, hardware.devices_per_node, model.experts)
+    check_routing(topology, model.top_k, skew)
+    times = TimeModel(hardware)
+    reports = {mode: _report(times, config, mode, cuts, stride) for mode in modes}
     # min keeps the first of equals: the simplest mode
-    best = min(reports.values(), key=lambda report: round(report.choice.makespan_after, DIGITS))
-    even = break_even(topology, shape.top_k, shape.hidden, shape.itemsize, skew)
-    why = _why(best, topology, even, skew, shape.top_k)
-    return Advice(
-        shape,
-        hardware,
-        topology,
-        skew,
-        reports,
-        mode=best.mode,
-        chunks=best.choice.chunks,
-        stride=best.choice.stride,
-        break_even=even,
-        why=why,
+    best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
+    even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
+    why = _why(best, topology, even, skew, model.top_k)
+    chosen = best.choice
+    of_best = (best.mode, chosen.chunks, chosen.stride)
+    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, _unsimulated(times, config))
+
+
+def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
+    """The modes, cuts and order that a recipe leaves to `auto`, as `advise` takes them; one mode where it names it.
+
+    Raises:
+        RecipeError: settings that cannot be.
+    """
+    plugins = recipe.get("plugins") or {}
+    dispatch, overlap = plugins.get("hierarchical_ep"), plugins.get("ep_overlap")
+    if not dispatch:
+        return ("",), [(1, 1)], 1
+    hierarchical_ep.check(dispatch)
+    modes = MODES if dispatch["mode"] == "auto" else (dispatch["mode"],)
+    if not overlap:
+        return modes, [(1, 1)], 1
+    chunks, stride = ep_overlap.read(overlap)
+    return (modes, [], overlap.get("stride")) if chunks == "auto" else (modes, [chunks], stride)
+
+
+def _report(
+    times: TimeModel,
+    config: Configuration,
+    mode: str,
+    cuts: Sequence[Chunks],
+    stride: int | None,
+) -> ModeReport:
+    """One mode, with its best cut."""
+    config = replace(config, ep_mode=mode)
+    choice = times.plan(config, cuts, stride)
+    cut = replace(config, ep_cut=Cut(choice.chunks, choice.stride))
+    forward = times.exchanges(config)
+    sent = [*forward, *backward(forward)]
+    if config.recompute.full:
+        sent += times.repeated(config)
+    whole = _step(times, config)
+    alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
+    return ModeReport(
+        mode,
+        sum(step.inter_bytes for step in sent),
+        sum(step.intra_bytes for step in sent),
+        alone.by_part["ep"],
+        choice,
+        whole,
+        _step(times, cut),
     )
 
 
-def _bytes(layer: Layer) -> tuple[float, float]:
-    """(inter, intra) bytes of a layer, forward and backward, with the replay of dispatch."""
-    steps = [*layer.forward, *layer.backward]
-    if layer.replay:
-        steps += [step for step in layer.forward if step.name.startswith("dispatch")]
-    return sum(step.inter_bytes for step in steps), sum(step.intra_bytes for step in steps)
+def _unsimulated(times: TimeModel, config: Configuration) -> str:
+    """Why a schedule cannot be simulated; "" where it can."""
+    try:
+        times.step(config, simulated=True)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def _step(times: TimeModel, config: Configuration) -> StepTime:
+    """The step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as well."""
+    try:
+        return times.step(config, simulated=True)
+    except RecipeError:
+        return times.step(replace(config, schedule="1f1b"))
 
 
 def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:
@@ -181,6 +263,6 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
         )
     if choice.chunks == (1, 1):
         return f"{text}, and chunks would cost more in launches than they hide."
-    hidden = 1 - choice.exposed_fraction(choice.exposed_after)
+    hidden = 1 - best.exposed[1] / best.exposed[0]
     b, s = choice.chunks
     return f"{text}, and {b * s} chunks (batch {b} x sequence {s}) hide {hidden:.0%} of EP communication."

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
-from tools.ep_report.advise import DEFAULT_HARDWARE, DEFAULT_SKEW, advise
+from tools.ep_report.advise import advise
+from tools.estimate.configuration import DEFAULT_SKEW
+from tools.estimate.efficiency import cluster as find_cluster
 from tools.files.figure import check_ending
-from tools.hardware import load_hardware
+from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -43,7 +45,7 @@ class Degrees(click.ParamType):
     default=DEFAULT_SKEW,
     show_default=True,
     type=Number("skew"),
-    help="Load of the busiest rank over the mean.",
+    help="Load of the busiest rank of an EP group over the mean.",
 )
 @click.option("--ep", type=Degrees(), help="EP degrees to compare; the recipe's own by default.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
@@ -70,7 +72,7 @@ def ep_report(
         check_ending(picture)
     if hardware:
         click.echo("--hardware is called --cluster now", err=True)
-    loaded, devices = load_recipe(recipe), load_hardware(hardware or cluster)
+    loaded, devices = load_recipe(recipe), find_cluster(hardware or cluster)
     changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="even", dispatch=False)
     advices = []
     for degree in ep or [None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from plugins.ep_overlap.plan import WHOLE
+from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
 from tools.ep_report.advise import Advice
 from tools.files.figure import new_figure, save_figure
@@ -24,13 +24,19 @@ def draw(advice: Advice, path: Path) -> Path:
     figure = new_figure(11, 5)
     above, below = figure.subplots(2, 1, sharex=True)
     b, s = choice.chunks
-    _panel(above, choice.before, "uncut")
-    _panel(below, choice.after, f"{b * s} chunks (batch {b} x sequence {s})")
+    again = bool(advice.config.recompute.full)
+    _panel(above, _shown(choice.before, again), "uncut")
+    _panel(below, _shown(choice.after, again), f"{b * s} chunks (batch {b} x sequence {s})")
     label = "ms of one MoE layer and micro-batch, forward then backward (modelled)"
     below.set_xlabel(f"{label}; a colour for each chunk, grey: shared expert")
-    shared = ", recomputed" if advice.shape.recompute else ""
+    shared = ", recomputed" if again else ""
     figure.suptitle(f"{advice.mode} dispatch, EP {advice.topology.ep} on {advice.hardware.name}{shared}")
     return save_figure(figure, path)
+
+
+def _shown(timelines: Passes[Timeline], again: bool) -> tuple[Timeline, Timeline]:
+    """Forward, and the backward that a layer of this recipe has."""
+    return timelines.forward, timelines.replayed if again else timelines.backward
 
 
 def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.ep_report.advise import Advice, ModeReport
+from tools.estimate.efficiency import UNKNOWN, known_error
 
-NOTE = "modelled, not measured: tools/ep_report/step_time.py states the model"
+NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
 
 
 def as_json(advices: Sequence[Advice], source: str) -> dict[str, Any]:
@@ -27,23 +28,27 @@ def as_json(advices: Sequence[Advice], source: str) -> dict[str, Any]:
             "assumed": first.hardware.assumed,
         },
         "skew": first.skew,
+        "known_step_errors": known.as_json() if (known := known_error(first.hardware)) else None,
         "reports": [_report(advice) for advice in advices],
     }
 
 
 def _report(advice: Advice) -> dict[str, Any]:
-    base = advice.best.base
+    parts = advice.best.cut.by_part
+    written = advice.written
     return {
         "expert_parallel": advice.topology.ep,
         "nodes": advice.topology.nodes,
         "devices_per_node": advice.topology.devices_per_node,
-        "devices": advice.shape.devices,
-        "rank_tokens": advice.shape.rank_tokens,
+        "devices": advice.config.devices,
+        "rank_tokens": advice.config.batch * advice.config.rank_sequence,
         "plugins": advice.settings,
         "issue_stride": advice.stride,
+        "as_1f1b": advice.as_1f1b or None,
         "why": advice.why,
         "break_even": asdict(advice.break_even),
-        "other_seconds": {"compute": base.compute, **base.communication, "bubble_factor": base.bubble},
+        "recipe": {"mode": written.mode, "chunks": written.chunks, "step_seconds": written.step.total},
+        "other_seconds": {part: seconds for part, seconds in parts.items() if part != "ep"},
         "modes": {mode: _mode(report) for mode, report in advice.modes.items()},
     }
 
@@ -55,17 +60,13 @@ def _mode(report: ModeReport) -> dict[str, Any]:
         "intra_bytes": report.intra_bytes,
         "ep_seconds": report.ep_seconds,
         "exposed_seconds": report.exposed,
-        "exposed_fraction": [choice.exposed_fraction(choice.exposed_before), _exposed_after(report)],
+        "exposed_fraction": [seconds / report.ep_seconds for seconds in report.exposed],
         "step_seconds": report.step,
         "share_of_step": report.share_of_step,
         "share_of_communication": report.share_of_communication,
         "chunks": choice.chunks,
         "issue_stride": choice.stride,
     }
-
-
-def _exposed_after(report: ModeReport) -> float:
-    return report.choice.exposed_fraction(report.choice.exposed_after)
 
 
 def print_text(advices: Sequence[Advice], source: str, console: Console) -> None:
@@ -77,10 +78,15 @@ def print_text(advices: Sequence[Advice], source: str, console: Console) -> None
     for advice in advices:
         console.print()
         console.print(_table(advice))
+        console.print(f"the recipe as it is written: {advice.written.words}")
+        if advice.as_1f1b:
+            console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
         console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
         console.print(f"why: {advice.why}")
     console.print()
+    known = known_error(first.hardware)
     console.print(f"{NOTE}; {assumptions(first)}")
+    console.print(f"step times: {known.words if known else UNKNOWN}")
     console.print(
         "arrows: without -> with overlap; bytes of the busiest rank, one layer and micro-batch, both directions"
     )
@@ -88,7 +94,7 @@ def print_text(advices: Sequence[Advice], source: str, console: Console) -> None
 
 def _table(advice: Advice) -> Table:
     place = f"{advice.topology.nodes} x {advice.topology.devices_per_node}"
-    title = f"EP {advice.topology.ep} on {place} of {advice.shape.devices:,} devices (modelled)"
+    title = f"EP {advice.topology.ep} on {place} of {advice.config.devices:,} devices (modelled)"
     table = Table(title=title, title_justify="left", title_style="", show_edge=False, pad_edge=False)
     table.add_column("", no_wrap=True)
     for mode in advice.modes:
@@ -119,6 +125,6 @@ def arrow(shares: tuple[float, float]) -> str:
 
 def assumptions(advice: Advice) -> str:
     """Which of the numbers used nobody has published."""
-    hardware, peak = advice.hardware, f"peak_flops.{advice.shape.dtype}"
+    hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
-    return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}"
+    return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"

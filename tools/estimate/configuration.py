@@ -9,13 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.model.architecture import Model
 from tools.pipeline.schedules import is_v_shaped
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
+# load of the busiest rank over the mean: assumed to be balanced, which the routers' biases aim at; efficiencies are
+# fitted to whole runs, so they hold what unevenness those had
+DEFAULT_SKEW = 1.0
+
+
+class Cut(NamedTuple):
+    """How `plugins.ep_overlap` cuts a micro-batch.
+
+    Args:
+        chunks: parts of the batch and of a sequence; None: the best that fit, as `chunks: auto` asks for.
+        stride: the order of issue; None: the best.
+    """
+
+    chunks: tuple[int, int] | None = None
+    stride: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,11 @@ class Configuration:
         shard_size: copies that share one weight's shards (optimizer_weight_shard_size); 0: all of them.
         wide_gradients: gradients are reduced and summed in fp32.
         flash: attention is one fused kernel; fused: elementwise operators are fused (a compiler or fused kernels).
-        overlap_tp, overlap_dp, overlap_pp, overlap_ep: this communication runs beside computation.
+        ep_cut: chunks and order of `plugins.ep_overlap`; None: nothing is cut.
+        shared_beside: the shared expert runs beside communication without chunks (moe_shared_expert_overlap).
+        skew: load of the busiest rank of an EP group over the mean.
+        overlap_tp, overlap_dp, overlap_pp, overlap_ep: this communication runs beside computation; of expert
+            parallelism a fitted share, where chunks are not known (`ep_cut`).
         overlap_tp_backward: gradients of weights hide the reduction of gradients of inputs (Megatron).
         shared_whole: router, shared experts and MTP projection are whole on every tp rank (MindFormers' graph mode).
         keep_gathered: what tensor-parallel AllGathers made is kept for backward, not gathered again (MindFormers).
@@ -102,6 +121,9 @@ class Configuration:
     overlap_dp: bool = False
     overlap_pp: bool = False
     overlap_ep: bool = False
+    ep_cut: Cut | None = None
+    shared_beside: bool = False
+    skew: float = DEFAULT_SKEW
     shared_whole: bool = False
     keep_gathered: bool = False
     training_graph: bool = False
@@ -150,6 +172,11 @@ class Configuration:
     def tokens(self) -> int:
         """Tokens of a step."""
         return self.global_batch * self.sequence
+
+    @property
+    def rank_sequence(self) -> int:
+        """Tokens of a sequence that one device routes."""
+        return self.sequence // (self.tp * self.cp)
 
     @property
     def rank_tokens(self) -> int:

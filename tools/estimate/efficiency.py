@@ -57,6 +57,32 @@ class Efficiency:
     mesh: bool = False
 
 
+@dataclass(frozen=True)
+class KnownError:
+    """How far predicted step times are off measured ones: of the published runs that a device type was fitted to.
+
+    Args:
+        mean, worst: of |predicted / measured - 1|.
+    """
+
+    rows: int
+    mean: float
+    worst: float
+
+    @property
+    def words(self) -> str:
+        """A sentence."""
+        return (
+            f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on the {self.rows} "
+            "published runs that this device type is fitted to; expect more for runs of another kind (docs/search.md)"
+        )
+
+    def as_json(self) -> dict[str, float]:
+        """The numbers."""
+        return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
+
+
+UNKNOWN = "no published run tells how far they are off on this cluster"
 NAMES = tuple(field.name for field in fields(Efficiency) if field.name != "mesh")
 
 
@@ -104,6 +130,14 @@ def _own(hardware: Hardware) -> Efficiency:
     if not isinstance(content["mesh"], bool):
         raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: want true or false")
     return Efficiency(**dict(content))
+
+
+def known_error(hardware: Hardware) -> KnownError | None:
+    """The error of step times on a device type; None where it has efficiencies of its own or no run was fitted."""
+    found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
+    if hardware.efficiency or not found or "step_errors" not in found[0]:
+        return None
+    return KnownError(**found[0]["step_errors"])
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:

@@ -6,14 +6,15 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
-from tools.estimate.configuration import Configuration, Recompute, Table, spread
+from tools.estimate.configuration import Configuration, Cut, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
 from tools.hardware.units import short_dtype
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
-from tools.recipe.unresolved import MODE, require_resolved
+from tools.recipe.unresolved import CHUNKS, MODE, OVERLAP, require_resolved
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
@@ -22,11 +23,15 @@ from tools.schema.stages import stage_layers_of, swaps
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
 
 
-def from_recipe(recipe: Recipe) -> Configuration:
+def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     """The run that a MindFormers recipe describes.
 
+    Args:
+        ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
+
     Raises:
-        RecipeError: it has no model or one of impossible sizes, or its offset does not fit.
+        RecipeError: it has no model or one of impossible sizes, its offset does not fit, or it leaves its dispatch to
+            `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
@@ -48,6 +53,7 @@ def from_recipe(recipe: Recipe) -> Configuration:
         ) from None
     fields = built.fields
     dtype = short_dtype(fields.get("compute_dtype"), "fp32")
+    mode, cut = (ep_mode, None) if ep_mode else _dispatch(view, str(fields.get("moe_token_dispatcher_type")))
     shard = ("parallel", "parallel_optimizer_config")
     return Configuration(
         model=model,
@@ -60,14 +66,15 @@ def from_recipe(recipe: Recipe) -> Configuration:
         dtype=dtype,
         recompute=recompute,
         sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
-        ep_mode=_mode(view, str(fields.get("moe_token_dispatcher_type"))),
+        ep_mode=mode,
+        ep_cut=cut,
+        shared_beside=fields.get("moe_shared_expert_overlap") is True,
         shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
         shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
         shard_threshold=1024 * view.number((*shard, "parallel_optimizer_threshold"), 64),
         shard_size=_shard_size(view),
         flash=fields.get("use_flash_attention") is not False,
         overlap_dp=True,
-        overlap_ep=bool(view.get(("plugins", "ep_overlap"))),
         shared_whole=True,
         keep_gathered=True,
         training_graph=True,
@@ -76,15 +83,19 @@ def from_recipe(recipe: Recipe) -> Configuration:
     )
 
 
-def _mode(view: View, dispatcher: str) -> str:
-    """How tokens travel: the plugin's mode where the recipe has it.
+def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
+    """How tokens travel, and in which chunks: the plugins' where the recipe has them.
 
     Raises:
-        RecipeError: it is `auto` still.
+        RecipeError: either is `auto` still.
     """
-    require_resolved(view.recipe, MODE)
-    mode = view.get(MODE)
-    return DISPATCHERS.get(dispatcher, "global") if mode is None else str(mode)
+    mode, overlap = view.get(MODE), view.get(OVERLAP)
+    if mode is None:
+        return DISPATCHERS.get(dispatcher, "global"), None
+    if view.ep == 1:
+        return "global", None  # a launch refuses it: nobody to send to
+    require_resolved(view.recipe, MODE, CHUNKS)
+    return str(mode), Cut(*ep_overlap.read(overlap)) if overlap else None
 
 
 def _shard_size(view: View) -> int:

@@ -33,6 +33,15 @@ class Matmul:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A part of a layer: its matmuls, bytes of its other operators, rows that it hands to experts."""
+
+    matmuls: tuple[Matmul, ...]
+    elementwise: float = 0.0
+    copies: float = 0.0
+
+
+@dataclass(frozen=True)
 class Work:
     """One layer on one micro-batch and device, forward.
 
@@ -81,21 +90,21 @@ def work(config: Configuration, kind: str) -> Work:
         traffic = layer.elementwise + head.elementwise + 6 * held * h * ITEM
         exchanged = (layer.moved_keys, layer.copies, layer.turned_heads)
         return Work(products, layer.attention, traffic, layer.gathered, 5, *exchanged)
-    mlp, activated, copies = _mlp_work(config, kind, tokens, held)
+    mlp = _mlp_work(config, kind, tokens, held)
     # two norms and two residual sums; dropout reads, writes and masks what it drops
     rows = 2 * (residual + ITEM) + 2 * (ITEM + 2 * residual) + (2 * (2 * ITEM + 1) if model.dropout else 0)
     turned = 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * tokens
     attention = _attention(config)
     if config.layer_only:
-        return Work(mlp, elementwise=activated, copies=copies)
+        return Work(mlp.matmuls, elementwise=mlp.elementwise, copies=mlp.copies)
     return Work(
-        matmuls=(*_projections(config, tokens, held), *mlp),
+        matmuls=(*_projections(config, tokens, held), *mlp.matmuls),
         attention=attention,
-        elementwise=rows * held * h + turned + activated,
+        elementwise=rows * held * h + turned + mlp.elementwise,
         gathered=tokens * h * ITEM,
         collectives=2 if kind == "moe" and not config.expert_tp else 4,
         moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * ITEM,
-        copies=copies,
+        copies=mlp.copies,
         turned_heads=tokens * (model.heads + model.kv_heads) * (model.qk_dim + model.v_dim) / config.tp * ITEM,
     )
 
@@ -132,31 +141,52 @@ def _projections(config: Configuration, tokens: float, held: float) -> tuple[Mat
     return tuple(found)
 
 
-def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> tuple[tuple[Matmul, ...], float, float]:
-    """Matmuls, elementwise bytes and expert copies of the MLP."""
-    model, gates = config.model, 2 if config.model.gated else 1
-    moved = ITEM * (gates + 1)  # bytes of the activation function for each unit of width
-    h = model.hidden
+def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> Part:
+    """The MLP: dense, or routed and shared experts with the router."""
     if kind == "dense":
-        width = model.ffn / config.tp
-        return _two(tokens, h, width, gates), moved * width * tokens, 0.0
+        width = config.model.ffn / config.tp
+        return Part(_two(config, tokens, width), _activated(config) * width * tokens)
+    routed, shared = routed_part(config), shared_part(config)
+    products = (*routed.matmuls, *shared.matmuls, Matmul(held, config.model.experts, config.model.hidden))
+    return Part(products, routed.elementwise + shared.elementwise, routed.copies)
+
+
+def routed_part(config: Configuration, share: float = 1.0) -> Part:
+    """The routed experts of the busiest device, with the sorting of copies by expert and back.
+
+    Args:
+        share: of a micro-batch's tokens; a chunk's matmuls have fewer rows.
+    """
+    model, h = config.model, config.model.hidden
     # without expert_tp a rank routes its own part of the sequence, whether norms are cut along it or not
-    routed = tokens if config.expert_tp else tokens / config.tp
-    copies, local = routed * model.top_k, model.experts / config.ep
+    tokens = share * config.rank_tokens / (1 if config.expert_tp else config.tp)
+    copies, local = tokens * model.top_k, model.experts / config.ep
+    computed = copies * config.skew
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
-    products = _two(copies / local, h, width, gates, local)
     # copies are sorted by expert and back, by the All-to-All's own kernels or, in global mode, at both of its ends
     sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 4
-    traffic = moved * width * copies + sorting * ITEM * h * copies
+    traffic = _activated(config) * width * computed + sorting * ITEM * h * copies
     if model.biased:
         # the clamped, biased activation in separate kernels, and a bias to each product
-        traffic += copies * ITEM * (19 * width + 2 * h)
-    if model.shared_ffn:
-        rows, shared = (held, model.shared_ffn) if config.shared_whole else (tokens, model.shared_ffn / config.tp)
-        products += _two(rows, h, shared, gates)
-        traffic += moved * shared * rows
-    return (*products, Matmul(held, model.experts, h)), traffic, copies
+        traffic += computed * ITEM * (19 * width + 2 * h)
+    return Part(_two(config, computed / local, width, local), traffic, copies)
 
 
-def _two(rows: float, h: int, width: float, gates: int, times: float = 1) -> tuple[Matmul, ...]:
+def shared_part(config: Configuration) -> Part:
+    """The shared expert; nothing where the model has none."""
+    model, tokens = config.model, config.rank_tokens
+    if not model.shared_ffn:
+        return Part(())
+    held = tokens / config.tp if config.sequence_parallel else tokens
+    rows, width = (held, model.shared_ffn) if config.shared_whole else (tokens, model.shared_ffn / config.tp)
+    return Part(_two(config, rows, width), _activated(config) * width * rows)
+
+
+def _activated(config: Configuration) -> int:
+    """Bytes of the activation function for each unit of width and row."""
+    return ITEM * (3 if config.model.gated else 2)
+
+
+def _two(config: Configuration, rows: float, width: float, times: float = 1) -> tuple[Matmul, ...]:
+    h, gates = config.model.hidden, 2 if config.model.gated else 1
     return (Matmul(rows, gates * width, h, times), Matmul(rows, h, width, times))

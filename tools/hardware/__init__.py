@@ -2,4 +2,6 @@
 
 from tools.hardware.load import Hardware, Link, Origin, known_hardware, load_hardware
 
-__all__ = ["Hardware", "Link", "Origin", "known_hardware", "load_hardware"]
+DEFAULT_HARDWARE = "atlas_800t_a2"  # the cluster where nobody names one
+
+__all__ = ["DEFAULT_HARDWARE", "Hardware", "Link", "Origin", "known_hardware", "load_hardware"]

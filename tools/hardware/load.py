@@ -31,9 +31,10 @@ _FIGURES: dict[str, Any] = {
     "intra_node": _LINK,
     "inter_node": _LINK,
     "launch_s": _SECONDS,
-    "matmul_efficiency": _SHARE,
 }
 _WORDS = ("name", "device")
+# keys of older files, and what is to be done about them
+_GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/estimate/efficiencies.yaml)"}
 
 
 class Origin(NamedTuple):
@@ -70,7 +71,6 @@ class Hardware:
     Args:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8") -> FLOP/s; the dtypes that the file names.
         launch_s: fixed cost of one operator.
-        matmul_efficiency: share of the peak that a training step's matmuls reach.
         origins: dotted key -> where the number comes from.
         file: what the file is called in messages.
         efficiency: a file's own values of `tools.estimate.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
@@ -85,7 +85,6 @@ class Hardware:
     intra_node: Link
     inter_node: Link
     launch_s: float
-    matmul_efficiency: float
     origins: Mapping[str, Origin] = field(repr=False)
     efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
     file: str = field(default="", repr=False, compare=False)
@@ -94,17 +93,6 @@ class Hardware:
     def assumed(self) -> list[str]:
         """Dotted keys of the numbers that nobody has measured or published."""
         return [key for key, origin in self.origins.items() if origin.certainty == "assumed"]
-
-    def flops(self, dtype: str) -> float:
-        """FLOP/s that matmuls of `dtype` reach.
-
-        Raises:
-            RecipeError: the file has no peak for it.
-        """
-        if dtype not in self.peak_flops:
-            known = ", ".join(self.peak_flops)
-            raise RecipeError(f"{self.name}: peak_flops.{dtype}: missing; the file has {known}")
-        return self.peak_flops[dtype] * self.matmul_efficiency
 
 
 def known_hardware() -> list[str]:
@@ -185,6 +173,8 @@ class _Reader:
         if not isinstance(content, dict):
             raise RecipeError(f"{self.shown}: {key or 'the file'}: want a mapping of {', '.join(known)}")
         for name in content:
+            if not key and name in _GONE:
+                raise RecipeError(f"{self.shown}: {name}: no longer read; {_GONE[name]}")
             if name not in known:
                 hint = did_you_mean(str(name), known)
                 raise RecipeError(f"{self.shown}: {place}{name}: no such key{hint}; known are {', '.join(known)}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from tools.files.figure import check_ending
+from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
@@ -22,6 +23,7 @@ WINDOW_HELP = "Let samples change places within W steps, which changes the steps
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
+@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Whose seconds to predict.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and one step (.svg or .png).")
 def imbalance_command(
@@ -30,6 +32,7 @@ def imbalance_command(
     overrides: tuple[str, ...],
     steps: int | None,
     window: int | None,
+    cluster: str,
     as_json: bool,
     picture: Path | None,
 ) -> None:
@@ -52,7 +55,7 @@ def imbalance_command(
         check_ending(picture)
     loaded = resolve(apply_overrides(load_recipe(recipe), overrides), partial(click.echo, err=True))
     with CountingReporter() as reporter:
-        found = imbalance(prefix, loaded, steps, window, reporter)
+        found = imbalance(prefix, loaded, steps, window, reporter, cluster)
     if picture:
         click.echo(f"drawn: {imbalance_picture.draw(found, picture)}", err=True)
     if as_json:

@@ -22,8 +22,10 @@ from plugins.attention_balance.plan import GPTIndex, build_gpt_index
 from plugins.attention_balance.samples.eod import check_fits
 from tools.data.index import map_lengths
 from tools.data.reporter import Reporter
+from tools.hardware import DEFAULT_HARDWARE
 from tools.imbalance.lengths import Counter, Distribution, count_lengths
 from tools.imbalance.recipe import Setting, equal_costs, setting_of
+from tools.imbalance.seconds import Seconds, seconds_of
 from tools.imbalance.steps import Steps, measure_steps
 from tools.recipe.load import Recipe
 
@@ -51,13 +53,19 @@ class Result:
 
 @dataclass(frozen=True)
 class Imbalance:
-    """A corpus and a recipe. equal: why every sample costs the same; then there is no result."""
+    """A corpus and a recipe.
+
+    Args:
+        equal: why every sample costs the same; then there is no result.
+        seconds: a step of the recipe, or why it is not predicted.
+    """
 
     prefix: str
     recipe: str
     documents: Distribution
     equal: str
     result: Result | None
+    seconds: Seconds | str
 
 
 def imbalance(
@@ -66,24 +74,26 @@ def imbalance(
     steps: int | None = None,
     window: int | None = None,
     reporter: Reporter | None = None,
+    cluster: str = DEFAULT_HARDWARE,
 ) -> Imbalance:
     """Measure PREFIX.idx as the only corpus of `recipe`.
 
     Args:
         steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.
         window: global batches whose samples may change places; None: what the recipe says, or 1.
+        cluster: whose seconds to predict.
 
     Raises:
         DataError: no index, a broken one, or less than one sample.
         RecipeError: see `equal_costs` and `setting_of`; a sample with more documents than the mask holds.
     """
     reporter = reporter or Reporter()
-    equal = equal_costs(recipe)
+    equal, seconds = equal_costs(recipe), seconds_of(recipe, cluster)
     setting = None if equal else setting_of(recipe, prefix, window)
     lengths = map_lengths(prefix)
     documents = count_lengths(lengths, f"{prefix}.idx", reporter)
     result = _result(lengths, setting, steps, reporter) if setting else None
-    return Imbalance(str(prefix), recipe.source, documents, equal, result)
+    return Imbalance(str(prefix), recipe.source, documents, equal, result, seconds)
 
 
 def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: Reporter) -> Result:

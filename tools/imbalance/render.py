@@ -12,6 +12,7 @@ from plugins.attention_balance.plan import Balance
 from tools.imbalance.lengths import QUANTILES, Distribution
 from tools.imbalance.measure import Imbalance, Result
 from tools.imbalance.recipe import Setting
+from tools.imbalance.seconds import Seconds
 from tools.imbalance.steps import SHARES, Steps
 
 NOTE = (
@@ -32,7 +33,23 @@ def as_json(found: Imbalance) -> dict[str, Any]:
         "documents": {**_distribution(found.documents), "token_quantiles": tokens, "histogram": rows},
         "equal_costs": found.equal or None,
         "result": _result(found.result) if found.result else None,
+        "seconds": _seconds(found),
     }
+
+
+def _seconds(found: Imbalance) -> dict[str, Any]:
+    """The estimator's step, and what uneven samples add to it [without, with] the plugin."""
+    if isinstance(found.seconds, str):
+        return {"step": None, "why": found.seconds}
+    return {"cluster": found.seconds.cluster, "step": found.seconds.step, "added": _added(found.seconds, found.result)}
+
+
+def _added(seconds: Seconds, result: Result | None) -> list[float] | None:
+    """Seconds that uneven samples add to a step [without, with] the plugin."""
+    if result is None:
+        return None
+    sides = result.steps.model.before, result.steps.model.after
+    return [seconds.added(float(side.mean())) for side in sides]
 
 
 def _result(result: Result) -> dict[str, Any]:
@@ -105,6 +122,20 @@ def print_text(found: Imbalance, console: Console) -> None:
         _print_result(found.result, console)
     else:
         console.print(f"nothing to balance: {found.equal}")
+    console.print(f"step: {_seconds_words(found)}")
+
+
+def _seconds_words(found: Imbalance) -> str:
+    """The estimator's step and what uneven samples add."""
+    seconds = found.seconds
+    if isinstance(seconds, str):
+        return f"not predicted: {seconds}"
+    added = _added(seconds, found.result)
+    more = f"; uneven samples add {added[0]:.2f} s, {added[1]:.2f} s with plugins.attention_balance" if added else ""
+    return (
+        f"{seconds.step:.2f} s on {seconds.cluster} for samples of one document, as tc3 search and ep-report have "
+        f"it{more}. Such step times are {seconds.error}"
+    )
 
 
 def _print_result(result: Result, console: Console) -> None:

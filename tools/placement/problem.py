@@ -16,7 +16,7 @@ import numpy as np
 
 from tools.estimate.activations import mtp_option, saved, working
 from tools.estimate.configuration import Configuration, Table
-from tools.estimate.layer_time import LayerTime
+from tools.estimate.layer_time import LayerTime, Parts
 from tools.estimate.memory_model import held_micro_batches, stage_memory, static_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -112,14 +112,14 @@ def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
     """An MTP layer's times, with what it repeats in its backward."""
     layer = model.layer(config, "mtp")
     again = layer.again[mtp_option(config)]
-    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + again))
+    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + again.total))
 
 
-def _options(config: Configuration, kind: str, again: Mapping[str, float], full: bool) -> tuple[Option, ...]:
+def _options(config: Configuration, kind: str, again: Mapping[str, Parts], full: bool) -> tuple[Option, ...]:
     """The recompute options of a kind, without those that another beats in time and memory."""
     found: list[Option] = []
     for name in OPTIONS if full else OPTIONS[:-1]:
-        option = Option(name, again[name] * _MS, saved(config, kind, name) / GIB)
+        option = Option(name, again[name].total * _MS, saved(config, kind, name) / GIB)
         if all(option.activation < other.activation or option.extra_backward < other.extra_backward for other in found):
             found.append(option)
     return tuple(found)

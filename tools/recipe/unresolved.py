@@ -34,6 +34,6 @@ def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
     for path in unresolved(recipe):
         if path in paths or not paths:
             raise RecipeError(
-                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)!r} is not resolved; "
+                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} is not resolved; "
                 f"`tc3 recipe show` prints a recipe with values in its place"
             )

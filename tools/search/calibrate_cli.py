@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import RecipeError
-from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.efficiency import Efficiency, cluster, efficiency_of
 from tools.estimate.published.calibrate import Calibration, calibrate
 from tools.estimate.published.calibrate_file import cluster_text
 from tools.estimate.published.rows import read_rows
 from tools.files.whole import keep_existing, write_whole
+from tools.hardware import DEFAULT_HARDWARE
 from tools.process.waiting import Progressing
 
 

@@ -23,7 +23,7 @@ from tools.search.options import margin_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
-    from tools.estimate.search_times import SearchTimes
+    from tools.estimate.time_model import TimeModel
     from tools.recipe.load import Recipe
     from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
@@ -130,19 +130,19 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
-) -> tuple[Recipe, Request, SearchTimes, Store]:
+) -> tuple[Recipe, Request, TimeModel, Store]:
     """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end.
 
     The search looks for a layout itself, so that an open one is even here.
     """
     from tools.auto.resolve import resolve
-    from tools.estimate.search_times import SearchTimes
+    from tools.estimate.time_model import TimeModel
     from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of
+    from tools.search.space.request import request_of, with_open_chunks
 
     if options["verified"]:
         require_verified()
@@ -157,10 +157,11 @@ def _asked(
     asked = tuple(read_limit(text) for text in limits)
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(resolve(recipe, layout="even"), cluster_name, *of_run, asked, options["memory_margin"])
+    request = with_open_chunks(request, recipe)
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
-    times = SearchTimes(request.hardware)
+    times = TimeModel(request.hardware)
     return recipe, request, times, Store(request, times, options["state"], options["resume"])
 
 
@@ -208,7 +209,7 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
         found.whole = False
 
 
-def _tell(found: Found, times: SearchTimes, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
+def _tell(found: Found, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
     """Print and write everything that was asked for."""
     from tools.search.overlay.write import write_overlay
     from tools.search.report.frontier import draw

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from tools.auto.layout_file import LayoutFile, is_layout_file, path_of, write_layout
 from tools.auto.make_layout import TIME_LIMIT, NothingFits, layout_text, make_layout
-from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.files.whole import keep_existing
+from tools.hardware import DEFAULT_HARDWARE
 from tools.placement.budget import Budget, interruptible
 from tools.process.waiting import Progressing
 from tools.ranges import Number

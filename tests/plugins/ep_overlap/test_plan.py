@@ -1,6 +1,6 @@
 """Chunks partition the tokens, orders are valid on every rank, and the choice is the best of all that it could try."""
 
-from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from plugins.ep_overlap.plan import (
     FORWARD_STEPS,
     Layer,
-    Links,
+    Stage,
     candidates,
     choose,
     chunk_shares,
@@ -18,7 +18,6 @@ from plugins.ep_overlap.plan import (
     cut_layer,
     issue_order,
     layer_ops,
-    stages,
 )
 from plugins.ep_overlap.timeline import STREAMS, simulate
 from plugins.errors import RecipeError
@@ -26,13 +25,48 @@ from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import backward, expected_steps
 
-LINKS = Links(inter_bytes_per_s=2e10, intra_bytes_per_s=1e11, inter_latency=5e-6, intra_latency=2e-6, launch=1e-5)
+LAUNCH = 1e-5
 sizes = st.integers(1, 40)
 
 
-def layer(mode="hierarchical", tokens=2048, topology=None, experts=6e-3, shared=7e-4, **more):
+def sent(steps, launch, suffix=""):
+    """Communication over links of 20 and 100 GB/s with 5 and 2 microseconds a message; the slower one counts."""
+
+    def seconds(step, share):
+        inter = step.inter_peers * 5e-6 + share * step.inter_bytes / 2e10
+        return launch + max(inter, step.intra_peers * 2e-6 + share * step.intra_bytes / 1e11)
+
+    steps = [step for step in steps if step.inter_peers or step.intra_peers]
+    return [Stage(step.name + suffix, step.stream, partial(seconds, step)) for step in steps]
+
+
+def computed(name, seconds, least, launch):
+    return Stage(name, "compute", lambda share: launch + max(share * seconds, least))
+
+
+def layer(mode="hierarchical", tokens=2048, topology=None, experts=6e-3, shared=7e-4, replay=False, **more):
+    """A layer of known seconds; `weights` is the least that a chunk's matmuls take."""
+    launch, least = more.pop("launch", LAUNCH), more.pop("weights", 0.0)
     forward = expected_steps(mode, topology or Topology(2, 8, 64), tokens, 8, 2048, 2)
-    return Layer(forward, backward(forward), experts, shared, **more)
+    half = len(forward) // 2
+    back = backward(forward)
+    there, home = sent(forward[:half], launch), sent(forward[half:], launch)
+    again = [*sent(forward[:half], launch, ".replay"), computed("experts.replay", experts, least, launch)]
+    return Layer(
+        (*there, computed("experts", experts, least, launch), *home),
+        (
+            *sent(back[:half], launch),
+            computed("experts.backward", 2 * experts, 2 * least, launch),
+            *sent(back[half:], launch),
+        ),
+        tuple(again) if replay else (),
+        shared=(shared + launch, 2 * shared + launch) if shared else (0.0, 0.0),
+        **more,
+    )
+
+
+def makespan(timelines):
+    return timelines.forward.makespan + timelines.replayed.makespan
 
 
 @given(sizes, sizes, st.data())
@@ -82,25 +116,11 @@ def test_named_orders():
     assert issue_order(2, steps, 3) == [(0, "d"), (0, "e"), (0, "c"), (1, "d"), (1, "e"), (1, "c")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("replay", [False, True])
-def test_a_chunk_goes_through_the_planned_steps_around_the_experts(mode, replay):
-    one = layer(mode, replay=replay)
-    forward, back = ([[stage.name for stage in phase] for phase in way] for way in stages(one, LINKS))
-    steps = [step.name for step in one.forward]
-    half = len(steps) // 2
-    assert forward == [[*steps[:half], "experts", *steps[half:]]]
-    gradients = [step.name for step in one.backward]
-    again = [[*(f"{name}.replay" for name in steps[:half]), "experts.replay"]] if replay else []
-    assert back == [*again, [*gradients[:half], "experts.backward", *gradients[half:]]]
-    if mode != "global":
-        assert tuple(forward[0]) == FORWARD_STEPS
-
-
 def test_the_layer_is_replayed_before_gradients_are_taken():
-    phases = stages(layer(replay=True), LINKS)[1]
-    names = [(op.chunk, op.name) for op in layer_ops(phases, (0.5, 0.5), 1)]
+    chains = layer(replay=True).passes.replayed[0]
+    names = [(op.chunk, op.name) for op in layer_ops(chains, (0.5, 0.5), 1)]
     assert names.index((1, "experts.replay")) < names.index((0, "combine.inter.backward"))
+    assert len(layer().passes.replayed[0]) == 1
 
 
 @given(st.integers(1, 6), st.integers(0, 6))
@@ -111,50 +131,31 @@ def test_differentiation_keeps_the_order_with_chunks_counted_from_the_last(chunk
     assert [places[pair] for pair in mirrored] == sorted(places.values())
 
 
-def test_seconds_of_a_step():
-    """Bytes shrink with the chunk, launch and latency do not; over both classes of links the slower one counts."""
-    one = layer("global")
-    step, stage = one.forward[0], stages(one, LINKS)[0][0][0]
-    assert stage.stream == step.stream == "both"
-    for share in (1.0, 0.25):
-        inter = 1e-5 + step.inter_peers * 5e-6 + share * step.inter_bytes / 2e10
-        intra = 1e-5 + step.intra_peers * 2e-6 + share * step.intra_bytes / 1e11
-        assert stage.seconds(share) == pytest.approx(max(inter, intra))
-
-
-def test_seconds_of_the_experts():
-    """Matmuls and permutation shrink with the chunk; no chunk is done before it has read the weights."""
-    one = layer(experts=8e-3, permutation=1e-3, weights=3e-3, replay=True)
-    (forward,), (replay, gradient) = stages(one, LINKS)
-    for phase, times in ((forward, 1), (replay, 1), (gradient, 2)):
-        (experts,) = [stage for stage in phase if stage.stream == "compute"]
-        assert experts.seconds(1.0) == pytest.approx(1e-5 + times * 9e-3)
-        assert experts.seconds(0.5) == pytest.approx(1e-5 + times * 4.5e-3)
-        assert experts.seconds(0.25) == pytest.approx(1e-5 + times * 3.25e-3)
-
-
-def test_inside_one_node_nothing_runs_between_nodes():
-    one = layer("hierarchical", topology=Topology(1, 8, 64))
-    assert [stage.name for stage in stages(one, LINKS)[0][0]] == ["dispatch.intra", "experts", "combine.intra"]
-
-
 @given(
     st.sampled_from(MODES),
     st.tuples(st.integers(1, 4), st.integers(1, 8)),
+    st.integers(0, 6),
     st.floats(1e-5, 1e-1),
     st.floats(0, 1e-2),
     st.booleans(),
 )
-def test_a_cut_is_within_its_bounds(mode, chunks, experts, shared, replay):
+def test_a_cut_is_within_its_bounds(mode, chunks, stride, experts, shared, replay):
     one = layer(mode, experts=experts, shared=shared, replay=replay)
-    choice = cut_layer(mode, one, LINKS, chunks, chunk_shares(4, 8, chunks))
-    assert choice.makespan_before == pytest.approx(choice.ep_seconds + choice.compute_seconds)
-    assert choice.exposed_fraction(choice.exposed_before) == pytest.approx(1)
-    for timeline in choice.after:
-        assert timeline.makespan >= max(timeline.busy(stream) for stream in STREAMS)
-    assert choice.exposed_after >= -1e-12  # cutting computation only adds launches
+    choice = cut_layer(one, chunks, stride, chunk_shares(4, 8, chunks))
+    for name in ("forward", "backward", "replayed"):
+        before, after = getattr(choice.before, name), getattr(choice.after, name)
+        compute, communication = getattr(choice.compute, name), getattr(choice.communication, name)
+        assert before.makespan == pytest.approx(compute + communication)
+        assert getattr(choice.waited_before, name) == pytest.approx(communication)
+        assert after.makespan >= max(after.busy(stream) for stream in STREAMS)
+        assert after.makespan == pytest.approx(
+            compute + getattr(choice.waited_after, name) + getattr(choice.cutting, name)
+        )
+        assert getattr(choice.cutting, name) >= -1e-12  # cutting computation only adds launches
     if chunks == (1, 1):
         assert choice.after == choice.before
+    if not replay:
+        assert choice.after.replayed == choice.after.backward
 
 
 @given(st.sampled_from(MODES), st.integers(1, 8), st.booleans(), st.floats(1e-5, 1e-1))
@@ -162,40 +163,36 @@ def test_the_order_is_the_best_stride_and_all_of_them_run(mode, chunks, replay, 
     assume(chunks > 1)
     one = layer(mode, experts=experts, shared=0.0, replay=replay)
     shares = chunk_shares(1, 64, (1, chunks))
-    ways = stages(one, LINKS)
-    every = [sum(simulate(layer_ops(phases, shares, stride)).makespan for phases in ways) for stride in range(6)]
-    choice = cut_layer(mode, one, LINKS, (1, chunks), shares)
-    best = min(every[: len(one.forward) + 2])
-    assert choice.makespan_after == every[choice.stride] == pytest.approx(best, abs=1e-12)
+    ways = [one.passes.forward[0], one.passes.replayed[0]]
+    every = [sum(simulate(layer_ops(chains, shares, stride)).makespan for chains in ways) for stride in range(6)]
+    choice = choose(one, 1, 64, [(1, chunks)])
+    best = min(every[: len(one.forward) + 1])
+    assert makespan(choice.after) == every[choice.stride] == pytest.approx(best, abs=1e-12)
     assert choice.stride == 1 or every[1] > best
+    assert makespan(choose(one, 1, 64, [(1, chunks)], stride=0).after) == every[0]
 
 
 def test_the_choice_is_the_shortest_of_all():
-    layers = {mode: layer(mode, replay=True) for mode in MODES}
-    choice = choose(layers, LINKS, 2, 1024)
-    every = {
-        (mode, cut): cut_layer(mode, layers[mode], LINKS, cut, chunk_shares(2, 1024, cut)).makespan_after
-        for mode in MODES
-        for cut in candidates(2, 1024)
-    }
-    assert choice.makespan_after == min(every.values()) == every[choice.mode, choice.chunks]
-    assert choice.exposed_after < choice.exposed_before
-    assert choose({"global": layers["global"]}, LINKS, 2, 1024, [(1, 1)]).chunks == (1, 1)
+    one = layer(replay=True)
+    choice = choose(one, 2, 1024)
+    every = {cut: makespan(choose(one, 2, 1024, [cut]).after) for cut in candidates(2, 1024)}
+    assert makespan(choice.after) == min(every.values()) == every[choice.chunks]
+    assert choice.waited_after.forward < choice.waited_before.forward
+    assert choose(one, 2, 1024, [(1, 1)]).chunks == (1, 1)
 
 
 def test_what_pays_and_what_does_not():
     """Launches or weights as dear as the bytes, or nothing to hide behind: one chunk. Else several."""
-    links = replace(LINKS, launch=1e-2)
-    assert choose({"hierarchical": layer(shared=0.0)}, links, 1, 2048).chunks == (1, 1)
-    assert choose({"hierarchical": layer(shared=0.0, weights=6e-3)}, LINKS, 1, 2048).chunks == (1, 1)
-    assert choose({"hierarchical": layer(tokens=8, experts=1e-6, shared=0.0)}, LINKS, 1, 8).chunks == (1, 1)
-    assert choose({"hierarchical": layer()}, LINKS, 1, 2048).chunks != (1, 1)
+    assert choose(layer(shared=0.0, launch=1e-2), 1, 2048).chunks == (1, 1)
+    assert choose(layer(shared=0.0, weights=6e-3), 1, 2048).chunks == (1, 1)
+    assert choose(layer(tokens=8, experts=1e-6, shared=0.0), 1, 8).chunks == (1, 1)
+    assert choose(layer(), 1, 2048).chunks != (1, 1)
 
 
 def test_dearer_launches_never_ask_for_more_chunks():
     counts = []
     for launch in (0.0, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2):
-        b, s = choose({"hierarchical": layer(shared=0.0)}, replace(LINKS, launch=launch), 4, 512).chunks
+        b, s = choose(layer(shared=0.0, launch=launch), 4, 512).chunks
         counts.append(b * s)
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
 
@@ -207,9 +204,16 @@ def test_candidates_fit(batch, sequence):
     assert all(b <= batch and s <= sequence and b * s <= 8 for b, s in found)
 
 
+@given(sizes, sizes, st.data())
+def test_shares_are_those_of_the_slices(batch, sequence, data):
+    chunks = data.draw(st.integers(1, batch)), data.draw(st.integers(1, sequence))
+    slices = chunk_slices(batch, sequence, chunks)
+    assert chunk_shares(batch, sequence, chunks) == tuple(len(part) / (batch * sequence) for part in slices)
+
+
 def test_the_shared_expert_fills_the_first_dispatch():
-    after = choose({"hierarchical": layer()}, LINKS, 1, 2048).after[0]
+    after = choose(layer(), 1, 2048).after.forward
     first = after.on("compute")[0]
     assert (first.op.name, first.start) == ("shared", 0.0)
-    beside = cut_layer("hierarchical", layer(shared_beside=True), LINKS, (1, 1), (1.0,))
-    assert beside.makespan_before < cut_layer("hierarchical", layer(), LINKS, (1, 1), (1.0,)).makespan_before
+    beside = cut_layer(layer(shared_beside=True), (1, 1), 1, (1.0,))
+    assert makespan(beside.before) < makespan(cut_layer(layer(), (1, 1), 1, (1.0,)).before)

@@ -10,8 +10,7 @@ from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import expected_steps
 from tests.tools.check.test_mutations import ROOT
 from tools.ep_report.advise import advise
-from tools.ep_report.shapes import shape_of
-from tools.ep_report.step_time import Base, base_of
+from tools.estimate.time_model import TimeModel
 from tools.hardware import load_hardware
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -27,34 +26,11 @@ def ep(degree):
     return f"parallel_config.expert_parallel={degree}"
 
 
-def test_the_shape_of_438b():
-    shape = shape_of(recipe())
-    assert (shape.hidden, shape.experts, shape.top_k, shape.expert_width, shape.shared_width) == (
-        5120,
-        256,
-        8,
-        2048,
-        2048,
-    )
-    assert (shape.dp, shape.tp, shape.pp, shape.cp, shape.ep, shape.chunks) == (256, 2, 8, 1, 16, 2)
-    # a device routes its sequence-parallel part of the micro-batch
-    assert (shape.batch, shape.rank_sequence, shape.rank_tokens, shape.micro_batches) == (1, 2048, 2048, 64)
-    assert (shape.layers, shape.moe_layers, shape.dtype, shape.itemsize) == (54, 53, "bf16", 2)
-    assert shape.weights_dense + shape.weights_expert == 438_186_030_080  # FACTS: the compiled model's own count
-    assert shape.weights_expert == 53 * 256 * 3 * 5120 * 2048
-    assert shape.recompute and shape.replay_tp and not shape.shared_beside
-
-
-def test_mtp_layers_route_too():
-    shape = shape_of(recipe("105b"))
-    assert (shape.layers, shape.moe_layers, shape.rank_tokens) == (46, 45, 512)
-
-
-def test_recompute_by_stage():
-    for value, expected in (("[0, 0, 0, 0, 0, 0, 0, 0]", False), ("[0, 0, 0, 1, 0, 0, 0, 0]", True), ("False", False)):
-        loaded = recipe("105b")
-        loaded["recompute_config"]["recompute"] = eval(value)
-        assert shape_of(loaded).recompute is expected
+def test_the_run_of_438b():
+    """A device routes its sequence-parallel part of the micro-batch."""
+    config = advise(recipe()).config
+    assert (config.batch, config.rank_sequence, config.micro_batches, config.devices) == (1, 2048, 64, 4096)
+    assert (config.model.hidden, config.model.experts, config.model.top_k, config.skew) == (5120, 256, 8, 1.0)
 
 
 def test_bytes_are_those_of_the_planner():
@@ -62,19 +38,25 @@ def test_bytes_are_those_of_the_planner():
     forward = expected_steps("hierarchical", Topology(2, 8, 256), 2048, 8, 5120, 2, skew=1.3)
     ids = sum(step.inter_forward_only for step in forward)
     dispatch = sum(step.inter_bytes for step in forward if step.name.startswith("dispatch"))
-    expected = 2 * sum(step.inter_bytes for step in forward) - ids + dispatch  # forward, backward, replayed dispatch
+    # forward, backward; of what is recomputed only dispatch crosses nodes again
+    expected = 2 * sum(step.inter_bytes for step in forward) - ids + dispatch
     assert advice.modes["hierarchical"].inter_bytes == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("model", ["105b", "438b", "1119b"])
 def test_ep16_moves_nodes_over_top_k_of_the_bytes(model):
     """Report section 4.3: 2 nodes, so the AllGather moves 2 / k of the All-to-All, within the ids and probabilities."""
-    advice = advise(recipe(model, ep(16)), A2, skew=1.0)
+    advice = advise(recipe(model, ep(16), "recompute_config.recompute=False"), A2, skew=1.0)
     ratio = advice.modes["hierarchical"].inter_bytes / advice.modes["global"].inter_bytes
-    assert ratio == pytest.approx(2 / advice.shape.top_k, rel=0.02)
+    assert ratio == pytest.approx(2 / advice.config.model.top_k, rel=0.02)
     assert ratio == pytest.approx(advice.break_even.hierarchical_over_global, rel=0.01)
     assert advice.modes["deduplicated"].inter_bytes < advice.modes["hierarchical"].inter_bytes
     assert f"{advice.break_even.hierarchical_over_global:.2f}" in advice.why
+
+
+def sent_forward(advice, mode):
+    """Bytes between nodes without backward and what recomputation repeats, which differs by mode."""
+    return sum(step.inter_bytes for step in TimeModel(A2).exchanges(replace(advice.config, ep_mode=mode)))
 
 
 @pytest.mark.parametrize("degree", [16, 32, 64, 128])
@@ -84,12 +66,13 @@ def test_what_holds_for_every_degree(degree):
         assert report.exposed[1] <= report.exposed[0] == pytest.approx(report.ep_seconds)
         assert report.step[1] <= report.step[0]
         assert all(0 <= share <= 1 for share in (*report.share_of_step, *report.share_of_communication))
-    by_bytes = advice.break_even.hierarchical_wins
-    assert (advice.modes["hierarchical"].inter_bytes < advice.modes["global"].inter_bytes) == by_bytes
-    assert advice.best.choice.makespan_after == min(report.choice.makespan_after for report in advice.modes.values())
+        assert sum(report.cut.by_part.values()) == pytest.approx(report.step[1])
+    forward = {mode: sent_forward(advice, mode) for mode in MODES}
+    assert (forward["hierarchical"] < forward["global"]) == advice.break_even.hierarchical_wins
+    assert advice.best.step[1] == min(report.step[1] for report in advice.modes.values())
     assert advice.settings["hierarchical_ep"] == {"mode": advice.mode}
     b, s = advice.settings["ep_overlap"]["chunks"]
-    assert 1 <= b <= advice.shape.batch and 1 < s <= advice.shape.rank_sequence
+    assert 1 <= b <= advice.config.batch and 1 < s <= advice.config.rank_sequence
 
 
 def test_more_nodes_and_more_skew_never_move_fewer_bytes():
@@ -132,26 +115,19 @@ def test_a_fixed_mode_and_no_overlap():
     assert "launches" not in advise(recipe(), A2).why
 
 
-def test_the_rest_of_the_step():
-    """Compute and bubble by hand for a mesh without tensor and context parallelism and without recomputation."""
-    shape = replace(shape_of(recipe()), tp=1, recompute=False, replay_tp=False)
-    base = base_of(shape, A2, skew=1.0)
-    model = 4096 * 64 * shape.flops_per_token / 8 / A2.flops("bf16")
-    permutation = 3 * 4 * 2048 * 8 * 5120 * 2 / 1.6e12 * 53 / 8 * 64
-    assert base.compute == pytest.approx(model + permutation)
-    assert base.bubble == 1 + 7 / 128
-    assert base.communication["tp"] == base.communication["cp"] == 0
-    pipeline = 2 * 2 * 64 * (1e-5 + 5e-6 + 2048 * 5120 * 2 / 22.5e9)
-    assert base.communication["pp"] == pytest.approx(pipeline)
-    assert Base(2.0, {"tp": 1.0, "dp": 0.5}, 1.5).step(0.5) == (2 + 1 + 0.5) * 1.5 + 0.5
-
-
-def test_recomputation_costs_a_forward_and_its_communication():
-    with_, without = (replace(shape_of(recipe()), recompute=again, replay_tp=again) for again in (True, False))
-    more, less = base_of(with_, A2, 1.0), base_of(without, A2, 1.0)
-    assert 1.25 < more.compute / less.compute < 4 / 3 + 1e-9
-    assert more.communication["tp"] == pytest.approx(1.5 * less.communication["tp"])
-    assert more.communication["dp"] == less.communication["dp"]
+def test_the_recipe_as_it_is_written_is_among_the_answers():
+    """MindFormers' own dispatcher, a mode and chunks that are written, and what is left to `auto`."""
+    plain = advise(recipe())
+    assert (plain.written.mode, plain.written.chunks) == ("hierarchical", (1, 1))
+    assert plain.written.step.total == plain.modes["hierarchical"].step[0]
+    own = recipe()
+    own["plugins"] = {"hierarchical_ep": {"mode": "global"}, "ep_overlap": {"chunks": [1, 2]}}
+    cut = advise(own, cuts=[(1, 2)], stride=1)
+    assert cut.written.step.total == cut.modes["global"].step[1] and "chunks [1, 2]" in cut.written.words
+    own["plugins"] = {"hierarchical_ep": {"mode": "auto"}, "ep_overlap": {"chunks": "auto"}}
+    free = advise(own)
+    assert (free.written.mode, free.written.chunks) == (free.mode, free.chunks)
+    assert free.written.step.total == free.best.step[1] == plain.best.step[1]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +155,15 @@ def test_refusals(model, overrides, words):
 
 def test_the_suggested_mesh_is_accepted():
     advice = advise(recipe("105b", ep(64), "parallel_config.data_parallel=8"), A2)
-    assert (advice.topology.nodes, advice.shape.devices) == (8, 512)
+    assert (advice.topology.nodes, advice.config.devices) == (8, 512)
+
+
+def test_a_schedule_without_a_model_is_compared_as_1f1b_and_says_so():
+    own = recipe("438b", ep(16))
+    own["parallel"]["pipeline_config"] = {"pipeline_interleave": True, "pipeline_scheduler": "seqpipe"}
+    advice = advise(own)
+    assert "seqpipe" in advice.as_1f1b and advice.mode == advise(recipe()).mode
+    assert advise(recipe()).as_1f1b == ""
 
 
 def test_wrong_arguments():

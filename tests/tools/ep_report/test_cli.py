@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from plugins.errors import TC3Error
 from tests.tools.check.test_mutations import ROOT
+from tests.tools.ep_report.test_advise import sent_forward
 from tools.ep_report.cli import ep_report
 from tools.ep_report.report_case import DEGREES, MODELS, cases, main, markdown
 from tools.hardware import load_hardware
@@ -35,7 +36,9 @@ def test_text():
         "break-even",
     ):
         assert word in result.stdout
-    assert "matmul_efficiency" in result.stdout and "peak_flops.fp32" not in result.stdout
+    assert "inter_node.latency_s" in result.stdout and "peak_flops.fp32" not in result.stdout
+    # how far the estimator is off is said wherever its seconds are
+    assert "on the 22 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
 
 
 def test_a_degree_for_a_recipe_that_writes_none(tmp_path):
@@ -111,12 +114,13 @@ def test_the_case_of_the_report():
     for row in rows:
         if not row.advice:
             continue
-        modes, shape = row.advice.modes, row.advice.shape
+        modes, model = row.advice.modes, row.advice.config.model
         # the closed form of section 4.3: nodes / top-k, within the metadata
-        ratio = modes["hierarchical"].inter_bytes / modes["global"].inter_bytes
-        assert ratio == pytest.approx(row.advice.topology.nodes / shape.top_k, rel=0.02)
+        sent = [sent_forward(row.advice, mode) for mode in ("hierarchical", "global")]
+        ratio = sent[0] / sent[1]
+        assert ratio == pytest.approx(row.advice.topology.nodes / model.top_k, rel=0.02)
         assert modes["deduplicated"].inter_bytes <= modes["hierarchical"].inter_bytes
-        assert row.hierarchical.share_of_communication[1] < row.hierarchical.share_of_communication[0]
+        assert row.hierarchical.share_of_communication[1] <= row.hierarchical.share_of_communication[0]
         if row.ep == 16:
             assert row.gain("hierarchical") > 0
     grown = {row.ep: row.mesh for row in rows if row.model == "105b"}

@@ -5,15 +5,15 @@ import pytest
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_model import stage_weights
-from tools.estimate.search_times import SearchTimes
 from tools.estimate.sharding import copies
+from tools.estimate.time_model import TimeModel
 from tools.model.architecture import pattern_of
 from tools.recipe.load import load_recipe
 
 
 @pytest.fixture(scope="module")
 def times():
-    return SearchTimes(cluster("atlas_800t_a2"))
+    return TimeModel(cluster("atlas_800t_a2"))
 
 
 @pytest.fixture(scope="module")

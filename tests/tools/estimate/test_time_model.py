@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tools.estimate.configuration import Configuration, Recompute, even_layers
+from plugins.hierarchical_ep.plan import MODES
+from tools.auto.resolve import resolve
+from tools.estimate.configuration import Configuration, Cut, Recompute, even_layers
 from tools.estimate.efficiency import CLUSTERS, NAMES, _sets, cluster, efficiency_of
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import work
@@ -125,11 +127,81 @@ def test_experts_over_more_nodes_cost_more_and_overlap_hides_some():
 
 
 def test_the_overlap_recipe_is_not_slower():
-    plain, overlapped = (
-        A2.step(from_recipe(load_recipe(f"recipes/telechat3_438b/{name}.yaml"))).total
-        for name in ("pretrain_4k", "pretrain_4k_ep_overlap")
-    )
+    recipes = [load_recipe(f"recipes/telechat3_438b/{name}.yaml") for name in ("pretrain_4k", "pretrain_4k_ep_overlap")]
+    plain, overlapped = (A2.step(from_recipe(resolve(recipe))).total for recipe in recipes)
     assert overlapped < plain
+
+
+@pytest.mark.parametrize(
+    ("plugins", "key"),
+    [
+        ({"hierarchical_ep": {"mode": "auto"}}, "plugins.hierarchical_ep.mode: auto"),
+        ({"hierarchical_ep": {"mode": "global"}, "ep_overlap": {"chunks": "auto"}}, "plugins.ep_overlap.chunks: auto"),
+    ],
+)
+def test_what_is_left_to_auto_has_no_seconds(plugins, key):
+    recipe = load_recipe("recipes/telechat3_438b/pretrain_4k.yaml")
+    recipe["plugins"] = plugins
+    with pytest.raises(RecipeError, match=key):
+        from_recipe(recipe)
+    assert from_recipe(recipe, ep_mode="hierarchical").ep_mode == "hierarchical"
+    recipe["parallel_config"]["expert_parallel"] = 1
+    assert from_recipe(recipe).ep_mode == "global"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_overlap_is_that_of_the_plugins_own_plan(mode):
+    """What is waited for, and what cutting costs, are taken from the plan and nothing else is changed."""
+    whole = replace(recipe_run("438b/pretrain_4k"), ep_mode=mode)
+    cut = replace(whole, ep_cut=Cut((1, 4), 1))
+    before, after = A2.layer(whole, "moe"), A2.layer(cut, "moe")
+    choice = A2.plan(whole, [(1, 4)], 1)
+    assert before.forward.ep == pytest.approx(choice.communication.forward)
+    assert before.backward.ep == pytest.approx(choice.communication.backward)
+    assert before.again["full"].ep == pytest.approx(choice.communication.replayed - choice.communication.backward)
+    assert (after.forward.ep, after.forward.cut) == (choice.waited_after.forward, choice.cutting.forward)
+    assert after.forward.total - before.forward.total == pytest.approx(
+        choice.after.forward.makespan - choice.before.forward.makespan
+    )
+    repeated = after.backward.total + after.again["full"].total - before.backward.total - before.again["full"].total
+    assert repeated == pytest.approx(choice.after.replayed.makespan - choice.before.replayed.makespan)
+    assert replace(after.forward, ep=0, cut=0) == replace(before.forward, ep=0, cut=0)
+
+
+def test_experts_of_a_chunk_are_slower_for_their_size():
+    """A whole layer's experts take what its matmuls take; four quarters of it take longer."""
+    config = recipe_run("438b/pretrain_4k")
+    (experts,) = [stage for stage in A2.expert_layer(config).forward if stage.name == "experts"]
+    assert 4 * experts.seconds(0.25) > 1.2 * experts.seconds(1.0)
+    skewed = A2.expert_layer(replace(config, skew=1.5)).forward
+    (busier,) = [stage for stage in skewed if stage.name == "experts"]
+    assert 1.2 < busier.seconds(1.0) / experts.seconds(1.0) < 1.5
+
+
+def test_the_best_cut_is_never_slower_than_none_and_no_cut_that_fits_is_faster():
+    whole = recipe_run("438b/pretrain_4k")
+    best = A2.step(replace(whole, ep_cut=Cut())).total
+    for cut in ((1, 1), (1, 2), (1, 4), (1, 8)):
+        assert best <= A2.step(replace(whole, ep_cut=Cut(cut))).total + 1e-9
+    with pytest.raises(RecipeError, match=r"chunks\[0\]: 2 parts of 1 samples"):
+        A2.step(replace(whole, ep_cut=Cut((2, 1))))
+
+
+def test_a_shared_expert_beside_dispatch_hides_some_of_it():
+    whole = recipe_run("438b/pretrain_4k")
+    before, after = A2.layer(whole, "moe"), A2.layer(replace(whole, shared_beside=True), "moe")
+    assert 0 < after.forward.ep < before.forward.ep and after.forward.cut == 0
+
+
+def test_a_recomputed_layer_repeats_what_compiled_graphs_repeat():
+    """Dispatch and the part of combine inside a node; an eager framework repeats all of it."""
+    config = replace(recipe_run("438b/pretrain_4k"), ep_mode="hierarchical")
+    names = [step.name for step in A2.repeated(config)]
+    assert names == ["dispatch.inter.replay", "dispatch.intra.replay", "combine.intra.replay"]
+    eager = replace(config, keep_gathered=False)
+    assert len(A2.repeated(eager)) == 4
+    layer = A2.layer(eager, "moe")
+    assert layer.again["full"].ep == layer.forward.ep
 
 
 def test_what_data_parallelism_cannot_hide_is_charged():
@@ -160,14 +232,17 @@ def test_exchanged_logits_and_gathered_keys_take_their_time():
 def test_mtp_runs_again_where_the_last_layer_does():
     config = recipe_run("1119b/pretrain_4k")
     mtp, layer, head = (A2.layer(config, kind) for kind in ("mtp", "moe", "head"))
-    assert mtp.again["full"] == pytest.approx(mtp.forward.total - head.forward.total)
-    assert layer.again["full"] < mtp.again["full"] < 1.2 * layer.again["full"]
-    assert mtp.again["select"] == head.again["full"] == 0
+    again = mtp.again["full"]
+    # combine between nodes is not repeated, whatever the layer
+    left_out = layer.forward.ep - layer.again["full"].ep
+    assert again.total == pytest.approx(mtp.forward.total - head.forward.total - left_out)
+    assert layer.again["full"].total < again.total < 1.2 * layer.again["full"].total
+    assert mtp.again["select"].total == head.again["full"].total == 0
     # all but the last stage's
     table = tuple((*row[:-1], 0) for row in config.layers)
     _, backward, parts = A2.chunks(config)
     _, less, fewer = A2.chunks(replace(config, recompute=replace(config.recompute, full=table)))
-    repeated = config.layers[-1][-1] * layer.again["full"] + mtp.again["full"]
+    repeated = config.layers[-1][-1] * layer.again["full"].total + again.total
     assert backward[-1, -1] - less[-1, -1] == pytest.approx(repeated)
     assert (parts["recompute"] - fewer["recompute"])[:-1] == pytest.approx(0)
 

@@ -34,7 +34,7 @@ def test_every_shipped_file_is_whole():
         assert hardware.intra_node.reached > hardware.inter_node.reached
         assert {origin.certainty for origin in hardware.origins.values()} <= set(CERTAINTIES)
         # what no public source says is never passed off as known
-        assert {"launch_s", "matmul_efficiency", "inter_node.latency_s"} <= set(hardware.assumed)
+        assert {"launch_s", "inter_node.latency_s"} <= set(hardware.assumed)
 
 
 def test_numbers_of_the_ascend_files_are_those_of_their_source():
@@ -50,13 +50,17 @@ def test_an_own_file_and_numbers_written_as_people_write_them(tmp_path):
 
     hardware = load_hardware(written(tmp_path, change))
     assert (hardware.hbm_bytes, hardware.inter_node.latency_s) == (32e9, 0)
-    assert hardware.flops("bf16") == pytest.approx(294.9e12 * 0.6)
     assert isinstance(hardware.devices_per_node, int)
 
 
-def test_a_dtype_without_a_peak():
-    with pytest.raises(RecipeError, match=r"a100_80g: peak_flops.fp8: missing; the file has bf16, fp16, fp32"):
-        load_hardware("a100_80g").flops("fp8")
+def test_what_matmuls_reach_is_no_longer_a_files_own_word(tmp_path):
+    """It is fitted; a file of before says so, with what to do."""
+
+    def change(mapping):
+        mapping["matmul_efficiency"] = {"value": 0.6, "certainty": "assumed", "source": "of before"}
+
+    with pytest.raises(RecipeError, match=r"matmul_efficiency: no longer read; delete it: .*efficiencies\.yaml"):
+        load_hardware(written(tmp_path, change))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +77,7 @@ def test_a_dtype_without_a_peak():
         ("hbm_bytes.value", float("inf"), ["hbm_bytes.value"]),
         ("hbm_bytes.value", True, ["hbm_bytes.value"]),
         ("launch_s.value", -1e-6, ["launch_s.value", "from 0 to 10"]),
-        ("matmul_efficiency.value", 1.2, ["matmul_efficiency.value", "at most 1"]),
+        ("inter_node.efficiency.value", 1.2, ["inter_node.efficiency.value", "at most 1"]),
         ("inter_node.efficiency.value", 0, ["inter_node.efficiency.value"]),
         ("devices_per_node.value", 7.5, ["devices_per_node.value", "whole number"]),
         ("peak_flops.bf16.value", None, ["peak_flops.bf16.value"]),

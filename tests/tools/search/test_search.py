@@ -13,7 +13,7 @@ from tests.tools.search.conftest import stand_in
 from tests.tools.search.space.test_candidates import request
 from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.placement.place import Placement
@@ -53,7 +53,7 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
     assert check_recipe(written).errors == []
     config = from_recipe(written)
     assert (config.dp, config.tp, config.pp, config.ep) == tuple(best[name] for name in ("dp", "tp", "pp", "ep"))
-    times = SearchTimes(request().hardware)
+    times = TimeModel(request().hardware)
     assert entry_of(config, times).seconds == pytest.approx(best["step_s"])
     assert f"{best['step_s']:.2f} s a step" in overlay.read_text("utf-8")
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
 
 def test_parts_explain_the_difference():
     asked = request(limits=["pp>1"])
-    times = SearchTimes(asked.hardware)
+    times = TimeModel(asked.hardware)
     short = [entry_of(stand_in_config(asked, one), times) for one in rank(asked).short_list(5)]
     for entry in short:
         assert sum(entry.parts.values()) == pytest.approx(entry.seconds)
@@ -194,7 +194,7 @@ def test_placing_in_two_processes(monkeypatch, tmp_path):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "tp=1", "cp=1", "shard=optimizer")]
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
-    times, short = SearchTimes(asked.hardware), rank(asked).short_list(2)
+    times, short = TimeModel(asked.hardware), rank(asked).short_list(2)
     store, found = Store(asked, times, tmp_path / "state.json"), {}
     whole = search_place.place_all(asked, short, times, Budget(4), store, found.__setitem__, at_once=2)
     assert whole and set(found) == set(short) and len(store) == 2

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tools.ep_report.advise import DEFAULT_HARDWARE
 from tools.estimate.configuration import Configuration
+from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.recipe.load import KeyPath
 from tools.recipe.unresolved import CHUNKS, DISPATCH, unresolved

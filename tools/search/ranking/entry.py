@@ -9,24 +9,10 @@ from typing import Any
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory_model import layer_options, peak_memory
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.step_time import PARTS, exposed_of
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.model.flops import flops_per_token
 from tools.search.space.candidates import Candidate, candidate_of
-
-PARTS = {  # where a step's time goes, by name: in words
-    "compute": "matmuls, attention, other operators",
-    "recompute": "recomputation",
-    "tp": "tensor-parallel communication",
-    "cp": "context-parallel communication",
-    "ep": "expert-parallel communication",
-    "send": "pipeline sends",
-    "bubble": "pipeline bubble",
-    "data": "weights and gradients not hidden",
-    "rest": "optimizer and fixed",
-}
-_COMPUTE = ("matmul", "attention", "elementwise", "fixed")
-_EXPOSED = ("tp", "cp", "ep", "send", "data")
 
 
 @dataclass(frozen=True)
@@ -62,7 +48,7 @@ class Entry:
     @property
     def exposed(self) -> float:
         """Seconds of communication that nothing hides."""
-        return sum(self.parts[name] for name in _EXPOSED)
+        return exposed_of(self.parts)
 
     @property
     def layout(self) -> str:
@@ -103,29 +89,14 @@ class Entry:
         }
 
 
-def entry_of(config: Configuration, times: SearchTimes, name: str = "", bound: float = 0.0) -> Entry:
+def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: float = 0.0) -> Entry:
     """What is predicted for a run.
 
     Raises:
         RecipeError: its schedule has no model, or cannot run with these numbers.
     """
     step = times.step(config, simulated=True)
-    sending = 0.0 if config.overlap_pp or config.pp == 1 else times.transfer(config)
-    busy = sum(step.parts.values())
-    # a stage waits for its sends and for others; in a tight schedule some sends fall into the waiting
-    waiting = step.pipeline - busy
-    send = min(2 * sending * config.chunks * config.micro_batches, waiting)
-    parts = {
-        "compute": sum(step.parts[part] for part in _COMPUTE),
-        **{part: step.parts[part] for part in ("recompute", "tp", "cp", "ep")},
-        "send": send,
-        "bubble": waiting - send,
-        "data": step.data_parallel,
-        "rest": step.optimizer + step.fixed,
-    }
-    flops = times.hardware.peak_flops.get(config.dtype, times.hardware.peak_flops["bf16"])
-    rate = flops_per_token(config.model, config.sequence) * config.tokens / step.total / config.devices
-    return Entry(name, config, step.total, parts, peak_memory(config), bound, rate / flops)
+    return Entry(name, config, step.total, step.by_part, peak_memory(config), bound, times.mfu(config, step.total))
 
 
 def why_faster(first: Entry, second: Entry) -> str:

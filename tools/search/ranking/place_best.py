@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.placement.place import Placement, place
 from tools.process.signals import terminate_as_interrupt
@@ -32,7 +32,7 @@ def processes() -> int:
 def place_all(
     request: Request,
     ranked: Sequence[Ranked],
-    times: SearchTimes,
+    times: TimeModel,
     budget: Budget,
     store: Store,
     told: Told,
@@ -65,7 +65,7 @@ def place_all(
     return True
 
 
-Job = tuple[Configuration, SearchTimes, float, float]
+Job = tuple[Configuration, TimeModel, float, float]
 
 
 def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement]]:
@@ -80,7 +80,7 @@ def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement
             yield futures[future], future.result()
 
 
-def _place(config: Configuration, times: SearchTimes, cap: float, seconds: float) -> Placement:
+def _place(config: Configuration, times: TimeModel, cap: float, seconds: float) -> Placement:
     return place(config, times, cap, Budget(seconds))
 
 

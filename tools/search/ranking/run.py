@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from plugins.errors import RecipeError
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.placement.place import Placement
 from tools.search.ranking.entry import Entry, entry_of
@@ -68,7 +68,7 @@ def search(
     top: int,
     budget: Budget,
     store: Store,
-    times: SearchTimes,
+    times: TimeModel,
     progress: Progress,
     at_once: int | None = None,
 ) -> Found:

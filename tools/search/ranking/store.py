@@ -16,7 +16,7 @@ from typing import Any
 from plugins.errors import DataError
 from plugins.hierarchical_ep import plan
 from tools.estimate.configuration import Configuration
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.files.whole import write_whole
 from tools.placement.place import Placement
 from tools.search.space.candidates import Candidate, configuration
@@ -41,7 +41,7 @@ class Store:
         DataError: `path` is a file of something else.
     """
 
-    def __init__(self, request: Request, times: SearchTimes, path: Path | None = None, resume: bool = False):
+    def __init__(self, request: Request, times: TimeModel, path: Path | None = None, resume: bool = False):
         self.request = request
         self.digest = digest_of(request, times)
         self.path = path or folder() / f"{self.digest}.json"
@@ -108,7 +108,7 @@ def code() -> list[Path]:
     return [file for place in _CODE for file in sorted(place.glob("*.py"))]
 
 
-def digest_of(request: Request, times: SearchTimes) -> str:
+def digest_of(request: Request, times: TimeModel) -> str:
     """Of all that an answer depends on."""
     digest = hashlib.sha256(repr((request, times.reached)).encode())
     for file in code():

@@ -2,7 +2,7 @@
 
 A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
 on what it holds and how that is spread; both are computed once by the functions of `time_model` and looked up for all
-candidates. The reference is `SearchTimes.step` of a candidate's configuration (the closed form of the pipeline).
+candidates. The reference is `TimeModel.step` of a candidate's configuration (the closed form of the pipeline).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_time import LayerTime
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel, pipeline_of
 from tools.model.weights import KINDS
 from tools.search.ranking.memory import Memo, groups, kind_counts, stage_keys
 from tools.search.space.candidates import Block, configuration
@@ -36,7 +36,7 @@ class StageTimes:
     sending: np.ndarray
 
 
-class TimeTable(SearchTimes):
+class TimeTable(TimeModel):
     """Times of candidates of one request."""
 
     def __init__(self, request: Request):
@@ -70,17 +70,13 @@ class TimeTable(SearchTimes):
             sending: as `StageTimes`.
         """
         m = block.columns["m"]
-        slowest = work.argmax(axis=1)
-        every = work + (2 * sending * block.vpp if block.pp > 1 else 0 * sending)[:, None]
-        most = every.max(axis=1)
-        pipeline = m * most + (every.sum(axis=1) - most) / block.vpp
-        once, each, optimizer = self._once(block, slowest)
+        pipeline = pipeline_of(work, block.vpp, m, sending)
+        once, each, optimizer = self._once(block, work.argmax(axis=1))
         data = once + each * m
         if self.request.base.overlap_dp:
             rounds = np.minimum(block.pp, m) if block.vpp > 1 else np.ones_like(m)
-            seen = data - work.max(axis=1) * np.where(each > 0, m, rounds)
-            data = np.maximum((1 - self.reached.hidden) * each * m, seen)
-        return pipeline + data + optimizer + self.reached.step_s
+            data = self.waited(once, each, work.max(axis=1), m, rounds)
+        return pipeline + data + optimizer + self.fixed
 
     def _config(self, block: Block, row: int) -> Configuration:
         return configuration(self.request, block.candidate(row, "none"))
@@ -96,7 +92,7 @@ class TimeTable(SearchTimes):
             layer = self._memo.get(key, self._one_layer, block, row, kind)
             index = KINDS.index(kind)
             works[index] = layer.forward.total + layer.backward.total
-            again[:, index] = [layer.again[policy] for policy in POLICIES]
+            again[:, index] = [layer.again[policy].total for policy in POLICIES]
         return works, again
 
     def _sending(self, block: Block, row: int) -> float:
@@ -123,4 +119,4 @@ class TimeTable(SearchTimes):
         return self.transfer(self._config(block, row))
 
     def _new_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
-        return *self.once_and_each(config, stage), self._optimizer(config, stage)
+        return *self.once_and_each(config, stage), self.optimizer(config, stage)

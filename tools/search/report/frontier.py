@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.hardware.units import GIB
 from tools.pipeline.simulate import Durations, simulate
@@ -33,7 +33,7 @@ def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
     return order[first]
 
 
-def draw(found: Found, times: SearchTimes, path: Path) -> Path:
+def draw(found: Found, times: TimeModel, path: Path) -> Path:
     """Both pictures in one file (.svg or .png): the frontier above, the winner's timeline below."""
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
@@ -99,7 +99,7 @@ def _sample(ranking: Ranking) -> np.ndarray:
     return order[:: max(1, -(-len(order) // _SHOWN))]
 
 
-def draw_timeline(axes: Any, entry: Entry, times: SearchTimes) -> None:
+def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
     """Who runs what when, a row for each stage."""
     config = entry.config
     forward, backward, _ = times.chunks(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.search.ranking.entry import PARTS, Entry
 from tools.search.ranking.run import Found
 from tools.search.report.frontier import as_svg, draw_frontier, draw_timeline
@@ -29,7 +29,7 @@ _PICTURES = {  # what is drawn -> what it stands for
 }
 
 
-def html(found: Found, times: SearchTimes, title: str) -> str:
+def html(found: Found, times: TimeModel, title: str) -> str:
     """The whole file."""
     request = found.request
     head = (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.memory_error import known_errors
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
@@ -119,7 +119,7 @@ def memory_words(request: Request) -> list[str]:
     ]
 
 
-def assumptions(found: Found, times: SearchTimes) -> list[str]:
+def assumptions(found: Found, times: TimeModel) -> list[str]:
     """What the numbers rest on."""
     request, hardware = found.request, times.hardware
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
@@ -168,7 +168,7 @@ def notes(found: Found) -> list[str]:
     return lines
 
 
-def as_json(found: Found, times: SearchTimes) -> dict[str, Any]:
+def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
     """The answer for machines."""
     request = found.request
     return {
@@ -201,7 +201,7 @@ def _entry(entry: Entry, request: Request) -> dict[str, Any]:
     return {**entry.as_json(), "fits": fits, "has_margin": entry.peak <= request.room}
 
 
-def print_text(found: Found, times: SearchTimes, console: Console) -> None:
+def print_text(found: Found, times: TimeModel, console: Console) -> None:
     """Print all of it."""
     request, funnel = found.request, found.ranking.funnel
     console.print(

@@ -173,12 +173,20 @@ class _Axes:
         yield "vpp: chunks without a pipeline", (vpp == 1) | np.bool_(pp > 1)
         yield "ep: does not divide dp x tp", dp * tp % ep == 0
         aligned = (ep % request.node == 0) | (request.node % ep == 0)
-        yield "ep: straddles nodes, which ep_overlap does not", aligned | np.bool_(not request.base.overlap_ep)
+        yield "ep: straddles nodes, which ep_overlap does not", aligned | np.bool_(not request.base.ep_cut)
+        yield "ep_overlap: more chunks than samples of a micro-batch or tokens of a rank", self._cuts(request)
         yield "batch: dp x samples of a micro-batch do not divide it", request.global_batch % (dp * mbs) == 0
         yield "batch: fewer micro-batches than stages", request.global_batch // (dp * mbs) >= pp
         whole = (ep > request.node) & (ep % request.node == 0)
         yield "mode: all the same unless an EP group covers several whole nodes", whole | (mode == 0)
         yield "tp: does not divide a node (report 5.1)", np.array(request.node % tp == 0)
+
+    def _cuts(self, request: Request) -> np.ndarray:
+        """Where the chunks that the recipe writes can be."""
+        cut = request.base.ep_cut
+        b, s = cut.chunks if cut and cut.chunks else (1, 1)
+        rows = request.base.sequence // (self.mesh.tp * self.mesh.cp)
+        return (self.along("ep") == 1) | ((self.along("mbs") >= b) & np.bool_(rows >= s))
 
     def _limits(self, request: Request) -> Iterator[tuple[str, np.ndarray]]:
         fixed = self.mesh._asdict()
@@ -248,7 +256,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
         ep_mode=candidate.mode,
         shard_optimizer=candidate.shard != "none",
         shard_gradients=candidate.shard == "gradients",
-        overlap_ep=request.base.overlap_ep and candidate.ep > 1,
+        ep_cut=request.base.ep_cut if candidate.ep > 1 else None,
         ulysses=request.ulysses,
     )
 

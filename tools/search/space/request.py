@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plugins.errors import RecipeError
-from tools.ep_report.advise import DEFAULT_HARDWARE
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.room import Room, room_of
-from tools.hardware import Hardware, known_hardware
+from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.names import name_of
 from tools.model.ulysses import DEGREE
 from tools.recipe.load import Recipe
-from tools.recipe.view import View, limit_of
+from tools.recipe.unresolved import CHUNKS, OVERLAP, unresolved
+from tools.recipe.view import View, limit_of, look
 from tools.schema.stages import swaps
 from tools.search.overlay.site import Site
 from tools.search.space.limits import Limit
@@ -123,3 +123,10 @@ def file_of(cluster_name: str) -> str:
     """A cluster as recipes name it: the name of a hardware file, or the path of another."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
+
+
+def with_open_chunks(request: Request, written: Recipe) -> Request:
+    """The same request; each strategy has its own best chunks where the recipe, as it is written, leaves them open."""
+    if request.base.ep_cut is None or CHUNKS not in unresolved(written):
+        return request
+    return replace(request, base=replace(request.base, ep_cut=Cut(stride=look(written, (*OVERLAP, "stride")))))

@@ -99,7 +99,7 @@ def configured(draw, folder):
         micro_batches=draw(st.sampled_from([16, 17, 32] if v_shaped else [8, 9, 32])),
         sequence_parallel=tp > 1,
         ep_mode=draw(st.sampled_from(modes)) if now.model.experts else now.ep_mode,
-        overlap_ep=now.overlap_ep and ep > 1,
+        ep_cut=now.ep_cut if ep > 1 else None,
         recompute=Recompute(
             full=draw(tables(layers)),
             select=draw(tables(layers)),

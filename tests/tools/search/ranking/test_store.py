@@ -5,7 +5,7 @@ import pytest
 
 from plugins.errors import DataError
 from tests.tools.search.space.test_candidates import request
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.placement.place import Placement
 from tools.search.ranking import store
@@ -20,7 +20,7 @@ def case():
     one = rank(asked).short_list(1)[0].candidate
     config = configuration(asked, one)
     mixed = replace(config, recompute=replace(config.recompute, full=((1, 0), (0, 1)), select=((2, 0), (0, 0))))
-    return asked, SearchTimes(asked.hardware), one, Placement(mixed, 2.0, 1.5, (3.0, 4.0))
+    return asked, TimeModel(asked.hardware), one, Placement(mixed, 2.0, 1.5, (3.0, 4.0))
 
 
 def test_round_trip(case, tmp_path):

@@ -8,7 +8,7 @@ from tools.dryrun.quick import ERROR
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory_model import all_stages
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.ranking.entry import entry_of
@@ -26,7 +26,7 @@ def asked(cap=45):
 @pytest.fixture(scope="module")
 def entries():
     request = asked()
-    times = SearchTimes(cluster("atlas_800t_a2"))
+    times = TimeModel(cluster("atlas_800t_a2"))
     own = candidate_of(request.base)._replace(recompute="full")
     others = [own, own._replace(tp=4, dp=2 * own.dp, m=own.m // 2)]
     return [entry_of(configuration(request, one), times) for one in others]

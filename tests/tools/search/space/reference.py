@@ -2,7 +2,7 @@
 
 from plugins.hierarchical_ep.plan import MODES
 from tools.estimate.memory_model import all_stages
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.search.space.candidates import RECOMPUTE, Candidate, configuration
 from tools.search.space.limits import PLANNED, POLICIES, SHARDS
 
@@ -46,7 +46,7 @@ def legal(request, c):
         and c.pp * c.vpp <= model.layers
         and (c.vpp == 1 or c.pp > 1)
         and c.dp * c.tp % c.ep == 0
-        and (not request.base.overlap_ep or c.ep % request.node == 0 or request.node % c.ep == 0)
+        and (not request.base.ep_cut or c.ep % request.node == 0 or request.node % c.ep == 0)
         and c.dp * c.mbs * c.m == request.global_batch
         and c.m >= c.pp
         and (spread or c.mode == "global")
@@ -56,7 +56,7 @@ def legal(request, c):
 
 def predicted(request, candidate):
     """(seconds, bytes of the heaviest stage); None where it does not fit."""
-    model = SearchTimes(request.hardware)
+    model = TimeModel(request.hardware)
     if candidate.recompute != PLANNED:
         config = configuration(request, candidate)
         peak = max(memory.peak for memory in all_stages(config))
@@ -76,7 +76,7 @@ def predicted(request, candidate):
     every = [seconds + sending for seconds in work]
     pipeline = candidate.m * max(every) + (sum(every) - max(every)) / vpp
     slowest = work.index(max(work))
-    rest = model._data(config, slowest, max(work)) + model._optimizer(config, slowest) + model.reached.step_s
+    rest = model._data(config, slowest, max(work)) + model.optimizer(config, slowest) + model.fixed
     return pipeline + rest, max(peak for _, peak in stages)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
 from tests.tools.search.space.reference import every_candidate, legal
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.hardware.units import GIB
@@ -149,7 +149,7 @@ def test_shards_of_an_own_size_divide_the_copies(size):
 
 def test_overlapped_groups_do_not_straddle_nodes():
     asked = request()
-    asked = replace(asked, base=replace(asked.base, overlap_ep=True))
+    asked = replace(asked, base=replace(asked.base, ep_cut=Cut()))
     free, _ = enumerated(request())
     kept = [one for one in free if one.ep % 8 == 0 or 8 % one.ep == 0]
     assert Counter(enumerated(asked)[0]) == Counter(kept) and len(kept) < len(free)

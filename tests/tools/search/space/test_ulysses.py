@@ -10,12 +10,11 @@ import pytest
 
 from plugins.errors import RecipeError
 from tests.tools.search.space.test_candidates import request
-from tools.ep_report.shapes import shape_of
+from tools.ep_report.advise import advise
 from tools.estimate.activations import saved
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster
-from tools.estimate.from_recipe import from_recipe
-from tools.estimate.search_times import SearchTimes
+from tools.estimate.time_model import TimeModel
 from tools.model.architecture import Latent, Model
 from tools.model.ulysses import require_ulysses
 from tools.recipe.load import load_recipe
@@ -36,7 +35,7 @@ MODEL = Model(
 RUN = Configuration(MODEL, dp=1, tp=2, cp=4, layers=((1,),), sequence=32768, training_graph=True, keep_gathered=True)
 TOKENS, HEADS = 32768 // 4, 32 // 2  # of a device
 KEYS = TOKENS * HEADS * (128 + 128) * 2  # bytes of its keys and values; as many of queries and results
-TIMES = SearchTimes(cluster("atlas_800t_a2"))
+TIMES = TimeModel(cluster("atlas_800t_a2"))
 
 
 def seconds(size, ranks, stride):
@@ -92,9 +91,9 @@ def test_what_mindformers_does_not_compile_is_refused_before_the_search(file, wo
         require_ulysses(recipe, asked.base.model, asked.ulysses)
 
 
-def test_ep_report_counts_heads_once():
+def test_ep_report_knows_the_parts_of_heads():
     recipe = load_recipe("recipes/telechat3_438b/context_32k.yaml")
-    assert shape_of(recipe, cluster("atlas_800t_a2")).ulysses == from_recipe(recipe).ulysses == 1
+    whole = advise(recipe).modes["global"]
     recipe["parallel_config"]["ulysses_degree_in_cp"] = 2
-    shape = shape_of(recipe, cluster("atlas_800t_a2"))
-    assert shape.ulysses == 2 and shape.query_bytes == shape.attention_bytes
+    parts = advise(recipe).modes["global"]
+    assert parts.whole.by_part["cp"] > whole.whole.by_part["cp"] and parts.exposed == whole.exposed

@@ -1,0 +1,165 @@
+"""The same question has one answer: ep-report, `auto`, search and imbalance say the same seconds and the same mode."""
+
+import ast
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep.plan import MODES
+from tools.auto.dispatch import settle
+from tools.ep_report.advise import advise
+from tools.ep_report.cli import ep_report
+from tools.estimate.configuration import Cut
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE, load_hardware
+from tools.imbalance.seconds import seconds_of
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
+from tools.search.ranking.entry import entry_of
+from tools.search.ranking.rank import rank
+from tools.search.ranking.time import TimeTable
+from tools.search.space.candidates import Block
+from tools.search.space.limits import POLICIES, SHARDS, read_limit
+from tools.search.space.request import request_of
+
+ROOT = Path(__file__).resolve().parents[3]
+CARDS = {"card.yaml"}
+RECIPES = [
+    str(path.relative_to(ROOT))
+    for path in sorted((ROOT / "recipes").glob("*/*.yaml"))
+    if path.parent.name not in ("base", "mini") and path.name not in CARDS
+]
+A2 = load_hardware(DEFAULT_HARDWARE)
+OVERLAP = {"hierarchical_ep": {"mode": "auto"}, "ep_overlap": {"chunks": "auto"}}
+
+
+def with_overlap(recipe):
+    """The recipe dispatched by the plugins, cut into chunks, as good as they can."""
+    recipe["plugins"] = copy.deepcopy(OVERLAP)
+    return recipe
+
+
+def searched(recipe):
+    """Seconds that search prints for the recipe as it is written."""
+    asked = request_of(recipe, DEFAULT_HARDWARE)
+    return entry_of(asked.base, TimeModel(asked.hardware)).seconds
+
+
+def resolved(recipe):
+    recipe = copy.deepcopy(recipe)
+    settle(recipe)
+    return recipe
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("file", RECIPES)
+def test_every_tool_says_the_same_seconds_of_a_recipe(file, overlap):
+    recipe = load_recipe(ROOT / file)
+    sends = View(recipe).ep > 1
+    if overlap and not sends:
+        pytest.skip("nobody to send tokens to")
+    recipe = with_overlap(recipe) if overlap else recipe
+    if View(recipe).scheduler == "seqpipe":  # which has no model: that, too, is the same answer
+        with pytest.raises(RecipeError, match="'seqpipe'") as refused:
+            searched(recipe)
+        assert seconds_of(recipe, DEFAULT_HARDWARE) == str(refused.value)
+        return
+    seconds = searched(recipe)
+    assert seconds_of(resolved(recipe), DEFAULT_HARDWARE).step == seconds
+    assert TimeModel(A2).step(from_recipe(resolved(recipe)), simulated=True).total == seconds
+    if sends:
+        assert advise(recipe).written.step.total == seconds
+
+
+def test_ep_report_prints_it():
+    file = ROOT / "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"
+    found = json.loads(CliRunner().invoke(ep_report, [str(file), "--json"]).stdout)
+    seconds = searched(load_recipe(file))
+    assert found["reports"][0]["recipe"]["step_seconds"] == seconds
+    assert found["reports"][0]["modes"][found["reports"][0]["recipe"]["mode"]]["step_seconds"][1] == seconds
+    assert found["skew"] == 1.0 and found["known_step_errors"]["rows"] == 22
+
+
+def ranked_seconds(asked, own):
+    """[modes] seconds by which search ranks the dispatch modes of one layout."""
+    same = {name: np.full(len(MODES), getattr(own, name)) for name in ("dp", "tp", "cp", "ep")}
+    same |= {"mbs": np.full(len(MODES), own.batch), "m": np.full(len(MODES), own.micro_batches)}
+    shard = np.full(len(MODES), SHARDS.index("optimizer"))
+    block = Block(own.pp, own.chunks, {**same, "mode": np.arange(len(MODES)), "shard": shard}, ("full",))
+    table = TimeTable(asked)
+    stages = table.stages(block)
+    return table.totals(block, stages.work[:, POLICIES.index("full")], stages.sending)
+
+
+def test_the_best_of_a_search_is_dispatched_as_auto_would_be():
+    recipe = with_overlap(load_recipe(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"))
+    limits = ["tp=8", "pp=8", "vpp=1", "cp=1", "ep=32", "mbs=1", "shard=optimizer", "recompute=none"]
+    asked = request_of(recipe, DEFAULT_HARDWARE, memory_gib=500, limits=tuple(map(read_limit, limits)))
+    best = next(rank(asked).fastest())
+    recipe = apply_overrides(recipe, ["parallel_config.expert_parallel=32", "parallel_config.data_parallel=4"])
+    assert best.candidate.mode == resolved(recipe)["plugins"]["hierarchical_ep"]["mode"] == "deduplicated"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("degree", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("model", ["438b", "1119b"])
+def test_auto_is_the_mode_that_search_ranks_first(model, degree, overlap):
+    """Among the strategies of the recipe's own mesh, batch and recomputation."""
+    recipe = load_recipe(ROOT / f"recipes/telechat3_{model}/pretrain_4k.yaml")
+    recipe = apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
+    recipe = with_overlap(recipe)
+    if not overlap:
+        del recipe["plugins"]["ep_overlap"]
+    chosen = resolved(recipe)["plugins"]
+    own = from_recipe(resolved(recipe))
+    asked = request_of(recipe, DEFAULT_HARDWARE)
+    seconds = ranked_seconds(asked, own)
+    best = MODES[int(np.argmin(seconds))]
+    assert chosen["hierarchical_ep"]["mode"] == best
+    advice = advise(recipe, cuts=() if overlap else [(1, 1)])
+    assert advice.mode == best and list(advice.modes) == list(MODES)
+    if overlap:
+        assert chosen["ep_overlap"] == {"chunks": list(advice.chunks), "stride": advice.stride}
+
+
+def test_search_gives_each_strategy_its_own_chunks_where_the_recipe_does():
+    recipe = with_overlap(load_recipe(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml"))
+    asked = request_of(recipe, DEFAULT_HARDWARE)
+    assert asked.base.ep_cut == Cut()
+    recipe["plugins"]["ep_overlap"] = {"chunks": [1, 4]}
+    assert request_of(recipe, DEFAULT_HARDWARE).base.ep_cut == Cut((1, 4), 1)
+
+
+def test_more_skew_is_slower_everywhere():
+    recipe = load_recipe(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml")
+    even, busy = advise(recipe, skew=1.0), advise(recipe, skew=1.5)
+    assert even.written.step.total < busy.written.step.total
+    config = replace(from_recipe(recipe), skew=1.5)
+    assert TimeModel(A2).step(config, simulated=True).total == busy.written.step.total
+
+
+# what of a device and its links makes seconds out of bytes and FLOPs
+RATES = {"bytes_per_s", "hbm_bytes_per_s", "latency_s", "launch_s", "peak_flops", "inter_node", "intra_node"}
+AT_HOME = ("tools/estimate/", "tools/hardware/")
+
+
+def test_nobody_else_makes_seconds_of_bytes_and_flops():
+    """Rates of devices and links are read by the estimator alone."""
+    found = []
+    for folder in ("tools", "launch", "plugins"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if name.startswith(AT_HOME):
+                continue
+            for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+                if isinstance(node, ast.Attribute) and node.attr in RATES:
+                    found.append(f"{name}:{node.lineno} {node.attr}")
+    assert found == []

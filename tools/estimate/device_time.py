@@ -1,0 +1,80 @@
+"""Seconds of single operators and collectives on a cluster: rooflines with fitted efficiencies.
+
+matmul        FLOPs / (peak x matmul x d / (d + half_size)), d the smallest dimension; at least the time to move
+              its operands
+elementwise   bytes / (HBM bandwidth x memory)
+collective    launch + latency of each message + bytes over the slowest link of the group
+"""
+
+from __future__ import annotations
+
+from plugins.errors import RecipeError
+from tools.estimate.configuration import Configuration
+from tools.estimate.efficiency import Efficiency, efficiency_of
+from tools.estimate.layer_model import Matmul
+from tools.hardware import Hardware, Link
+
+
+class DeviceTimes:
+    """The time of operators on one cluster."""
+
+    def __init__(self, hardware: Hardware, efficiency: Efficiency | None = None):
+        self.hardware = hardware
+        self.reached = efficiency or efficiency_of(hardware)
+
+    def _peak(self, dtype: str) -> float:
+        """FLOP/s of a dtype; of bf16 where the file has none for it.
+
+        Raises:
+            RecipeError: it has neither.
+        """
+        flops = self.hardware.peak_flops
+        if dtype not in flops and "bf16" not in flops:
+            raise RecipeError(f"{self.hardware.name}: peak_flops.bf16: missing; the file has {', '.join(flops)}")
+        return flops[dtype] if dtype in flops else flops["bf16"]
+
+    def _attention_flops(self, config: Configuration) -> float:
+        dtype = config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
+        width = config.model.qk_dim
+        batched = self.reached.matmul * width / (width + self.reached.half_size)
+        return self._peak(dtype) * (self.reached.attention if config.flash else batched)
+
+    def _matmul(self, config: Configuration, matmul: Matmul) -> float:
+        """Forward seconds."""
+        size = min(matmul.rows, matmul.columns, matmul.depth)
+        if not size:
+            return 0.0
+        low = config.dtype == "fp8" and "fp8" in self.hardware.peak_flops
+        share = self.reached.matmul_fp8 if low else self.reached.matmul
+        share *= self.reached.burst if config.layer_only and not low else 1
+        computing = matmul.flops / (self._peak(config.dtype) * share * size / (size + self.reached.half_size))
+        moved = matmul.rows * (matmul.depth + matmul.columns) + matmul.depth * matmul.columns
+        return max(computing, 2 * moved * matmul.times / self.hardware.hbm_bytes_per_s)
+
+    def _moved(self, config: Configuration, size: float) -> float:
+        """Seconds in which elementwise operators read and write so many bytes."""
+        more = 1 if config.fused else self.reached.unfused
+        return more * size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+
+    def _link(self, span: int) -> Link:
+        """The slowest link inside `span` consecutive ranks."""
+        return self.hardware.intra_node if span <= self.hardware.devices_per_node else self.hardware.inter_node
+
+    def _speed(self, link: Link) -> float:
+        return link.reached * min(self.reached.link, 1 / link.efficiency)
+
+    def _collective(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride` apart.
+
+        Across nodes, ranks of the same node send different parts over their own links.
+        """
+        if ranks == 1:
+            return 0.0
+        node, intra, inter = self.hardware.devices_per_node, self.hardware.intra_node, self.hardware.inter_node
+        if ranks * stride <= node:
+            link, speed = intra, self._speed(intra)
+            speed *= (ranks - 1) / (node - 1) if self.reached.mesh else 1
+        else:
+            beside = max(1, node // stride)
+            link, speed = inter, min(self._speed(inter) * beside, self._speed(intra))
+        return self.hardware.launch_s + link.latency_s * min(ranks - 1, 64) + size * (1 - 1 / ranks) / speed
