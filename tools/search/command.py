@@ -14,6 +14,7 @@ from rich.console import Console
 from plugins.errors import DataError, RecipeError
 from tools.files.figure import check_ending, check_page
 from tools.files.whole import keep_existing, write_whole
+from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.process.signals import terminate_as_interrupt
@@ -37,7 +38,7 @@ _WIDTH = 200  # of tables in a file or pipe
 @click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--devices", type=Number("devices"), help="To use, all of them; the recipe's by default.")
-@click.option("--cluster", "cluster_name", default="atlas_800t_a2", show_default=True, metavar="NAME|FILE.yaml")
+@click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; the recipe's by default.")
 @click.option(
     "--memory",
