@@ -1,8 +1,8 @@
 import pytest
-from tools.ep_report.advise import advise
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
+from tools.auto.advise import advise
 from tools.auto.resolve import resolve
 from tools.recipe.load import load_recipe
 
