@@ -43,8 +43,8 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
         values[MODE] = advice.mode
         lines.append(f"{dotted(MODE)}: auto -> {advice.mode} (modelled on {advice.hardware.name}; tc3 ep-report)")
     if not cuts:
-        values[CHUNKS], values[_STRIDE] = list(advice.chunks), advice.stride
-        lines.append(f"plugins.ep_overlap: auto -> chunks {values[CHUNKS]}, stride {advice.stride}")
+        values[CHUNKS], values[_STRIDE] = list(advice.chunks), advice.stride if stride is None else stride
+        lines.append(f"plugins.ep_overlap: auto -> chunks {values[CHUNKS]}, stride {values[_STRIDE]}")
     return values, lines
 
 

@@ -5,8 +5,7 @@
        (`dispatch`), for an even layout with nothing recomputed where `offset` is `auto`, too.
     3. `model.model_config.offset: auto`: layout and recompute tables of the file beside the recipe (`layout_file`),
        which is for the dispatch of step 2.
-    4. What a sample costs `plugins.attention_balance`, where the recipe has no costs (`sample_cost`): of the recompute
-       tables of step 3.
+    4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs (`sample_cost`).
 
 Values depend on the recipe, the hardware file that it names and the layout file alone: every rank, node, day and
 command sees the same ones. `tools.recipe.unresolved` refuses a recipe that has not come by here.
@@ -24,7 +23,7 @@ from plugins.pipeline_layout.plan import is_layout
 from tools.auto.dispatch import Values, dispatch_values
 from tools.auto.layout import even_layout, even_values, file_values, put, remedy, string_values
 from tools.auto.layout_file import LayoutFile, path_of, read_layout
-from tools.auto.sample_cost import SECTION, sample_cost_values
+from tools.auto.sample_cost import write_sample_cost
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 from tools.recipe.unresolved import AUTO, CHUNKS, MODE, OFFSET
@@ -47,7 +46,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """A copy of `recipe` in which nothing is `auto`, with the costs of a sample; all else is as it was.
+    """A copy of `recipe` in which nothing is `auto`, with the costs of its samples; all else is as it was.
 
     Args:
         say: hears what became of each open value, a line each.
@@ -75,7 +74,6 @@ def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: 
         (OFFSET, _string, even_values),
         *([(MODE, _dispatch, _plain_dispatch)] if dispatch else []),
         (OFFSET, partial(_auto_layout, layout=layout, say=say), even_values),
-        *([(SECTION, _sample_cost, lambda recipe: {})] if layout != "even" else []),
     ]
     for path, step, plain in steps:
         try:
@@ -89,6 +87,13 @@ def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: 
         put(resolved, values)
         for line in lines:
             say(line)
+    if layout == "even":  # not what a run recomputes, which counts
+        return resolved
+    try:
+        write_sample_cost(resolved)
+    except RecipeError as error:
+        if failed is None:  # `tc3 check` says itself which sizes make no model
+            raise RecipeError(f"{recipe.source}: {error}") from None
     return resolved
 
 
@@ -130,11 +135,6 @@ def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list
     found = _layout_file(recipe, layout == "search", say)
     values = file_values(recipe, found)
     return values, [f"{_KEY}: auto -> {found.offset}, recompute_config with it ({path_of(recipe.source)})"]
-
-
-def _sample_cost(recipe: Recipe) -> tuple[Values, list[str]]:
-    """Step 4. It says nothing: these are no values that somebody has left open."""
-    return sample_cost_values(recipe), []
 
 
 def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:

@@ -44,8 +44,6 @@ def sample_cost(recipe: Recipe) -> Cost:
 def sample_cost_values(recipe: Recipe) -> dict[KeyPath, Any]:
     """Key path -> value for a recipe whose plugin is on and has no costs; none for others.
 
-    `tools.auto.resolve` puts them in when layout and recomputation are settled, for what is recomputed counts.
-
     Raises:
         RecipeError: as `sample_cost`.
     """
@@ -55,6 +53,19 @@ def sample_cost_values(recipe: Recipe) -> dict[KeyPath, Any]:
     cost = sample_cost(recipe)
     values = {"per_pair": _plain(cost.per_pair), "per_token": _plain(cost.per_token), "unit": cost.unit}
     return {(*SECTION, name): value for name, value in values.items()}
+
+
+def write_sample_cost(recipe: Recipe) -> None:
+    """Write `sample_cost_values` into `recipe` (in place).
+
+    Call it when layout and recomputation are settled, for what is recomputed counts.
+
+    Raises:
+        RecipeError: as `sample_cost`.
+    """
+    if values := sample_cost_values(recipe):  # a new section: other keys may share the old one by an anchor
+        section = {**look(recipe, SECTION), **{path[-1]: value for path, value in values.items()}}
+        recipe["plugins"] = {**recipe["plugins"], SECTION[1]: section}
 
 
 def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from tools.auto.resolve import UnresolvedError, resolve_for_check
-from tools.auto.sample_cost import SECTION
 from tools.check.arithmetic import check_arithmetic
 from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
@@ -90,7 +89,7 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
         if error.path == OFFSET:
             found.error(error.path, f"{error.why}; all else is checked with an even layout")
         elif not any(finding.severity == ERROR for finding in found.found):
-            found.error(error.path, error.why if error.path == SECTION else f"auto: {error.why}")
+            found.error(error.path, f"auto: {error.why}")
 
 
 def is_fragment(source: str) -> bool:

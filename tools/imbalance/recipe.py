@@ -18,6 +18,7 @@ from plugins.errors import DataError, RecipeError
 from tools.auto.sample_cost import sample_cost
 from tools.data.blend import Blend, read_blend
 from tools.data.outputs import read_sidecar
+from tools.recipe.findings import refusal
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 from tools.recipe.unresolved import require_resolved
@@ -63,7 +64,7 @@ def equal_costs(recipe: Recipe) -> str:
     """
     view = View(recipe)
     if not view.megatron:
-        raise _wrong(recipe, (*LOADER, "type"), f"{view.get((*LOADER, 'type'))!r} reads no Megatron corpus")
+        raise refusal(recipe, (*LOADER, "type"), f"{view.get((*LOADER, 'type'))!r} reads no Megatron corpus")
     try:
         check_apart(view.get(CONFIG, {}), view.get(MODEL, {}))
     except RecipeError as error:
@@ -83,7 +84,7 @@ def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Settin
     require_resolved(recipe)
     view, settings = View(recipe), plugin.read(View(recipe).get(_PLUGIN) or {})
     if not view.flag((*CONFIG, "add_extra_token_to_sequence"), True):
-        raise _wrong(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")
+        raise refusal(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")
     layout = plugin.layout_of(recipe, settings.window if window is None else window)
     samples, blend = _samples(view, layout), _blend(view)
     if layout.window > layout.steps(samples):
@@ -146,9 +147,9 @@ def _samples(view: View, layout: Layout) -> int:
     path = (*LOADER, "sizes")
     sizes = view.get(path)
     if not isinstance(sizes, list) or not sizes or type(sizes[0]) is not int:
-        raise _wrong(view.recipe, path, f"{sizes!r}; write [samples of the run, 0, 0]")
+        raise refusal(view.recipe, path, f"{sizes!r}; write [samples of the run, 0, 0]")
     if sizes[0] < layout.batch:
-        raise _wrong(view.recipe, path, f"{sizes[0]:,} samples fill no step of {layout.batch:,}")
+        raise refusal(view.recipe, path, f"{sizes[0]:,} samples fill no step of {layout.batch:,}")
     return sizes[0]
 
 
@@ -162,14 +163,14 @@ def _blend(view: View) -> Blend | None:
     try:
         return read_blend(view.get(path)) if view.get(path) else None
     except DataError as error:
-        raise _wrong(view.recipe, path, str(error)) from None
+        raise refusal(view.recipe, path, str(error)) from None
 
 
 def _training_share(view: View) -> float:
     """The first of `split`'s shares, normalised as MindFormers does."""
     shares = [float(text) for text in re.findall(r"[.0-9]+", str(view.get((*CONFIG, "split"), "1")))]
     if not shares or not shares[0]:
-        raise _wrong(view.recipe, (*CONFIG, "split"), "trains on no document; write '1, 0, 0'")
+        raise refusal(view.recipe, (*CONFIG, "split"), "trains on no document; write '1, 0, 0'")
     return shares[0] / sum(shares)
 
 
@@ -182,12 +183,5 @@ def _room(view: View) -> int | None:
 def _number(view: View, path: KeyPath) -> int:
     value = view.get(path)
     if type(value) is not int or value < 1:
-        raise _wrong(view.recipe, path, f"{value!r}; write the tokens of a sample")
+        raise refusal(view.recipe, path, f"{value!r}; write the tokens of a sample")
     return value
-
-
-def _wrong(recipe: Recipe, path: KeyPath, text: str) -> RecipeError:
-    """The error at a key path, with file and line as far as known."""
-    mark = recipe.marks.get(path)
-    source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""
-    return RecipeError(f"{source}{dotted(path)}: {text}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from plugins.errors import RecipeError
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 
@@ -106,3 +107,10 @@ class Findings:
 def _upwards(path: KeyPath) -> Iterator[KeyPath]:
     for length in range(len(path), 0, -1):
         yield path[:length]
+
+
+def refusal(recipe: Recipe, path: KeyPath, text: str) -> RecipeError:
+    """The error at a key path, with file and line as far as known, for a tool that cannot go on."""
+    mark = recipe.marks.get(path)
+    source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""
+    return RecipeError(f"{source}{dotted(path)}: {text}")

@@ -14,6 +14,7 @@ from rich.console import Console
 from plugins.errors import DataError, RecipeError
 from tools.files.figure import check_ending, check_page
 from tools.files.whole import keep_existing, write_whole
+from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.placement.budget import Budget
 from tools.process.signals import terminate_as_interrupt
@@ -37,7 +38,7 @@ _WIDTH = 200  # of tables in a file or pipe
 @click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--devices", type=Number("devices"), help="To use, all of them; the recipe's by default.")
-@click.option("--cluster", "cluster_name", default="atlas_800t_a2", show_default=True, metavar="NAME|FILE.yaml")
+@click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; the recipe's by default.")
 @click.option(
     "--memory",
@@ -131,18 +132,14 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel, Store]:
-    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end.
-
-    The search looks for a layout itself, so that an open one is even here.
-    """
-    from tools.auto.resolve import resolve
+    """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
     from tools.estimate.time_model import TimeModel
     from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of, with_open_chunks
+    from tools.search.space.request import request_of
 
     if options["verified"]:
         require_verified()
@@ -156,8 +153,7 @@ def _asked(
         check_page(options["html_file"])
     asked = tuple(read_limit(text) for text in limits)
     of_run = (options["devices"], options["gbs"], options["memory"])
-    request = request_of(resolve(recipe, layout="even"), cluster_name, *of_run, asked, options["memory_margin"])
-    request = with_open_chunks(request, recipe)
+    request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
 from tools.auto.advise import advise
-from tools.auto.dispatch import settle
+from tools.auto.resolve import resolve
 from tools.ep_report.cli import ep_report
 from tools.estimate.configuration import Cut
 from tools.estimate.from_recipe import from_recipe
@@ -53,12 +53,6 @@ def searched(recipe):
     return entry_of(asked.base, TimeModel(asked.hardware)).seconds
 
 
-def resolved(recipe):
-    recipe = copy.deepcopy(recipe)
-    settle(recipe)
-    return recipe
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("file", RECIPES)
 def test_every_tool_says_the_same_seconds_of_a_recipe(file, overlap):
@@ -73,8 +67,8 @@ def test_every_tool_says_the_same_seconds_of_a_recipe(file, overlap):
         assert seconds_of(recipe, DEFAULT_HARDWARE) == str(refused.value)
         return
     seconds = searched(recipe)
-    assert seconds_of(resolved(recipe), DEFAULT_HARDWARE).step == seconds
-    assert TimeModel(A2).step(from_recipe(resolved(recipe)), simulated=True).total == seconds
+    assert seconds_of(resolve(recipe), DEFAULT_HARDWARE).step == seconds
+    assert TimeModel(A2).step(from_recipe(resolve(recipe)), simulated=True).total == seconds
     if sends:
         assert advise(recipe).written.step.total == seconds
 
@@ -105,7 +99,7 @@ def test_the_best_of_a_search_is_dispatched_as_auto_would_be():
     asked = request_of(recipe, DEFAULT_HARDWARE, memory_gib=500, limits=tuple(map(read_limit, limits)))
     best = next(rank(asked).fastest())
     recipe = apply_overrides(recipe, ["parallel_config.expert_parallel=32", "parallel_config.data_parallel=4"])
-    assert best.candidate.mode == resolved(recipe)["plugins"]["hierarchical_ep"]["mode"] == "deduplicated"
+    assert best.candidate.mode == resolve(recipe)["plugins"]["hierarchical_ep"]["mode"] == "deduplicated"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -118,8 +112,8 @@ def test_auto_is_the_mode_that_search_ranks_first(model, degree, overlap):
     recipe = with_overlap(recipe)
     if not overlap:
         del recipe["plugins"]["ep_overlap"]
-    chosen = resolved(recipe)["plugins"]
-    own = from_recipe(resolved(recipe))
+    chosen = resolve(recipe)["plugins"]
+    own = from_recipe(resolve(recipe))
     asked = request_of(recipe, DEFAULT_HARDWARE)
     seconds = ranked_seconds(asked, own)
     best = MODES[int(np.argmin(seconds))]

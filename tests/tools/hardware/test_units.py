@@ -24,3 +24,8 @@ def test_types_by_either_name():
 def test_no_tool_says_it_again(again):
     found = [path.relative_to(TOOLS).as_posix() for path in TOOLS.rglob("*.py") if re.search(again, path.read_text())]
     assert set(found) <= {"hardware/units.py"}
+
+
+def test_the_cluster_where_nobody_names_one_stands_once():
+    said = [path for path in TOOLS.rglob("*.py") if re.search(r'= ?"atlas_800t_a2"', path.read_text())]
+    assert said == [TOOLS / "hardware/__init__.py"]

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 
 from plugins.errors import RecipeError
+from tools.auto.resolve import resolve
 from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
@@ -93,14 +94,14 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """The request for a resolved recipe; what is None is the recipe's own, and the margin the estimator's known error.
+    """The request for a recipe as written; what is None is its own, and the margin the estimator's known error.
 
     Raises:
         RecipeError: the recipe describes no run, or there is no such cluster.
     """
     hardware = cluster(cluster_name)
     try:
-        base, room = from_recipe(recipe), room_of(recipe, hardware, memory_gib, margin)
+        base, room = _run_of(recipe), room_of(recipe, hardware, memory_gib, margin)
     except RecipeError as error:
         raise RecipeError(f"{recipe.source}: {error}") from None
     return Request(
@@ -125,8 +126,12 @@ def file_of(cluster_name: str) -> str:
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
 
 
-def with_open_chunks(request: Request, written: Recipe) -> Request:
-    """The same request; each strategy has its own best chunks where the recipe, as it is written, leaves them open."""
-    if request.base.ep_cut is None or CHUNKS not in unresolved(written):
-        return request
-    return replace(request, base=replace(request.base, ep_cut=Cut(stride=look(written, (*OVERLAP, "stride")))))
+def _run_of(recipe: Recipe) -> Configuration:
+    """The recipe's own run; an open layout is even, for the search places layers itself.
+
+    Strategies of a recipe that leaves its chunks to `auto` have each their own best ones.
+    """
+    run = from_recipe(resolve(recipe, layout="even"))
+    if run.ep_cut and CHUNKS in unresolved(recipe):
+        return replace(run, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
+    return run
