@@ -21,7 +21,7 @@ if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository 
 from launch.on_cluster.run import of_script  # noqa: E402
 from launch.resume.checkpoints import keep_cost  # noqa: E402
 from launch.run.failure import STOPPED  # noqa: E402
-from launch.workers.hard_exit import run_and_leave  # noqa: E402
+from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
 from tools.auto.resolve import resolve  # noqa: E402
@@ -117,4 +117,4 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_then_hard_exit(main)

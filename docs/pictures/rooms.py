@@ -1,42 +1,52 @@
-"""Draw docs/pictures/rooms.svg, the rooms of docs/architecture.md: `python docs/pictures/rooms.py`."""
+"""Draw docs/pictures/rooms.svg, the rooms of docs/architecture.md: `python docs/pictures/rooms.py`.
+
+The rows are those that tests/test_rooms.py holds the import graph to.
+"""
 
 from __future__ import annotations
 
+import sys
 from html import escape
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".svg")
-# from top to bottom: a room imports from the rows below it alone
-ROWS: list[dict[str, str]] = [
-    {"launch": "tc3, train.py, the supervisor of msrun, resume, scripts for clusters"},
-    {"accuracy": "are the numbers right?", "imbalance": "who waits for whose samples?"},
-    {"show": "a recipe as it will run, two compared"},
-    {"search": "which strategy is fastest?"},
-    {"dryrun": "the sharded graph of all devices, compiled on a CPU"},
-    {"check": "will MindFormers run it as it is written?"},
-    {"auto": "the values that “auto” stands for"},
-    {"ep_report": "expert dispatch and overlap, advised", "placement": "layers to stages, what recomputes"},
-    {"estimate": "the seconds and bytes of a step, predicted"},
-    {"model": "layers, weights and FLOPs: the only formulas"},
-    {"schema": "MindFormers' keys, types, defaults and refusals"},
-    {"recipe": "load, override, shrink and write recipes"},
-    {
-        "data": "corpora",
-        "hardware": "clusters",
-        "pipeline": "schedules",
-        "checkpoint": "found",
-        "catalogue": "of cards",
-    },
-    {"process": "signals, children", "files": "whole or not there", "ranges": "sane numbers"},
-    {"plugins": "plans: pure algorithms, which every room may import; adapters: what makes MindFormers run them"},
-]
+sys.path.insert(0, str(FILE.parents[2]))
+
+from tests.test_rooms import ROWS  # noqa: E402
+
+PURPOSE = {
+    "launch": "tc3, train.py, the supervisor of msrun, resume, scripts for clusters",
+    "accuracy": "are the numbers right?",
+    "imbalance": "who waits for whose samples?",
+    "show": "a recipe as it will run, two compared",
+    "search": "which strategy is fastest?",
+    "dryrun": "the sharded graph of all devices, compiled on a CPU",
+    "check": "will MindFormers run it as written?",
+    "auto": "the values that “auto” stands for",
+    "ep_report": "expert dispatch and overlap",
+    "placement": "layers to stages, and what recomputes",
+    "estimate": "the seconds and bytes of a step, predicted",
+    "model": "layers, weights and FLOPs: the only formulas",
+    "schema": "MindFormers' keys, types, defaults and refusals",
+    "recipe": "load, override, shrink and write recipes",
+    "data": "corpora",
+    "hardware": "clusters",
+    "pipeline": "schedules",
+    "checkpoint": "found",
+    "catalogue": "of cards",
+    "process": "signals, children",
+    "files": "whole or not there",
+    "ranges": "sane numbers",
+    "plugins": "plans: pure algorithms, which every room may import; adapters: what makes MindFormers run them",
+}
 WIDTH, LEFT, HEIGHT, GAP = 880, 64, 34, 12
 COLOURS = {"launch": "#dbe9ff", "plugins": "#e5f5dd"}
 
 
 def picture() -> str:
     """The picture as SVG: a box for each room, its rows from top to bottom, and the direction of imports."""
-    boxes = [_box(name, row, number) for number, row in enumerate(ROWS) for name in row]
+    rows = [[module.removeprefix("tools.") for module in row] for row in reversed(ROWS)]
+    boxes = [_box(name, row, number) for number, row in enumerate(rows) for name in row]
     bottom = GAP + len(ROWS) * (HEIGHT + GAP)
     arrow = f'<path d="M 36 {GAP} V {bottom - 30}" stroke="#555" stroke-width="2" marker-end="url(#end)"/>'
     word = f'<text transform="translate(26 {bottom / 2}) rotate(-90)" text-anchor="middle">imports</text>'
@@ -57,13 +67,13 @@ def picture() -> str:
     )
 
 
-def _box(name: str, row: dict[str, str], number: int) -> str:
+def _box(name: str, row: list[str], number: int) -> str:
     """One room: its name, and what it is for."""
-    place = list(row).index(name)
+    place = row.index(name)
     width = (WIDTH - LEFT - GAP * len(row)) / len(row)
     x, y = LEFT + place * (width + GAP), GAP + number * (HEIGHT + GAP)
     fill = COLOURS.get(name, "#f4f1ea")
-    text = f'<tspan font-weight="bold">{name}</tspan><tspan dx="8" fill="#444">{escape(row[name])}</tspan>'
+    text = f'<tspan font-weight="bold">{name}</tspan><tspan dx="8" fill="#444">{escape(PURPOSE[name])}</tspan>'
     return (
         f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{HEIGHT}" rx="5" fill="{fill}" stroke="#999"/>'
         f'<text x="{x + 10:.0f}" y="{y + 22}">{text}</text>'

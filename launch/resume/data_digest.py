@@ -16,7 +16,7 @@ import click
 
 from launch.run.preflight import data_prefixes
 from plugins.errors import DataError
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, View
@@ -80,7 +80,7 @@ def _sample(path: Path) -> str:
 def keep(recipe: Recipe, run_dir: Path) -> None:
     """Write down what the recipe's data holds now. Data that cannot be read is left to the loader to complain of."""
     try:
-        write_whole(data_file(run_dir), json.dumps(digests(recipe), indent=1) + "\n")
+        write_atomically(data_file(run_dir), json.dumps(digests(recipe), indent=1) + "\n")
     except DataError as error:
         click.echo(f"{error}; a resume will not know whether the data is still the same", err=True)
 

@@ -21,7 +21,7 @@ from launch.run import preflight
 from launch.run.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
 from launch.run.progress import TrainingProgress
 from launch.run.readings import loss_rank
-from launch.run.summary import Again, print_failure, print_summary, summarize
+from launch.run.summary import ResumeCommand, print_failure, print_summary, summarize
 from launch.run.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
 from tools.auto.resolve import resolve
@@ -117,7 +117,7 @@ def train(
             dump_recipe(flat, run_dir / "recipe.yaml")
             data_digest.keep(flat, run_dir)
             outcome = _run(plan, as_json)
-    _report(plan, outcome, partial(_again, recipe, overrides, run_dir, mini), steps, as_json)
+    _report(plan, outcome, partial(_resume_command, recipe, overrides, run_dir, mini), steps, as_json)
     sys.exit(outcome.code)
 
 
@@ -263,7 +263,7 @@ def _run(plan: Plan, as_json: bool) -> Outcome:
         return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
 
 
-def _again(
+def _resume_command(
     recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None, change: str
 ) -> list[str]:
     """The command that goes on with this run, or starts another from `weights`; without its number of steps.
@@ -273,20 +273,20 @@ def _again(
     if change:
         key = change.partition("=")[0]
         overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
-    again = ["tc3", "train", str(recipe), *["--mini"] * mini]
+    words = ["tc3", "train", str(recipe), *["--mini"] * mini]
     if weights:
-        again += ["--run-dir", f"{run_dir}-next"]
+        words += ["--run-dir", f"{run_dir}-next"]
         overrides = (*overrides, f"checkpoint.load_path={weights}")
     else:
-        again += ["--resume", "auto"]
+        words += ["--resume", "auto"]
         if run_dir != default_run_dir(recipe, mini).absolute():
-            again += ["--run-dir", str(run_dir)]
-    return [*again, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
+            words += ["--run-dir", str(run_dir)]
+    return [*words, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
-def _report(plan: Plan, outcome: Outcome, again: Again, steps: int | None, as_json: bool) -> None:
+def _report(plan: Plan, outcome: Outcome, resume_command: ResumeCommand, steps: int | None, as_json: bool) -> None:
     """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
-    summary = summarize(plan.run_dir, plan.recipe, outcome, again, steps)
+    summary = summarize(plan.run_dir, plan.recipe, outcome, resume_command, steps)
     if outcome.code:
         print_failure(plan.run_dir, outcome, summary)
     if as_json:

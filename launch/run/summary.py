@@ -21,22 +21,22 @@ from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
-Again = Callable[[Path | None, str], list[str]]
+ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 def summarize(
     run_dir: Path,
     recipe: Recipe,
     outcome: Outcome,
-    again: Again,
+    resume_command: ResumeCommand,
     wanted: int | None = None,
 ) -> dict[str, Any]:
     """The run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
-    Absent things are None, and losses that are not finite. `again` gives the command that resumes, or that starts a
-    new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
+    Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
+    starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
     """
     metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
     readings, held_out = read_metrics(metrics), read_held_out(run_dir)
@@ -46,9 +46,11 @@ def summarize(
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:
-        more = _resuming(again, wanted, gentler(recipe) if failure and failure.stopped else "")
+        more = _resuming(resume_command, wanted, gentler(recipe) if failure and failure.stopped else "")
     else:
-        more = _next_command(recipe, readings.total_steps or all_steps(recipe), best.path if best else None, again)
+        more = _next_command(
+            recipe, readings.total_steps or all_steps(recipe), best.path if best else None, resume_command
+        )
     return {
         "exit_code": outcome.code,
         "error": failure.message if failure else None,
@@ -73,19 +75,19 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def _next_command(recipe: Recipe, total: int, weights: Path | None, again: Again) -> list[str]:
+def _next_command(recipe: Recipe, total: int, weights: Path | None, resume_command: ResumeCommand) -> list[str]:
     """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
 
     After the last such step it is a new run from the weights: GPTDataset would shuffle what is trained already anew.
     """
     most = most_steps(recipe, 2 * total)
     if most is not None and most <= total and weights:
-        return [*again(weights, ""), "--steps", str(total)] if total else again(weights, "")
-    return _resuming(again, 2 * total if most is None else most)
+        return [*resume_command(weights, ""), "--steps", str(total)] if total else resume_command(weights, "")
+    return _resuming(resume_command, 2 * total if most is None else most)
 
 
-def _resuming(again: Again, steps: int | None, change: str = "") -> list[str]:
-    return [*again(None, change), "--steps", str(steps)] if steps else again(None, change)
+def _resuming(resume_command: ResumeCommand, steps: int | None, change: str = "") -> list[str]:
+    return [*resume_command(None, change), "--steps", str(steps)] if steps else resume_command(None, change)
 
 
 def gentler(recipe: Recipe) -> str:

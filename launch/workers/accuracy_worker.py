@@ -13,7 +13,7 @@ if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository 
     sys.path.insert(0, str(ROOT))
 
 from launch.train import build_config, train  # noqa: E402
-from launch.workers.hard_exit import run_and_leave  # noqa: E402
+from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins import ADAPTERS  # noqa: E402
 from plugins.errors import TC3Error  # noqa: E402
@@ -44,4 +44,4 @@ def main(config_path: Path, run_dir: Path, level: str, task: str) -> None:
 
 
 if __name__ == "__main__":
-    run_and_leave(main)
+    run_then_hard_exit(main)

@@ -18,7 +18,7 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
 
 from tools.accuracy.counted_bias import BIAS_END, CountedBias, of_routers
-from tools.files.whole import whole_file, write_whole
+from tools.files.atomic import atomic_file, write_atomically
 
 FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
 START = "start."  # of the names of the weights before training
@@ -97,9 +97,9 @@ class EquivalenceRecord(Callback):
                 split.append(weight.name)
         record = {"world_size": get_real_group_size(), "samples": self.samples, "squares": self.squares, "split": split}
         rank = get_real_rank()
-        with whole_file(self.folder / f"rank_{rank}.npz") as part:
+        with atomic_file(self.folder / f"rank_{rank}.npz") as part:
             np.savez(part, **arrays)
-        write_whole(self.folder / f"rank_{rank}.json", json.dumps(record))
+        write_atomically(self.folder / f"rank_{rank}.json", json.dumps(record))
 
     def _state(self, run_context):
         """name -> copy of each moment of the optimizer, float32."""

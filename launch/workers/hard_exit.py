@@ -15,7 +15,7 @@ from collections.abc import Callable
 _code: int | None = None
 
 
-def run_and_leave(main: Callable[[], object]) -> None:
+def run_then_hard_exit(main: Callable[[], object]) -> None:
     """Run a worker's `main`; the exit code is its own, whatever crashes on the way out.
 
     An exception takes its usual way, with its traceback. Import this module before MindSpore.

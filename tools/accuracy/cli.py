@@ -16,7 +16,7 @@ from tools.accuracy.dumps.cli import dump
 from tools.accuracy.equivalence.cli import equivalence_command
 from tools.accuracy.pages import check_page
 from tools.accuracy.promotion import DEFAULT, NAMES
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
@@ -97,7 +97,7 @@ def ops(
     if page:
         from tools.accuracy.operators.html import html
 
-        write_whole(page, html(report))
+        write_atomically(page, html(report))
         click.echo(f"written: {page}", err=True)
     if as_json:
         click.echo(json.dumps(report.as_json()))

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.recipe.dump import recipe_text
 
 ENDING = ".layout.yaml"
@@ -78,7 +78,7 @@ def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
         DataError: the folder cannot be written to.
     """
     head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
-    write_whole(path, head + recipe_text(asdict(layout)))
+    write_atomically(path, head + recipe_text(asdict(layout)))
 
 
 def read_layout(path: Path) -> LayoutFile:

@@ -23,8 +23,8 @@ from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.picture import draw
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
+from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
-from tools.files.whole import check_writable
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
-from tools.files.whole import whole_file
+from tools.files.atomic import atomic_file
 
 ENDINGS = (".svg", ".png")
 PAGES = (".html", ".htm")
@@ -50,7 +50,7 @@ def save_figure(figure: Any, path: Path) -> Path:
         DataError: as `check_ending`, or the file cannot be written.
     """
     check_ending(path)
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         _save(figure, part, path.suffix[1:])
     return path
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.recipe.load import KeyPath, Recipe
 
 
@@ -22,7 +22,7 @@ def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
     Raises:
         yaml.representer.RepresenterError: a value is no plain YAML value (a bug of the caller).
     """
-    write_whole(path, recipe_text(recipe))
+    write_atomically(path, recipe_text(recipe))
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from tools.estimate.efficiency import Efficiency, cluster, efficiency_of
 from tools.estimate.published.calibrate import Calibration, calibrate
 from tools.estimate.published.calibrate_file import cluster_text
 from tools.estimate.published.rows import read_rows
-from tools.files.whole import keep_existing, write_whole
+from tools.files.atomic import keep_existing, write_atomically
 from tools.hardware import DEFAULT_HARDWARE
 from tools.process.waiting import Progressing
 
@@ -41,7 +41,7 @@ def calibrate_command(
     with Progressing("fitting"):
         start = _start(cluster_name, like)
         found = calibrate(read_rows(measured), cluster_name, start)
-    write_whole(out, cluster_text(cluster_name, out.stem, found, measured.name))
+    write_atomically(out, cluster_text(cluster_name, out.stem, found, measured.name))
     if as_json:
         click.echo(json.dumps({**asdict(found), "path": str(out)}))
     else:

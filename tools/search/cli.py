@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending
-from tools.files.whole import keep_existing, write_whole
 from tools.placement.budget import Budget, interruptible
 from tools.placement.instance_file import read_instance, with_margin
 from tools.ranges import Number
@@ -114,7 +114,7 @@ def pipeline(
     if outcome.plan is None:
         click.echo(f"tc3: {instance}: {outcome.why}", err=True)
         sys.exit(1)
-    write_whole(out, solution_text(outcome))
+    write_atomically(out, solution_text(outcome))
     if not as_json:
         print_text(outcome, Console(soft_wrap=True, highlight=False, markup=False))
     click.echo(f"written: {out}", err=True)

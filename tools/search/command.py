@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 
 from plugins.errors import DataError, RecipeError
+from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending, check_page
-from tools.files.whole import keep_existing, write_whole
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.placement.budget import Budget
@@ -226,7 +226,7 @@ def _tell(found: Found, times: TimeModel, recipe: Recipe, options: dict[str, Any
         click.echo(f"the best is not verified: {found.unverified}", err=True)
     writers: dict[str, Callable[[Path], object]] = {
         "picture": lambda path: draw(found, times, path),
-        "html_file": lambda path: write_whole(path, html(found, times, f"Parallel strategies for {name}")),
+        "html_file": lambda path: write_atomically(path, html(found, times, f"Parallel strategies for {name}")),
         "write": lambda path: write_overlay(recipe, found.best.config, path, notes(found), found.request.site),
     }
     failed: list[ValueError] = []

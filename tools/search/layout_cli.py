@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tools.auto.layout_file import LayoutFile, is_layout_file, path_of, write_layout
 from tools.auto.make_layout import TIME_LIMIT, NothingFits, layout_text, make_layout
-from tools.files.whole import keep_existing
+from tools.files.atomic import keep_existing
 from tools.hardware import DEFAULT_HARDWARE
 from tools.placement.budget import Budget, interruptible
 from tools.process.waiting import Progressing

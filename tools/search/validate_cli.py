@@ -14,7 +14,7 @@ from plugins.errors import DataError
 from tools.estimate.memory.error import known_errors, write_errors
 from tools.estimate.published.rows import Row, read_rows
 from tools.estimate.published.validate import Prediction, predict, summary
-from tools.files.whole import keep_existing
+from tools.files.atomic import keep_existing
 from tools.process.waiting import Progressing
 
 _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too

@@ -22,7 +22,7 @@ def main():
 WAYS = [("pass", 0), ("sys.exit(0)", 0), ("sys.exit(None)", 0), ("sys.exit(2)", 2), ("sys.exit('said')", 1)]
 
 
-def run(end, before="from launch.workers.hard_exit import run_and_leave", call="run_and_leave(main)"):
+def run(end, before="from launch.workers.hard_exit import run_then_hard_exit", call="run_then_hard_exit(main)"):
     code = WORKER.format(end=end, before=before, run=call)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 

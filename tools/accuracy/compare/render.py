@@ -13,7 +13,7 @@ from tools.accuracy.compare.html import html
 from tools.accuracy.compare.report import Report, as_json, finding_text
 from tools.accuracy.compare.rows import Row
 from tools.accuracy.dumps.names import PHASES
-from tools.files.whole import whole_file, write_whole
+from tools.files.atomic import atomic_file, write_atomically
 
 MOST = 8  # findings shown
 
@@ -43,13 +43,13 @@ def print_report(report: Report, console: Console) -> None:
 def write_files(report: Report, out: Path, page: bool) -> list[Path]:
     """compare.json, rows.csv (every row) and, with `page`, compare.html, in the folder `out`."""
     files = [out / "compare.json", out / "rows.csv"]
-    write_whole(files[0], json.dumps(report.as_json(), indent=1))
-    with whole_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:
+    write_atomically(files[0], json.dumps(report.as_json(), indent=1))
+    with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         for row in report.rows:
             writer.writerow({**as_json(row), "shape": "x".join(map(str, row.shape))})
     if page:
         files.append(out / "compare.html")
-        write_whole(files[-1], html(report))
+        write_atomically(files[-1], html(report))
     return files

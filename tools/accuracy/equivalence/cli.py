@@ -12,7 +12,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.accuracy.pages import check_page
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
@@ -96,7 +96,7 @@ def equivalence_command(
     matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"))
     lines = _gate(matrix, file, recipe, update, console)
     if page:
-        write_whole(page, as_html(matrix, lines))
+        write_atomically(page, as_html(matrix, lines))
         click.echo(f"written: {page}", err=True)
     if as_json:
         rows = [row.as_json() for row in matrix.rows]

@@ -20,7 +20,7 @@ from tools.accuracy.equivalence.compare import DTYPE
 from tools.accuracy.equivalence.runs import LOSSES, ROOT, Trained, group_norms
 from tools.accuracy.equivalence.trained import COUNTED
 from tools.accuracy.tolerance import tolerance
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 
 GOLDEN = ROOT / "golden"
 DIGITS = 7  # of a float32
@@ -78,7 +78,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
         "made_with": {name: version(name) for name in MADE_WITH},
         "runs": dict(sorted({**old, **runs}.items())),
     }
-    write_whole(file, json.dumps(content, indent=1) + "\n")
+    write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 
 def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 
 ROWS = Path(__file__).parent / "rows.yaml"
 FILE = Path(__file__).parent / "errors.yaml"
@@ -73,4 +73,4 @@ def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
     scale = 10**_DIGITS
     rounded = {name: math.floor(error * scale) / scale for name, error in errors.items()}
     body = yaml.safe_dump({"errors": rounded}, sort_keys=False)
-    write_whole(path, _HEAD.format(rows=rows.name) + body)
+    write_atomically(path, _HEAD.format(rows=rows.name) + body)

@@ -26,7 +26,7 @@ from tools.estimate.recompute_keys import (
     table_of,
     with_patterns,
 )
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.pipeline.schedules import scheduler_of
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
@@ -84,7 +84,7 @@ def write_overlay(
     else:
         base = os.path.relpath(recipe.source, target.parent)
         text = recipe_text({BASE_CONFIG: base, **_difference(before, after)})
-    write_whole(target, "".join(f"# {line}\n" for line in lines) + text)
+    write_atomically(target, "".join(f"# {line}\n" for line in lines) + text)
 
 
 def require_layouts(recipe: Recipe, devices: int) -> None:

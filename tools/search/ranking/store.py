@@ -17,7 +17,7 @@ from plugins.errors import DataError
 from plugins.hierarchical_ep import plan
 from tools.estimate.configuration import Configuration
 from tools.estimate.time_model import TimeModel
-from tools.files.whole import write_whole
+from tools.files.atomic import write_atomically
 from tools.placement.place import Placement
 from tools.search.space.candidates import Candidate, configuration
 from tools.search.space.request import Request
@@ -78,7 +78,7 @@ class Store:
             "why": placement.why,
         }
         content = {"digest": self.digest, "placed": self._placed}
-        write_whole(self.path, json.dumps(content) + "\n")
+        write_atomically(self.path, json.dumps(content) + "\n")
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """What the file holds of this question; nothing where it is missing, broken or of another one."""

@@ -3,18 +3,18 @@ import os
 import pytest
 
 from plugins.errors import DataError
+from tools.files.atomic import atomic_file, check_writable, write_atomically
 from tools.files.figure import new_figure, save_figure
-from tools.files.whole import check_writable, whole_file, write_whole
 
 
 def test_a_file_and_its_folders_are_made(tmp_path):
     path = tmp_path / "new" / "a.txt"
-    write_whole(path, "ü\n")
+    write_atomically(path, "ü\n")
     assert path.read_text("utf-8") == "ü\n" and [file.name for file in path.parent.iterdir()] == ["a.txt"]
 
 
 def test_others_may_read_what_the_umask_lets_them(tmp_path):
-    write_whole(tmp_path / "a", "")
+    write_atomically(tmp_path / "a", "")
     (tmp_path / "b").write_text("")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
 
@@ -23,7 +23,7 @@ def test_others_may_read_what_the_umask_lets_them(tmp_path):
 def test_what_stood_there_stays_when_the_writer_stops_half_way(tmp_path, error):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(error), whole_file(path) as part:
+    with pytest.raises(error), atomic_file(path) as part:
         part.write_text("ne")
         raise error
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
@@ -31,7 +31,7 @@ def test_what_stood_there_stays_when_the_writer_stops_half_way(tmp_path, error):
 
 def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
     path = tmp_path / "a.txt"
-    with pytest.raises(DataError, match=r"a\.txt: cannot be written \(No space left"), whole_file(path) as part:
+    with pytest.raises(DataError, match=r"a\.txt: cannot be written \(No space left"), atomic_file(path) as part:
         part.write_text("half")
         raise OSError(28, os.strerror(28))
     assert list(tmp_path.iterdir()) == []
@@ -40,7 +40,7 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
 def test_a_file_in_the_place_of_a_folder_is_one_message(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
-        write_whole(tmp_path / "file" / "a.txt", "")
+        write_atomically(tmp_path / "file" / "a.txt", "")
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -12,7 +12,7 @@ from plugins.errors import DataError
 
 
 @contextmanager
-def whole_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path beside `path`, of the same ending, to write to; it takes `path`'s place when the block ends well.
 
     Folders that are missing are made. When the block is left by an exception, Ctrl-C too, what stood at `path` stays.
@@ -51,13 +51,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise DataError(f"{path}: cannot be written ({above}: {error.strerror or error})") from None
 
 
-def write_whole(path: str | os.PathLike[str], text: str) -> None:
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` to `path` in UTF-8.
 
     Raises:
-        DataError: as `whole_file`.
+        DataError: as `atomic_file`.
     """
-    with whole_file(path) as part:
+    with atomic_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
