@@ -33,7 +33,8 @@ class Efficiency:
         unfused: how much more elementwise operators move where nobody fuses them.
         link: factor on the share of link bandwidth that the hardware file states.
         hidden: share of tensor-parallel communication that overlap hides, where a run overlaps it.
-        hidden_ep: the same of expert-parallel communication.
+        hidden_ep: the same of expert-parallel communication, of published runs of others; a recipe's comes from the
+            plan of plugins/ep_overlap.
         layer_s: seconds of host and launches for each layer, forward; backward twice that.
         moe_s: the same for what only MoE layers have: routing, sorting, many small kernels.
         burst: factor on `matmul` where one layer runs alone, before clocks fall under load.

@@ -69,10 +69,7 @@ class ExpertTimes(DeviceTimes):
 
     def repeated(self, config: Configuration) -> tuple[Step, ...]:
         """The steps that a recomputed layer runs again."""
-        again = (replace(step, name=f"{step.name}.replay") for step in self.exchanges(config))
-        # in a graph nothing reads the rows that come back from other nodes
-        left_out = "combine.inter" if config.keep_gathered else "nothing"
-        return tuple(step for step in again if not step.name.startswith(left_out))
+        return _again(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
         """What expert-parallel communication costs an MoE layer."""
@@ -129,7 +126,7 @@ class ExpertTimes(DeviceTimes):
     def _sent(self, config: Configuration) -> tuple[list[Stage], list[Stage], list[Stage]]:
         """Communication forward, backward, and what a recomputed layer repeats."""
         forward = self.exchanges(config)
-        sent = [self._stages(steps) for steps in (forward, backward(forward), self.repeated(config))]
+        sent = [self._stages(steps) for steps in (forward, _back(forward), self.repeated(config))]
         return sent[0], sent[1], sent[2]
 
     def _stages(self, steps: Sequence[Step]) -> list[Stage]:
@@ -155,6 +152,16 @@ def _limited(config: Configuration, nodes: int) -> float:
         return 1.0
     expected = nodes * hit_probability(model.experts, model.experts // nodes, model.top_k)
     return min(1.0, limit / expected)
+
+
+_back = lru_cache(maxsize=65536)(backward)
+
+
+@lru_cache(maxsize=65536)
+def _again(forward: tuple[Step, ...], graph: bool) -> tuple[Step, ...]:
+    """What runs again; in a graph nothing reads the rows that come back from other nodes."""
+    steps = (step for step in forward if not (graph and step.name.startswith("combine.inter")))
+    return tuple(replace(step, name=f"{step.name}.replay") for step in steps)
 
 
 @lru_cache(maxsize=65536)

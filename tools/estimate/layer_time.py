@@ -18,7 +18,7 @@ recomputation adds forward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
@@ -45,7 +45,12 @@ class Parts:
     @property
     def total(self) -> float:
         """All of it, one after the other."""
-        return sum(astuple(self))
+        parts = (self.matmul, self.attention, self.elementwise, self.tp, self.cp, self.ep, self.fixed, self.cut)
+        return sum(parts)
+
+    def less(self, other: Parts) -> Parts:
+        """What is left of each without another's."""
+        return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class LayerTimes(ExpertTimes):
         if kind == "mtp":
             head = self._forward(config, "head", work(config, "head"), NOTHING)
             head = replace(head, tp=head.tp if config.recompute.replay_tp else 0.0)
-            return {**again, "full": Parts(*(a - b for a, b in zip(astuple(full), astuple(head), strict=True)))}
+            return {**again, "full": full.less(head)}
         cheap = {
             "norms": Parts(elementwise=forward.elementwise / 2),
             "attention": Parts()

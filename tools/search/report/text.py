@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.memory.error import known_errors
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -122,11 +123,13 @@ def memory_words(request: Request) -> list[str]:
 def assumptions(found: Found, times: TimeModel) -> list[str]:
     """What the numbers rest on."""
     request, hardware = found.request, times.hardware
+    known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
     lines = [
         *memory_words(request),
         "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
         "exposed is communication that nothing hides; data stalls are taken as zero",
+        f"step times: {known.words if known else UNKNOWN}",
     ]
     if assumed:
         lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")
