@@ -52,9 +52,9 @@ class Entry:
 
     @property
     def layout(self) -> str:
-        """``dp256 tp2 pp8x2 ep16, 64 x 1``: chunks after the stages, number and samples of micro-batches."""
+        """``dp256 tp2 pp8 vpp2 ep16, 64 x 1``: as `tc3 check` writes it, number and samples of micro-batches."""
         c = self.config
-        stages = f"pp{c.pp}" + (f"x{c.chunks}" if c.chunks > 1 else "")
+        stages = f"pp{c.pp}" + (f" vpp{c.chunks}" if c.chunks > 1 else "")
         sizes = {f"dp{c.dp}": c.dp, f"tp{c.tp}": c.tp, stages: c.pp, f"cp{c.cp}": c.cp, f"ep{c.ep}": c.ep}
         words = " ".join(word for word, size in sizes.items() if size > 1)
         return f"{words or 'one device'}, {c.micro_batches} x {c.batch}"

@@ -19,7 +19,8 @@ from tools.search.space.request import Request
 HEADS = {  # column -> what it says
     "": "number of the strategy by its step time; `recipe` is the recipe as it is written",
     "layout": "dp, tp, pp, cp, ep: devices of data, tensor, pipeline, context and expert parallelism, those above 1 "
-    "(pp8x5: 8 stages of 5 chunks each); then micro-batches of a step x samples of one",
+    "(pp8 vpp5: 8 stages of 5 chunks each, MindFormers' pp_interleave_num); then micro-batches of a step x samples of "
+    "each",
     "dispatch": "how tokens reach their experts (tc3 ep-report compares the modes)",
     "sharded": "what data-parallel copies share among them: optimizer state, or gradients, too",
     "recompute": "layers that compute again in backward: all of it (full), norms (select), communication",

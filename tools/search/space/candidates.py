@@ -57,7 +57,7 @@ class Candidate(NamedTuple):
     @property
     def words(self) -> str:
         """For a line of text."""
-        degrees = f"dp{self.dp} tp{self.tp} pp{self.pp}x{self.vpp} cp{self.cp} ep{self.ep}, {self.m} x {self.mbs}"
+        degrees = f"dp{self.dp} tp{self.tp} pp{self.pp} vpp{self.vpp} cp{self.cp} ep{self.ep}, {self.m} x {self.mbs}"
         return f"{degrees}, {self.mode}, sharded: {self.shard}, recompute: {self.recompute}"
 
 
