@@ -81,7 +81,7 @@ class Written:
     def words(self) -> str:
         """``hierarchical, chunks [1, 2]: 35.70 s``."""
         chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
-        return f"{self.mode}{chunks}: {self.step.total:.2f} s a step"
+        return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def why_faster(first: Entry, second: Entry) -> str:
     costs = [name for name in sorted(PARTS, key=lambda name: saved[name]) if saved[name] < -least][:2]
     words = [f"{saved[name]:.2f} s less {PARTS[name]}" for name in gains]
     paid = [f"{-saved[name]:.2f} s more {PARTS[name]}" for name in costs]
-    total = f"{second.seconds - first.seconds:.2f} s a step"
+    total = f"{second.seconds - first.seconds:.2f} s per step"
     if not words:
         return f"{total}: the same within a hundredth"
     return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")

@@ -158,7 +158,7 @@ def notes(found: Found) -> list[str]:
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
-        f"Predicted on {request.devices:,} devices of {request.hardware.name}: {best.seconds:.2f} s a step, MFU "
+        f"Predicted on {request.devices:,} devices of {request.hardware.name}: {best.seconds:.2f} s per step, MFU "
         f"{100 * best.mfu:.1f} %, {best.peak / GIB:.1f} GiB on the heaviest stage of {request.cap / GIB:.1f}.",
         f"So near to the limit {known_errors().fits(best.peak, request.cap)} published runs would have fit (on GPUs, "
         f"other software); margin {100 * request.margin:.1f} %.",
