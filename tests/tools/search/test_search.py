@@ -55,7 +55,7 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
     assert (config.dp, config.tp, config.pp, config.ep) == tuple(best[name] for name in ("dp", "tp", "pp", "ep"))
     times = TimeModel(request().hardware)
     assert entry_of(config, times).seconds == pytest.approx(best["step_s"])
-    assert f"{best['step_s']:.2f} s a step" in overlay.read_text("utf-8")
+    assert f"{best['step_s']:.2f} s per step" in overlay.read_text("utf-8")
 
 
 def test_table_and_report(tmp_path):
@@ -181,7 +181,7 @@ def test_parts_explain_the_difference():
         assert sum(entry.parts.values()) == pytest.approx(entry.seconds)
         assert min(entry.parts.values()) >= -1e-12
     slow = replace(short[0], seconds=short[0].seconds + 1, parts=dict(short[0].parts, ep=short[0].parts["ep"] + 1))
-    assert why_faster(short[0], slow) == "1.00 s a step: 1.00 s less expert-parallel communication"
+    assert why_faster(short[0], slow) == "1.00 s per step: 1.00 s less expert-parallel communication"
 
 
 def stand_in_config(asked, one):
