@@ -69,7 +69,7 @@ class ExpertTimes(DeviceTimes):
 
     def repeated(self, config: Configuration) -> tuple[Step, ...]:
         """The steps that a recomputed layer runs again."""
-        return _again(self.exchanges(config), config.keep_gathered)
+        return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
         """What expert-parallel communication costs an MoE layer."""
@@ -83,8 +83,8 @@ class ExpertTimes(DeviceTimes):
             return NOTHING  # forward and backward of two micro-batches run as a pair (DualPipe) and hide it all
         sent = self._sent(config)
         seen = 1 - self.reached.hidden_ep * config.overlap_ep
-        forward, back, again = (seen * sum(stage.seconds(1.0) for stage in stages) for stages in sent)
-        return Exposed(Passes(forward, back, back + again), NOTHING.cutting)
+        forward, back, recomputed = (seen * sum(stage.seconds(1.0) for stage in stages) for stages in sent)
+        return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
         """An MoE layer uncut and in the best of some chunks, as `plugins.ep_overlap` runs it.
@@ -100,12 +100,12 @@ class ExpertTimes(DeviceTimes):
     def expert_layer(self, config: Configuration) -> Layer:
         """What a chunk goes through, with the seconds of each step."""
         config = self.dispatched(config)
-        forward, back, again = self._sent(config)
+        forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
         return Layer(
             self._chain(config, forward, "experts"),
             self._chain(config, back, "experts.backward", _BACKWARD),
-            self._chain(config, again, "experts.replay"),
+            self._chain(config, recomputed, "experts.replay"),
             shared=(shared, _BACKWARD * shared),
             shared_beside=config.shared_beside,
         )
@@ -158,7 +158,7 @@ _back = lru_cache(maxsize=65536)(backward)
 
 
 @lru_cache(maxsize=65536)
-def _again(forward: tuple[Step, ...], graph: bool) -> tuple[Step, ...]:
+def _recomputed(forward: tuple[Step, ...], graph: bool) -> tuple[Step, ...]:
     """What runs again; in a graph nothing reads the rows that come back from other nodes."""
     steps = (step for step in forward if not (graph and step.name.startswith("combine.inter")))
     return tuple(replace(step, name=f"{step.name}.replay") for step in steps)

@@ -59,7 +59,7 @@ class LayerTime:
 
     forward: Parts
     backward: Parts
-    again: Mapping[str, Parts]
+    recomputed: Mapping[str, Parts]
 
 
 class LayerTimes(ExpertTimes):
@@ -81,7 +81,7 @@ class LayerTimes(ExpertTimes):
             cut=exposed.cutting.backward,
             fixed=2 * forward.fixed,
         )
-        return LayerTime(forward, backward, self._again(config, kind, forward, exposed))
+        return LayerTime(forward, backward, self._recomputed(config, kind, forward, exposed))
 
     def _forward(self, config: Configuration, kind: str, done: Work, exposed: Exposed) -> Parts:
         return Parts(
@@ -95,11 +95,11 @@ class LayerTimes(ExpertTimes):
             fixed=self._fixed(config, kind, done),
         )
 
-    def _again(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
+    def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
         """What each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
-        again = {"none": Parts(), "select": Parts(), "communication": Parts(), "full": Parts()}
+        recomputed = {"none": Parts(), "select": Parts(), "communication": Parts(), "full": Parts()}
         if kind in ("embedding", "head"):
-            return again
+            return recomputed
         tp = forward.tp if config.recompute.replay_tp else 0.0
         waited, cutting = exposed.waited, exposed.cutting
         cut = cutting.replayed - cutting.backward
@@ -107,7 +107,7 @@ class LayerTimes(ExpertTimes):
         if kind == "mtp":
             head = self._forward(config, "head", work(config, "head"), NOTHING)
             head = replace(head, tp=head.tp if config.recompute.replay_tp else 0.0)
-            return {**again, "full": full.less(head)}
+            return {**recomputed, "full": full.less(head)}
         cheap = {
             "norms": Parts(elementwise=forward.elementwise / 2),
             "attention": Parts()
@@ -115,7 +115,7 @@ class LayerTimes(ExpertTimes):
             else Parts(attention=forward.attention, elementwise=self._scores(config)),
             "operators": Parts(elementwise=forward.elementwise, matmul=forward.matmul / 2),
         }[config.recompute.selective]
-        return {**again, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full}
+        return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full}
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""

@@ -39,13 +39,13 @@ class TimeModel(GradientTimes):
                 options = iter(layer_options(config, chunk, stage, len(every)))
                 for kind in every:
                     layer = times[kind]
-                    again = layer.again[next(options) if kind in ("dense", "moe") else mtp_option(config)]
+                    recomputed = layer.recomputed[next(options) if kind in ("dense", "moe") else mtp_option(config)]
                     forward[chunk, stage] += layer.forward.total
-                    backward[chunk, stage] += layer.backward.total + again.total
+                    backward[chunk, stage] += layer.backward.total + recomputed.total
                     for name in Parts.__dataclass_fields__:
                         parts[name][stage] += getattr(layer.forward, name) + getattr(layer.backward, name)
                         repeated = name if name in COMMUNICATION else "recompute"
-                        parts[repeated][stage] += getattr(again, name)
+                        parts[repeated][stage] += getattr(recomputed, name)
         return forward, backward, parts
 
     def transfer(self, config: Configuration) -> float:

@@ -74,7 +74,7 @@ def pipeline_instance(
             times[kind].forward.total * _MS,
             times[kind].backward.total * _MS,
             parameters[kind] / GIB,
-            _options(probe, kind, times[kind].again, full),
+            _options(probe, kind, times[kind].recomputed, full),
         )
         for kind in kinds
     )
@@ -111,15 +111,15 @@ def _both(times: list) -> tuple[float, float]:
 def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
     """An MTP layer's times, with what it repeats in its backward."""
     layer = model.layer(config, "mtp")
-    again = layer.again[mtp_option(config)]
-    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + again.total))
+    recomputed = layer.recomputed[mtp_option(config)]
+    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + recomputed.total))
 
 
-def _options(config: Configuration, kind: str, again: Mapping[str, Parts], full: bool) -> tuple[Option, ...]:
+def _options(config: Configuration, kind: str, recomputed: Mapping[str, Parts], full: bool) -> tuple[Option, ...]:
     """The recompute options of a kind, without those that another beats in time and memory."""
     found: list[Option] = []
     for name in OPTIONS if full else OPTIONS[:-1]:
-        option = Option(name, again[name].total * _MS, saved(config, kind, name) / GIB)
+        option = Option(name, recomputed[name].total * _MS, saved(config, kind, name) / GIB)
         if all(option.activation < other.activation or option.extra_backward < other.extra_backward for other in found):
             found.append(option)
     return tuple(found)

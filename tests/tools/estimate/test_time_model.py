@@ -158,12 +158,14 @@ def test_overlap_is_that_of_the_plugins_own_plan(mode):
     choice = A2.plan(whole, [(1, 4)], 1)
     assert before.forward.ep == pytest.approx(choice.communication.forward)
     assert before.backward.ep == pytest.approx(choice.communication.backward)
-    assert before.again["full"].ep == pytest.approx(choice.communication.replayed - choice.communication.backward)
+    assert before.recomputed["full"].ep == pytest.approx(choice.communication.replayed - choice.communication.backward)
     assert (after.forward.ep, after.forward.cut) == (choice.waited_after.forward, choice.cutting.forward)
     assert after.forward.total - before.forward.total == pytest.approx(
         choice.after.forward.makespan - choice.before.forward.makespan
     )
-    repeated = after.backward.total + after.again["full"].total - before.backward.total - before.again["full"].total
+    repeated = (
+        after.backward.total + after.recomputed["full"].total - before.backward.total - before.recomputed["full"].total
+    )
     assert repeated == pytest.approx(choice.after.replayed.makespan - choice.before.replayed.makespan)
     assert replace(after.forward, ep=0, cut=0) == replace(before.forward, ep=0, cut=0)
 
@@ -201,7 +203,7 @@ def test_a_recomputed_layer_repeats_what_compiled_graphs_repeat():
     eager = replace(config, keep_gathered=False)
     assert len(A2.repeated(eager)) == 4
     layer = A2.layer(eager, "moe")
-    assert layer.again["full"].ep == layer.forward.ep
+    assert layer.recomputed["full"].ep == layer.forward.ep
 
 
 def test_what_data_parallelism_cannot_hide_is_charged():
@@ -232,17 +234,17 @@ def test_exchanged_logits_and_gathered_keys_take_their_time():
 def test_mtp_runs_again_where_the_last_layer_does():
     config = recipe_run("1119b/pretrain_4k")
     mtp, layer, head = (A2.layer(config, kind) for kind in ("mtp", "moe", "head"))
-    again = mtp.again["full"]
+    recomputed = mtp.recomputed["full"]
     # combine between nodes is not repeated, whatever the layer
-    left_out = layer.forward.ep - layer.again["full"].ep
-    assert again.total == pytest.approx(mtp.forward.total - head.forward.total - left_out)
-    assert layer.again["full"].total < again.total < 1.2 * layer.again["full"].total
-    assert mtp.again["select"].total == head.again["full"].total == 0
+    left_out = layer.forward.ep - layer.recomputed["full"].ep
+    assert recomputed.total == pytest.approx(mtp.forward.total - head.forward.total - left_out)
+    assert layer.recomputed["full"].total < recomputed.total < 1.2 * layer.recomputed["full"].total
+    assert mtp.recomputed["select"].total == head.recomputed["full"].total == 0
     # all but the last stage's
     table = tuple((*row[:-1], 0) for row in config.layers)
     _, backward, parts = A2.chunks(config)
     _, less, fewer = A2.chunks(replace(config, recompute=replace(config.recompute, full=table)))
-    repeated = config.layers[-1][-1] * layer.again["full"].total + again.total
+    repeated = config.layers[-1][-1] * layer.recomputed["full"].total + recomputed.total
     assert backward[-1, -1] - less[-1, -1] == pytest.approx(repeated)
     assert (parts["recompute"] - fewer["recompute"])[:-1] == pytest.approx(0)
 

@@ -57,8 +57,8 @@ class TimeTable(TimeModel):
         first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
         found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.empty(len(first))
         for index, row in enumerate(first):
-            works, again = self._layers(block, row)
-            found[index] = (counts @ works) + again @ layers.T
+            works, recomputed = self._layers(block, row)
+            found[index] = (counts @ works) + recomputed @ layers.T
             sending[index] = self._sending(block, row)
         return StageTimes(found[place], sending[place])
 
@@ -84,7 +84,7 @@ class TimeTable(TimeModel):
     def _layers(self, block: Block, row: int) -> tuple[np.ndarray, np.ndarray]:
         """[kinds] seconds of forward and backward, [policies, kinds] what recomputation adds."""
         tp, cp, ep, mbs, mode = (int(block.columns[name][row]) for name in ("tp", "cp", "ep", "mbs", "mode"))
-        works, again = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
+        works, recomputed = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
         for kind in self.kinds:
             # what has no experts knows neither ep nor mode, what has no logits does not know dp
             key = (kind, tp, cp, mbs, *((ep, mode) if kind in ("moe", "mtp") else ()))
@@ -92,8 +92,8 @@ class TimeTable(TimeModel):
             layer = self._memo.get(key, self._one_layer, block, row, kind)
             index = KINDS.index(kind)
             works[index] = layer.forward.total + layer.backward.total
-            again[:, index] = [layer.again[policy].total for policy in POLICIES]
-        return works, again
+            recomputed[:, index] = [layer.recomputed[policy].total for policy in POLICIES]
+        return works, recomputed
 
     def _sending(self, block: Block, row: int) -> float:
         if self.request.base.overlap_pp:
