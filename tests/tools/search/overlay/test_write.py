@@ -151,7 +151,10 @@ def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("overlay")
     recipe, config, site = data.draw(configured(folder))
     path, child = read_back(recipe, config, folder, site=site)
-    assert without_zeros(from_recipe(child)) == without_zeros(config)
+    again = from_recipe(resolve(child))
+    # chunks that the recipe leaves to auto are those of the strategy, not the recipe's own
+    assert bool(again.ep_cut) == bool(config.ep_cut)
+    assert without_zeros(replace(again, ep_cut=None)) == without_zeros(replace(config, ep_cut=None))
     assert dispatch_of(resolve(child)) == dispatch_of(child)
     if config.ep > 1 and config.ep_mode != "global":
         assert child["model"]["model_config"]["npu_nums_per_device"] == site.node
