@@ -106,3 +106,13 @@ class TerminalReporter(Reporter):
             pause = EVERY
             if self._stage:
                 print(self._stage.line(), file=sys.stderr, flush=True)
+
+
+class CountingReporter(TerminalReporter):
+    """`TerminalReporter` for work that is counted in things instead of bytes: its bar shows a share and the time."""
+
+    def columns(self) -> tuple[Any, ...]:
+        """Of the bar."""
+        from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+        return TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()

@@ -44,10 +44,10 @@ def imbalance_command(
     from rich.console import Console
 
     from tools.auto.resolve import resolve
+    from tools.data.reporter import CountingReporter
     from tools.imbalance import picture as imbalance_picture
     from tools.imbalance import render as imbalance_render
     from tools.imbalance.measure import imbalance
-    from tools.imbalance.progress import CountingReporter
     from tools.recipe.load import load_recipe
     from tools.recipe.override import apply_overrides
 

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency, cluster, efficiency_of
-from tools.estimate.published.calibrate import Calibration, calibrate
-from tools.estimate.published.calibrate_file import cluster_text
+from tools.estimate.published.calibrate import Calibration, calibrate, cluster_text
 from tools.estimate.published.rows import read_rows
 from tools.files.atomic import keep_existing, write_atomically
 from tools.hardware import DEFAULT_HARDWARE

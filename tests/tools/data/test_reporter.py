@@ -13,8 +13,7 @@ import time
 import pytest
 
 from tools.data import reporter as reporters
-from tools.data.reporter import TerminalReporter
-from tools.imbalance.progress import CountingReporter
+from tools.data.reporter import CountingReporter, TerminalReporter
 from tools.process.signals import interruptibly
 
 

@@ -13,13 +13,14 @@ Robust least squares on the logarithm of step time, by Gauss-Newton with damping
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
+import yaml
 
 from plugins.errors import DataError
-from tools.estimate.efficiency import Efficiency
+from tools.estimate.efficiency import Efficiency, cluster_file
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import predict
 
@@ -187,3 +188,26 @@ def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names
         if moved < 1e-7:
             break
     return _with(start, names, at)
+
+
+def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
+    """The file of `cluster` (a name or file) under another `name`, with the efficiencies that were found.
+
+    Args:
+        source: of the measurements.
+    """
+    content: dict[str, Any] = yaml.safe_load(cluster_file(cluster).read_text(encoding="utf-8"))
+    content["name"] = name
+    content["efficiency"] = {key: _short(value) for key, value in asdict(found.efficiency).items()}
+    worst = max(abs(after) for _, after in found.errors.values())
+    head = [
+        f"{name}: {cluster} with efficiencies fitted to {len(found.errors)} measured steps ({source}).",
+        f"Fitted: {', '.join(found.fitted) or 'none'}; step times miss by {worst:.1%} at most. Others as they were:",
+        *(f"  {key}: {why}" for key, why in found.kept.items()),
+    ]
+    body = yaml.safe_dump(content, sort_keys=False, width=110)
+    return "".join(f"# {line}\n" for line in head) + body
+
+
+def _short(value: float | bool) -> float | bool:
+    return value if isinstance(value, bool) else float(f"{value:.4g}")

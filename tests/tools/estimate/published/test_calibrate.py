@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
 from tools.estimate.efficiency import NAMES, Efficiency, cluster, efficiency_of
-from tools.estimate.published.calibrate import BOUNDS, calibrate
-from tools.estimate.published.calibrate_file import cluster_text
+from tools.estimate.published.calibrate import BOUNDS, calibrate, cluster_text
 from tools.estimate.published.rows import express
 from tools.estimate.published.validate import predict
 from tools.hardware import load_hardware
