@@ -14,6 +14,7 @@ from tools.catalogue.cards import assumptions, load_card, load_cards
 from tools.catalogue.table import catalogue
 
 ASSUMED = [(card, *row) for card in CARDS.values() for row in assumptions(card)]
+CONFLICTS = [(card, conflict) for card in CARDS.values() for conflict in card.conflicts]
 # what a context stage may change of the pre-training it goes on from; everything else is inherited
 CONTEXT_MAY_CHANGE = {
     "output_dir",
@@ -76,7 +77,45 @@ def test_every_recipe_is_on_a_card():
 @pytest.mark.parametrize(("card", "entry", "key_path", "reason"), ASSUMED)
 def test_what_a_card_assumes_stands_in_the_recipe(card, entry, key_path, reason):
     assert key_path in dict(leaves(load(str(entry.file.relative_to(RECIPES))))), f"{card.file}: {entry.file.name}"
-    assert len(reason) > 10
+    assert len(reason.split()) >= 3, f"{card.file}: {key_path}: {reason!r} is no reasoning"
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_every_source_names_where_it_stands(card):
+    assert card.sources
+    for source in card.sources:
+        assert set(source) == {"fact", "at"}, f"{card.file}: {source}"
+        assert min(len(text.strip()) for text in source.values()) > 10, f"{card.file}: {source}"
+
+
+def value_of(card, file, key):
+    """What the recipe `file` beside a card has for the key of a conflict."""
+    name = f"{card.file.parent.name}/{file}"
+    return ENTRIES[name].global_batch_size if key == "global_batch_size" else dict(leaves(load(name)))[key]
+
+
+@pytest.mark.parametrize(
+    ("card", "conflict"), CONFLICTS, ids=[f"{card.file.parent.name}-{conflict.key}" for card, conflict in CONFLICTS]
+)
+def test_a_conflict_names_both_values_their_sources_and_the_reason(card, conflict):
+    assert conflict.ours != conflict.other
+    assert value_of(card, conflict.recipe, conflict.key) == conflict.ours
+    for text in (conflict.ours_at, conflict.other_at, conflict.why):
+        assert len(text.split()) >= 3, f"{card.file}: {conflict.key}: {text!r}"
+    assert conflict.ours_at != conflict.other_at
+    if conflict.child:
+        assert value_of(card, conflict.child, conflict.key) == conflict.other
+
+
+def test_the_acceptance_recipe_changes_only_what_the_card_says():
+    """Its learning rate, batch, steps, MTP, bias rate and split of the layers; the devices follow from the batch."""
+    card = CARDS["telechat3_105b"]
+    before, after = (dict(leaves(load(f"telechat3_105b/pretrain_4k{ending}.yaml"))) for ending in ("", "_acceptance"))
+    told = {conflict.key for conflict in card.conflicts if conflict.child == "pretrain_4k_acceptance.yaml"}
+    follows = {"output_dir", "parallel_config.data_parallel", "parallel.dataset_strategy"}
+    follows |= {"lr_schedule.lr_end", "train_dataset.data_loader.sizes"}
+    changed = {key for key in after if key not in before or after[key] != before[key]}
+    assert changed == (told - {"global_batch_size"}) | follows
 
 
 @pytest.mark.parametrize("name", [name for name in all_recipes() if "context" in name])
@@ -123,6 +162,8 @@ def test_only_yaml_beside_the_catalogue():
         ("        what:", "        on:", "unknown key"),  # YAML reads a plain `on` as True
         ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "no such recipe"),
         ("    devices: 256\n", "", "devices: missing"),
+        ("    other_at: *acceptance\n", "", "conflicts[0].other_at: missing"),
+        ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "no such recipe"),
     ],
 )
 def test_a_wrong_card_is_refused_by_name(tmp_path, monkeypatch, old, new, message):

@@ -25,8 +25,8 @@ from tools.recipe.load import load_recipe
 
 CARDS = {path.parent.name: load_card(path) for path in RECIPES.glob("*/card.yaml")}
 ENTRIES = {f"{folder}/{entry.file.name}": entry for folder, card in CARDS.items() for entry in card.entries}
-YARN = ["telechat3_36b/context_32k.yaml", "telechat3_36b/context_128k.yaml"]
-YARN += [name for name in FAMILY if "context" in name]
+YARN_36B = ["telechat3_36b/context_32k.yaml", "telechat3_36b/context_128k.yaml"]
+YARN = [*YARN_36B, *(name for name in FAMILY if "context" in name)]
 
 
 def model_of(name):
@@ -57,8 +57,7 @@ def test_tables_of_the_telechat2_report(name):
 
 @pytest.mark.parametrize("name", [name for name in all_recipes() if not name.startswith("mini")])
 def test_parameters_are_what_the_card_says(name):
-    card = CARDS[name.split("/")[0]]
-    assert count_parameters(model_of(name)) == card.parameters
+    assert count_parameters(model_of(name)) == ENTRIES[name].parameters
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -155,7 +154,17 @@ def test_yarn_stretches_the_trained_length_to_the_sequence(name):
     assert model["position_embedding_type"] == "yarn"
     assert model["max_position_embeddings"] * factor == model["seq_length"]
     assert yarn.get("original_max_position_embeddings", 4096) == model["max_position_embeddings"]
-    assert (yarn["beta_fast"], yarn["beta_slow"], yarn["mscale"], yarn["mscale_all_dim"]) == (32, 1, 1, 1)
+    assert (yarn["beta_fast"], yarn["beta_slow"]) == (32, 1)
+    if name not in YARN_36B:
+        assert (yarn["mscale"], yarn["mscale_all_dim"]) == (1, 1)
+
+
+@pytest.mark.parametrize("name", YARN_36B)
+def test_the_36b_scales_attention_as_its_public_weights(name):
+    """telechat3-yarn multiplies cos and sin by 0.07 ln(factor) + 1; MindFormers writes 0.1 x mscale for the 0.07."""
+    scaling = model_of(name)["rope_scaling"]
+    above, below = (0.1 * scaling[key] * math.log(scaling["factor"]) + 1 for key in ("mscale", "mscale_all_dim"))
+    assert above / below == pytest.approx(0.07 * math.log(scaling["factor"]) + 1)
 
 
 @pytest.mark.parametrize("folder", TELECHAT3_MOE)

@@ -16,7 +16,8 @@ KINDS = ("full", "mini", "modelled")
 CLAIMS = ("trained-on-cpu-mini", "compiled-virtual-", "modelled", "assumed")  # a trailing dash wants a number
 _CARD_KEYS = {"model", "name_billion", "kind", "summary", "recipes", "assumed", "sources"}
 _ENTRY_KEYS = {"stage", "devices", "layout", "global_batch_size", "status"}
-_OPTIONAL = {"card": {"parameters", "why"}, "entry": {"kind", "why", "assumed"}}
+_OPTIONAL = {"card": {"parameters", "why", "conflicts"}, "entry": {"kind", "why", "assumed", "parameters"}}
+_CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"}
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,21 @@ class Entry:
     status: list[dict[str, str]]
     assumed: dict[str, str] = field(default_factory=dict)  # key path -> reasoning
     why: str = ""  # a modelled recipe says why it cannot train
+    parameters: int = 0  # the card's unless the recipe leaves a part of the model away
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A value on which public sources disagree, and why the recipe has the one it has."""
+
+    key: str  # key path in the recipe, or global_batch_size
+    recipe: str  # file beside the card
+    ours: Any
+    ours_at: str
+    other: Any
+    other_at: str
+    why: str
+    child: str = ""  # the recipe beside the card that has the other value
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,7 @@ class Card:
     sources: list[dict[str, str]]
     entries: list[Entry]
     why: str = ""
+    conflicts: list[Conflict] = field(default_factory=list)
 
 
 def load_cards(recipes: Path) -> list[Card]:
@@ -78,6 +95,7 @@ def load_card(path: Path) -> Card:
         sources=raw["sources"],
         entries=entries,
         why=raw.get("why", ""),
+        conflicts=[_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
     )
 
 
@@ -108,7 +126,17 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
         status=body["status"],
         assumed=body.get("assumed") or {},
         why=body.get("why", card.get("why", "")),
+        parameters=body.get("parameters", card.get("parameters", 0)),
     )
+
+
+def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
+    where = f"conflicts[{number}]"
+    _check_keys(path, where, body, _CONFLICT_KEYS, {"child"})
+    for name in (body["recipe"], *([body["child"]] if "child" in body else [])):
+        if not (path.parent / name).is_file():
+            raise RecipeError(f"{path}: {where}: {name}: no such recipe beside the card")
+    return Conflict(**body)
 
 
 def _check_keys(path: Path, where: str, raw: dict[str, Any], wanted: set[str], optional: set[str]) -> None:

@@ -14,8 +14,8 @@ Written by `python -m tools.catalogue` from the `card.yaml` of each folder; a te
 
 A recipe is a native MindFormers YAML: `base_config:` pulls shared sections from `base/`, and every file loads in
 stock MindFormers. Layouts read data x tensor x context x pipeline (x interleaved) parallel, and the expert-parallel
-degree inside them. The card of a folder names the sources, and lists under `assumed` what no public source states,
-with the reasoning.
+degree inside them. The card of a folder names the sources, lists under `assumed` what no public source states, with
+the reasoning, and under `conflicts` what two sources state differently: both values, and why the recipe has its own.
 
 What a status says: **trained-on-cpu-mini** was trained on CPU by the command given; **compiled-virtual-N** compiled
 for N virtual devices; **modelled** serves search and comparison only, MindFormers cannot run it as published;
