@@ -1,4 +1,4 @@
-"""Compiling the library: its name, its place, one compiler for many processes, and what a user is told where it fails."""
+"""Compiling the library: its name and place, one compiler for many processes, what a user is told where it fails."""
 
 import subprocess
 import sys
@@ -89,7 +89,7 @@ def test_a_cache_that_cannot_be_written_is_named(compiler, tmp_path, monkeypatch
     compiler()
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ClusterError, match="cannot be kept in .*set XDG_CACHE_HOME"):
+    with pytest.raises(ClusterError, match=r"cannot be kept in .*set XDG_CACHE_HOME"):
         build.ensure()
 
 

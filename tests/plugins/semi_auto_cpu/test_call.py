@@ -1,4 +1,4 @@
-"""What C++ writes of a launch, read back: dtypes, shapes, lists of tensors, constants; results into MindSpore's memory."""
+"""What C++ writes of a launch, read back: dtypes, shapes, lists of tensors and constants; results into memory."""
 
 import ctypes
 import json
