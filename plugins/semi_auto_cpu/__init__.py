@@ -1,0 +1,1 @@
+"""MindSpore's sharded training graph, made for Ascend, executed by processes on CPU."""
