@@ -114,12 +114,12 @@ class Mailbox:
             while not self._complete(call):
                 gone = (call.missing & self._lost.keys()) | (call.unsent & self.unreachable)
                 if gone or self.closing:
-                    raise ClusterError(self._tell_lost(call.where, gone))
+                    raise ClusterError(self._tell_lost(call, gone))
                 now = time.monotonic()
                 if now >= begin + self.timeout:
                     raise ClusterError(self._tell_late(call))
                 if untold is not None and now >= untold:
-                    self._tell(f"waits in {call.where}")
+                    self._tell(f"waits in {call.where.removeprefix(f'rank {self.rank}, ')}")
                     untold = None
                 ends = begin + self.timeout
                 self.changed.wait((ends if untold is None else untold) - now)
@@ -133,18 +133,16 @@ class Mailbox:
                 call.missing.discard(peer)
         return not call.missing and not call.unsent
 
-    def _tell_lost(self, where: str, gone: set[int]) -> str:
+    def _tell_lost(self, call: Call, gone: set[int]) -> str:
         if self.closing:
-            return f"{where}: the mesh of this rank was closed"
+            return f"{call.where}: the mesh of this rank was closed"
         order = list(self._lost)
         peer = min(gone, key=order.index)
-        told = f"{where}: rank {peer} {self._lost[peer]}{self._last_word(peer)}"
+        told = f"{call.where}: rank {peer} {self._lost[peer]}{self._elsewhere(peer) if call.named else ''}"
         if peer == order[0]:
             return told
-        return f"{told} (lost before it: rank {order[0]}, which {self._lost[order[0]]}{self._last_word(order[0])})"
-
-    def _last_word(self, peer: int) -> str:
-        return f"; its last word: {self._said[peer]}" if self._said.get(peer) else ""
+        cause = f"rank {order[0]}, which {self._lost[order[0]]}{self._elsewhere(order[0]) if call.named else ''}"
+        return f"{told} (lost before it: {cause})"
 
     def _tell_late(self, call: Call) -> str:
         told = [f"{call.where}: no end after {self.timeout:g} s"]
@@ -159,7 +157,7 @@ class Mailbox:
         return "; ".join(told)
 
     def _elsewhere(self, peer: int) -> str:
-        """Where a rank that is missed says that it is, and to which calls it came before this one."""
+        """What a rank said last of itself, and to which calls it came that this rank did not."""
         said = [f"it {self._said[peer]}"] if self._said.get(peer) else []
         came = ", ".join(frame.note or f"tag {tag}" for tag, frame in self._waiting(peer)[:4])
         said += [f"what it sent and nobody took: {came}"] if came else []

@@ -174,7 +174,9 @@ class Mesh:
 
     def tell(self, text: str) -> None:
         """Let all other ranks know what this one does, for their messages; "" is nothing worth to tell."""
-        for outbox in self._outboxes.values():
+        for peer, outbox in self._outboxes.items():
+            with self._mail.changed:
+                self._mail.buffered[peer] += 1
             outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
 
     def close(self) -> None:
@@ -259,8 +261,7 @@ class Mesh:
                 self._mail.lose(peer, error, unreachable={peer})
                 return
             self.sent_bytes[peer] += frame.payload.nbytes  # by this thread only
-            if frame.tag != STATUS:
-                self._mail.sent(peer, call)
+            self._mail.sent(peer, call)
 
     def _receive_loop(self, peer: int, connection: socket.socket) -> None:
         while True:
