@@ -20,15 +20,15 @@ def mesh() -> Mesh:
     return _open[0]
 
 
-def connect() -> None:
-    """Connect all ranks to each other, once; every rank must call it.
+def connect(timeout: float = 120.0) -> None:
+    """Connect all ranks to each other, once; every rank must call it. An exchange may take `timeout` seconds.
 
     Raises ClusterError where a rank cannot be reached.
     """
     if _open:
         return
     rank, size = get_rank(), get_group_size()
-    new = Mesh(rank, size)
+    new = Mesh(rank, size, timeout)
     host, port = new.listen(_own_address())
     table = np.zeros((size, 5), np.float32)  # octets and port: exact in float32
     table[rank] = [*map(int, host.split(".")), port]
