@@ -49,7 +49,7 @@ class Tensor:
         """The tensor at `address` as an array that shares its memory."""
         if not address or not ctypes.sizeof(self.buffer):
             return np.empty(self.shape, self.dtype)
-        return np.frombuffer(self.buffer.from_address(address), self.dtype).reshape(self.shape)
+        return np.frombuffer(memoryview(self.buffer.from_address(address)), self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True)

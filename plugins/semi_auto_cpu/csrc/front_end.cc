@@ -67,13 +67,39 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
   }
 }
 
-// {"name": nodes, ...} of the operators that nothing here can compute.
+// What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel.
+bool NeedsKernel(const CNodePtr &node) {
+  if (!mindspore::AnfUtils::IsRealKernel(node) || mindspore::common::AnfAlgo::IsNopNode(node)) return false;
+  return !mindspore::IsPrimitiveCNode(node, mindspore::prim::kPrimSwitch);
+}
+
+void AddTypes(const mindspore::abstract::AbstractBasePtr &abstract, std::set<mindspore::TypeId> *types) {
+  if (abstract == nullptr) return;
+  if (abstract->isa<mindspore::abstract::AbstractTensor>()) {
+    types->insert(abstract->cast<mindspore::abstract::AbstractTensorPtr>()->element()->BuildType()->type_id());
+  } else if (abstract->isa<mindspore::abstract::AbstractTuple>()) {
+    for (const auto &item : abstract->cast<mindspore::abstract::AbstractTuplePtr>()->elements()) AddTypes(item, types);
+  }
+}
+
+// What nothing here can compute of a node: "name", or "name of BFloat16" where only a type is not taken; "" if nothing.
+std::string Lack(const CNodePtr &node) {
+  const auto &name = Operator(node)->name();
+  if (!NeedsKernel(node)) return "";
+  if (!CanCompute(name)) return name;
+  std::set<mindspore::TypeId> types;
+  for (size_t i = 1; i < node->size(); ++i) AddTypes(node->input(i)->abstract(), &types);
+  for (const auto type : types) {
+    if (!TakesType(name, type)) return name + " of " + mindspore::TypeIdToString(type);
+  }
+  return "";
+}
+
+// {"name": nodes, ...}
 std::string Missing(const FuncGraphManagerPtr &manager) {
   std::map<std::string, size_t> counts;
   for (const auto &node : Operators(manager)) {
-    // what only arranges memory (Reshape) or the graph (Depend, MakeTuple) needs no kernel
-    if (!mindspore::AnfUtils::IsRealKernel(node) || mindspore::common::AnfAlgo::IsNopNode(node)) continue;
-    if (const auto &name = Operator(node)->name(); !HasKernel(name)) ++counts[name];
+    if (const auto lack = Lack(node); !lack.empty()) ++counts[lack];
   }
   std::string out;
   for (const auto &[name, count] : counts) out += (out.empty() ? "" : ",") + Quoted(name) + ":" + std::to_string(count);

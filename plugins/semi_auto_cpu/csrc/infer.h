@@ -5,7 +5,7 @@
 #include <string>
 
 namespace tc3 {
-// Tells MindSpore how to infer the operator of the new name `name`.
-void RegisterInfer(const std::string &name);
+// Tells MindSpore how to infer the operator `name`, which is the operator `original` under a new name.
+void RegisterInfer(const std::string &name, const std::string &original);
 }  // namespace tc3
 #endif

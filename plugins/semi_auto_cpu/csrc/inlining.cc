@@ -1,5 +1,6 @@
 #include "inlining.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "ir/func_graph_cloner.h"
@@ -78,7 +79,7 @@ bool Inline(const CNodePtr &call, const FuncGraphPtr &root, const FuncGraphManag
     graph = mindspore::GetValueNode<FuncGraphPtr>(closure->input(1));
     args.insert(args.begin(), closure->inputs().begin() + 2, closure->inputs().end());
   }
-  if (graph == nullptr) return false;
+  if (graph == nullptr || graph->recursive()) return false;  // a loop stays a call
   for (auto &arg : args) {
     const bool tensor = arg->abstract() != nullptr && arg->abstract()->isa<mindspore::abstract::AbstractTensor>();
     if (!tensor || !arg->isa<mindspore::CNode>() || WithoutDepends(arg)->isa<mindspore::Parameter>()) continue;
@@ -124,16 +125,18 @@ bool TakeElement(const CNodePtr &node, const FuncGraphPtr &root, const FuncGraph
 }  // namespace
 
 void InlineCalls(const FuncGraphPtr &root, const FuncGraphManagerPtr &manager) {
-  for (bool changed = true; changed;) {  // a body holds calls of its own
-    changed = false;
-    for (const auto &node : NodesOf(root)) {
-      if (manager->all_nodes().contains(node)) changed |= Inline(node, root, manager);
-    }
+  // One call at a time, in the order of computation: what a later call has to wait for shows only when the calls
+  // before it, and those in their bodies, are gone.
+  const auto inline_first = [&root, &manager]() {
+    const auto nodes = NodesOf(root);
+    return std::any_of(nodes.begin(), nodes.end(), [&](const auto &node) { return Inline(node, root, manager); });
+  };
+  while (inline_first()) {
   }
   for (bool changed = true; changed;) {
     changed = false;
     for (const auto &node : NodesOf(root)) {
-      if (!manager->all_nodes().contains(node)) continue;
+      if (!manager->all_nodes().contains(node)) continue;  // gone with another one
       changed |= WaitForTensors(node, manager) || TakeElement(node, root, manager);
     }
   }

@@ -1,8 +1,10 @@
 #include "kernel.h"
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
+#include "backend/common/expander/fallback/fallback_irbuilder.h"
 #include "host.h"
 #include "kernel/cpu/cpu_kernel.h"
 #include "replacement.h"
@@ -50,14 +52,36 @@ class HostKernel : public mindspore::kernel::NativeCpuKernelMod {
  private:
   std::string operator_, text_;
 };
+bool IsExpanded(const std::string &name) {
+  return mindspore::expander::IRBuilderFactory::Instance().GetBuilder(name) != nullptr;
+}
+
+bool PassesFor(mindspore::TypeId type, mindspore::TypeId wanted) {
+  using namespace mindspore;  // NOLINT: names of types only
+  if (type == wanted) return true;
+  if (wanted == kNumberTypeFloat32) return type == kNumberTypeFloat16 || type == kNumberTypeFloat64;
+  return wanted == kNumberTypeInt32 && (type == kNumberTypeInt16 || type == kNumberTypeInt64);
+}
 }  // namespace
 
 bool RegisterKernel(const std::string &name) {
-  const bool had = HasKernel(name);
+  const bool had = Factory::Instance().IsRegistered(name);
   Factory::Instance().UnRegister(name);
   Factory::Instance().Register(name, []() { return std::make_shared<HostKernel>(); });
   return had;
 }
 
-bool HasKernel(const std::string &name) { return Factory::Instance().IsRegistered(name); }
+bool CanCompute(const std::string &name) { return Factory::Instance().IsRegistered(name) || IsExpanded(name); }
+
+bool TakesType(const std::string &name, mindspore::TypeId type) {
+  const auto choices = mindspore::kernel::NativeCpuKernelMod::GetCpuSupportedList(name);
+  if (choices.empty() || IsExpanded(name)) return true;
+  return std::any_of(choices.begin(), choices.end(), [type](const auto &choice) {
+    if (choice.GetSkipCheck()) return true;
+    for (size_t i = 0; i < choice.GetInputSize(); ++i) {
+      if (PassesFor(type, choice.GetInputAttr(i).dtype)) return true;
+    }
+    return false;
+  });
+}
 }  // namespace tc3

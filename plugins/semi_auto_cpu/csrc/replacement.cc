@@ -1,7 +1,6 @@
 #include "replacement.h"
 
 #include <memory>
-#include <set>
 
 #include "abstract/ops/primitive_infer_map.h"
 #include "infer.h"
@@ -71,7 +70,8 @@ void Take(const mindspore::AnfNodePtr &input, Arguments *all) {
   }
 }
 
-// At run time (dynamic shapes) arguments are KernelTensors, which refuse what some infer functions ask.
+// At run time (dynamic shapes) arguments are KernelTensors. They know their values, and refuse what some infer functions
+// ask of others.
 AbstractBasePtr Plain(const AbstractBasePtr &tensor) {
   if (std::dynamic_pointer_cast<mindspore::kernel::KernelTensor>(tensor) == nullptr) return tensor;
   auto type = tensor->GetType();
@@ -88,7 +88,7 @@ AbstractBasePtr UnknownNumbers(size_t count) {
 void ReplaceOperator(const std::string &name) {
   g_replaced.insert(name);
   (void)RegisterKernel(kPrefix + name);
-  RegisterInfer(kPrefix + name);
+  RegisterInfer(kPrefix + name, name);
 }
 
 bool IsReplaced(const std::string &name) { return g_replaced.count(name) > 0; }
@@ -125,7 +125,8 @@ mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode) {
 }
 
 std::pair<mindspore::PrimitivePtr, AbstractBasePtrList> OriginalCall(const mindspore::PrimitivePtr &host,
-                                                                     const AbstractBasePtrList &tensors) {
+                                                                     const AbstractBasePtrList &tensors,
+                                                                     const std::set<int64_t> &by_value) {
   const auto places = mindspore::GetValue<std::vector<int64_t>>(host->GetAttr(kPlaces));
   const auto constants = host->GetAttr(kConstants)->cast<mindspore::ValueTuplePtr>()->value();
   AbstractBasePtrList arguments;
@@ -134,7 +135,8 @@ std::pair<mindspore::PrimitivePtr, AbstractBasePtrList> OriginalCall(const minds
     const auto count = static_cast<size_t>(places[i + 1]);
     switch (places[i]) {
       case kTensor:
-        arguments.push_back(Plain(tensors.at(tensor++)));
+        arguments.push_back(by_value.count(arguments.size()) > 0 ? tensors.at(tensor) : Plain(tensors.at(tensor)));
+        ++tensor;
         break;
       case kTensorList: {
         AbstractBasePtrList list;

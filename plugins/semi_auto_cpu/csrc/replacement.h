@@ -6,6 +6,7 @@
 #ifndef TC3_REPLACEMENT_H_
 #define TC3_REPLACEMENT_H_
 
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -18,7 +19,7 @@ namespace tc3 {
 constexpr char kPrefix[] = "TC3_";
 constexpr char kArguments[] = "tc3_arguments";  // the attribute that holds them as JSON, for the kernel
 
-// Python computes the operator `name` from now on, in every graph that `Replaced` goes through.
+// Python computes the operator `name` from now on, in every graph that is compiled.
 void ReplaceOperator(const std::string &name);
 bool IsReplaced(const std::string &name);
 
@@ -29,7 +30,9 @@ mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode);
 std::string OriginalName(const std::string &name);
 
 // The original operator and all its arguments, for a new one and the tensors that it was given.
+// `by_value`: the arguments whose values the original's infer asks for.
 std::pair<mindspore::PrimitivePtr, mindspore::abstract::AbstractBasePtrList> OriginalCall(
-  const mindspore::PrimitivePtr &host, const mindspore::abstract::AbstractBasePtrList &tensors);
+  const mindspore::PrimitivePtr &host, const mindspore::abstract::AbstractBasePtrList &tensors,
+  const std::set<int64_t> &by_value);
 }  // namespace tc3
 #endif
