@@ -21,8 +21,8 @@ Attrs = dict[str, str]
 Kernel = Callable[..., Any]
 
 KERNELS: dict[str, Kernel] = {}  # MindSpore has no CPU kernel of these
-# MindSpore has one that refuses bfloat16, or a mixture with it (some refuse float16 as well): these are for the nodes that
-# hold such tensors, and compute with others, too
+# MindSpore has one that refuses bfloat16, or a mixture with it (some refuse float16 as well): for nodes that hold such
+# tensors
 LOW_PRECISION: dict[str, Kernel] = {}
 
 _LOW = frozenset(("bfloat16", "float16"))
