@@ -64,10 +64,8 @@ def PowTensorScalar(attrs: Attrs, x: np.ndarray, exponent: float) -> np.ndarray:
 
 
 @kernel()
-def SiLU(attrs: Attrs, x: np.ndarray, inplace: bool = False) -> np.ndarray:
+def SiLU(attrs: Attrs, x: np.ndarray) -> np.ndarray:
     """X sigmoid(x)."""
-    if inplace:
-        raise NotImplementedError("SiLU: inplace True")
     return silu(x)
 
 
@@ -91,16 +89,22 @@ def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> 
     return np.concatenate([silu_gradient(dout * b, a), dout * silu(a)], dim)
 
 
+@kernel()
+def ClipByValue(attrs: Attrs, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """X, between `low` and `high`, which are tensors."""
+    return np.clip(x, low, high)
+
+
+@kernel()
+def LessScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
+    """X < constant."""
+    return x < other
+
+
 @kernel(widen=False)
 def MoveTo(attrs: Attrs, x: np.ndarray, to: str, blocking: bool = True) -> np.ndarray:
     """A copy on another device: here there is one."""
     return x
-
-
-@kernel(LOW_PRECISION)
-def Add(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A + b."""
-    return a + b
 
 
 @kernel(LOW_PRECISION)
@@ -110,21 +114,27 @@ def Sub(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 @kernel(LOW_PRECISION)
-def Mul(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A * b."""
-    return a * b
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Neg(attrs: Attrs, x: np.ndarray) -> np.ndarray:
-    """The negative."""
-    return -x
-
-
-@kernel(LOW_PRECISION)
 def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
     """The sum of tensors, in their order."""
     total = tensors[0].copy()
     for item in tensors[1:]:
         total += item
     return total
+
+
+@kernel(LOW_PRECISION, updates=0)
+def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The variable plus a value; how gradients in bfloat16 are accumulated in float32."""
+    return variable + value
+
+
+@kernel(LOW_PRECISION, widen=False, updates=0)
+def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The value, in the variable's place."""
+    return value
+
+
+@kernel(LOW_PRECISION, widen=False)
+def TensorMove(attrs: Attrs, x: np.ndarray) -> np.ndarray:
+    """A copy."""
+    return x

@@ -21,7 +21,9 @@ Attrs = dict[str, str]
 Kernel = Callable[..., Any]
 
 KERNELS: dict[str, Kernel] = {}  # MindSpore has no CPU kernel of these
-LOW_PRECISION: dict[str, Kernel] = {}  # MindSpore has one, which refuses bfloat16 (some float16 as well)
+# MindSpore has one that refuses bfloat16, or a mixture with it (some refuse float16 as well): for nodes that hold such
+# tensors
+LOW_PRECISION: dict[str, Kernel] = {}
 
 _LOW = frozenset(("bfloat16", "float16"))
 

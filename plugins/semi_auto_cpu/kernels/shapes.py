@@ -23,6 +23,12 @@ def TransposeExtView(attrs: Attrs, x: np.ndarray, dim0: int, dim1: int) -> np.nd
     return np.swapaxes(x, dim0, dim1)
 
 
+@kernel(widen=False)
+def ExpandAs(attrs: Attrs, x: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Repeated to another tensor's shape."""
+    return np.broadcast_to(x, other.shape)
+
+
 @kernel(LOW_PRECISION, widen=False)
 def Reshape(attrs: Attrs, x: np.ndarray, shape: Any = None) -> np.ndarray:
     """The same values: the caller stores them in the output's shape."""
@@ -49,27 +55,9 @@ def BroadcastTo(attrs: Attrs, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarr
 
 
 @kernel(LOW_PRECISION, widen=False)
-def ZerosLike(attrs: Attrs, x: np.ndarray) -> np.ndarray:
-    """Zeros in the tensor's shape."""
-    return np.zeros_like(x)
-
-
-@kernel(LOW_PRECISION, widen=False)
 def Transpose(attrs: Attrs, x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """Dimensions in another order."""
     return np.transpose(x, axes)
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Concat(attrs: Attrs, tensors: list[np.ndarray], axis: int = 0) -> np.ndarray:
-    """Tensors side by side."""
-    return np.concatenate(tensors, axis)
-
-
-@kernel(LOW_PRECISION, widen=False)
-def Split(attrs: Attrs, x: np.ndarray, axis: int = 0, output_num: int = 1) -> tuple[np.ndarray, ...]:
-    """Equal parts along a dimension."""
-    return tuple(np.split(x, output_num, axis))
 
 
 @kernel(LOW_PRECISION, widen=False)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plugins.semi_auto_cpu.kernels.attention_call import Call
+from plugins.semi_auto_cpu.kernels.attention.call import Call
 
 _ROWS = 256  # of a block: long enough for BLAS, short enough to leave out what a causal mask hides
 _COMPRESSED = 2048

@@ -1,7 +1,7 @@
-"""FlashAttentionScore and its gradient: softmax(scale q k^T) v, by blocks of rows, of the keys that they may see.
+"""FlashAttentionScore and its gradient.
 
 Sources: the class in `mindspore/ops/auto_generate/gen_ops_prim.py` (inputs, layouts, sparse modes) and
-`op_enum.h`'s FASInputLayoutMode. `attention_call.py` reads the arguments, `attention_blocks.py` says what sees what.
+`op_enum.h`'s FASInputLayoutMode. `call.py` reads the arguments, `blocks.py` says what sees what.
 
 `softmax_max` and `softmax_sum` repeat each row's number eight times, `softmax_out` has no use. A row that an explicit
 mask hides altogether weighs all keys alike, as a softmax of equal scores does, and hands no gradient to its scores.
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from plugins.semi_auto_cpu.kernels.attention_blocks import Block, blocks_of
-from plugins.semi_auto_cpu.kernels.attention_call import Call, backward_call, forward_call
+from plugins.semi_auto_cpu.kernels.attention.blocks import Block, blocks_of
+from plugins.semi_auto_cpu.kernels.attention.call import Call, backward_call, forward_call
 from plugins.semi_auto_cpu.kernels.registry import Attrs, kernel
 
 _HIDDEN = np.finfo(np.float32).min  # a score that exp() turns into 0 beside any other
