@@ -55,7 +55,7 @@ class Collectives:
         self._numbers: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._locks: dict[tuple[int, ...], threading.Lock] = {}
 
-    def run(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    def run(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool = True) -> None:
         """Take part in one collective.
 
         Args:
@@ -63,6 +63,7 @@ class Collectives:
             attrs: MindSpore's attributes as text: group, op, rank_list, sr_tag, ...
             inputs, outputs: arrays in the operator's order; counts of an AlltoAllV may be any numbers. Outputs are
                 written in place.
+            record: whether `recorded` lists it: not what runs outside the graph.
 
         Raises:
             ClusterError: the group is unknown, a member is lost, late or somewhere else, or what it sends does not fit.
@@ -72,9 +73,9 @@ class Collectives:
             if not attrs.get("group"):  # of one member
                 _copy(inputs, outputs)
             elif name in ("Send", "Receive"):
-                self._send_or_receive(name, attrs, inputs, outputs)
+                self._send_or_receive(name, attrs, inputs, outputs, record)
             elif name in OPERATORS:
-                self._meet(name, attrs, inputs, outputs)
+                self._meet(name, attrs, inputs, outputs, record)
             else:
                 raise ClusterError(f"no collective {name!r} between CPU processes: there are {', '.join(NAMES)}")
         except ClusterError as error:
@@ -89,11 +90,12 @@ class Collectives:
         """The calls of this step or the one before it, in order."""
         return self._calls.recorded(step)
 
-    def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
         """A collective of a whole group."""
         members = self.groups.members(name, attrs)
         fault = self._test.begin(name)
-        self._calls.add(name, members, inputs, outputs)
+        if record:
+            self._calls.add(name, members, inputs, outputs)
         if fault == "skip" or len(members) == 1:
             _copy(inputs, outputs)
             return
@@ -105,7 +107,7 @@ class Collectives:
             self._numbers[key] += 1
             OPERATORS[name](meeting, attrs, inputs, outputs)
 
-    def _send_or_receive(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    def _send_or_receive(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
         """A message between two members of a group; their places in it are attributes."""
         members = self.groups.members(name, attrs)
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
@@ -114,7 +116,8 @@ class Collectives:
             raise ClusterError(f"{told}: place {place} is no other member")
         peer = members[place]
         fault = self._test.begin(name)
-        self._calls.add(name, members, inputs, outputs, peer, int(attrs.get("sr_tag", 0)))
+        if record:
+            self._calls.add(name, members, inputs, outputs, peer, int(attrs.get("sr_tag", 0)))
         if name == "Receive":
             self._links.receive(attrs, peer, members, outputs[0])
             return

@@ -21,7 +21,10 @@ def mesh() -> Mesh:
 
 
 def connect(timeout: float = 120.0) -> None:
-    """Connect all ranks to each other, once; every rank must call it. An exchange may take `timeout` seconds.
+    """Connect all ranks to each other, once; every rank must call it.
+
+    Args:
+        timeout: seconds that one exchange may take: also how much longer one rank may compile than another.
 
     Raises ClusterError where a rank cannot be reached.
     """

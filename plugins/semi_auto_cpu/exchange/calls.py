@@ -12,6 +12,10 @@ import numpy as np
 _FROM_OUTPUT = ("AllGather", "_MiniStepAllGather", "_MicroStepAllGather", "Receive", "Broadcast")
 
 
+# calls of one step that are kept; who never says that a step begins has no more
+LIMIT = 100_000
+
+
 class CallRecord(NamedTuple):
     """One collective.
 
@@ -38,11 +42,12 @@ class Calls:
     """
 
     def __init__(self, steps: int = 2):
-        self._steps: deque[tuple[int, list[CallRecord]]] = deque([(0, [])], maxlen=steps)
+        self._steps: deque[tuple[int, deque[CallRecord]]] = deque(maxlen=steps)
+        self.begin(0)
 
     def begin(self, step: int) -> None:
         """What follows belongs to this step."""
-        self._steps.append((step, []))
+        self._steps.append((step, deque(maxlen=LIMIT)))
 
     def add(
         self,

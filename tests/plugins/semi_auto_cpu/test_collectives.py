@@ -173,6 +173,7 @@ def test_calls_are_recorded_by_step(three):
     one.begin_step(7)
     one.run("AllGather", attributes([1]), [np.zeros((2, 3), np.float32)], [np.zeros((2, 3), np.float32)])
     one.run("Send", attributes((1, 2), sr_tag=5, dest_rank=1), [np.zeros(4, BFLOAT16)], [])
+    one.run("Barrier", attributes([1]), [], [], record=False)
     one.begin_step(8)
     gather, send = one.recorded(7)
     assert gather == ("AllGather", (1,), 24, (2, 3), "float32", None, None)
