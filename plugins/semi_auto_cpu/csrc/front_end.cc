@@ -23,6 +23,9 @@ const std::set<std::string> kMarkers{"_MirrorOperator",   "_MirrorMiniStepOperat
                                      "_VirtualDiv",       "_VirtualAdd",             "_VirtualPipelineEnd",
                                      "_VirtualAccuGrad",  "_VirtualDataset",         "_VirtualOutput"};
 
+// Control flow, which MindSpore's runtime has its own way for, and what later passes take out of the graph.
+const std::set<std::string> kNoKernel{"Switch", "SwitchLayer", "StopGradient"};
+
 mindspore::PrimitivePtr Operator(const CNodePtr &node) {
   return mindspore::GetValueNode<mindspore::PrimitivePtr>(node->input(0));
 }
@@ -68,10 +71,10 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
   }
 }
 
-// What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel.
+// What only arranges memory (Reshape) or the graph (Depend, MakeTuple) does not.
 bool NeedsKernel(const CNodePtr &node) {
   if (!mindspore::AnfUtils::IsRealKernel(node) || mindspore::common::AnfAlgo::IsNopNode(node)) return false;
-  return !mindspore::IsPrimitiveCNode(node, mindspore::prim::kPrimSwitch);
+  return kNoKernel.count(Operator(node)->name()) == 0;
 }
 
 void AddTypes(const mindspore::abstract::AbstractBasePtr &abstract, std::set<mindspore::TypeId> *types) {

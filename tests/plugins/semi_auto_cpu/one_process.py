@@ -119,7 +119,7 @@ def sine(x):
 
 
 def normed(x):
-    return norm(norm(x, x)[0], x)[0]
+    return ops.stop_gradient(norm(norm(x, x)[0], x)[0])
 
 
 def tangent(x):
