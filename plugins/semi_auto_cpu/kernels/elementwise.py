@@ -17,9 +17,9 @@ def _alike(number: Any, x: np.ndarray) -> np.ndarray:
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + exp(-x)) without overflow."""
-    small = np.exp(-np.abs(x))
-    return np.where(x >= 0, 1, small) / (1 + small)
+    """1 / (1 + exp(-x)); where exp() overflows that is 0."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
 
 
 def silu(x: np.ndarray) -> np.ndarray:
