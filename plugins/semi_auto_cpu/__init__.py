@@ -1,1 +1,4 @@
-"""MindSpore's sharded training graph, made for Ascend, executed by processes on CPU."""
+"""MindSpore's sharded graph (semi-auto parallel, pipelines included), executed by CPU processes: docs/semi-auto-cpu.md.
+
+Importing this package imports nothing else.
+"""
