@@ -17,9 +17,9 @@ import numpy as np
 from mindformers.core.callback import callback
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
-from mindspore import Tensor, nn, ops
-from mindspore.common import dtype as mstype
+from mindspore import nn
 
+from plugins.all_ranks import sum_over_ranks
 from plugins.errors import StoppedError
 from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read
 from plugins.private_hooks import relies_on
@@ -133,7 +133,7 @@ def _anywhere(flag, stop_after):
     """Whether `flag` is set on any rank: they all save, or none does. With 1 step nobody gets here with it set."""
     if stop_after == 1 or get_real_group_size() == 1:
         return flag
-    return float(ops.AllReduce()(Tensor([float(flag)], mstype.float32)).asnumpy()[0]) > 0
+    return sum_over_ranks(float(flag)) > 0
 
 
 def _scale_falls(network):
