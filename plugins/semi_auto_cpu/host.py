@@ -48,10 +48,14 @@ class Host:
 
     def run(self, name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[np.ndarray]) -> None:
         """Compute one operator."""
-        if name in self.kernels:
-            store(self.kernels[name](attrs, *inputs), outputs)
-        else:
+        if name not in self.kernels:
             self.collectives.run(name, attrs, inputs, outputs)
+            return
+        try:
+            store(self.kernels[name](attrs, *inputs), outputs)
+        except Exception as error:  # the others wait for this rank: they are to know why
+            self.collectives.mesh.tell(f"failed: {name}: {error}")
+            raise
 
     def sum_over_ranks(self, value: float) -> float:
         """The float32 sum of every rank's `value`; outside a graph."""
