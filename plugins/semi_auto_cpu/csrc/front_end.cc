@@ -30,7 +30,8 @@ mindspore::PrimitivePtr Operator(const CNodePtr &node) {
 std::vector<CNodePtr> Operators(const FuncGraphManagerPtr &manager) {
   std::vector<CNodePtr> found;
   for (const auto &node : manager->all_nodes()) {
-    if (const auto cnode = node->cast<CNodePtr>(); cnode != nullptr && Operator(cnode) != nullptr) found.push_back(cnode);
+    const auto cnode = node->cast<CNodePtr>();
+    if (cnode != nullptr && Operator(cnode) != nullptr) found.push_back(cnode);
   }
   return found;
 }
