@@ -146,6 +146,6 @@ def _last_lines(words: str, lines: int = 12, letters: int = 2000) -> str:
 
 if __name__ == "__main__":
     try:
-        print(ensure())
+        ensure()
     except ClusterError as problem:
         sys.exit(f"error: {problem}")

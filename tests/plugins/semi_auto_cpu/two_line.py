@@ -78,8 +78,6 @@ def target(name: str) -> None:
 
 def compute(name, attrs, inputs, outputs):
     asked.append(name)
-    if name == os.environ.get("TC3_TEST_FAULT"):
-        raise ValueError("injected")
     if name == "AllReduce":
         assert attrs["op"] == "sum"
         parts = mesh.all_to_all_v(range(size), 0, [inputs[0].reshape(-1)] * size)
