@@ -19,7 +19,7 @@ import numpy as np
 
 from plugins.semi_auto_cpu.kernels.attention.call import Call
 
-_ROWS = 256  # of a block: long enough for BLAS, short enough to leave out what a causal mask hides
+_ROWS = 128  # of a block: long enough for BLAS, short enough to leave out what a causal mask hides
 _COMPRESSED = 2048
 
 
@@ -122,7 +122,7 @@ def _explicit_mask(call: Call) -> np.ndarray | None:
     if call.sparse in (2, 3, 4):
         if mask is None or mask.shape != (_COMPRESSED, _COMPRESSED):
             raise ValueError(f"{call.name}: sparse_mode {call.sparse} wants attn_mask (2048, 2048): {_shape(mask)}")
-        if not np.array_equal(mask.view(np.uint8), _above_diagonal()):
+        if not np.array_equal(np.ascontiguousarray(mask).view(np.uint64), _above_diagonal()):
             raise ValueError(f"{call.name}: sparse_mode {call.sparse} wants an attn_mask of ones above the diagonal")
         return None
     if call.layout == "TND":
@@ -141,7 +141,8 @@ def _explicit_mask(call: Call) -> np.ndarray | None:
 
 @functools.cache
 def _above_diagonal() -> np.ndarray:
-    return np.triu(np.ones((_COMPRESSED, _COMPRESSED), np.uint8), 1)
+    """Eight ones or zeros in a number: compared in every call."""
+    return np.triu(np.ones((_COMPRESSED, _COMPRESSED), np.uint8), 1).view(np.uint64)
 
 
 def _shape(mask: np.ndarray | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from plugins.semi_auto_cpu.kernels.attention.blocks import Block, blocks_of
-from plugins.semi_auto_cpu.kernels.attention.call import Call, backward_call, forward_call
+from plugins.semi_auto_cpu.kernels.attention.call import backward_call, forward_call
 from plugins.semi_auto_cpu.kernels.registry import Attrs, kernel
 
 _HIDDEN = np.finfo(np.float32).min  # a score that exp() turns into 0 beside any other
@@ -32,16 +32,16 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
     call = forward_call(inputs)
     out = call.empty_output()
     top, total = call.empty_statistics(_REPEATED), call.empty_statistics(_REPEATED)
-    q, k, v = call.queries, call.keys, call.values
+    q, k, v, scale = call.queries, call.keys, call.values, np.float32(call.scale)
     outs, tops, totals = call.view(out), call.statistics_view(top), call.statistics_view(total)
     for block in blocks_of(call):
         b, rows, cols = block.batch, block.rows, block.columns
-        scores = _scores(q[b, :, rows], k[b, :, cols], block, call)
-        highest = scores.max(-1, keepdims=True)
-        scores -= highest
-        np.exp(scores, out=scores)
-        summed = scores.sum(-1, keepdims=True)
-        outs[b, :, rows] = _from_keys(scores, v[b, :, cols]) / summed
+        weights = _scores(q[b, :, rows] * scale, k[b, :, cols], block)
+        highest = weights.max(-1, keepdims=True)
+        weights -= highest
+        np.exp(weights, out=weights)
+        summed = weights.sum(-1, keepdims=True)
+        outs[b, :, rows] = _from_keys(weights, v[b, :, cols]) / summed
         tops[b, :, rows], totals[b, :, rows] = highest, summed
     return top, total, None, out
 
@@ -56,32 +56,30 @@ def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | No
     call, saved = backward_call(inputs)
     dq, dk, dv = (np.zeros(x.shape, np.float32) for x in (call.query, call.key, call.value))
     dqs, dks, dvs = (call.view(x, owner) for x, owner in ((dq, "query"), (dk, "key"), (dv, "value")))
-    q, k, v = call.queries, call.keys, call.values
-    dys, outs = call.view(saved.dy), call.view(saved.out)
+    q, k, v, scale = call.queries, call.keys, call.values, np.float32(call.scale)
+    dys, outs, groups = call.view(saved.dy), call.view(saved.out), k.shape[1]
     tops, totals = call.statistics_view(saved.top)[..., :1], call.statistics_view(saved.total)[..., :1]
     for block in blocks_of(call):
         b, rows, cols = block.batch, block.rows, block.columns
-        dy, highest = dys[b, :, rows], tops[b, :, rows]
-        weights = _scores(q[b, :, rows], k[b, :, cols], block, call)
+        scaled, highest = q[b, :, rows] * scale, tops[b, :, rows]
+        weights = _scores(scaled, k[b, :, cols], block)
         weights -= highest
         np.exp(weights, out=weights)
-        weights /= totals[b, :, rows]
-        dvs[b, :, cols] += _to_keys(weights, dy, call)
+        dy = dys[b, :, rows] / totals[b, :, rows]  # what the weights are divided by
+        dvs[b, :, cols] += _to_keys(weights, dy, groups)
         dscores = _with_keys(dy, v[b, :, cols])
         dscores -= (dy * outs[b, :, rows]).sum(-1, keepdims=True)
         dscores *= weights
-        dscores *= np.float32(call.scale)
-        if block.hidden is not None:
+        if block.hidden is not None and (highest == _HIDDEN).any():
             dscores *= highest > _HIDDEN
-        dqs[b, :, rows] = _from_keys(dscores, k[b, :, cols])
-        dks[b, :, cols] += _to_keys(dscores, q[b, :, rows], call)
+        dqs[b, :, rows] = _from_keys(dscores, k[b, :, cols]) * scale
+        dks[b, :, cols] += _to_keys(dscores, scaled, groups)
     return dq, dk, dv, None
 
 
-def _scores(q: np.ndarray, k: np.ndarray, block: Block, call: Call) -> np.ndarray:
+def _scores(q: np.ndarray, k: np.ndarray, block: Block) -> np.ndarray:
     """[heads, rows, columns]; hidden ones at the least number."""
     scores = _with_keys(q, k)
-    scores *= np.float32(call.scale)
     if block.hidden is not None:
         np.copyto(scores, _HIDDEN, where=block.hidden)
     return scores
@@ -102,7 +100,6 @@ def _from_keys(weights: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return (_grouped(weights, len(keys)) @ keys).reshape(*weights.shape[:2], -1)
 
 
-def _to_keys(weights: np.ndarray, x: np.ndarray, call: Call) -> np.ndarray:
+def _to_keys(weights: np.ndarray, x: np.ndarray, groups: int) -> np.ndarray:
     """[heads, rows, columns] and [heads, rows, d] -> [groups, columns, d], summed over the heads of a group."""
-    groups = call.keys.shape[1]
     return _grouped(weights, groups).swapaxes(-1, -2) @ _grouped(x, groups)

@@ -90,3 +90,18 @@ def test_what_it_cannot_do_it_refuses():
         KERNELS["Embedding"]({}, index, x, None, 1.0, 2.0, False)
     with pytest.raises(NotImplementedError, match="EmbeddingDenseBackward: scale_grad_by_freq"):
         KERNELS["EmbeddingDenseBackward"]({}, x, index, 3, None, True)
+
+
+@pytest.mark.parametrize("place", (-1, 3))
+def test_an_index_outside_is_refused_rather_than_counted_from_the_end(place):
+    x, index = np.zeros((3, 2), np.float32), np.array([0, place])
+    calls = {
+        "Embedding": (index, x),
+        "EmbeddingDenseBackward": (np.zeros((2, 2), np.float32), index, 3),
+        "IndexSelect": (x, 0, index),
+        "InplaceIndexAddExt": (x, 0, index, np.zeros((2, 2), np.float32)),
+        "InplaceScatterSrc": (x, 0, index[:, None], np.zeros((2, 2), np.float32)),
+    }
+    for name, inputs in calls.items():
+        with pytest.raises(ValueError, match=f"{name}: indices"):
+            KERNELS[name]({}, *inputs)
