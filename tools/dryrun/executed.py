@@ -71,7 +71,7 @@ def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> C
         executed: `Collectives.recorded(step)` of that rank, or the same as lists.
     """
     reported = [_reported(graph["groups"], item) for item in graph["collectives"]]
-    done = [call for record in executed if len((call := _executed(CallRecord(*record))).ranks) > 1]
+    done = [_executed(CallRecord(*record)) for record in executed]
     lines = _differences(reported, done)
     if lines:
         return Comparison(lines, [])

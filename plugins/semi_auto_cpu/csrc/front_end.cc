@@ -30,7 +30,8 @@ mindspore::PrimitivePtr Operator(const CNodePtr &node) {
 std::vector<CNodePtr> Operators(const FuncGraphManagerPtr &manager) {
   std::vector<CNodePtr> found;
   for (const auto &node : manager->all_nodes()) {
-    if (const auto cnode = node->cast<CNodePtr>(); cnode != nullptr && Operator(cnode) != nullptr) found.push_back(cnode);
+    const auto cnode = node->cast<CNodePtr>();
+    if (cnode != nullptr && Operator(cnode) != nullptr) found.push_back(cnode);
   }
   return found;
 }
@@ -67,11 +68,12 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
   }
 }
 
-// What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel.
+// What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel; of
+// StopGradient the backend leaves nothing.
 bool NeedsKernel(const CNodePtr &node) {
   if (!mindspore::AnfUtils::IsRealKernel(node) || mindspore::common::AnfAlgo::IsNopNode(node)) return false;
-  return !mindspore::IsPrimitiveCNode(node, mindspore::prim::kPrimSwitch) &&
-         !mindspore::IsPrimitiveCNode(node, mindspore::prim::kPrimStopGradient);
+  const auto &name = Operator(node)->name();
+  return name != "Switch" && name != "StopGradient";
 }
 
 // What nothing here can compute of a node: "name", or "name of BFloat16" where only a type is not taken; "" if nothing.

@@ -71,8 +71,8 @@ void Take(const mindspore::AnfNodePtr &input, Arguments *all) {
   }
 }
 
-// At run time (dynamic shapes) arguments are KernelTensors. They know their values, and refuse what some infer functions
-// ask of others.
+// At run time (dynamic shapes) arguments are KernelTensors. They know their values, and refuse what some infer
+// functions ask of other abstracts.
 AbstractBasePtr Plain(const AbstractBasePtr &tensor) {
   if (std::dynamic_pointer_cast<mindspore::kernel::KernelTensor>(tensor) == nullptr) return tensor;
   auto type = tensor->GetType();
