@@ -1,7 +1,5 @@
 """The watch in MindFormers' own monitors, driven without a training; with one, see tests/training."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from mindformers.core.callback.callback import MFLossMonitor

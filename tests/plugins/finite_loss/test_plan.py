@@ -13,7 +13,8 @@ NAN, INF = math.nan, math.inf
 
 def losses(**wrong):
     """A step's losses by name, all fine but the ones named (with _ for what is no letter)."""
-    return dict.fromkeys(METRICS, 1.0) | {name.replace("_", " ").replace("load b", "load-b"): value for name, value in wrong.items()}
+    words = {name: name.replace("_", " ").replace("load balancing", "load-balancing") for name in wrong}
+    return dict.fromkeys(METRICS, 1.0) | {words[name]: value for name, value in wrong.items()}
 
 
 def see(watch, step=1, norm=0.5, overflow=False, scale=1.0, **wrong):
