@@ -1,4 +1,4 @@
-"""At which size `tc3 train` trains a recipe: its own, a mini on one CPU worker, or a mini with its parallel strategy."""
+"""At which size `tc3 train` trains a recipe: its own, a mini on one worker, or a mini with its parallel strategy."""
 
 from __future__ import annotations
 

@@ -16,8 +16,9 @@ from plugins.semi_auto_cpu.collectives import NAMES, Collectives
 from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
-# MindSpore has CPU kernels of these, and remembers at first use which types they take: they get another name
-KNOWN_ON_CPU = ("AllReduce", "AllGather", "Broadcast", "Barrier")
+# These get another name. MindSpore has CPU kernels of them, and remembers at first use which types they take; of
+# AlltoAllV it infers the shape () for a rank that receives nothing, the library (0)
+RENAMED = ("AllReduce", "AllGather", "Broadcast", "Barrier", "AlltoAllV")
 
 
 class Host:
@@ -25,42 +26,49 @@ class Host:
 
     Args:
         ranks: who this is; mesh: connected to all of them;
-        front_end_done: called when MindSpore has sharded a graph and goes on to make kernels of it;
-        low_precision: whether graphs hold bfloat16 or float16, which MindSpore's own CPU kernels refuse.
+        front_end_done: called when MindSpore has sharded a graph and goes on to make kernels of it.
 
     Raises:
         ClusterError: the library cannot be built or loaded.
     """
 
-    def __init__(self, ranks: Ranks, mesh: Mesh, front_end_done: Callable[[], None], low_precision: bool):
+    def __init__(self, ranks: Ranks, mesh: Mesh, front_end_done: Callable[[], None]):
         self.ranks = ranks
         self.collectives = Collectives(mesh, ranks)
-        self.kernels = {**KERNELS, **(LOW_PRECISION if low_precision else {})}
+        self.kernels = {**LOW_PRECISION, **KERNELS}
         self.library = library.load()
         self.library.set_host(self.run, ranks.rank)
-        for name in (*self.kernels, *KNOWN_ON_CPU):
+        for name in (*KERNELS, *RENAMED):
             self.library.replace(name)
+        for name in LOW_PRECISION.keys() - KERNELS.keys():
+            self.library.replace(name, low=True)
         for name in NAMES:
-            if name not in KNOWN_ON_CPU:
+            if name not in RENAMED:
                 self.library.register(name)
         self.library.add_pass(front_end_done, refuse_missing)
 
     def run(self, name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[np.ndarray]) -> None:
         """Compute one operator."""
-        if name in self.kernels:
-            store(self.kernels[name](attrs, *inputs), outputs)
-        else:
+        if name not in self.kernels:
             self.collectives.run(name, attrs, inputs, outputs)
+            return
+        try:
+            store(self.kernels[name](attrs, *inputs), outputs)
+        except Exception as error:  # the others wait for this rank: they are to know why
+            self.collectives.mesh.tell(f"failed: {name}: {error}")
+            raise
 
     def sum_over_ranks(self, value: float) -> float:
         """The float32 sum of every rank's `value`; outside a graph."""
         total = np.zeros(1, np.float32)
-        self.collectives.run("AllReduce", {"group": WORLD, "op": "sum"}, [np.array([value], np.float32)], [total])
+        self.collectives.run(
+            "AllReduce", {"group": WORLD, "op": "sum"}, [np.array([value], np.float32)], [total], record=False
+        )
         return float(total[0])
 
     def barrier(self, group: str | None = None) -> None:
         """Wait for every rank of a group; outside a graph."""
-        self.collectives.run("Barrier", {"group": group or WORLD}, [], [])
+        self.collectives.run("Barrier", {"group": group or WORLD}, [], [], record=False)
 
     @contextmanager
     def own_errors(self) -> Iterator[None]:

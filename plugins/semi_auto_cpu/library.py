@@ -57,9 +57,12 @@ class Library:
         """Let Python compute the operator `name` as MindSpore's graph has it; returns whether MindSpore could, too."""
         return bool(self._loaded.tc3_register(name.encode()))
 
-    def replace(self, name: str) -> None:
-        """Let Python compute the operator `name` under a new name, which the pass gives it in each graph."""
-        self._loaded.tc3_replace(name.encode())
+    def replace(self, name: str, low: bool = False) -> None:
+        """Let Python compute the operator `name` under a new name, which the pass gives it in each graph.
+
+        `low`: only where it takes or gives bfloat16 or float16.
+        """
+        self._loaded.tc3_replace(name.encode(), int(low))
 
     def add_pass(self, front_end_done: Callable[[], None], missing: Callable[[dict[str, int]], None]) -> None:
         """Have the pass run in every later compilation, at the end of MindSpore's front end.

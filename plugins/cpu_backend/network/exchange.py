@@ -177,6 +177,7 @@ class Rows(nn.Cell):
     """Row operations with static shapes."""
 
     limit = 2**31  # of int32
+    spare = 0  # buffers of a fixed size may arrive with no row in use
 
     @staticmethod
     def numbers(kinds, count):

@@ -15,6 +15,11 @@ What differs between devices is behind two objects of a backend (`ascend.py`, on
 `net` makes the collectives of a group of ranks, `rows` sorts and gathers. On CPU shapes are static: buffers hold as
 many rows as could ever arrive, those in use first, zeros behind; only rows in use travel. Expert ids travel as
 id + 1, so that a row of zeros has no expert. Every collective takes and returns a turn (see `order.py`).
+
+Where shapes follow the data, an All-to-All that brings a rank no row would return a scalar without meaning (MindSpore's
+documentation of `AlltoAllV`), and reshaping that stops the run. So with `rows.spare` each rank always sends itself a
+row: in the first leg its first token, in the second one pair of that row with its own first expert, of probability 0.
+Neither adds anything to a result or a gradient, and no row more crosses a link.
 """
 
 from __future__ import annotations
@@ -72,6 +77,7 @@ class Select(nn.Cell):
         bounds = topology.expert_bounds[:: topology.devices_per_node]
         self.first, self.end = Tensor(bounds[:-1], ms.int32), Tensor(bounds[1:], ms.int32)
         self.node = Tensor(np.arange(self.nodes), ms.int32)
+        self.own = Tensor(np.arange(self.nodes) == int(topology.node_of(rank)))
         self.count = InTurnOnce(net.exchange_counts(group))
         self.send_rows = InTurn(net.all_to_all_v(group, hidden))
         self.send_meta = InTurn(net.all_to_all_v(group, 2 * top_k, small=True))
@@ -85,6 +91,8 @@ class Select(nn.Cell):
         ids = ops.reshape(ids, (tokens, self.top_k, 1))
         wanted = ops.cast(ops.logical_and(ids >= self.first, ids < self.end), ms.float32)
         wanted = ops.reduce_sum(wanted, 1) > 0
+        if self.rows.spare:
+            wanted = ops.logical_or(wanted, ops.logical_and(Tensor(np.arange(tokens).reshape(-1, 1) == 0), self.own))
         counts = ops.cast(ops.reduce_sum(ops.cast(wanted, ms.float32), 0), ms.int32)
         # (row, node) pairs, sorted by node, those not wanted last
         away = ops.cast(ops.logical_not(wanted), ms.int32) * self.nodes
@@ -127,11 +135,12 @@ class Exchange(nn.Cell):
 
     Args:
         group: ranks, in the order of their experts.
+        rank: this one, a member of the group.
         experts: (first, end), the experts that the group owns; equally many on each rank.
         pad: give each expert a row of zeros, for grouped matmuls that cannot take an empty input.
     """
 
-    def __init__(self, group, experts, hidden, top_k, net, rows, pad):
+    def __init__(self, group, rank, experts, hidden, top_k, net, rows, pad):
         super().__init__(auto_prefix=False)
         self.size, self.top_k, self.hidden = len(group), top_k, hidden
         self.first, self.owned = experts[0], experts[1] - experts[0]
@@ -141,6 +150,10 @@ class Exchange(nn.Cell):
         pads = np.zeros((self.local, 2))
         pads[:, 0] = np.arange(1, self.local + 1)
         self.pad_meta = Tensor(pads, ms.float32)
+        # the pair for oneself: its expert, its probability
+        self.spare = rows.spare
+        self.spare_id = Tensor([tuple(group).index(rank) * self.local], ms.int32)
+        self.spare_weight = Tensor([0.0], ms.float32)
         self.probability = Tensor([[0.0, 1.0]], ms.float32)
         self.beside = Beside()
         self.count = InTurnOnce(net.exchange_counts(group))
@@ -153,18 +166,22 @@ class Exchange(nn.Cell):
         """rows: [M, h], meta: [M, 2k] -> copies [R, h] sorted by local expert, cumulative counts [E_local], route."""
         count, top_k = rows.shape[0], self.top_k
         ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :top_k]), ms.int32), (-1,)) - 1 - self.first
+        weights = ops.reshape(meta[:, top_k:], (-1,))
+        if self.spare:
+            ids, weights = ops.concat((self.spare_id, ids), 0), ops.concat((self.spare_weight, weights), 0)
         here = ops.logical_and(ids >= 0, ids < self.owned)
         key, order = self.rows.sort(ops.select(here, ids, ops.full_like(ids, self.owned)))
         counts = ops.cast(ops.reshape(key, (-1, 1)) == self.expert, ms.float32)
         counts = ops.reshape(ops.cast(ops.reduce_sum(counts, 0), ms.int32), (self.size, self.local))
         order, wanted = self.rows.keep(order, key < self.owned), self.rows.keep(key, key < self.owned)
-        weights = self.rows.take(ops.reshape(meta[:, top_k:], (-1,)), order)
+        weights = self.rows.take(weights, order)
+        source = (ops.maximum(order - self.spare, 0) if self.spare else order) // top_k
 
         (send, receive, arriving), turn = self.count(counts, turn)
-        room = self.size * count * min(top_k, self.local)
+        room = self.size * count * min(top_k, self.local) + self.spare
         meta = self.beside(ops.cast(wanted % self.local + 1, ms.float32), weights)
         meta, turn = self.send_meta(meta, turn, send, receive, room)
-        copies, turn = self.send_rows(self.rows.take(rows, order // top_k), turn, send, receive, room)
+        copies, turn = self.send_rows(self.rows.take(rows, source), turn, send, receive, room)
         if self.pads:
             meta = ops.concat((self.pad_meta, meta), 0)
             copies = ops.concat((ops.zeros((self.pads, self.hidden), copies.dtype), copies), 0)
@@ -174,16 +191,16 @@ class Exchange(nn.Cell):
         ends = self.rows.cumulate(arriving, self.pads > 0)
         # a sum, not a slice: see Beside
         weights = ops.reshape(ops.reduce_sum(self.rows.take(meta, by_expert) * self.probability, 1), (-1, 1))
-        return self.rows.take(copies, by_expert), ends, (order, inverse, weights, send, receive, count), turn
+        return self.rows.take(copies, by_expert), ends, (source, inverse, weights, send, receive, count), turn
 
     def back(self, copies, route, turn):
         """[R, h] sorted by expert -> weighted sums of each row's pairs [M, h]."""
-        order, inverse, weights, send, receive, count = route
+        source, inverse, weights, send, receive, count = route
         copies = ops.cast(ops.cast(copies, ms.float32) * weights, copies.dtype)
         # the index is cut, not the rows, for the same reason
         copies = self.rows.take(copies, inverse[self.pads :] if self.pads else inverse)
-        pairs, turn = self.return_rows(copies, turn, receive, send, count * self.top_k)
-        return self.rows.add(pairs, order // self.top_k, count), turn
+        pairs, turn = self.return_rows(copies, turn, receive, send, count * self.top_k + self.spare)
+        return self.rows.add(pairs, source, count), turn
 
 
 class Dispatcher(nn.Cell):
@@ -208,7 +225,7 @@ class Dispatcher(nn.Cell):
             else:
                 self.first = Select(topology, rank, hidden, top_k, net, rows)
             group, experts = topology.intra_group(rank), topology.experts_of_node(int(topology.node_of(rank)))
-        self.second = Exchange(group, experts, hidden, top_k, net, rows, pad)
+        self.second = Exchange(group, rank, experts, hidden, top_k, net, rows, pad)
 
     def to_nodes(self, rows, meta, turn):
         """First leg: [N, h], [N, 2k] -> rows [M, h], meta [M, 2k], route, turn."""

@@ -7,4 +7,4 @@
 
 EXPORT void tc3_set_callback(tc3::Callback callback) { tc3::SetCallback(callback); }
 EXPORT int tc3_register(const char *name) { return tc3::RegisterKernel(name) ? 1 : 0; }
-EXPORT void tc3_replace(const char *name) { tc3::ReplaceOperator(name); }
+EXPORT void tc3_replace(const char *name, int low) { tc3::ReplaceOperator(name, low != 0); }

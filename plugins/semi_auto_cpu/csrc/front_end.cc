@@ -30,7 +30,8 @@ mindspore::PrimitivePtr Operator(const CNodePtr &node) {
 std::vector<CNodePtr> Operators(const FuncGraphManagerPtr &manager) {
   std::vector<CNodePtr> found;
   for (const auto &node : manager->all_nodes()) {
-    if (const auto cnode = node->cast<CNodePtr>(); cnode != nullptr && Operator(cnode) != nullptr) found.push_back(cnode);
+    const auto cnode = node->cast<CNodePtr>();
+    if (cnode != nullptr && Operator(cnode) != nullptr) found.push_back(cnode);
   }
   return found;
 }
@@ -61,25 +62,18 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
     const auto &name = Operator(node)->name();
     if (kMarkers.count(name) > 0) {
       (void)manager->Replace(node, node->input(1));
-    } else if (IsReplaced(name)) {
+    } else if (IsReplaced(node)) {
       (void)manager->Replace(node, Replaced(node));
     }
   }
 }
 
-// What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel.
+// What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel; of
+// StopGradient the backend leaves nothing.
 bool NeedsKernel(const CNodePtr &node) {
   if (!mindspore::AnfUtils::IsRealKernel(node) || mindspore::common::AnfAlgo::IsNopNode(node)) return false;
-  return !mindspore::IsPrimitiveCNode(node, mindspore::prim::kPrimSwitch);
-}
-
-void AddTypes(const mindspore::abstract::AbstractBasePtr &abstract, std::set<mindspore::TypeId> *types) {
-  if (abstract == nullptr) return;
-  if (abstract->isa<mindspore::abstract::AbstractTensor>()) {
-    types->insert(abstract->cast<mindspore::abstract::AbstractTensorPtr>()->element()->BuildType()->type_id());
-  } else if (abstract->isa<mindspore::abstract::AbstractTuple>()) {
-    for (const auto &item : abstract->cast<mindspore::abstract::AbstractTuplePtr>()->elements()) AddTypes(item, types);
-  }
+  const auto &name = Operator(node)->name();
+  return name != "Switch" && name != "StopGradient";
 }
 
 // What nothing here can compute of a node: "name", or "name of BFloat16" where only a type is not taken; "" if nothing.
@@ -87,9 +81,7 @@ std::string Lack(const CNodePtr &node) {
   const auto &name = Operator(node)->name();
   if (!NeedsKernel(node)) return "";
   if (!CanCompute(name)) return name;
-  std::set<mindspore::TypeId> types;
-  for (size_t i = 1; i < node->size(); ++i) AddTypes(node->input(i)->abstract(), &types);
-  for (const auto type : types) {
+  for (const auto type : InputTypes(node)) {
     if (!TakesType(name, type)) return name + " of " + mindspore::TypeIdToString(type);
   }
   return "";

@@ -6,7 +6,7 @@
 #include <string>
 
 namespace tc3 {
-// Args: JSON text, the addresses of input and of output tensors, room for the text of an error. Returns 0 if all is well.
+// Gets JSON text, the addresses of inputs and of outputs, and room for the text of an error; returns 0 if all is well.
 using Callback = int (*)(const char *text, void **inputs, void **outputs, char *error, size_t room);
 
 void SetCallback(Callback callback);

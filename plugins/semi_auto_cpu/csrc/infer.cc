@@ -11,11 +11,10 @@ namespace {
 using mindspore::PrimitivePtr;
 using mindspore::abstract::AbstractBasePtr;
 using mindspore::abstract::AbstractBasePtrList;
-
 using mindspore::abstract::BaseShapePtr;
 
-// Rows that a rank may receive none of: MindSpore then gives the shape () and "no actual meaning", on which the Reshape
-// to rows that follows fails. Without rows, (0) is meant.
+// What a rank may receive nothing of. MindSpore documents the shape () and "no actual meaning" for that case, on which
+// a Reshape to rows fails; (0) is meant.
 const std::set<std::string> kRows{"AlltoAllV", "AlltoAllVC"};
 
 BaseShapePtr WithoutRows(const PrimitivePtr &original, const BaseShapePtr &shape) {
@@ -54,8 +53,8 @@ class OriginalInfer : public mindspore::abstract::OpInferBase {
   AbstractBasePtr InferShapeAndType(const mindspore::abstract::AnalysisEnginePtr &engine, const PrimitivePtr &host,
                                     const AbstractBasePtrList &args) const override {
     const auto [original, whole] = OriginalCall(host, args, by_value_);
-    if (const auto both = mindspore::abstract::TryInferAbstract(original, whole); both.has_value()) return *both;
-    const auto both = Older(original).InferShapeAndType(engine, original, whole);
+    const auto tried = mindspore::abstract::TryInferAbstract(original, whole);
+    const auto both = tried.has_value() ? *tried : Older(original).InferShapeAndType(engine, original, whole);
     if (both->isa<mindspore::abstract::AbstractTensor>()) both->set_shape(WithoutRows(original, both->GetShape()));
     return both;
   }

@@ -60,7 +60,8 @@ CNodePtr Closure(const AnfNodePtr &node) {
 std::vector<CNodePtr> NodesOf(const FuncGraphPtr &root) {
   std::vector<CNodePtr> nodes;
   for (const auto &node : mindspore::TopoSort(root->get_return())) {
-    if (const auto cnode = node->cast<CNodePtr>(); cnode != nullptr && cnode->func_graph() == root) nodes.push_back(cnode);
+    const auto cnode = node->cast<CNodePtr>();
+    if (cnode != nullptr && cnode->func_graph() == root) nodes.push_back(cnode);
   }
   return nodes;
 }

@@ -19,6 +19,7 @@ constexpr char kPlaces[] = "tc3_places";
 constexpr char kConstants[] = "tc3_constants";
 
 std::set<std::string> g_replaced;
+std::set<std::string> g_low;  // with tensors of bfloat16 or float16 only
 
 // Where the original's arguments went, in their order; `count` is how many tensors or numbers one of them holds.
 enum Place : int64_t { kTensor, kTensorList, kNumbers, kConstant };
@@ -70,8 +71,8 @@ void Take(const mindspore::AnfNodePtr &input, Arguments *all) {
   }
 }
 
-// At run time (dynamic shapes) arguments are KernelTensors. They know their values, and refuse what some infer functions
-// ask of others.
+// At run time (dynamic shapes) arguments are KernelTensors. They know their values, and refuse what some infer
+// functions ask of other abstracts.
 AbstractBasePtr Plain(const AbstractBasePtr &tensor) {
   if (std::dynamic_pointer_cast<mindspore::kernel::KernelTensor>(tensor) == nullptr) return tensor;
   auto type = tensor->GetType();
@@ -83,15 +84,37 @@ AbstractBasePtr UnknownNumbers(size_t count) {
   const auto number = std::make_shared<mindspore::abstract::AbstractScalar>(mindspore::kValueAny, mindspore::kInt64);
   return std::make_shared<mindspore::abstract::AbstractTuple>(AbstractBasePtrList(count, number));
 }
+
+void AddTypes(const mindspore::abstract::AbstractBasePtr &abstract, std::set<mindspore::TypeId> *types) {
+  if (abstract == nullptr) return;
+  if (abstract->isa<mindspore::abstract::AbstractTensor>()) {
+    types->insert(abstract->cast<mindspore::abstract::AbstractTensorPtr>()->element()->BuildType()->type_id());
+  } else if (abstract->isa<mindspore::abstract::AbstractTuple>()) {
+    for (const auto &item : abstract->cast<mindspore::abstract::AbstractTuplePtr>()->elements()) AddTypes(item, types);
+  }
+}
 }  // namespace
 
-void ReplaceOperator(const std::string &name) {
-  g_replaced.insert(name);
+void ReplaceOperator(const std::string &name, bool low) {
+  (low ? g_low : g_replaced).insert(name);
   (void)RegisterKernel(kPrefix + name);
   RegisterInfer(kPrefix + name, name);
 }
 
-bool IsReplaced(const std::string &name) { return g_replaced.count(name) > 0; }
+bool IsReplaced(const mindspore::CNodePtr &cnode) {
+  const auto &name = mindspore::GetValueNode<mindspore::PrimitivePtr>(cnode->input(0))->name();
+  if (g_replaced.count(name) > 0) return true;
+  if (g_low.count(name) == 0) return false;
+  auto types = InputTypes(cnode);
+  AddTypes(cnode->abstract(), &types);
+  return types.count(mindspore::kNumberTypeBFloat16) + types.count(mindspore::kNumberTypeFloat16) > 0;
+}
+
+std::set<mindspore::TypeId> InputTypes(const mindspore::CNodePtr &cnode) {
+  std::set<mindspore::TypeId> types;
+  for (size_t i = 1; i < cnode->size(); ++i) AddTypes(cnode->input(i)->abstract(), &types);
+  return types;
+}
 
 std::string OriginalName(const std::string &name) {
   return name.rfind(kPrefix, 0) == 0 ? name.substr(sizeof(kPrefix) - 1) : name;

@@ -19,9 +19,13 @@ namespace tc3 {
 constexpr char kPrefix[] = "TC3_";
 constexpr char kArguments[] = "tc3_arguments";  // the attribute that holds them as JSON, for the kernel
 
-// Python computes the operator `name` from now on, in every graph that is compiled.
-void ReplaceOperator(const std::string &name);
-bool IsReplaced(const std::string &name);
+// Python computes the operator `name` from now on, in every graph that is compiled; `low`: where it has 16-bit floating
+// point tensors only.
+void ReplaceOperator(const std::string &name, bool low);
+bool IsReplaced(const mindspore::CNodePtr &cnode);
+
+// The types of a node's tensors: of its inputs, and of those in tuples.
+std::set<mindspore::TypeId> InputTypes(const mindspore::CNodePtr &cnode);
 
 // The call `cnode` of a replaced operator as one of its new name.
 mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode);

@@ -53,7 +53,7 @@ std::string ValueText(const mindspore::ValuePtr &value) {
   if (value->isa<mindspore::IntegerImm>()) return value->ToString();
   if (value->isa<mindspore::StringImm>()) return Quoted(GetValue<std::string>(value));
   if (value->isa<mindspore::Type>()) return Quoted(value->ToString());  // a dtype
-  MS_LOG(EXCEPTION) << "a constant of the kind " << value->type_name() << " is not handed to Python: " << value->ToString();
+  MS_LOG(EXCEPTION) << "Python gets no constant of the kind " << value->type_name() << ": " << value->ToString();
 }
 
 std::string AttributesText(const mindspore::PrimitivePtr &primitive) {
@@ -67,7 +67,9 @@ std::string AttributesText(const mindspore::PrimitivePtr &primitive) {
 
 std::string TensorsText(const std::vector<mindspore::kernel::KernelTensor *> &tensors) {
   return Joined(tensors, [](const auto *tensor) {
-    if (tensor->type_id() != mindspore::kObjectTypeTensorType) return "{\"value\":" + ValueText(tensor->GetValue()) + "}";
+    if (tensor->type_id() != mindspore::kObjectTypeTensorType) {
+      return "{\"value\":" + ValueText(tensor->GetValue()) + "}";
+    }
     const auto shape = Joined(tensor->GetShapeVector(), [](int64_t size) { return std::to_string(size); });
     return "{\"type\":" + Quoted(mindspore::TypeIdToString(tensor->dtype_id())) +
            ",\"bytes\":" + std::to_string(tensor->size()) + ",\"shape\":" + shape + "}";

@@ -18,7 +18,11 @@ SMALL = 1 << 16
 
 
 def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
-    """The sum (max, ...) over all members, for each tensor."""
+    """The sum (max, ...) over all members, for each tensor.
+
+    Small tensors, and those of two members, go to every member whole. Of others each member adds up one piece and gives
+    it to all: the same bits, and 2 (n - 1) / n of a tensor to move in place of n - 1.
+    """
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):
         flat, total = _flat(x), _result(out)
@@ -26,13 +30,12 @@ def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
         if meeting.size == 2 or x.nbytes < SMALL:
             combine(meeting.swap([flat] * meeting.size, what), operation, total)
             continue
-        # each member adds up one piece and gives it to all: the same bits, and less to move than n whole tensors
-        pieces = _pieces(total, [flat.size * place // meeting.size for place in range(1, meeting.size + 1)])
-        mine = pieces[meeting.me]
-        given = _pieces(flat, [flat.size * place // meeting.size for place in range(1, meeting.size + 1)])
-        combine(meeting.swap(given, f"{what}, pieces"), operation, mine)
-        for piece, part in zip(pieces, meeting.swap([mine] * meeting.size, f"{what}, results"), strict=True):
-            piece[...] = part
+        ends = [flat.size * place // meeting.size for place in range(1, meeting.size + 1)]
+        results = _pieces(total, ends)
+        mine = results[meeting.me]
+        combine(meeting.swap(_pieces(flat, ends), f"{what}, pieces"), operation, mine)
+        for result, part in zip(results, meeting.swap([mine] * meeting.size, f"{what}, results"), strict=True):
+            result[...] = part
 
 
 def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
@@ -40,7 +43,7 @@ def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) 
     for x, out in zip(inputs, outputs, strict=False):
         _fits(meeting, out, x.size * meeting.size)
         parts = meeting.swap([_flat(x)] * meeting.size, describe(x))
-        for target, part in zip(_result(out).reshape(meeting.size, -1), parts, strict=True):
+        for target, part in zip(_result(out).reshape(meeting.size, x.size), parts, strict=True):
             target[...] = part
 
 
@@ -49,7 +52,7 @@ def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arra
     operation = attrs.get("op", "sum")
     for x, out in zip(inputs, outputs, strict=True):
         _fits(meeting, x, out.size * meeting.size)
-        parts = meeting.swap(list(_flat(x).reshape(meeting.size, -1)), f"{operation} of {describe(x)}")
+        parts = meeting.swap(list(_flat(x).reshape(meeting.size, out.size)), f"{operation} of {describe(x)}")
         combine(parts, operation, _result(out))
 
 

@@ -92,12 +92,14 @@ def StridedSliceGrad(
 
 def _cut(
     name: str, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], masks: tuple[int, ...]
-) -> tuple[slice, ...]:
-    """Slices; `masks` are begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask: bits by dimension."""
-    if any(masks[2:]):
-        raise NotImplementedError(f"{name}: ellipsis_mask, new_axis_mask, shrink_axis_mask {masks[2:]}")
-    from_start, to_end = (*masks, 0, 0)[:2]
+) -> tuple[slice | int, ...]:
+    """An index; `masks` are begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask: bits by dimension."""
+    from_start, to_end, ellipsis, new_axis, shrink = (*masks, 0, 0, 0, 0, 0)[:5]
+    if ellipsis or new_axis:
+        raise NotImplementedError(f"{name}: ellipsis_mask {ellipsis}, new_axis_mask {new_axis}")
     return tuple(
-        slice(None if from_start >> place & 1 else first, None if to_end >> place & 1 else last, stride)
+        first
+        if shrink >> place & 1
+        else slice(None if from_start >> place & 1 else first, None if to_end >> place & 1 else last, stride)
         for place, (first, last, stride) in enumerate(zip(begin, end, strides, strict=True))
     )

@@ -11,6 +11,7 @@ from plugins.hierarchical_ep.topology import Topology
 
 class Int32:
     limit = 2**31
+    spare = 0
 
     @staticmethod
     def numbers(kinds, count):
@@ -19,6 +20,7 @@ class Int32:
 
 class Float32:
     limit = 2**24
+    spare = 1
 
     @staticmethod
     def numbers(kinds, count):
@@ -52,10 +54,10 @@ def test_no_routing_brings_more_rows_and_one_brings_as_many(mode, nodes, devices
 @pytest.mark.parametrize("mode", MODES)
 def test_what_cannot_be_sorted_is_refused(mode):
     two_nodes = Topology(2, 2, 16)
-    # 4 ranks x 4 choices x 1,048,576 tokens, and 4 local experts
+    # 4 ranks x 4 choices x 1,048,576 tokens, 4 local experts and the row to oneself
     check_room(mode, two_nodes, 2**20 - 1, 4, Float32)
     with pytest.raises(
-        RecipeError, match=r"runner_config\.batch_size.*16,777,220 rows at one of the 4 ranks.*16,777,216"
+        RecipeError, match=r"runner_config\.batch_size.*16,777,221 rows at one of the 4 ranks.*16,777,216"
     ):
         check_room(mode, two_nodes, 2**20, 4, Float32)
     # 6 kinds of 16 n + 4 rows

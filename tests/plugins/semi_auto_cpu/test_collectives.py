@@ -137,6 +137,13 @@ def test_broadcast_from_a_global_rank_or_a_place(three, members, root):
         np.testing.assert_array_equal(out, x[2])
 
 
+@pytest.mark.parametrize("name", ["AllReduce", "AllGather", "ReduceScatter", "Broadcast"])
+def test_nothing_at_all_is_exchanged_too(three, name):
+    inputs = [[np.zeros((0, 4), np.float32)]] * 3
+    for (out,) in run(three, name, attributes(WORLD, op="sum", root_rank=0), inputs, [(0, 4)]):
+        assert out.shape == (0, 4)
+
+
 def test_barrier_waits_for_all(three):
     on_ranks(3, lambda rank: three[rank].run("Barrier", {"group": "hccl_world_group"}, [], []))
 

@@ -44,6 +44,12 @@ def routings(rng):
     }
 
 
+class SpareRows(Rows):
+    """With the row to oneself that Ascend's exchanges need."""
+
+    spare = 1
+
+
 class Experts(nn.Cell):
     """SwiGLU experts on sorted rows."""
 
@@ -68,9 +74,9 @@ class Probe(nn.Cell):
         return ops.reduce_sum(out * weight), out
 
 
-def layer(mode, chunks, pad=False, recompute=False):
+def layer(mode, chunks, pad=False, recompute=False, rows=None):
     slices = chunk_slices(BATCH, SEQUENCE, chunks)
-    rows, net = Rows(), Net(range(RANKS))
+    rows, net = rows or Rows(), Net(range(RANKS))
     dispatchers = [Dispatcher(mode, TOPOLOGY, get_rank(), HIDDEN, TOP_K, net, rows, pad) for _ in slices]
     order = issue_order(len(slices)) if len(slices) > 1 else UNCUT
     cell = RoutedLayer(dispatchers, *cut(slices), order, Experts(), rows, streams=1)
@@ -130,6 +136,7 @@ peers.connect()
 for mode, halves in zip(MODES, ((2, 1), (1, 2), (2, 1)), strict=True):
     for chunks in ((1, 1), halves):
         check(*layer(mode, chunks), mode, f"{mode} {chunks}")
+check(*layer("deduplicated", (1, 1), rows=SpareRows()), "deduplicated", "deduplicated, a row to oneself")
 for mode, chunks in (("hierarchical", (2, 2)), ("deduplicated", (1, 2))):
     padded = layer(mode, chunks, pad=True, recompute=True)
     check(*padded, mode, f"{mode} {chunks}, padded and recomputed", exact_bytes=False)

@@ -49,9 +49,19 @@ def test_a_cut_may_name_fewer_dimensions(rng):
     np.testing.assert_array_equal(run("StridedSlice", x, (1,), (3,), (1,), 0, 0, 0, 0, 0), x[1:])
 
 
-def test_masks_of_a_cut_that_change_dimensions_are_refused():
-    with pytest.raises(NotImplementedError, match=r"StridedSlice: .*shrink_axis_mask"):
-        run("StridedSlice", np.zeros((2, 2)), (0, 0), (1, 1), (1, 1), 0, 0, 0, 0, 1)
+def test_a_cut_of_one_index_drops_its_dimension(rng):
+    x = rng.normal(size=(3, 4, 2)).astype(np.float32)
+    cut = (1, 2, 0), (2, 4, 2), (1, 1, 1), 0, 0, 0, 0, 0b001
+    found = run("StridedSlice", x, *cut)
+    np.testing.assert_array_equal(found, x[1, 2:4])
+    expected = np.zeros_like(x)
+    expected[1, 2:4] = found
+    np.testing.assert_array_equal(run("StridedSliceGrad", found, x.shape, *cut), expected)
+
+
+def test_masks_of_a_cut_that_nobody_needs_are_refused():
+    with pytest.raises(NotImplementedError, match=r"StridedSlice: ellipsis_mask 1"):
+        run("StridedSlice", np.zeros((2, 2)), (0, 0), (1, 1), (1, 1), 0, 0, 1, 0, 0)
 
 
 @pytest.mark.parametrize("name", ("SumExt", "MeanExt", "ReduceSum"))
