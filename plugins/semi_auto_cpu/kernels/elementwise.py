@@ -59,8 +59,8 @@ def RemainderTensorScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarr
 
 @kernel()
 def PowTensorScalar(attrs: Attrs, x: np.ndarray, exponent: float) -> np.ndarray:
-    """X to the power of a constant."""
-    return np.power(x, _alike(exponent, x))
+    """X to the power of a constant; NumPy is fast with squares and roots only if that is one of Python's numbers."""
+    return x**exponent if x.dtype.kind == "f" else np.power(x, _alike(exponent, x))
 
 
 @kernel()

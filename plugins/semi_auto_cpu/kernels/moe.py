@@ -64,6 +64,12 @@ def MoeTokenUnpermute(
 
 
 @kernel()
+def InnerMoeTokenUnpermute(attrs: Attrs, *inputs: Any) -> np.ndarray:
+    """What MindSpore's graphs hold instead of MoeTokenUnpermute."""
+    return MoeTokenUnpermute(attrs, *inputs)
+
+
+@kernel()
 def MoeTokenUnpermuteGrad(
     attrs: Attrs,
     permuted_tokens: np.ndarray,

@@ -18,7 +18,10 @@ def test_arithmetic_with_constants():
     assert run("Muls", x, 0.1).dtype == run("Divs", x, 3).dtype == np.float32
     np.testing.assert_array_equal(run("Muls", x, 0.1), x * np.float32(0.1))
     np.testing.assert_array_equal(run("Divs", x, 3), x / np.float32(3))
-    np.testing.assert_array_equal(run("PowTensorScalar", np.array([3.0], np.float32), 2), [9])
+    for exponent in (2, 2.0, 3, -1.5):
+        power = run("PowTensorScalar", np.abs(x), exponent)
+        assert power.dtype == np.float32
+        np.testing.assert_allclose(power, [abs(item) ** exponent for item in x], rtol=1e-6)
     np.testing.assert_allclose(run("FmodScalar", x, 2), [math.fmod(item, 2) for item in x])
     np.testing.assert_allclose(run("RemainderTensorScalar", x, 2), [item % 2 for item in x])
     np.testing.assert_array_equal(run("LessScalar", x, 0.25), [True, False, False])
@@ -30,6 +33,7 @@ def test_integers_stay_exact_and_are_divided_as_numbers():
     np.testing.assert_array_equal(run("FmodScalar", x, 4), [-3, 1])
     np.testing.assert_array_equal(run("RemainderTensorScalar", x, 4), [1, 1])
     np.testing.assert_array_equal(run("Divs", np.array([1], np.int32), 2), [0.5])
+    np.testing.assert_array_equal(run("PowTensorScalar", np.array([3], np.int64), 2), [9])
     low, high = np.array(0, np.int64), np.array(9, np.int64)
     np.testing.assert_array_equal(run("ClipByValue", x, low, high), [0, 9])
 

@@ -25,6 +25,7 @@ def test_permuting_groups_by_expert_and_unpermuting_restores(routes):
     assert rows.dtype == np.int32 and sorted(rows.tolist()) == list(range(experts.size))
     each = KERNELS["MoeTokenUnpermute"]({}, permuted, rows)
     np.testing.assert_array_equal(each, np.repeat(tokens, experts.shape[1], 0))
+    np.testing.assert_array_equal(KERNELS["InnerMoeTokenUnpermute"]({}, permuted, rows, None, False, None), each)
     even = np.full(experts.shape, 1 / experts.shape[1], np.float32)
     np.testing.assert_allclose(KERNELS["MoeTokenUnpermute"]({}, permuted, rows, even), tokens, atol=1e-5)
 
