@@ -42,7 +42,7 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
     """Degrees whose product is at most `workers`, each a power of two and no larger than the recipe's own.
 
     In turn the pipeline, tensor, data and context degree is doubled where the recipe allows it, until no doubling fits.
-    Experts are shared by as many ranks of a stage as the recipe's degree allows.
+    Experts are shared by as many data- and tensor-parallel ranks of a stage as the recipe's degree allows.
     """
     sizes = {"pp": 1, "tp": 1, "dp": 1, "cp": 1}
     room, grows = workers, True
@@ -53,7 +53,7 @@ def scale_degrees(own: Degrees, workers: int) -> Degrees:
                 sizes[name] *= 2
                 room //= 2
                 grows = True
-    ep, most = 1, sizes["tp"] * sizes["dp"] * sizes["cp"]
+    ep, most = 1, sizes["tp"] * sizes["dp"]  # as MindFormers' ffn.py shares them
     while ep * 2 <= min(own.ep, most):
         ep *= 2
     return Degrees(**sizes, ep=ep)
