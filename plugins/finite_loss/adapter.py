@@ -21,7 +21,7 @@ from mindspore import nn
 
 from plugins.all_ranks import sum_over_ranks
 from plugins.errors import StoppedError
-from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read
+from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read, undefined_parts
 from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import newest_of_rank
@@ -43,7 +43,9 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: an unknown or impossible setting.
     """
-    watch = Watch(read(settings))
+    stages = (config.get("parallel_config") or {}).get("pipeline_stage") or 1
+    coefficient = config.model.model_config.get("moe_aux_loss_coeff") or 0.0
+    watch = Watch(read(settings), undefined=undefined_parts(stages, coefficient))
     callback_type = MindFormerModuleType.CALLBACK
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
     MindFormerRegister.register_cls(_watching(losses, watch), callback_type, alias="MFLossMonitor")

@@ -11,10 +11,11 @@ from tools.check.arithmetic import check_arithmetic
 from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
 from tools.check.data_files import check_files
+from tools.check.differences import check_differences
 from tools.check.keys import check_keys
 from tools.check.plugins import check_plugins
 from tools.check.table import table_of
-from tools.recipe.findings import ERROR, Finding, Findings, Report
+from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.numbers import bad_numbers
 from tools.recipe.override import dotted
@@ -63,13 +64,14 @@ def check_recipe(
         check_arithmetic(view, built, found)
         check_conflicts(view, built, found)
         check_plugins(view, built, found)
+        check_differences(view, built, found)
         check_files(view, built, found, here)
     _unresolved(unresolved, found)
     return Report(recipe, _sorted(found), table_of(view, built, token_budget))
 
 
 def _sorted(found: Findings) -> list[Finding]:
-    return sorted(found.found, key=lambda finding: (finding.severity, finding.file, finding.line))
+    return sorted(found.found, key=lambda finding: (SEVERITIES.index(finding.severity), finding.file, finding.line))
 
 
 def _numbers(recipe: Recipe, found: Findings) -> bool:

@@ -13,13 +13,14 @@ from tools.check.built import check_built
 from tools.check.check import check_recipe, is_fragment
 from tools.process.waiting import saying
 from tools.ranges import Tokens
-from tools.recipe.findings import ERROR, Report
+from tools.recipe.findings import ERROR, NOTE, WARNING, Report
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.override import apply_overrides
 from tools.schema.schema import load_schema
 from tools.schema.versions import require_verified, unverified_option
 
 CARD = "card.yaml"  # says what is true of the recipes beside it
+_STYLES = {ERROR: "red", WARNING: "yellow", NOTE: "dim"}
 LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands for
 
 
@@ -71,7 +72,7 @@ def check(
             note = check_built(whole)
         if note:
             click.echo(note, err=True)
-    refused = [report for report in reports if not report.clean or (strict and report.findings)]
+    refused = [report for report in reports if not report.clean or (strict and report.warnings)]
     if as_json:
         click.echo(json.dumps({"clean": not refused, "recipes": [report.as_json() for report in reports]}))
     else:
@@ -95,15 +96,17 @@ def _print(reports: list[Report]) -> None:
     console = Console(soft_wrap=True, highlight=False)
     for report in reports:
         for finding in report.findings:
-            console.print(str(finding), style="red" if finding.severity == ERROR else "yellow", markup=False)
+            console.print(str(finding), style=_STYLES[finding.severity], markup=False)
     tables = [(report.recipe.source, report.table) for report in reports if report.table]
     for start in range(0, len(tables), 3):
         Console(highlight=False).print(render(tables[start : start + 3]))
     if tables:
         console.print(f"FLOPs per token: {FORMULA}, forward and backward, causal, nothing recomputed", style="dim")
     errors = sum(len(report.errors) for report in reports)
-    warnings = sum(len(report.findings) for report in reports) - errors
-    verdict = "clean" if not errors else f"{errors} error{'s' * (errors > 1)}"
-    console.print(
-        f"{_count(len(reports))}: {verdict}" + (f", {warnings} warning{'s' * (warnings > 1)}" if warnings else "")
-    )
+    warnings = sum(len(report.warnings) for report in reports)
+    notes = sum(len(report.findings) for report in reports) - errors - warnings
+    verdict = [f"{errors} error{'s' * (errors > 1)}" if errors else "clean"]
+    verdict += [
+        f"{count} {name}{'s' * (count > 1)}" for count, name in ((warnings, "warning"), (notes, "note")) if count
+    ]
+    console.print(f"{_count(len(reports))}: {', '.join(verdict)}")

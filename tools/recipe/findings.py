@@ -11,7 +11,7 @@ from plugins.errors import RecipeError
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
 
-ERROR, WARNING = "error", "warning"
+SEVERITIES = ERROR, WARNING, NOTE = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Finding:
     """One thing that is wrong.
 
     Args:
-        severity: "error" (the run would fail, or be another one than was written) or "warning".
+        severity: "error" (the run would fail, or be another one than was written), "warning", or "note" (it runs as
+            written; MindFormers computes something else than one may expect).
         file, line: where the value stands; line 0 when it stands nowhere.
         key: dotted key path.
         wrong: what is wrong, in plain words.
@@ -57,6 +58,11 @@ class Report:
         return [finding for finding in self.findings if finding.severity == ERROR]
 
     @property
+    def warnings(self) -> list[Finding]:
+        """Findings that refuse it with `--strict`."""
+        return [finding for finding in self.findings if finding.severity == WARNING]
+
+    @property
     def clean(self) -> bool:
         """Whether the recipe may run."""
         return not self.errors
@@ -87,6 +93,10 @@ class Findings:
     def warning(self, path: KeyPath, wrong: str, right: str = "", rule: str = "", source: str = "") -> None:
         """Note a warning at a key path."""
         self._add(WARNING, path, wrong, right, source or self.line_of(rule))
+
+    def note(self, path: KeyPath, wrong: str, right: str = "", rule: str = "") -> None:
+        """Note a difference of MindFormers' own that the recipe cannot end."""
+        self._add(NOTE, path, wrong, right, self.line_of(rule))
 
     def _add(self, severity: str, path: KeyPath, wrong: str, right: str, source: str) -> None:
         file, line = self._place(path)

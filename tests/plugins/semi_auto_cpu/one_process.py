@@ -30,6 +30,8 @@ def compute(name, attrs, inputs, outputs):
     elif name == "TopkExt":
         order = np.argsort(-inputs[0])[: inputs[1]]
         call.store((inputs[0][order], order), outputs)
+    elif name == "Cos":
+        call.store(np.cos(inputs[0].astype(np.float32)), outputs)
     elif name == "SumExt":
         call.store(np.sum(inputs[0], inputs[1] or None, keepdims=inputs[2]), outputs)
     else:
@@ -93,6 +95,7 @@ loaded.set_host(compute, rank=3)
 loaded.add_pass(lambda: None, missing.append)
 for name in ("AlltoAllV", "Concat", "TopkExt", "Sin", "SumExt"):
     loaded.replace(name)
+loaded.replace("Cos", low=True)
 move, topk, total, norm = ops.AlltoAllV(block_size=2), TopkExt(), SumExt(), RmsNorm()
 x = Tensor(np.arange(4, dtype=np.float32))
 result = {}
@@ -118,8 +121,12 @@ def sine(x):
     return ops.sin(x)
 
 
+def cosine(x):
+    return ops.cos(x)
+
+
 def normed(x):
-    return norm(norm(x, x)[0], x)[0]
+    return ops.stop_gradient(norm(norm(x, x)[0], x)[0])
 
 
 def tangent(x):
@@ -141,6 +148,7 @@ result["shape 0"] = list(Run(rows)(x, counts(0), counts(0)).shape)
 result["concat"] = [outcome(twice, x), seen.get("Concat")]
 result["topk"] = [outcome(largest, x), seen.get("TopkExt")]
 result["unknown"] = outcome(along, x, mutable(0))
+result["cosines"] = [[float(outcome(cosine, x.astype(kind))[0]), "Cos" in seen] for kind in (ms.float32, ms.bfloat16)]
 result["blocks"] = gradients()
 missing.clear()
 for function, value in ((normed, x), (tangent, x.astype(ms.bfloat16))):

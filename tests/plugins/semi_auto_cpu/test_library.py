@@ -82,6 +82,10 @@ def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):
     assert graphs[0]["blocks"] == pytest.approx([stack([1, 2, 3]), *gradients], rel=1e-5)
 
 
+def test_an_operator_may_be_replaced_for_16_bits_only(graphs):
+    assert graphs[0]["cosines"] == [[1, False], [1, True]]
+
+
 def test_a_value_that_is_not_known_is_refused(graphs):
     assert graphs[0]["unknown"].startswith("semi_auto_cpu: SumExt, input 2")
     assert graphs[0]["unknown"].endswith("the front end does not know this value yet")

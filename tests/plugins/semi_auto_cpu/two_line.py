@@ -60,7 +60,7 @@ ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 ranks = Ranks(size, rank)
 stand_in(ranks)
 front_end = FrontEnd(ranks)
-host = Host(ranks, connect(), front_end.done, low_precision=False)
+host = Host(ranks, connect(), front_end.done)
 host.library.set_host(compute, rank)
 front_end.around_compiles()
 if size > 1:

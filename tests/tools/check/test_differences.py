@@ -1,0 +1,47 @@
+"""Notes: what MindFormers computes otherwise than one may expect, told to whom it touches and to nobody else."""
+
+import pytest
+from click.testing import CliRunner
+
+from tests.tools.check.mutations import MODEL, PARALLEL
+from tests.tools.check.test_mutations import RECIPES, ROOT, name
+from tests.tools.check.test_rules import INTERLEAVED, SEMI, ZBV, change, findings
+from tools.check import check_recipe
+from tools.check.cli import check
+from tools.recipe.load import load_recipe
+from tools.recipe.override import dotted
+
+MTP = dotted((*MODEL, "num_nextn_predict_layers"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ([], True),
+        (INTERLEAVED, True),
+        ([*INTERLEAVED, *ZBV], False),  # first and last layer on one stage
+        ([((*MODEL, "num_nextn_predict_layers"), 0)], False),
+        ([(("runner_wrapper", "use_clip_grad"), False)], False),
+        ([((*PARALLEL, "pipeline_stage"), 1), ((*MODEL, "offset"), 0)], False),
+    ],
+)
+def test_the_norm_of_mtp_in_a_pipeline(changes, told):
+    found = findings(change(SEMI, *changes), "note")
+    assert (MTP in found) == told
+    if told:
+        assert "gpt_model.py" in found[MTP].source and "docs/stock-differences.md" in found[MTP].right
+
+
+def test_notes_never_refuse():
+    recipe = ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml"
+    result = CliRunner().invoke(check, ["--no-build", str(recipe)])
+    assert result.exit_code == 0 and "1 note" in result.output, result.output
+    assert all(finding.severity == "note" for finding in check_recipe(recipe).findings if finding.key == MTP)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_every_recipe_with_mtp_in_a_pipeline_says_so(path):
+    recipe = load_recipe(path)
+    stages = recipe["parallel_config"]["pipeline_stage"] if recipe["use_parallel"] else 1
+    wanted = recipe["model"]["model_config"]["num_nextn_predict_layers"] > 0 and stages > 1
+    assert (MTP in {finding.key for finding in check_recipe(recipe).findings}) == wanted

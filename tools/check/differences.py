@@ -1,0 +1,30 @@
+"""What MindFormers computes otherwise than one may expect, where a recipe meets it: notes, for nothing is to be mended.
+
+Each was shown by running the sharded graph on CPU processes beside one process; docs/stock-differences.md has the
+numbers.
+"""
+
+from __future__ import annotations
+
+from tools.recipe.findings import Findings
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import Built
+from tools.schema.stages import runs_back
+
+_PAGE = "docs/stock-differences.md"
+
+
+def check_differences(view: View, built: Built, found: Findings) -> None:
+    """Every difference that this recipe meets."""
+    _shared_embedding(view, built, found)
+
+
+def _shared_embedding(view: View, built: Built, found: Findings) -> None:
+    """The embedding stands on the first stage, MTP on the last, except where the pipeline runs back to the first."""
+    clips = view.flag(("runner_wrapper", "use_clip_grad"), True)
+    if built.number("mtp_num_layers") and view.parallel and view.pp > 1 and clips and not runs_back(view):
+        wrong = (
+            "the last stage counts MTP's share of the embedding's gradient a second time in the global norm, so that "
+            "clipping is a little stronger than without a pipeline"
+        )
+        found.note((*MODEL, "num_nextn_predict_layers"), wrong, f"see {_PAGE}", rule="mtp_stage")
