@@ -134,6 +134,12 @@ def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
     return value
 
 
+@kernel(LOW_PRECISION, widen=False)
+def TensorMove(attrs: Attrs, x: np.ndarray) -> np.ndarray:
+    """A copy of a parameter that the step will change; MindSpore adds most of them behind the front end."""
+    return x
+
+
 @kernel(LOW_PRECISION)
 def Equal(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """A == b; how gradients are asked whether they are finite."""

@@ -91,6 +91,7 @@ def test_gradients_of_bfloat16_accumulate_in_float32():
     variable = np.zeros(2, BFLOAT16)
     run("Assign", variable, np.ones(2, BFLOAT16))
     np.testing.assert_array_equal(variable, [1, 1])
+    np.testing.assert_array_equal(run("TensorMove", variable), [1, 1])
 
 
 def test_a_sum_of_tensors_leaves_them_alone():

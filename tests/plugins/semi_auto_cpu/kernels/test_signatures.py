@@ -11,7 +11,7 @@ from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 
 ALL = KERNELS | LOW_PRECISION
 # not among the generated operators: classes written by hand, or known to the graph only
-ELSEWHERE = {"ClipByValue", "MoveTo", "StridedSliceGrad", "Tile"}
+ELSEWHERE = {"ClipByValue", "MoveTo", "StridedSliceGrad", "TensorMove", "Tile"}
 
 
 @pytest.fixture(scope="module")
