@@ -197,6 +197,7 @@ def _checks(
     return [
         require_verified,
         lambda: preflight.check_machine(recipe),
+        lambda: preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
         lambda: None if resume else checkpoints.check_load_path(recipe),
