@@ -62,8 +62,8 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
     wanted, free = worker_count(recipe) * WORKER_MEMORY, psutil.virtual_memory().available
     if wanted > free:
         raise ClusterError(
-            f"{worker_count(recipe)} workers take about {wanted / GIB:.0f} GiB while they compile, {free / GIB:.1f} GiB "
-            "are free: smaller parallel sizes, or --workers with --mini --parallel"
+            f"{worker_count(recipe)} workers take about {wanted / GIB:.0f} GiB while they compile, {free / GIB:.1f} "
+            "GiB are free: smaller parallel sizes, or --workers with --mini --parallel"
         )
 
 
