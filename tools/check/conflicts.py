@@ -273,6 +273,12 @@ def _cpu(view: View, built: Built, found: Findings) -> None:
             "MFTrainOneStepCell",
             "",
         ),
+        (
+            view.flag(("runner_wrapper", "use_clip_grad"), True),
+            ("runner_wrapper", "use_clip_grad"),
+            "True, with a max_grad_norm that no gradient reaches",
+            "a step cannot return None for the norm",
+        ),
         *(
             (view.get((*PARALLEL, key), 1) == 1, (*PARALLEL, key), "1", "CPU runs data parallel only")
             for key in ("model_parallel", "pipeline_stage", "context_parallel")
