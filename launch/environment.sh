@@ -58,11 +58,14 @@ ensure_environment() {
 install_into_venv() {
     local quiet=(-q)
     [ -t 2 ] && quiet=()
-    say "1/3 virtual environment in .venv ($1)"
+    say "1/4 virtual environment in .venv ($1)"
     [ -x "$VENV/bin/python" ] || "$1" -m venv "$VENV" || fail "could not create $VENV"
-    say "2/3 installing the packages pinned in constraints.txt (about 4 GB on disk, once)"
+    say "2/4 installing the packages pinned in constraints.txt (about 4 GB on disk, once)"
     "$VENV/bin/python" -m pip install --disable-pip-version-check "${quiet[@]}" -c "$ROOT/constraints.txt" -e "${ROOT}[dev]" ||
         fail "pip could not install the packages; its own message is above"
-    say "3/3 compiling MindFormers' dataset helper"
+    say "3/4 compiling MindFormers' dataset helper"
     (cd "$ROOT" && "$VENV/bin/python" -m launch.workers.dataset_helpers) || fail "MindFormers' dataset helper does not compile; see above"
+    say "4/4 compiling the CPU kernels of sharded graphs"
+    # only recipes that shard on CPU need them, and these compile them when they start
+    (cd "$ROOT" && "$VENV/bin/python" -m plugins.semi_auto_cpu.build) || say "they do not compile here, see above; everything else works"
 }

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -24,6 +25,7 @@ from launch.run.failure import STOPPED  # noqa: E402
 from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
+from plugins.semi_auto_cpu.chosen import chosen  # noqa: E402
 from tools.auto.resolve import resolve  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
@@ -60,7 +62,12 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 
             init()  # keeps the cluster together to its end
         return
-    on_cpu = recipe["context"]["device_target"] == "CPU"
+    sharded = chosen(recipe)
+    on_cpu = recipe["context"]["device_target"] == "CPU" and not sharded
+    if sharded:
+        from plugins.semi_auto_cpu import adapter as sharded_graph
+
+        host = sharded_graph.before_mindformers(recipe)
     if on_cpu:
         from plugins.cpu_backend import compat
 
@@ -72,7 +79,11 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
         flat = Path(folder) / "recipe.yaml"
         dump_recipe(recipe, flat)
         config = MindFormerConfig(str(flat))
+    if sharded:
+        sharded_graph.after_import()
     build_context(config)
+    if sharded:
+        sharded_graph.after_context()
     when_together(get_real_rank())
     if on_cpu:
         from plugins.cpu_backend import adapter
@@ -84,7 +95,8 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     dataset_helpers.use_this_python()
     metrics.enable(config)
     enable_plugins(config)
-    Trainer(config).train()
+    with host.own_errors() if sharded else nullcontext():
+        Trainer(config).train()
 
 
 @click.command()

@@ -9,6 +9,7 @@ from tests.forks import Forks
 
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
 # Files that take a minute or more, longest first: what is left at the end is short, and no core waits for one file.

@@ -27,6 +27,7 @@ from launch.run.failure import Failure  # noqa: E402
 from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
 from launch.run.progress import TrainingProgress  # noqa: E402
 from launch.run.readings import loss_rank  # noqa: E402
+from launch.run.size import Size  # noqa: E402
 from launch.run.supervise import Outcome, supervise  # noqa: E402
 from plugins.errors import ClusterError, DataError, TC3Error  # noqa: E402
 from tools.accuracy.dumps import marker  # noqa: E402
@@ -57,7 +58,7 @@ def run(job: Job) -> int:
     """Check, run, mark the dump as whole; returns the exit code."""
     out = Path(job.out).absolute()
     check_folder(out)
-    recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, job.mini)
+    recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, Size(job.mini))
     # fewer samples, but the schedule stays: the first steps are those of the real run
     shorter = steps_overrides(recipe, job.steps)
     recipe = apply_overrides(recipe, [each for each in shorter if not each.startswith("lr_schedule.")])

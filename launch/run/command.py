@@ -21,6 +21,7 @@ from launch.run import preflight
 from launch.run.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
 from launch.run.progress import TrainingProgress
 from launch.run.readings import loss_rank
+from launch.run.size import Size
 from launch.run.summary import ResumeCommand, print_failure, print_summary, summarize
 from launch.run.supervise import Outcome, supervise
 from plugins.errors import RecipeError, TC3Error
@@ -28,11 +29,13 @@ from tools.auto.resolve import resolve
 from tools.checkpoint.scan import CheckpointInfo
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
-from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import load_mini
+from tools.recipe.load import Recipe
 from tools.recipe.override import also_changed, apply_overrides
+from tools.recipe.parallel_mini import WORKERS
 from tools.recipe.view import LOADER, RUNNER, View
 from tools.schema.versions import require_verified, unverified_option, unverified_words
+
+FULL_SIZE = Size()
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Plan:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), help="Steps to train in all: sets the dataset's size to match.")
 @click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, 10 steps.")
+@click.option("--parallel", is_flag=True, help="With --mini: keep its parallel strategy, scaled to --workers.")
+@click.option("--workers", type=Number("workers"), help=f"CPU workers of --parallel.  [default: {WORKERS}]")
 @click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="The run's folder.  [default: output/<folder>-<recipe>]"
@@ -67,6 +72,8 @@ def train(
     overrides: tuple[str, ...],
     steps: int | None,
     mini: bool,
+    parallel: bool,
+    workers: int | None,
     resume: str | None,
     run_dir: Path | None,
     force: bool,
@@ -87,13 +94,14 @@ def train(
         raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
     if script and mini:
         raise click.UsageError("--script is for a cluster, --mini for this host: choose one")
+    size = Size.chosen(mini, parallel, workers)
     if script:
         _script(recipe, overrides, steps, run_dir, nodes, port, resume)
         return
     if nodes:
         raise click.UsageError("--nodes is for --script: without it, a run has this host alone")
-    run_dir = (run_dir or default_run_dir(recipe, mini)).absolute()
-    flat = effective_recipe(recipe, overrides, steps, run_dir, mini, make_layout=not dry_run)
+    run_dir = (run_dir or size.run_dir(recipe)).absolute()
+    flat = effective_recipe(recipe, overrides, steps, run_dir, size, make_layout=not dry_run)
     if dry_run:
         _dry_run(flat, run_dir, resume, port, force, as_json)
         return
@@ -117,13 +125,8 @@ def train(
             dump_recipe(flat, run_dir / "recipe.yaml")
             data_digest.keep(flat, run_dir)
             outcome = _run(plan, as_json)
-    _report(plan, outcome, partial(_resume_command, recipe, overrides, run_dir, mini), steps, as_json)
+    _report(plan, outcome, partial(_resume_command, recipe, overrides, run_dir, size), steps, as_json)
     sys.exit(outcome.code)
-
-
-def default_run_dir(recipe: Path, mini: bool = False) -> Path:
-    """``output/<recipe's folder>-<recipe>`` below the working folder, with ``-mini`` behind for a mini."""
-    return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{'-mini' * mini}"
 
 
 def effective_recipe(
@@ -131,14 +134,14 @@ def effective_recipe(
     overrides: tuple[str, ...],
     steps: int | None,
     run_dir: Path,
-    mini: bool = False,
+    size: Size = FULL_SIZE,
     make_layout: bool = True,
 ) -> Recipe:
     """The flat recipe that will run: overrides, number of steps, and this run's folders filled in.
 
     `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
     """
-    flat = _chosen_recipe(path, overrides, mini)
+    flat = _chosen_recipe(path, overrides, size)
     flat = _resolved(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
@@ -146,9 +149,9 @@ def effective_recipe(
     return flat
 
 
-def _chosen_recipe(path: Path, overrides: tuple[str, ...], mini: bool = False) -> Recipe:
+def _chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
     """The recipe, or its mini, with the user's overrides."""
-    flat = load_mini(path) if mini else load_recipe(path)
+    flat = size.load(path)
     for override in overrides:
         if others := also_changed(flat, override):
             click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
@@ -194,6 +197,7 @@ def _checks(
     return [
         require_verified,
         lambda: preflight.check_machine(recipe),
+        lambda: preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
         lambda: None if resume else checkpoints.check_load_path(recipe),
@@ -239,7 +243,7 @@ def _script(
     """
     if resume == "auto":
         raise click.UsageError("--script wants --resume DIR: which checkpoint is the newest is not known yet")
-    folder = run_dir or default_run_dir(recipe)
+    folder = run_dir or FULL_SIZE.run_dir(recipe)
     chosen = _chosen_recipe(recipe, overrides)
     more = steps_overrides(chosen, steps)
     flat = _resolved(apply_overrides(chosen, more), make_layout=True)
@@ -264,7 +268,7 @@ def _run(plan: Plan, as_json: bool) -> Outcome:
 
 
 def _resume_command(
-    recipe: Path, overrides: tuple[str, ...], run_dir: Path, mini: bool, weights: Path | None, change: str
+    recipe: Path, overrides: tuple[str, ...], run_dir: Path, size: Size, weights: Path | None, change: str
 ) -> list[str]:
     """The command that goes on with this run, or starts another from `weights`; without its number of steps.
 
@@ -273,13 +277,13 @@ def _resume_command(
     if change:
         key = change.partition("=")[0]
         overrides = (*(each for each in overrides if each.partition("=")[0].strip() != key), change)
-    words = ["tc3", "train", str(recipe), *["--mini"] * mini]
+    words = ["tc3", "train", str(recipe), *size.words()]
     if weights:
         words += ["--run-dir", f"{run_dir}-next"]
         overrides = (*overrides, f"checkpoint.load_path={weights}")
     else:
         words += ["--resume", "auto"]
-        if run_dir != default_run_dir(recipe, mini).absolute():
+        if run_dir != size.run_dir(recipe).absolute():
             words += ["--run-dir", str(run_dir)]
     return [*words, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 

@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 
 from launch.run.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
+from plugins.semi_auto_cpu.chosen import chosen
 from tools.check import check_recipe
 from tools.check.dispatch import check_dispatch
 from tools.data.blend import read_blend
 from tools.data.outputs import read_sidecar
+from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 
 MOST_FINDINGS = 5
@@ -32,6 +35,7 @@ PARTS = (
     "strategy",
 )  # what a run's folder holds that --force removes
 LOCK = ".lock"
+WORKER_MEMORY = 1 * GIB  # of one worker that compiles and runs a toy's sharded graph: 0.5 to 0.9 were seen
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
 _HELD_OUT = "plugins.held_out_loss.data_path"
 
@@ -48,6 +52,18 @@ def check_machine(recipe: Mapping[str, Any]) -> None:
         raise ClusterError(
             f"context.device_target: Ascend: this recipe needs {wanted} NPU{'s' * (wanted > 1)}, {visible or 'none'} "
             f"can be seen here (/dev/davinci*); on this machine run a CPU recipe: tc3 train {mini}"
+        )
+
+
+def check_memory(recipe: Mapping[str, Any]) -> None:
+    """Raise ClusterError when a sharded run on CPU would leave this host without memory: the kernel would kill it."""
+    if not chosen(recipe):
+        return
+    wanted, free = worker_count(recipe) * WORKER_MEMORY, psutil.virtual_memory().available
+    if wanted > free:
+        raise ClusterError(
+            f"{worker_count(recipe)} workers take about {wanted / GIB:.0f} GiB while they compile, {free / GIB:.1f} "
+            "GiB are free: smaller parallel sizes, or --workers with --mini --parallel"
         )
 
 

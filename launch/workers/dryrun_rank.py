@@ -28,7 +28,7 @@ def main() -> None:
     job_file, out = map(Path, sys.argv[1:])
     fields = json.loads(job_file.read_text(encoding="utf-8"))
     job = Job(**fields | {"recipe": Recipe(fields["recipe"])})
-    report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).on_cpu))
+    report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).cpu_classes))
     whole = out.with_suffix(".part")
     whole.write_text(json.dumps(report), encoding="utf-8")
     whole.rename(out)

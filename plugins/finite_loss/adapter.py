@@ -17,11 +17,11 @@ import numpy as np
 from mindformers.core.callback import callback
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
-from mindspore import Tensor, nn, ops
-from mindspore.common import dtype as mstype
+from mindspore import nn
 
+from plugins.all_ranks import sum_over_ranks
 from plugins.errors import StoppedError
-from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read
+from plugins.finite_loss.plan import METRICS, SETTINGS, Watch, not_finite, read, undefined_parts
 from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint.adapter import SealingCheckpointMonitor
 from plugins.sealed_checkpoint.plan import newest_of_rank
@@ -43,7 +43,9 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: an unknown or impossible setting.
     """
-    watch = Watch(read(settings))
+    stages = (config.get("parallel_config") or {}).get("pipeline_stage") or 1
+    coefficient = config.model.model_config.get("moe_aux_loss_coeff") or 0.0
+    watch = Watch(read(settings), undefined=undefined_parts(stages, coefficient))
     callback_type = MindFormerModuleType.CALLBACK
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
     MindFormerRegister.register_cls(_watching(losses, watch), callback_type, alias="MFLossMonitor")
@@ -133,7 +135,7 @@ def _anywhere(flag, stop_after):
     """Whether `flag` is set on any rank: they all save, or none does. With 1 step nobody gets here with it set."""
     if stop_after == 1 or get_real_group_size() == 1:
         return flag
-    return float(ops.AllReduce()(Tensor([float(flag)], mstype.float32)).asnumpy()[0]) > 0
+    return sum_over_ranks(float(flag)) > 0
 
 
 def _scale_falls(network):

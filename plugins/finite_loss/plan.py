@@ -43,6 +43,15 @@ def read(settings: Any) -> int:
     return whole_number(KEY, section, "stop_after", f"write a number of steps from 1 on, or {KEY}: False for never")
 
 
+def undefined_parts(stages: int, aux_loss_coeff: float) -> tuple[str, ...]:
+    """The parts of the loss that MindFormers computes as 0/0, though training is sound.
+
+    With several pipeline `stages` it divides the auxiliary loss by its coefficient, also by 0
+    (`wrapper/wrapper.py`: "aux_loss / self.aux_loss_scale"; without a pipeline it looks whether that is above 0).
+    """
+    return ("load-balancing loss",) if stages > 1 and not aux_loss_coeff else ()
+
+
 @dataclass
 class Watch:
     """Counts steps that are not finite.
@@ -50,13 +59,14 @@ class Watch:
     Attributes:
         stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
             gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones;
-        scale_before: the loss scale of the step before.
+        scale_before: the loss scale of the step before; undefined: parts of the loss that nobody is to judge.
     """
 
     stop_after: int
     scale_falls: bool = False
     run: list[tuple[int, str]] = field(default_factory=list)
     scale_before: float = _LEAST_SCALE
+    undefined: tuple[str, ...] = ()
 
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float
@@ -67,7 +77,8 @@ class Watch:
             step: its number, from 1 on; losses: by name, see `METRICS`, None where not known; norm: of all gradients,
             None without clipping; overflow: whether the optimizer skipped the step; scale: of the loss.
         """
-        wrong = next((f"{name} is {_words(value)}" for name, value in losses.items() if not _finite(value)), None)
+        judged = ((name, value) for name, value in losses.items() if name not in self.undefined)
+        wrong = next((f"{name} is {_words(value)}" for name, value in judged if not _finite(value)), None)
         # on some devices `scale` is that of the next step: with 1.0 it may have fallen just now
         falls = self.scale_falls and max(scale, self.scale_before) > _LEAST_SCALE
         self.scale_before = scale

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import json
 
-import mindspore as ms
 import numpy as np
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
-from mindspore import Tensor, ops
+from mindspore import Tensor
 from mindspore.train.callback import Callback
 
+from plugins.all_ranks import sum_over_ranks
 from plugins.held_out_loss.plan import check, held_out_file
 
 
@@ -82,7 +82,7 @@ class HeldOutLoss(Callback):
             param.set_data(Tensor(value))
         mean = np.mean(losses)
         if get_real_group_size() > 1:
-            mean = ops.AllReduce()(Tensor([mean], ms.float32)).asnumpy()[0] / get_real_group_size()
+            mean = sum_over_ranks(mean) / get_real_group_size()
         return float(mean)
 
 

@@ -12,6 +12,7 @@ from plugins import telechat3_moe
 from plugins.errors import UNRESOLVED, RecipeError
 from plugins.hierarchical_ep import settings as reader
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.semi_auto_cpu.chosen import chosen
 
 # MindFormers' class -> ours, which differs in nothing but where its experts come from
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "RoutedTeleChat3MoeForCausalLM"}
@@ -43,7 +44,7 @@ def enable(config, settings) -> None:
         raise RecipeError(f"plugins.hierarchical_ep.mode: {UNRESOLVED}")
     ours.slices = partial(reader.uncut, config.runner_config.batch_size)
     _current[:] = [ours]
-    if config.context.device_target == "CPU":
+    if config.context.device_target == "CPU" and not chosen(config):
         _on_cpu(ours)
     else:
         _on_ascend(ours, model_config)

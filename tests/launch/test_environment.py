@@ -89,6 +89,14 @@ def test_a_failing_installation_is_not_taken_for_done(checkout):
     assert not (checkout / ".venv/.installed").exists()
 
 
+def test_kernels_that_do_not_compile_do_not_stop_the_installation(checkout):
+    (checkout / ".venv/bin").mkdir(parents=True)
+    script = '[[ $* != *semi_auto_cpu* ]] || { echo "error: of g++" >&2; exit 1; }'
+    stand_in(checkout, "../.venv/bin/python", script)
+    done = run(checkout, "install_into_venv python3")
+    assert done.returncode == 0 and "error: of g++\n== they do not compile here" in done.stderr
+
+
 def test_both_commands_are_plain_bash_and_executable():
     for name in ("launch/quickstart", "tests/run"):
         path = ROOT / name

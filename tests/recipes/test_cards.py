@@ -5,7 +5,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from launch.run.command import default_run_dir
+from launch.run.command import FULL_SIZE
 from plugins.errors import RecipeError
 from tests.recipes.oracles import RECIPES, ROOT, all_recipes, load
 from tests.recipes.test_numbers import CARDS, ENTRIES
@@ -131,7 +131,7 @@ def test_a_context_stage_goes_on_from_the_one_before():
         if "context" in name or "finetune" in name:
             origin = load(name)["checkpoint"]["load_path"].removesuffix("/checkpoint")
             stages = list((RECIPES / name).parent.glob("[pc][ro]*_*.yaml"))
-            assert (ROOT / origin).resolve() in [(ROOT / default_run_dir(path)).resolve() for path in stages], name
+            assert (ROOT / origin).resolve() in [(ROOT / FULL_SIZE.run_dir(path)).resolve() for path in stages], name
             assert origin in [load(str(path.relative_to(RECIPES)))["output_dir"] for path in stages], name
 
 

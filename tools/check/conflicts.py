@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from tools.check.cpu import check_cpu
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -36,7 +37,7 @@ def check_conflicts(view: View, built: Built, found: Findings) -> None:
     _callbacks(view, built, found)
     _trainer(view, found)
     if view.on_cpu:
-        _cpu(view, built, found)
+        check_cpu(view, built, found)
 
 
 def _m(key: str) -> KeyPath:
@@ -250,48 +251,3 @@ def _trainer(view: View, found: Findings) -> None:
         elif level is None and not view.get(_SPEED_UP):
             wrong = "has no dataset_broadcast_opt_level, which the Megatron loader wants to be 3"
             found.error(("context",), wrong, "dataset_broadcast_opt_level: 3", rule="broadcast_level")
-
-
-def _cpu(view: View, built: Built, found: Findings) -> None:
-    """What `plugins.cpu_backend.adapter.check` refuses, and what only CPU gets wrong in silence."""
-    mode = view.get(("parallel", "parallel_mode"), 1)
-    rules: list[tuple[bool, KeyPath, str, str]] = [
-        (
-            view.get(("context", "mode"), 0) in (0, "GRAPH_MODE"),
-            ("context", "mode"),
-            "0",
-            "PyNative is 20 times slower",
-        ),
-        (not view.flag((*RUNNER, "sink_mode"), True), (*RUNNER, "sink_mode"), "False", "it multiplies the epochs"),
-        (built.fields.get("compute_dtype") in ("float32", "fp32"), _m("compute_dtype"), "float32", "no bf16 kernels"),
-        (built.fields.get("fused_norm") is False, _m("fused_norm"), "False", "no RmsNorm kernel"),
-        (built.fields.get("hidden_act") == "swiglu", _m("hidden_act"), "'swiglu'", "no fused kernel"),
-        (mode in (0, "DATA_PARALLEL"), ("parallel", "parallel_mode"), "0", "semi-auto does not execute there"),
-        (
-            view.get(("runner_wrapper", "type")) == "MFTrainOneStepCell",
-            ("runner_wrapper", "type"),
-            "MFTrainOneStepCell",
-            "",
-        ),
-        (
-            view.flag(("runner_wrapper", "use_clip_grad"), True),
-            ("runner_wrapper", "use_clip_grad"),
-            "True, with a max_grad_norm that no gradient reaches",
-            "a step cannot return None for the norm",
-        ),
-        *(
-            (view.get((*PARALLEL, key), 1) == 1, (*PARALLEL, key), "1", "CPU runs data parallel only")
-            for key in ("model_parallel", "pipeline_stage", "context_parallel")
-        ),
-        (
-            view.ep == 1 or bool(view.get(("plugins", "hierarchical_ep"))),
-            (*PARALLEL, "expert_parallel"),
-            "1, or plugins.hierarchical_ep",
-            "MindFormers' dispatchers have no kernels there",
-        ),
-    ]
-    for holds, path, right, why in rules:
-        if not holds:
-            found.error(path, "cannot run on CPU" + (f" ({why})" if why else ""), f"device_target CPU needs {right}")
-    if view.get(("monitor_config", "monitor_on")) is True:
-        found.error(("monitor_config", "monitor_on"), "cannot run on CPU", "False")

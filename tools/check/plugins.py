@@ -60,7 +60,7 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
     for key in ("print_expert_load", "enable_expert_relocation"):
         if built.fields.get(key):
             found.error((*MODEL, key), "plugins.hierarchical_ep has no expert relocation", "False")
-    if view.on_cpu and view.ep != view.devices:
+    if view.cpu_classes and view.ep != view.devices:
         wrong = f"{view.ep} of {view.devices} workers share the experts"
         found.error((*PARALLEL, "expert_parallel"), wrong, f"device_target CPU needs {view.devices}: all workers")
 

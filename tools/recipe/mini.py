@@ -16,6 +16,7 @@ from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.parallel_mini import keep_strategy
 
 CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
@@ -94,8 +95,10 @@ MODEL_ON_CPU: dict[str, Any] = {
 }
 
 
-def derive_mini(recipe: dict[str, Any], data_path: str, steps: int = 10) -> dict[str, Any]:
+def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None) -> dict[str, Any]:
     """A flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix).
+
+    With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`parallel_mini`).
 
     Raises:
         RecipeError: the recipe's model or dataset has no CPU counterpart.
@@ -114,15 +117,19 @@ def derive_mini(recipe: dict[str, Any], data_path: str, steps: int = 10) -> dict
         mini.pop(name, None)
     mini.update(copy.deepcopy(TOP_LEVEL), context=copy.deepcopy(CONTEXT))
     shrink_model(model)
-    if (mini.get("plugins") or {}).get("hierarchical_ep"):
+    if workers is None and (mini.get("plugins") or {}).get("hierarchical_ep"):
         spread_experts(mini, model)
     shrink_data(mini, model, data_path, steps)
     shrink_schedules(mini, steps)
     shrink_callbacks(mini, model)
+    if workers is not None:
+        keep_strategy(mini, recipe, BATCH, workers)
     return mini
 
 
-def load_mini(path: str | os.PathLike[str], data_path: str = CORPUS, steps: int = 10) -> Recipe:
+def load_mini(
+    path: str | os.PathLike[str], data_path: str = CORPUS, steps: int = 10, workers: int | None = None
+) -> Recipe:
     """`derive_mini` of a recipe's file, as a Recipe that overrides apply to.
 
     Raises:
@@ -131,7 +138,7 @@ def load_mini(path: str | os.PathLike[str], data_path: str = CORPUS, steps: int 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"mini of {Path(path).name}"
         try:
-            derived = derive_mini(load_recipe(path), data_path, steps)
+            derived = derive_mini(load_recipe(path), data_path, steps, workers)
         except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:  # no recipe that check would pass
             wrong = f"--mini cannot shrink it: tc3 check {path} says what is wrong with it"
             raise RecipeError(f"{path}: {wrong}") from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.semi_auto_cpu.chosen import chosen
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import schedule_of
 from tools.recipe.load import KeyPath, Recipe
@@ -163,6 +164,16 @@ class View:
     def on_cpu(self) -> bool:
         """Whether the recipe runs on CPU."""
         return self.get(("context", "device_target"), "Ascend") == "CPU"
+
+    @cached_property
+    def sharded_on_cpu(self) -> bool:
+        """Whether it runs there as the sharded graph for Ascend (plugins/semi_auto_cpu)."""
+        return chosen(self.recipe)
+
+    @cached_property
+    def cpu_classes(self) -> bool:
+        """Whether it runs there data parallel, through this repository's classes for CPU (plugins/cpu_backend)."""
+        return self.on_cpu and not self.sharded_on_cpu
 
     @cached_property
     def megatron(self) -> bool:

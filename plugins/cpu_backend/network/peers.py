@@ -20,15 +20,18 @@ def mesh() -> Mesh:
     return _open[0]
 
 
-def connect() -> None:
+def connect(timeout: float = 120.0) -> None:
     """Connect all ranks to each other, once; every rank must call it.
+
+    Args:
+        timeout: seconds that one exchange may take: also how much longer one rank may compile than another.
 
     Raises ClusterError where a rank cannot be reached.
     """
     if _open:
         return
     rank, size = get_rank(), get_group_size()
-    new = Mesh(rank, size)
+    new = Mesh(rank, size, timeout)
     host, port = new.listen(_own_address())
     table = np.zeros((size, 5), np.float32)  # octets and port: exact in float32
     table[rank] = [*map(int, host.split(".")), port]

@@ -1,4 +1,4 @@
-"""All-to-All of unequal parts between processes over TCP: what expert parallelism on CPU moves its tokens with.
+"""Arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges that have a name, and buffered sends.
 
 MindSpore's CPU backend has AllReduce only, which moves group-size times what an All-to-All needs. Here exactly the
 planned bytes travel. Each pair of ranks shares one connection; each end of it has a sender and a receiver thread.
@@ -13,28 +13,17 @@ import queue
 import socket
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from plugins.cpu_backend.network import frames
 from plugins.cpu_backend.network.frames import Frame
+from plugins.cpu_backend.network.mailbox import STATUS, Call, Mailbox
 from plugins.errors import ClusterError
 
 Address = tuple[str, int]
-
-
-@dataclass
-class _Exchange:
-    """One all_to_all_v in flight: what this rank still waits for."""
-
-    tag: int
-    numbers: dict[int, int]
-    unsent: set[int]
-    missing: set[int]
-    arrived: dict[int, Frame] = field(default_factory=dict)
 
 
 class Mesh:
@@ -57,15 +46,10 @@ class Mesh:
         self._connections: dict[int, socket.socket] = {}
         self._outboxes: dict[int, queue.SimpleQueue] = {}
         self._threads: list[threading.Thread] = []
-        self._closing = False
-        # one condition guards all that follows; whoever changes any of it wakes every waiting exchange
-        self._changed = threading.Condition()
-        self._inbox: defaultdict[tuple[int, int], deque[Frame]] = defaultdict(deque)
-        self._numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
-        # rank -> why it is lost; in the order of the losses, because the first one is the cause
-        self._lost: dict[int, str] = {}
-        # ranks to which nothing can be sent. A peer that got all its parts may close first and be lost, but no harm
-        self._unreachable: set[int] = set()
+        self._mail = Mailbox(rank, timeout, self.tell)
+        # (peer, tag) -> how many frames were sent to it and asked for from it
+        self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def __enter__(self) -> Mesh:
         return self
@@ -123,7 +107,7 @@ class Mesh:
 
         Args:
             group: ranks that take part, this one among them; the same on each of them.
-            tag: names the conversation, any int64.
+            tag: names the conversation, any int64 from 0.
             parts: [len(group)] arrays [any rows, ...] of one dtype and one trailing shape.
             rows: [len(group)] how many rows each member must send here, where the caller knows.
 
@@ -136,17 +120,15 @@ class Mesh:
         own = parts[group.index(self.rank)]
         assert len(parts) == len(group) and all(part.dtype == own.dtype for part in parts)
         assert all(part.ndim and part.shape[1:] == own.shape[1:] for part in parts)
-        if self._closing:
-            raise ClusterError(f"rank {self.rank}, tag {tag}: the mesh of this rank is closed")
-        exchange = self._start(group, tag, parts)
-        self._wait(exchange)
+        others = {peer: part for peer, part in zip(group, parts, strict=True) if peer != self.rank}
+        call = self._exchange(tag, others, "", f"rank {self.rank}, tag {tag}")
         results = []
         for peer in group:
             if peer == self.rank:
                 results.append(own)
                 continue
-            frame = exchange.arrived[peer]
-            self._check(frame, peer, exchange.numbers[peer], own)
+            frame = call.arrived[peer]
+            self._check(frame, peer, call.numbers[peer], own)
             results.append(frame.array(own.dtype))
         if rows is not None and [len(result) for result in results] != list(rows):
             wrong = [(peer, n, len(r)) for peer, n, r in zip(group, rows, results, strict=True) if n != len(r)]
@@ -154,11 +136,52 @@ class Mesh:
             raise ClusterError(f"rank {self.rank}, tag {tag}: {told}")
         return results
 
+    def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
+        """Send each of the peers its part; return the frame that each of them sent, whatever is in it.
+
+        As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
+
+        Args:
+            parts: peer -> its part; an empty one where the peer is only waited for.
+            note: what this is called on every rank.
+            where: what it is called in messages of this rank.
+
+        Raises:
+            ClusterError: a peer is lost or late; says what it waits in or sent instead.
+        """
+        return self._exchange(tag, parts, note, where).arrived
+
+    def send(self, peer: int, tag: int, part: np.ndarray, note: str) -> None:
+        """Leave a copy of `part` for a peer, which asks for it with `receive` when it wants to; returns at once.
+
+        `close` waits for it to leave.
+        """
+        copied = np.array(part, order="C")
+        with self._mail.changed:
+            number = self._sent[peer, tag]
+            self._sent[peer, tag] += 1
+            self._mail.buffered[peer] += 1
+        self._outboxes[peer].put((None, frames.pack(tag, number, copied, note)))
+
+    def receive(self, peer: int, tag: int, where: str) -> Frame:
+        """The next frame of this tag that a peer sent or will send; raises as `exchange` does."""
+        with self._mail.changed:
+            number = self._taken[peer, tag]
+            self._taken[peer, tag] += 1
+        call = Call(where, tag, True, {peer: number}, unsent=set(), missing={peer})
+        self._mail.wait(call)
+        return call.arrived[peer]
+
+    def tell(self, text: str) -> None:
+        """Let all other ranks know what this one does, for their messages; "" is nothing worth to tell."""
+        for peer, outbox in self._outboxes.items():
+            with self._mail.changed:
+                self._mail.buffered[peer] += 1
+            outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
+
     def close(self) -> None:
         """End all threads and close all sockets; exchanges in flight raise. May be called twice."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._mail.close()
         if self._listener is not None:
             self._listener.close()
         for outbox in self._outboxes.values():
@@ -204,56 +227,21 @@ class Mesh:
             raise ClusterError(f"{told}: the ranks do not belong to one run, or one of them was started twice")
         self._connections[peer] = connection
 
-    def _start(self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray]) -> _Exchange:
-        """Number this exchange and hand its frames to the senders."""
-        peers = [peer for peer in group if peer != self.rank]
-        with self._changed:
-            numbers = {peer: self._numbers[peer, tag] for peer in peers}
-            for peer in peers:
-                self._numbers[peer, tag] += 1
-        exchange = _Exchange(tag, numbers, unsent=set(peers), missing=set(peers))
-        for peer, part in zip(group, parts, strict=True):
-            if peer != self.rank:
-                self._outboxes[peer].put((exchange, frames.pack(tag, numbers[peer], part)))
-        return exchange
-
-    def _wait(self, exchange: _Exchange) -> None:
-        """Return when all frames of the exchange have left and arrived; raise when one of them cannot."""
-        deadline = time.monotonic() + self.timeout
-        with self._changed:
-            while True:
-                for peer in list(exchange.missing):
-                    if arrived := self._inbox[peer, exchange.tag]:
-                        exchange.arrived[peer] = arrived.popleft()
-                        exchange.missing.discard(peer)
-                if not exchange.missing and not exchange.unsent:
-                    return
-                gone = (exchange.missing & self._lost.keys()) | (exchange.unsent & self._unreachable)
-                if gone or self._closing:
-                    raise ClusterError(self._tell_lost(exchange.tag, gone))
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise ClusterError(self._tell_late(exchange))
-                self._changed.wait(remaining)
-
-    def _tell_lost(self, tag: int, gone: set[int]) -> str:
-        where = f"rank {self.rank}, tag {tag}"
-        if self._closing:
-            return f"{where}: the mesh of this rank was closed"
-        order = list(self._lost)
-        peer = min(gone, key=order.index)
-        told = f"{where}: rank {peer} {self._lost[peer]}"
-        return told if peer == order[0] else f"{told} (lost before it: rank {order[0]}, which {self._lost[order[0]]})"
-
-    def _tell_late(self, exchange: _Exchange) -> str:
-        told = [f"rank {self.rank}, tag {exchange.tag}: no end after {self.timeout:g} s"]
-        for peer in sorted(exchange.missing | exchange.unsent):
-            if peer in exchange.missing:
-                other = sorted(tag for (rank, tag), waiting in self._inbox.items() if rank == peer and waiting)
-                told.append(f"rank {peer} sent nothing" + (f" of this tag, but of tags {other}" if other else ""))
-            else:
-                told.append(f"rank {peer} does not take what is sent to it")
-        return "; ".join(told)
+    def _exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> Call:
+        """Number this exchange, hand its frames to the senders, and wait for those of the peers."""
+        if self._mail.closing:
+            raise ClusterError(f"{where}: the mesh of this rank is closed")
+        with self._mail.changed:
+            due = {peer: self._taken[peer, tag] for peer in parts}
+            sent = {peer: self._sent[peer, tag] for peer in parts}
+            for peer in parts:
+                self._taken[peer, tag] += 1
+                self._sent[peer, tag] += 1
+        call = Call(where, tag, bool(note), due, unsent=set(parts), missing=set(parts))
+        for peer, part in parts.items():
+            self._outboxes[peer].put((call, frames.pack(tag, sent[peer], part, note)))
+        self._mail.wait(call)
+        return call
 
     def _check(self, frame: Frame, peer: int, number: int, own: np.ndarray) -> None:
         where = f"rank {self.rank}, tag {frame.tag}: rank {peer}"
@@ -263,34 +251,23 @@ class Mesh:
             sent, due = (", ".join(["rows", *map(str, shape[1:])]) for shape in (frame.shape, own.shape))
             raise ClusterError(f"{where} sent {frame.dtype} [{sent}] where {own.dtype.name} [{due}] is due")
 
-    def _lose(self, peer: int, error: OSError, unreachable: Set[int] = frozenset()) -> None:
-        reason = str(error) if isinstance(error, frames.Disconnected) else f"is out of reach: {error}"
-        with self._changed:
-            self._lost.setdefault(peer, reason)
-            self._unreachable |= unreachable
-            self._changed.notify_all()
-
     def _send_loop(self, peer: int, connection: socket.socket) -> None:
         outbox = self._outboxes[peer]
         while (job := outbox.get()) is not None:
-            exchange, frame = job
+            call, frame = job
             try:
                 frames.send(connection, frame)
             except OSError as error:
-                self._lose(peer, error, unreachable={peer})
+                self._mail.lose(peer, error, unreachable={peer})
                 return
-            with self._changed:
-                self.sent_bytes[peer] += frame.payload.nbytes
-                exchange.unsent.discard(peer)
-                self._changed.notify_all()
+            self.sent_bytes[peer] += frame.payload.nbytes  # by this thread only
+            self._mail.sent(peer, call)
 
     def _receive_loop(self, peer: int, connection: socket.socket) -> None:
         while True:
             try:
                 frame = frames.receive(connection)
             except OSError as error:
-                self._lose(peer, error)
+                self._mail.lose(peer, error)
                 return
-            with self._changed:
-                self._inbox[peer, frame.tag].append(frame)
-                self._changed.notify_all()
+            self._mail.put(peer, frame)

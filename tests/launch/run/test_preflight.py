@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -238,3 +239,12 @@ def test_an_unsound_recipe_is_refused_with_place_and_remedy():
     assert "model.model_config.num_experts_per_tok" in str(error.value) and "runner_config.sink_size" in str(
         error.value
     )
+
+
+def test_sharded_workers_that_this_host_has_no_memory_for_are_not_started(monkeypatch):
+    recipe = load_recipe(MINI.parent / "pretrain_3d.yaml")
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=7 << 30))
+    with pytest.raises(ClusterError, match=r"8 workers take about 8 GiB while they compile, 7\.0 GiB are free"):
+        preflight.check_memory(recipe)
+    preflight.check_memory(load_recipe(MINI.parent / "pretrain_tp2.yaml"))
+    preflight.check_memory(load_recipe(MINI))

@@ -1,7 +1,5 @@
 """The watch in MindFormers' own monitors, driven without a training; with one, see tests/training."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from mindformers.core.callback.callback import MFLossMonitor
@@ -134,12 +132,12 @@ def test_a_run_does_not_end_well_with_a_last_step_that_is_not_finite(tmp_path, w
 
 
 def test_a_recipe_without_a_loss_monitor_gets_one():
-    from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+    from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 
     registry = MindFormerRegister.registry[MindFormerModuleType.CALLBACK]
     before = dict(registry)
     try:
-        config = SimpleNamespace(callbacks=None)
+        config = MindFormerConfig(callbacks=None, model={"model_config": {}})
         adapter.enable(config, {})
         assert config.callbacks == [{"type": "MFLossMonitor"}]
         adapter.enable(config, {})

@@ -6,14 +6,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from plugins.errors import RecipeError
-from plugins.finite_loss.plan import METRICS, Watch, not_finite, read
+from plugins.finite_loss.plan import METRICS, Watch, not_finite, read, undefined_parts
 
 NAN, INF = math.nan, math.inf
 
 
 def losses(**wrong):
     """A step's losses by name, all fine but the ones named (with _ for what is no letter)."""
-    return dict.fromkeys(METRICS, 1.0) | {name.replace("_", " "): value for name, value in wrong.items()}
+    words = {name: name.replace("_", " ").replace("load balancing", "load-balancing") for name in wrong}
+    return dict.fromkeys(METRICS, 1.0) | {words[name]: value for name, value in wrong.items()}
 
 
 def see(watch, step=1, norm=0.5, overflow=False, scale=1.0, **wrong):
@@ -41,6 +42,13 @@ def test_what_is_computed_first_is_named(wrong, words):
 
 def test_what_is_not_known_is_not_wrong():
     assert Watch(1).see(3, dict.fromkeys(METRICS), None, False, 1.0) is None
+
+
+def test_an_auxiliary_loss_that_mindformers_divides_by_zero_is_not_judged():
+    watch = Watch(1, undefined=undefined_parts(2, 0.0))
+    assert see(watch, load_balancing_loss=NAN) is see(watch, lm_loss=1.0) is None
+    assert see(watch, 2, loss=NAN) == "step 2: loss is NaN"
+    assert undefined_parts(1, 0.0) == undefined_parts(2, 1e-3) == ()
 
 
 def test_gradients_that_overflow_under_a_scale_that_can_fall_are_no_fault():

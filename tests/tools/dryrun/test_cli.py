@@ -275,7 +275,7 @@ def _a_smaller_limit_is_told_by_stage(quick, cache_folder, monkeypatch):
 @pytest.mark.slow
 def test_what_mindspore_refuses_is_said_in_its_own_words(tmp_path):
     """No rule of ours knows it."""
-    process = start(tmp_path, str(Path(__file__).with_name("refused.yaml")), "--quick")
+    process = start(tmp_path, str(Path(__file__).with_name("refused.yaml")), "--quick", "--jobs", "1")
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 1
     for line in output.splitlines():

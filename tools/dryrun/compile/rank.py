@@ -47,7 +47,7 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
                 started = time.monotonic()
                 step = training_step(job.recipe, Path(temporary), enable_plugins)
                 built = time.monotonic()
-                if view.on_cpu:  # data parallel: each rank has what it builds, MindSpore shards nothing
+                if view.cpu_classes:  # data parallel: each rank has what it builds, MindSpore shards nothing
                     report["held"] = [dataclasses.asdict(item) for item in _built(step, view)]
                     return report | {"seconds": {"build": round(time.monotonic() - started, 1)}}
                 parameters = parameters_of(step)

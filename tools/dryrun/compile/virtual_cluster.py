@@ -15,7 +15,6 @@ Private hooks of one MindSpore release: any other is refused (`tools.schema.vers
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,120 +22,21 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import ClusterError
+from plugins.semi_auto_cpu.communication import stand_in
+from plugins.semi_auto_cpu.ranks import Ranks
+from plugins.semi_auto_cpu.target import target_ascend
 from tools.schema.versions import require_verified
 
-WORLD = "hccl_world_group"
 FINAL_PASS = "backend_pass"  # the last stage of the front end: Morph is expanded and gradients are in it
 _DUMP_FILTER = "MS_DEV_DUMP_IR_PASSES"  # read by MindSpore's C++: without it a compile writes 96 files
-_GENERATED = re.compile(r"(\d+)-\d+")  # groups that MindSpore's C++ makes up: "<size>-<hash>"
 
 
-class VirtualCluster:
-    """A rank's view of `devices` devices: its communication groups in the order in which it created them."""
-
-    def __init__(self, devices: int, rank: int):
-        if not 0 <= rank < devices:
-            raise ClusterError(f"rank {rank} is not one of {devices} virtual devices: 0 to {devices - 1}")
-        self.devices = devices
-        self.rank = rank
-        self.groups: dict[str, tuple[int, ...]] = {}  # created ones, in order; the world is not among them
-
-    def create(self, group: str, ranks: list[int]) -> None:
-        """Remember a group, as every member does on a real cluster.
-
-        Raises:
-            ClusterError: this rank is no member (a real cluster would hang), or a rank does not exist.
-        """
-        outside = [rank for rank in ranks if not 0 <= rank < self.devices]
-        if outside:
-            raise ClusterError(f"group {group!r} names ranks {outside}, the cluster has 0 to {self.devices - 1}")
-        if self.rank not in ranks:
-            raise ClusterError(f"rank {self.rank} creates group {group!r} of ranks {ranks}, of which it is none")
-        self.groups[group] = tuple(ranks)
-
-    def ranks_of(self, group: str) -> tuple[int, ...] | None:
-        """Global ranks of a group in the order of their ranks in it; None for one that MindSpore's C++ made up."""
-        if group == WORLD:
-            return tuple(range(self.devices))
-        return self.groups.get(group)
-
-    def size_of(self, group: str) -> int:
-        """Number of ranks in a group.
-
-        Raises:
-            ClusterError: nobody created it.
-        """
-        ranks = self.ranks_of(group)
-        if ranks is not None:
-            return len(ranks)
-        generated = _GENERATED.fullmatch(group)
-        if generated is None:
-            raise ClusterError(f"no group {group!r} was created; there are {[WORLD, *self.groups]}")
-        return int(generated[1])
-
-    def rank_in(self, group: str) -> int:
-        """This rank's place in a group.
-
-        A group that C++ made up reaches Python by name only, when a collective is inserted. Its place is then not known
-        and not used: `comm_ops.py` only checks that it is below the size. Its ranks are in the graph's text.
-        """
-        ranks = self.ranks_of(group)
-        return self.rank % self.size_of(group) if ranks is None else ranks.index(self.rank)
+class VirtualCluster(Ranks):
+    """A rank's view of `devices` devices that are not there."""
 
     def target_ascend(self) -> None:
-        """From here on MindSpore compiles for Ascend; call it after the model is built, just before compiling.
-
-        `set_device_target_inner` would look for the Ascend plugin, and a world of another size than the (absent)
-        communication library's would be refused (`GetCommInfo` in step_parallel_utils.cc).
-        """
-        from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
-
-        AutoParallelContext.get_instance().set_hccl_test_avaible(True)
-        DeviceManagerConf.get_instance().set_device("Ascend", 0, True)
-
-
-class _Collectives:
-    """What MindSpore's Python asks of its C++ `CollectiveManager`, answered by a virtual cluster."""
-
-    def __init__(self, cluster: VirtualCluster):
-        self.cluster = cluster
-
-    def get_instance(self) -> _Collectives:
-        """The manager is a singleton: this object stands in for class and instance."""
-        return self
-
-    def initialized(self) -> bool:
-        """A virtual cluster is always up."""
-        return True
-
-    def get_rank_id(self, group: str) -> int:
-        """Rank in a group."""
-        return self.cluster.rank_in(group)
-
-    def get_group_size(self, group: str) -> int:
-        """Size of a group."""
-        return self.cluster.size_of(group)
-
-    def create_group(self, group: str, ranks: list[int], options: Any = None) -> bool:
-        """Create a group; the answer is success."""
-        self.cluster.create(group, ranks)
-        return True
-
-    def get_group_ranks(self, group: str) -> list[int]:
-        """Global ranks of a group."""
-        return list(self.cluster.ranks_of(group) or ())
-
-    def get_group_map(self) -> dict[str, list[int]]:
-        """All created groups."""
-        return {group: list(ranks) for group, ranks in self.cluster.groups.items()}
-
-    def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
-        """Global rank of a member."""
-        return self.get_group_ranks(group)[rank]
-
-    def get_group_rank_from_world_rank(self, rank: int, group: str) -> int:
-        """Place of a global rank in a group."""
-        return self.get_group_ranks(group).index(rank)
+        """From here on MindSpore compiles for Ascend; call it after the model is built, just before compiling."""
+        target_ascend()
 
 
 @contextmanager
@@ -158,7 +58,10 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
     require_verified()
     cluster = VirtualCluster(devices, rank)
     with ExitStack() as stack:
-        _stand_in(cluster, stack)
+        stand_in(cluster, stack)
+        _forget_groups()
+        stack.callback(_forget_groups)
+        stack.callback(_unregister, cluster)
         stack.callback(_leave_lazy_inline)
         _front_end_only(graphs, stack)
         yield cluster
@@ -174,33 +77,6 @@ def final_graph(graphs: Path) -> Path:
     if len(found) != 1:
         raise ClusterError(f"{graphs}: one finished compile leaves one *_{FINAL_PASS}_*.ir, found {len(found)}")
     return found[0]
-
-
-def _stand_in(cluster: VirtualCluster, stack: ExitStack) -> None:
-    """Answer MindSpore's questions about communication; undone when `stack` closes."""
-    from mindspore.communication import _comm_helper
-    from mindspore.ops.function import comm_func
-
-    if isinstance(_comm_helper.CollectiveManager, _Collectives):
-        raise ClusterError("a virtual cluster is already open in this process: one at a time")
-    manager, world = _Collectives(cluster), _comm_helper.GlobalComm
-    # the only two modules through which Python asks; get_rank(), create_group() and the like all end here, so that it
-    # does not matter who has copied them by `from ... import`
-    for owner, name, value in (
-        (_comm_helper, "CollectiveManager", manager),
-        (comm_func, "CollectiveManager", manager),
-        (comm_func, "_GROPU_SIZE_CACHE", {}),
-        (_comm_helper._ExistingGroup, "ITEMS", {}),
-        (_comm_helper._ExistingGroup, "GROUP_RANKS", {}),
-        (world, "INITED", True),
-        (world, "BACKEND", "hccl"),
-        (world, "WORLD_COMM_GROUP", WORLD),
-    ):
-        stack.callback(setattr, owner, name, getattr(owner, name))
-        setattr(owner, name, value)
-    _forget_groups()
-    stack.callback(_forget_groups)
-    stack.callback(_unregister, cluster)
 
 
 def _front_end_only(graphs: Path | None, stack: ExitStack) -> None:

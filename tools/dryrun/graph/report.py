@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tools.dryrun.graph.activations import activations_of, kept_bytes, routed_rows, tensor_bytes
@@ -20,14 +20,16 @@ def report_graph(
     """Collectives in program order, order of the passes, activations and FLOPs of each chunk, what all passes share.
 
     "groups" are lists of ranks; a collective names its group by place. "routed" marks bytes that depend on routing and
-    stand for an even one.
+    stand for an even one. "after" are places of those, of the same subgraph, whose results a collective needs: no
+    backend can swap these.
 
     Args:
         even_rows: tokens x top-k of a rank.
     """
     rows = routed_rows(graph, even_rows)
     groups: dict[tuple[int, ...], int] = {}
-    collectives = [_plain(item, rank, groups, rows) for item in read_collectives(graph, ranks_of)]
+    found = read_collectives(graph, ranks_of)
+    collectives = [_plain(item, rank, groups, rows) | {"after": _direct(item, found)} for item in found]
     passes = passes_of(graph)
     return {
         "groups": [list(ranks) for ranks in groups],
@@ -37,6 +39,17 @@ def report_graph(
         "activations": activations_of(graph, rows),
         "flops": flops_of(graph, rows),
     }
+
+
+def _direct(item: Collective, every: Sequence[Collective]) -> list[int]:
+    """Places of the collectives whose results this one needs, without those that these need themselves."""
+    direct: list[int] = []
+    implied: set[int] = set()
+    for place in reversed(item.after):
+        if place not in implied:
+            direct.append(place)
+            implied.update(every[place].after)
+    return direct
 
 
 def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows: int) -> dict[str, Any]:

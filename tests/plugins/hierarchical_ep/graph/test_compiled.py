@@ -18,7 +18,6 @@ from tests.tools.dryrun.compile.test_rank import EP, INNER, OUTER, RANK, compile
 
 pytestmark = pytest.mark.slow
 
-ONE_LAYER = ["--set", "model.model_config.num_hidden_layers=1", "--set", "model.model_config.first_k_dense_replace=0"]
 TOPOLOGY = Topology(nodes=2, devices_per_node=4, experts=16)
 OPS = {"all_to_all": "AlltoAll", "all_to_all_v": "AlltoAllV", "all_gather": "AllGather"}
 OPS["reduce_scatter"] = "ReduceScatter"
@@ -34,7 +33,7 @@ def compiled(forks, tmp_path_factory):
         if chunks != (1, 1):
             plugins["ep_overlap"] = {"chunks": list(chunks)}
         folder = tmp_path_factory.mktemp("compiled")
-        return compile_rank(forks, folder, *ONE_LAYER, "--plugins", json.dumps(plugins))
+        return compile_rank(forks, folder, "--plugins", json.dumps(plugins))
 
     return compiled_once
 

@@ -118,3 +118,12 @@ def test_the_whole_report(graph):
     assert second["micro"] == 1
     assert exchange == again
     assert (exchange["bytes"], exchange.get("routed")) == (512 * 2, None)  # what it sends is known
+
+
+def test_what_a_collective_needs_is_told_by_its_nearest():
+    """The second gather needs the sum, which needs the first gather."""
+    other = read_graph(Path(__file__).with_name("graph.ir"))
+    report = report_graph(other, 0, lambda name: (0, 1, 2, 3), even_rows=1)
+    assert [(item["op"], item["after"]) for item in report["collectives"][:4]] == [
+        ("AllGather", []), ("AlltoAllV", []), ("ReduceScatter", [0]), ("AllGather", [2])
+    ]  # fmt: skip

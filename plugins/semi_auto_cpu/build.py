@@ -1,0 +1,151 @@
+"""Compile `csrc/` against the headers that MindSpore's wheel ships. Run as `python -m plugins.semi_auto_cpu.build`.
+
+The result is kept in the user's cache folder under a name made of all that it depends on: the installed MindSpore, the
+sources and the flags. Another MindSpore therefore never meets a library that was made for this one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from plugins.errors import ClusterError
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+# the wheel is built with the older ABI of std::string, and with its own hash table instead of the standard one
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-D_GLIBCXX_USE_CXX11_ABI=0", "-DENABLE_FAST_HASH_TABLE=1")
+# relative to the folder of the installed package
+INCLUDES = (
+    ".",
+    "include",
+    "include/third_party",
+    "include/third_party/robin_hood_hashing",
+    "include/third_party/securec/include",
+    "include/mindspore",
+    "include/mindspore/include",
+    "include/mindspore/core/include",
+    "include/mindspore/core/mindrt",
+    "include/mindspore/core/mindrt/include",
+    "include/mindspore/ops",
+    "include/mindspore/ops/include",
+    "include/mindspore/ops/kernel/include",
+    "include/mindspore/ccsrc",
+    "include/mindspore/ccsrc/include",
+)
+LIBRARIES = ("core", "common", "hardware_abstract", "backend_common", "ops_cpu", "ops_host")
+HEADER = "include/mindspore/ops/kernel/cpu/cpu_kernel.h"
+WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi_auto_parallel` cannot run here"
+
+
+def ensure() -> Path:
+    """Return the library, compiled now if it is not there; several processes may ask at once, and one compiles.
+
+    Raises:
+        ClusterError: MindSpore, its headers or g++ are missing, g++ fails, or the cache folder cannot be written.
+    """
+    package = mindspore_folder()
+    path = cache_folder() / f"{key(package)}.so"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with (path.parent / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                _compile(package, path)
+    except OSError as error:
+        raise ClusterError(
+            f"the library of semi_auto_cpu cannot be kept in {path.parent}: {error}; set XDG_CACHE_HOME to a folder "
+            "that can be written"
+        ) from None
+    return path
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "semi_auto_cpu"
+
+
+def mindspore_folder() -> Path:
+    """The folder of the installed MindSpore, found without importing it.
+
+    Raises:
+        ClusterError: it is not installed.
+    """
+    spec = importlib.util.find_spec("mindspore")
+    if spec is None or spec.origin is None:
+        raise ClusterError("mindspore is not installed in this Python; run launch/quickstart or tests/run once")
+    return Path(spec.origin).parent
+
+
+def key(package: Path) -> str:
+    """Name all that a library depends on, as 16 letters.
+
+    Args:
+        package: folder of the installed MindSpore; the library finds MindSpore's own libraries there.
+    """
+    wheel = metadata.distribution("mindspore")
+    # RECORD holds the digest of every file of the wheel
+    parts = [str(package), wheel.version, wheel.read_text("RECORD") or "", *FLAGS, *INCLUDES, *LIBRARIES]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sorted(SOURCES.rglob("*.*")):
+        digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compile(package: Path, path: Path) -> None:
+    if not (package / HEADER).is_file():
+        raise ClusterError(
+            f"{package} has no {HEADER}: this MindSpore ships no headers to compile semi_auto_cpu with; install the "
+            f"wheel in constraints.txt; {WITHOUT}"
+        )
+    print("semi_auto_cpu: compiling its C++ library (once, about 20 s)", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        try:
+            done = subprocess.run(
+                _command(package, part), input=_one_unit(), capture_output=True, text=True, check=False
+            )
+        except FileNotFoundError:
+            raise ClusterError(
+                f"g++ is not installed, semi_auto_cpu compiles its kernels with it: apt-get install g++; {WITHOUT}"
+            ) from None
+        if done.returncode:
+            version = metadata.version("mindspore")
+            raise ClusterError(
+                f"the C++ library of semi_auto_cpu does not compile against MindSpore {version} in {package}; install "
+                f"the version in constraints.txt, or see docs/upgrade-mindformers.md; {WITHOUT}. The compiler says:\n"
+                f"{_last_lines(done.stderr)}"
+            )
+        part.replace(path)
+
+
+def _command(package: Path, out: Path) -> list[str]:
+    includes = [f"-I{SOURCES / 'shim'}", f"-I{SOURCES}", *(f"-I{package / folder}" for folder in INCLUDES)]
+    libraries = [f"-lmindspore_{name}" for name in LIBRARIES]
+    found = [f"{flag}{package / folder}" for folder in ("lib", "lib/plugin") for flag in ("-L", "-Wl,-rpath,")]
+    return ["g++", *FLAGS, *includes, "-x", "c++", "-", "-o", str(out), *found, *libraries]
+
+
+def _one_unit() -> str:
+    """All sources as one: MindSpore's headers take most of the time, and are read once."""
+    return "".join(f'#include "{source.name}"\n' for source in sorted(SOURCES.glob("*.cc")))
+
+
+def _last_lines(words: str, lines: int = 12, letters: int = 2000) -> str:
+    errors = [line for line in words.splitlines() if "error" in line or "cannot find" in line]
+    return "\n".join((errors or words.splitlines())[-lines:])[-letters:]
+
+
+if __name__ == "__main__":
+    try:
+        ensure()
+    except ClusterError as problem:
+        sys.exit(f"error: {problem}")

@@ -1,0 +1,94 @@
+"""What MindSpore's Python asks of its C++ communication, answered by a rank's `Ranks`.
+
+The front end for Ascend wants to know who it is and how large a group is; no communication library is there to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from plugins.errors import ClusterError
+from plugins.semi_auto_cpu.ranks import WORLD, Ranks
+
+
+class CollectiveManager:
+    """Stands in for `mindspore._c_expression.CollectiveManager`, class and instance."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def get_instance(self) -> CollectiveManager:
+        """The manager is a singleton."""
+        return self
+
+    def initialized(self) -> bool:
+        """Communication is up."""
+        return True
+
+    def get_rank_id(self, group: str) -> int:
+        """Rank in a group."""
+        return self.ranks.rank_in(group)
+
+    def get_group_size(self, group: str) -> int:
+        """Size of a group."""
+        return self.ranks.size_of(group)
+
+    def create_group(self, group: str, ranks: list[int], options: Any = None) -> bool:
+        """Create a group; the answer is success."""
+        self.ranks.create(group, ranks)
+        return True
+
+    def get_group_ranks(self, group: str) -> list[int]:
+        """Global ranks of a group."""
+        return list(self.ranks.ranks_of(group) or ())
+
+    def get_group_map(self) -> dict[str, list[int]]:
+        """All created groups."""
+        return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
+
+    def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
+        """Global rank of a member."""
+        return self.get_group_ranks(group)[rank]
+
+    def get_group_rank_from_world_rank(self, rank: int, group: str) -> int:
+        """Place of a global rank in a group."""
+        return self.get_group_ranks(group).index(rank)
+
+    def get_local_rank_id(self, group: str) -> int:
+        """Rank among those on this host: all of them."""
+        return self.get_rank_id(group)
+
+    def get_local_group_size(self, group: str) -> int:
+        """Number of a group's ranks on this host: all of them."""
+        return self.get_group_size(group)
+
+
+def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
+    """Answer MindSpore's questions about communication from `ranks`; undone when `stack` closes, for good without one.
+
+    Raises:
+        ClusterError: another `Ranks` answers them already.
+    """
+    from mindspore.communication import _comm_helper
+    from mindspore.ops.function import comm_func
+
+    if isinstance(_comm_helper.CollectiveManager, CollectiveManager):
+        raise ClusterError("a virtual cluster is already open in this process: one at a time")
+    manager, world = CollectiveManager(ranks), _comm_helper.GlobalComm
+    undo: Callable[..., Any] = stack.callback if stack is not None else lambda *_: None
+    # the only two modules through which Python asks; get_rank(), create_group() and the like all end here, so that it
+    # does not matter who has copied them by `from ... import`
+    for owner, name, value in (
+        (_comm_helper, "CollectiveManager", manager),
+        (comm_func, "CollectiveManager", manager),
+        (comm_func, "_GROPU_SIZE_CACHE", {}),
+        (_comm_helper._ExistingGroup, "ITEMS", {}),
+        (_comm_helper._ExistingGroup, "GROUP_RANKS", {}),
+        (world, "INITED", True),
+        (world, "BACKEND", "hccl"),
+        (world, "WORLD_COMM_GROUP", WORLD),
+    ):
+        undo(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)

@@ -1,0 +1,180 @@
+#include "replacement.h"
+
+#include <memory>
+
+#include "abstract/ops/primitive_infer_map.h"
+#include "infer.h"
+#include "kernel.h"
+#include "mindspore/include/custom_pass_api.h"
+#include "text.h"
+
+namespace tc3 {
+namespace {
+using mindspore::abstract::AbstractBasePtr;
+using mindspore::abstract::AbstractBasePtrList;
+
+// attributes of a new operator, for its infer
+constexpr char kOriginal[] = "tc3_original";
+constexpr char kPlaces[] = "tc3_places";
+constexpr char kConstants[] = "tc3_constants";
+
+std::set<std::string> g_replaced;
+std::set<std::string> g_low;  // with tensors of bfloat16 or float16 only
+
+// Where the original's arguments went, in their order; `count` is how many tensors or numbers one of them holds.
+enum Place : int64_t { kTensor, kTensorList, kNumbers, kConstant };
+struct Arguments {
+  std::vector<mindspore::AnfNodePtr> tensors, monads;
+  std::vector<int64_t> places;  // place, count, place, count, ...
+  std::vector<mindspore::ValuePtr> constants;
+  std::string text;
+
+  void Add(Place place, size_t count, const std::string &words) {
+    places.insert(places.end(), {place, static_cast<int64_t>(count)});
+    text += (text.empty() ? "" : ",") + words;
+  }
+};
+
+bool IsTensor(const mindspore::AnfNodePtr &node) {
+  return node->abstract() != nullptr && node->abstract()->isa<mindspore::abstract::AbstractTensor>();
+}
+
+bool IsTensorList(const mindspore::AnfNodePtr &node) {
+  if (!mindspore::IsPrimitiveCNode(node, mindspore::prim::kPrimMakeTuple)) return false;
+  const auto tuple = node->cast<mindspore::CNodePtr>();
+  return tuple->size() > 1 && IsTensor(tuple->input(1));
+}
+
+// A tuple of numbers that is computed as a tensor (ends of documents, rows of experts).
+bool IsTensorAsNumbers(const mindspore::AnfNodePtr &node) {
+  static const auto operation = std::make_shared<mindspore::Primitive>("TensorToTuple");
+  return mindspore::IsPrimitiveCNode(node, operation);
+}
+
+void Take(const mindspore::AnfNodePtr &input, Arguments *all) {
+  if (mindspore::HasAbstractMonad(input)) {
+    all->monads.push_back(input);
+  } else if (IsTensorList(input)) {
+    const auto tuple = input->cast<mindspore::CNodePtr>();
+    all->tensors.insert(all->tensors.end(), tuple->inputs().begin() + 1, tuple->inputs().end());
+    all->Add(kTensorList, tuple->size() - 1, "{\"list\":" + std::to_string(tuple->size() - 1) + "}");
+  } else if (IsTensor(input)) {
+    all->tensors.push_back(input);
+    all->Add(kTensor, 1, "{}");
+  } else if (IsTensorAsNumbers(input)) {
+    all->tensors.push_back(input->cast<mindspore::CNodePtr>()->input(1));
+    all->Add(kNumbers, input->abstract()->cast<mindspore::abstract::AbstractTuplePtr>()->size(), "{}");
+  } else {
+    const auto value = input->abstract() == nullptr ? mindspore::kNone : input->abstract()->BuildValue();
+    all->constants.push_back(value);
+    all->Add(kConstant, 1, "{\"value\":" + ValueText(value) + "}");
+  }
+}
+
+// At run time (dynamic shapes) arguments are KernelTensors. They know their values, and refuse what some infer
+// functions ask of other abstracts.
+AbstractBasePtr Plain(const AbstractBasePtr &tensor) {
+  if (std::dynamic_pointer_cast<mindspore::kernel::KernelTensor>(tensor) == nullptr) return tensor;
+  auto type = tensor->GetType();
+  if (type->isa<mindspore::TensorType>()) type = type->cast<mindspore::TensorTypePtr>()->element();
+  return std::make_shared<mindspore::abstract::AbstractTensor>(type, tensor->GetShape()->Clone());
+}
+
+AbstractBasePtr UnknownNumbers(size_t count) {
+  const auto number = std::make_shared<mindspore::abstract::AbstractScalar>(mindspore::kValueAny, mindspore::kInt64);
+  return std::make_shared<mindspore::abstract::AbstractTuple>(AbstractBasePtrList(count, number));
+}
+
+void AddTypes(const mindspore::abstract::AbstractBasePtr &abstract, std::set<mindspore::TypeId> *types) {
+  if (abstract == nullptr) return;
+  if (abstract->isa<mindspore::abstract::AbstractTensor>()) {
+    types->insert(abstract->cast<mindspore::abstract::AbstractTensorPtr>()->element()->BuildType()->type_id());
+  } else if (abstract->isa<mindspore::abstract::AbstractTuple>()) {
+    for (const auto &item : abstract->cast<mindspore::abstract::AbstractTuplePtr>()->elements()) AddTypes(item, types);
+  }
+}
+}  // namespace
+
+void ReplaceOperator(const std::string &name, bool low) {
+  (low ? g_low : g_replaced).insert(name);
+  (void)RegisterKernel(kPrefix + name);
+  RegisterInfer(kPrefix + name, name);
+}
+
+bool IsReplaced(const mindspore::CNodePtr &cnode) {
+  const auto &name = mindspore::GetValueNode<mindspore::PrimitivePtr>(cnode->input(0))->name();
+  if (g_replaced.count(name) > 0) return true;
+  if (g_low.count(name) == 0) return false;
+  auto types = InputTypes(cnode);
+  AddTypes(cnode->abstract(), &types);
+  return types.count(mindspore::kNumberTypeBFloat16) + types.count(mindspore::kNumberTypeFloat16) > 0;
+}
+
+std::set<mindspore::TypeId> InputTypes(const mindspore::CNodePtr &cnode) {
+  std::set<mindspore::TypeId> types;
+  for (size_t i = 1; i < cnode->size(); ++i) AddTypes(cnode->input(i)->abstract(), &types);
+  return types;
+}
+
+std::string OriginalName(const std::string &name) {
+  return name.rfind(kPrefix, 0) == 0 ? name.substr(sizeof(kPrefix) - 1) : name;
+}
+
+mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode) {
+  const auto original = mindspore::GetValueNode<mindspore::PrimitivePtr>(cnode->input(0));
+  Arguments all;
+  for (size_t i = 1; i < cnode->size(); ++i) {
+    try {
+      Take(cnode->input(i), &all);
+    } catch (const std::exception &error) {
+      MS_LOG(EXCEPTION) << "semi_auto_cpu: " << original->name() << ", input " << i << " ("
+                        << cnode->input(i)->DebugString() << "): " << error.what();
+    }
+  }
+  const auto host = std::make_shared<mindspore::Primitive>(kPrefix + original->name());
+  for (const auto &[name, value] : original->attrs()) host->AddAttr(name, value);
+  host->AddAttr(kArguments, mindspore::MakeValue("[" + all.text + "]"));
+  host->AddAttr(kOriginal, original);
+  host->AddAttr(kPlaces, mindspore::MakeValue(all.places));
+  host->AddAttr(kConstants, std::make_shared<mindspore::ValueTuple>(all.constants));
+  host->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator refuses an operator without a Python class
+  std::vector<mindspore::AnfNodePtr> inputs{mindspore::NewValueNode(host)};
+  inputs.insert(inputs.end(), all.tensors.begin(), all.tensors.end());
+  inputs.insert(inputs.end(), all.monads.begin(), all.monads.end());
+  const auto call = cnode->func_graph()->NewCNode(inputs);
+  call->set_abstract(cnode->abstract());
+  call->set_scope(cnode->scope());
+  return call;
+}
+
+std::pair<mindspore::PrimitivePtr, AbstractBasePtrList> OriginalCall(const mindspore::PrimitivePtr &host,
+                                                                     const AbstractBasePtrList &tensors,
+                                                                     const std::set<int64_t> &by_value) {
+  const auto places = mindspore::GetValue<std::vector<int64_t>>(host->GetAttr(kPlaces));
+  const auto constants = host->GetAttr(kConstants)->cast<mindspore::ValueTuplePtr>()->value();
+  AbstractBasePtrList arguments;
+  size_t tensor = 0, constant = 0;
+  for (size_t i = 0; i < places.size(); i += 2) {
+    const auto count = static_cast<size_t>(places[i + 1]);
+    switch (places[i]) {
+      case kTensor:
+        arguments.push_back(by_value.count(arguments.size()) > 0 ? tensors.at(tensor) : Plain(tensors.at(tensor)));
+        ++tensor;
+        break;
+      case kTensorList: {
+        AbstractBasePtrList list;
+        for (size_t n = 0; n < count; ++n) list.push_back(Plain(tensors.at(tensor++)));
+        arguments.push_back(std::make_shared<mindspore::abstract::AbstractTuple>(list));
+        break;
+      }
+      case kNumbers:
+        ++tensor;
+        arguments.push_back(UnknownNumbers(count));
+        break;
+      default:
+        arguments.push_back(constants.at(constant++)->ToAbstract());
+    }
+  }
+  return {host->GetAttr(kOriginal)->cast<mindspore::PrimitivePtr>(), arguments};
+}
+}  // namespace tc3

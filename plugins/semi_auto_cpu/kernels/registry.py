@@ -1,0 +1,70 @@
+"""Two tables of operators, by MindSpore's names, and the decorator that enters them.
+
+A kernel is called as ``function(attrs, *inputs)``. `attrs` are the operator's attributes as text; `inputs` stand in the
+operator's own order: arrays that share MindSpore's memory, lists of arrays, or constants of Python (None where an
+optional input is missing). It returns an array, or a tuple in the order of the operator's outputs, None where an output
+has no use. The caller stores arrays in the outputs' types and shapes.
+
+Order and meaning of inputs are those of the class of the same name in `mindspore/ops/auto_generate/gen_ops_prim.py`
+(2.9.0), unless a kernel's docstring cites something else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Attrs = dict[str, str]
+Kernel = Callable[..., Any]
+
+KERNELS: dict[str, Kernel] = {}  # MindSpore has no CPU kernel of these
+# MindSpore has one that refuses bfloat16, or a mixture with it (some refuse float16 as well): for nodes that hold such
+# tensors
+LOW_PRECISION: dict[str, Kernel] = {}
+
+_LOW = frozenset(("bfloat16", "float16"))
+
+
+def kernel(
+    table: dict[str, Kernel] | None = None, *, widen: bool = True, updates: int | None = None
+) -> Callable[[Kernel], Kernel]:
+    """Enter a function under its own name.
+
+    Args:
+        table: `KERNELS` unless told otherwise.
+        widen: whether it shall see bfloat16 and float16 as float32, so that its result is rounded once, when it is
+            stored. False for what only moves values.
+        updates: the input that the operator changes in place; the function's (first) result is written there as well.
+    """
+
+    def enter(function: Kernel) -> Kernel:
+        @functools.wraps(function)
+        def run(attrs: Attrs, *inputs: Any) -> Any:
+            result = function(attrs, *map(_wide, inputs)) if widen else function(attrs, *inputs)
+            if updates is not None:
+                _update(inputs[updates], result[0] if isinstance(result, tuple) else result)
+            return result
+
+        (KERNELS if table is None else table)[function.__name__] = run
+        return run
+
+    return enter
+
+
+def is_low(x: Any) -> bool:
+    """Whether an array holds 16-bit floating point numbers."""
+    return isinstance(x, np.ndarray) and x.dtype.name in _LOW
+
+
+def _wide(x: Any) -> Any:
+    if isinstance(x, list):
+        return [_wide(item) for item in x]
+    return x.astype(np.float32) if is_low(x) else x
+
+
+def _update(target: np.ndarray, value: np.ndarray) -> None:
+    if not np.shares_memory(target, value):
+        np.copyto(target, value, casting="unsafe")

@@ -1,0 +1,21 @@
+"""Ranks as threads of one process, each with its collectives."""
+
+from contextlib import contextmanager
+
+from plugins.semi_auto_cpu.collectives import Collectives
+from plugins.semi_auto_cpu.ranks import Ranks
+from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
+
+__all__ = ["attributes", "collectives", "on_ranks"]
+
+
+@contextmanager
+def collectives(size, timeout=20.0, test=""):
+    with meshes(size, timeout) as every:
+        yield [Collectives(mesh, Ranks(size, mesh.rank), test) for mesh in every]
+
+
+def attributes(members, **more):
+    """As MindSpore's C++ states them for a group that it made up."""
+    stated = {"group": f"{len(members)}-77", "group_rank_ids": str(tuple(members))}
+    return stated | {name: str(value) for name, value in more.items()}

@@ -1,0 +1,162 @@
+"""Graphs of one process that show what the library does to operators; prints a JSON object. Run by test_library."""
+
+import json
+import os
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, lazy_inline, mutable, nn, ops
+from mindspore.ops.auto_generate import RmsNorm, SumExt, TopkExt
+
+from plugins.semi_auto_cpu import call, library
+from plugins.semi_auto_cpu.communication import stand_in
+from plugins.semi_auto_cpu.ranks import Ranks
+
+ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
+seen: dict[str, object] = {}
+missing: list[dict[str, int]] = []
+
+
+def told(value):
+    return [list(value.shape), value.dtype.name] if isinstance(value, np.ndarray) else value
+
+
+def compute(name, attrs, inputs, outputs):
+    seen[name] = [[[told(y) for y in x] if isinstance(x, list) else told(x) for x in inputs], attrs.get("block_size")]
+    if name == "AlltoAllV":
+        call.store(inputs[0][: outputs[0].size], outputs)
+    elif name == "Concat":
+        call.store(np.concatenate(inputs[0], inputs[1]), outputs)
+    elif name == "TopkExt":
+        order = np.argsort(-inputs[0])[: inputs[1]]
+        call.store((inputs[0][order], order), outputs)
+    elif name == "Cos":
+        call.store(np.cos(inputs[0].astype(np.float32)), outputs)
+    elif name == "SumExt":
+        call.store(np.sum(inputs[0], inputs[1] or None, keepdims=inputs[2]), outputs)
+    else:
+        raise ArithmeticError("no such luck")
+
+
+class Run(nn.Cell):
+    """A function as a cell."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def construct(self, *inputs):
+        return self.function(*inputs)
+
+
+class Block(nn.Cell):
+    """Kept as a call by MindSpore, forward and backward; one in another."""
+
+    @lazy_inline
+    def __init__(self, number, inner=None):
+        super().__init__()
+        self.weight = Parameter(Tensor(np.float32(number)), name=f"weight{number}")
+        self.inner = inner
+
+    def construct(self, x):
+        y = ops.square(x * self.weight)
+        return y if self.inner is None else self.inner(y) + x
+
+
+class Stack(nn.Cell):
+    """Two nested blocks, and the first of them once more."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Block(1, Block(2)), Block(3)
+
+    def construct(self, x):
+        return ops.reduce_sum(self.first(self.second(self.first(x))))
+
+
+def gradients():
+    """What Stack gives for x, by the weights."""
+    stack = Stack()
+    value, gradients = ms.value_and_grad(stack, None, stack.trainable_params())(x / 8)
+    return [float(value), *map(float, gradients)]
+
+
+def outcome(function, *inputs):
+    """The result, or the error's words."""
+    try:
+        return Run(function)(*inputs).asnumpy().tolist()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error).strip().splitlines()[0]
+
+
+stand_in(Ranks(1, 0))
+loaded = library.load()
+loaded.set_host(compute, rank=3)
+loaded.add_pass(lambda: None, missing.append)
+for name in ("AlltoAllV", "Concat", "TopkExt", "Sin", "SumExt"):
+    loaded.replace(name)
+loaded.replace("Cos", low=True)
+move, topk, total, norm = ops.AlltoAllV(block_size=2), TopkExt(), SumExt(), RmsNorm()
+x = Tensor(np.arange(4, dtype=np.float32))
+result = {}
+
+
+def rows(x, send, receive):
+    return ops.reshape(move(x, send, receive), (-1, 2)) + 1.0
+
+
+def twice(x):
+    return ops.concat((x, 2 * x), -1)
+
+
+def largest(x):
+    return topk(x, 2, -1, True, True)[0]
+
+
+def along(x, axis):
+    return total(x, (axis,), False, None)
+
+
+def sine(x):
+    return ops.sin(x)
+
+
+def cosine(x):
+    return ops.cos(x)
+
+
+def normed(x):
+    return ops.stop_gradient(norm(norm(x, x)[0], x)[0])
+
+
+def tangent(x):
+    return ops.tan(x)
+
+
+def refuse(nodes):
+    raise LookupError("not here")
+
+
+def counts(*values):
+    return Tensor(np.array(values), ms.int64)
+
+
+for count in (2, 0, 1):
+    result[f"rows {count}"] = outcome(rows, x, counts(count), counts(count))
+    result[f"call {count}"] = seen.get("AlltoAllV")
+result["shape 0"] = list(Run(rows)(x, counts(0), counts(0)).shape)
+result["concat"] = [outcome(twice, x), seen.get("Concat")]
+result["topk"] = [outcome(largest, x), seen.get("TopkExt")]
+result["unknown"] = outcome(along, x, mutable(0))
+result["cosines"] = [[float(outcome(cosine, x.astype(kind))[0]), "Cos" in seen] for kind in (ms.float32, ms.bfloat16)]
+result["blocks"] = gradients()
+missing.clear()
+for function, value in ((normed, x), (tangent, x.astype(ms.bfloat16))):
+    outcome(function, value)
+result["missing"] = missing.copy()
+result["fault"] = outcome(sine, x)
+result["failure"] = repr(loaded.failure)
+loaded.add_pass(lambda: None, refuse)
+result["refused"] = outcome(tangent, x)
+print(json.dumps(result), flush=True)
+os._exit(0)

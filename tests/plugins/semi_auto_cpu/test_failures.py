@@ -1,0 +1,146 @@
+"""What goes wrong between ranks is told by operator, group and rank, on each of them."""
+
+import re
+
+import numpy as np
+import pytest
+
+from plugins.errors import ClusterError
+from tests.plugins.semi_auto_cpu.collecting import attributes, collectives, on_ranks
+
+WORLD = attributes((0, 1, 2), op="sum")
+PAIR = attributes((0, 1), op="sum")
+LINK = attributes((0, 1), sr_tag=3)
+
+
+def ones(*shape, dtype="float32"):
+    return np.ones(shape, dtype)
+
+
+def messages(programs, timeout=0.6, test=""):
+    """Rank -> what its ClusterError says, "" where it ran through. programs: rank -> calls of `Collectives.run`."""
+    with collectives(len(programs), timeout, test) as every:
+
+        def work(rank):
+            try:
+                for call in programs[rank]:
+                    every[rank].run(*call)
+            except ClusterError as error:
+                every[rank].mesh.close()
+                return str(error)
+            every[rank].mesh.close()
+            return ""
+
+        return on_ranks(len(programs), work)
+
+
+def reduce(attrs=PAIR, size=4, dtype="float32"):
+    return "AllReduce", attrs, [ones(size, dtype=dtype)], [ones(size, dtype=dtype)]
+
+
+def gather(attrs=PAIR, size=4, members=2):
+    return "AllGather", attrs, [ones(size)], [ones(size * members)]
+
+
+def send(tag=3, size=4):
+    return "Send", LINK | {"sr_tag": str(tag), "dest_rank": "1"}, [ones(size)], []
+
+
+def receive(tag=3, size=4, **more):
+    return "Receive", LINK | {"sr_tag": str(tag), "src_rank": "0"} | more, [], [ones(size)]
+
+
+def test_another_operator_at_the_same_place_is_a_mismatch_not_a_hang():
+    told = messages([[reduce(), reduce()], [reduce(), gather()]], timeout=20)
+    assert told[0] == (
+        "rank 0 is at AllReduce, call 1 of ranks 0, 1: sum of float32 [4], "
+        "where rank 1 is at AllGather, call 1 of ranks 0, 1: float32 [4]"
+    )
+    assert told[1].startswith("rank 1 is at AllGather, call 1")
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (reduce(size=5), r"sum of float32 \[5\]"),
+        (reduce(dtype="int32"), r"sum of int32 \[4\]"),
+        (reduce(PAIR | {"op": "max"}), r"max of float32 \[4\]"),
+    ],
+)
+def test_other_bytes_types_and_operations_are_named(other, what):
+    told = messages([[reduce()], [other]], timeout=20)
+    assert re.search(rf"rank 0 is at AllReduce.*where rank 1 is at AllReduce, call 0 of ranks 0, 1: {what}", told[0])
+
+
+def test_another_order_of_the_group_is_named():
+    told = messages([[gather()], [gather(attributes((1, 0)))]], timeout=20)
+    assert told[0].startswith("rank 0 is at AllGather, call 0 of ranks 0, 1: float32 [4]")
+    assert "where rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]
+
+
+def test_a_missing_all_reduce_is_found_at_the_next_call():
+    told = messages([[reduce(), gather()], [gather()]], timeout=20)
+    assert "rank 0 is at AllReduce, call 0" in told[0] and "rank 1 is at AllGather, call 0" in told[0]
+
+
+def test_counts_that_do_not_meet_are_named():
+    def swap(send, receive):
+        return "AlltoAllV", attributes((0, 1), block_size=3), [ones(9), np.array(send), receive], [ones(12)]
+
+    told = messages([[swap([1, 2], [1, 1])], [swap([2, 1], [2, 1])]], timeout=20)
+    assert "rank 1 sends 6 elements where the receive counts say 3 (3 a block)" in told[0]
+    assert "AlltoAllV, call 0 of ranks 0, 1 (group '2-77')" in told[0]
+    told = messages([[swap([1, 3], [1, 1])], []], timeout=20)
+    assert "it is to send 12 elements, and has 9" in told[0]
+
+
+def test_an_earlier_call_is_not_taken_for_the_one_that_is_due():
+    """A member that left out a Broadcast of another's is told at its next call."""
+    out = ones(4)
+    told = messages([[("Broadcast", PAIR | {"root_rank": "0"}, [out], [out])], [gather()]], timeout=20)
+    assert "is at Broadcast, call 0" in told[0] and "rank 1 is at AllGather" in told[0]
+
+
+def test_a_receive_without_its_send_says_who_waits_for_what_and_who_ended():
+    told = messages([[], [receive(micro="2")]], timeout=20)
+    where = "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1 of micro-batch 2: float32 [4]"
+    assert told == ["", f"{where}: rank 0 closed its connection"]
+
+
+def test_a_time_out_names_operator_group_and_what_the_missing_one_waits_for():
+    told = messages([[reduce(WORLD)], [receive(), reduce(WORLD)], [reduce(WORLD)]])
+    ours = "rank 0, AllReduce, call 0 of ranks 0, 1, 2 (group '3-77'): sum of float32 [4]: no end after 0.6 s"
+    theirs = "waits in Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4]"
+    # the first to give up takes the others with it
+    assert any(f"{ours}; rank 1 has not come (it {theirs})" in line for line in told)
+    assert all("AllReduce, call 0 of ranks 0, 1, 2" in line for line in told)
+
+
+def test_ranks_in_different_groups_name_both():
+    told = messages([[gather(), reduce(WORLD)], [reduce(WORLD), gather()], [reduce(WORLD)]])
+    assert any("what it sent and nobody took: AllReduce, call 0 of ranks 0, 1, 2: sum of float32 [4]" in line
+               for line in told)  # fmt: skip
+
+
+def test_another_tag_of_a_send_names_both_and_who_ended():
+    told = messages([[send(tag=4)], [receive(tag=3)]], timeout=20)
+    assert told[1] == (
+        "rank 1, Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4]: rank 0 closed its connection "
+        "(what it sent and nobody took: Send 0 of sr_tag 4 from rank 0 to rank 1: float32 [4])"
+    )
+
+
+def test_another_shape_of_a_send_is_named():
+    told = messages([[send(size=5)], [receive(size=4)]], timeout=20)
+    assert told[1].endswith("is due, and arrived is Send 0 of sr_tag 3 from rank 0 to rank 1: float32 [5]")
+
+
+def test_who_fails_first_takes_the_others_with_it_and_they_say_why():
+    told = messages([[reduce(WORLD | {"op": "median"})], [gather(WORLD, members=3)], [reduce(WORLD)]], timeout=20)
+    assert all(told)
+    assert sum("is at AllGather, call 0" in line for line in told) >= 2
+
+
+def test_a_receive_from_oneself_is_refused():
+    told = messages([[("Receive", LINK | {"src_rank": "0"}, [], [ones(4)])], []])
+    assert "rank 0, Receive in group '2-77' of ranks [0, 1]: place 0 is no other member" in told[0]

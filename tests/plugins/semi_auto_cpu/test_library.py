@@ -1,0 +1,106 @@
+"""The C++ library in real processes: two lines of a model on one and on two of them, and one graph for each rule."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+STEPS = 3
+
+pytestmark = pytest.mark.slow
+
+
+def start(name, *arguments):
+    command = [sys.executable, str(HERE / name), *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(*processes):
+    """What each printed last, and the first one's stderr; one that fails ends all."""
+    told = []
+    try:
+        for process in processes:
+            out, words = process.communicate(timeout=600)
+            assert process.returncode == 0, words
+            told.append((json.loads(out.splitlines()[-1]), words))
+    finally:
+        for process in processes:
+            process.kill()
+    return told
+
+
+def two_line(size, folder):
+    folder.mkdir()
+    return [told for told, _ in finish(*(start("two_line.py", rank, size, folder) for rank in range(size)))]
+
+
+def test_two_processes_train_as_one_does(tmp_path):
+    (alone,) = two_line(1, tmp_path / "one")
+    assert len(alone["losses"]) == STEPS and "AllReduce" not in alone["asked"]
+    for told in two_line(2, tmp_path / "two"):
+        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        # forward of the second product, backward of the first
+        assert told["asked"].count("AllReduce") == STEPS * 2
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    (found,) = finish(start("one_process.py"))
+    return found
+
+
+def test_a_rank_without_rows_gets_rows_of_the_right_width(graphs):
+    told, _ = graphs
+    assert [told[f"rows {count}"] for count in (2, 0, 1)] == [[[1, 2], [3, 4]], [], [[1, 2]]]
+    assert told["shape 0"] == [0, 2]
+
+
+def test_a_kernel_gets_the_operators_own_arguments(graphs):
+    told, _ = graphs
+    four = [[4], "float32"]
+    assert told["call 2"] == [[four, [[1], "int64"], [[1], "int64"]], "2"]
+    assert told["concat"] == [[0, 1, 2, 3, 0, 2, 4, 6], [[[four, four], -1], None]]
+    assert told["topk"] == [[3, 2], [[four, 2, -1, True, True], None]]
+
+
+def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):
+    x = np.arange(4) / 8
+
+    def first(x, weights):
+        return (weights[1] * (x * weights[0]) ** 2) ** 2 + x
+
+    def stack(weights):
+        return first((first(x, weights) * weights[2]) ** 2, weights).sum()
+
+    steps = 1e-5 * np.eye(3)
+    gradients = [(stack([1, 2, 3] + step) - stack([1, 2, 3] - step)) / 2e-5 for step in steps]
+    assert graphs[0]["blocks"] == pytest.approx([stack([1, 2, 3]), *gradients], rel=1e-5)
+
+
+def test_an_operator_may_be_replaced_for_16_bits_only(graphs):
+    assert graphs[0]["cosines"] == [[1, False], [1, True]]
+
+
+def test_a_value_that_is_not_known_is_refused(graphs):
+    assert graphs[0]["unknown"].startswith("semi_auto_cpu: SumExt, input 2")
+    assert graphs[0]["unknown"].endswith("the front end does not know this value yet")
+
+
+def test_what_nothing_computes_is_counted(graphs):
+    assert graphs[0]["missing"][:2] == [{"RmsNorm": 2}, {"Tan of BFloat16": 1}]
+
+
+def test_a_failing_kernel_stops_mindspore_with_its_name_and_traceback(graphs):
+    told, words = graphs
+    assert told["fault"] == "semi_auto_cpu: rank 3, Sin: ArithmeticError: no such luck"
+    assert told["failure"] == "ArithmeticError('no such luck')"
+    assert "semi_auto_cpu: rank 3, Sin failed\nTraceback" in words and "in compute\n" in words
+
+
+def test_what_the_pass_refuses_stops_the_compilation(graphs):
+    assert graphs[0]["refused"] == "semi_auto_cpu: rank 3, compiler pass, missing: LookupError: not here"

@@ -1,0 +1,53 @@
+"""MindSpore's sharded graph on CPU workers: each layout trains as one process does, and goes on after a kill.
+
+benchmarks/RESULTS.md has further layouts; `tc3 accuracy equivalence` compares gradients and optimizer state, too.
+"""
+
+import pytest
+
+from tests.training import runs
+from tests.training.conftest import shared
+
+pytestmark = pytest.mark.slow
+STEPS = [1, 2, 3, 4, 5, 6]
+
+
+def run(layout, corpus, tmp_path_factory):
+    """The folder of a run of tests/training/sharded<layout>.yaml to its end; each is trained once."""
+    recipe = runs.HERE / f"sharded{layout}.yaml"
+
+    def make(folder):
+        runs.train(recipe, folder / "run", corpus)
+
+    return shared(tmp_path_factory, f"sharded{layout}", make) / "run"
+
+
+@pytest.fixture(scope="session")
+def alone(corpus, tmp_path_factory):
+    """One process."""
+    return runs.steps(run("", corpus, tmp_path_factory))
+
+
+@pytest.mark.parametrize(("layout", "rank"), [("_tp2", 0), ("_pp2", 1), ("_ep2", 0)])
+def test_losses_and_norms_equal_those_of_one_process(layout, rank, alone, corpus, tmp_path_factory):
+    """`rank`: one that knows the loss, which the last stage of a pipeline does."""
+    sharded = runs.steps(run(layout, corpus, tmp_path_factory), rank)
+    assert sorted(sharded) == sorted(alone) == STEPS
+    assert alone[6]["loss"] < alone[1]["loss"] - 0.05, "it learns"
+    for step, record in sharded.items():
+        assert alone[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
+        assert record["loss"] == pytest.approx(alone[step]["loss"], abs=1e-5), f"step {step}"
+        assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(corpus, tmp_path_factory, tmp_path):
+    expected = runs.steps(run("_tp2", corpus, tmp_path_factory))
+    recipe, run_dir = runs.HERE / "sharded_tp2.yaml", tmp_path / "run"
+    runs.train_and_kill(recipe, run_dir, corpus, step=4)
+    assert runs.processes_of(run_dir) == []
+    text = runs.train(recipe, run_dir, corpus, "--resume", "auto")
+    assert "going on from step 3" in text
+    resumed = runs.steps(run_dir)
+    assert sorted(resumed) == STEPS
+    for step, record in resumed.items():
+        runs.same(record, expected[step])

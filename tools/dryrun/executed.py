@@ -1,0 +1,141 @@
+"""Whether the collectives that a rank executed are those that its compile reported: names, groups, bytes and order.
+
+MindSpore's backend may swap collectives that no data joins, so the order is judged by what needs whose result, and on
+each link of a pipeline by the order of its messages. Executed graphs keep operators that the last passes for Ascend
+rename, and they give routed rows their real number: neither is a difference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.semi_auto_cpu.exchange.calls import CallRecord
+
+# operator -> what it is in the graph that the dry run reads
+_RENAMED = {"_MiniStepAllGather": "AllGather", "_MicroStepAllGather": "AllGather", "AllToAll": "AlltoAll"}
+_RENAMED |= {"AllToAllV": "AlltoAllV"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One collective; its shape is None where routing decides."""
+
+    op: str
+    ranks: tuple[int, ...]
+    dtype: str
+    shape: tuple[int, ...] | None
+    tag: int | None
+
+    @property
+    def kind(self) -> tuple:
+        """What must agree but for shapes."""
+        return self.op, self.ranks, self.dtype, self.tag
+
+    @property
+    def is_message(self) -> bool:
+        """A Send or a Receive."""
+        return self.op in ("Send", "Receive")
+
+    def fits(self, executed: _Call) -> bool:
+        """Whether that may be this one."""
+        return self.kind == executed.kind and self.shape in (None, executed.shape)
+
+    def __str__(self) -> str:
+        shape = "routed rows" if self.shape is None else "x".join(map(str, self.shape)) or "one number"
+        tag = "" if self.tag is None else f", sr_tag {self.tag}"
+        return f"{self.op} of {shape} {self.dtype}{tag} between ranks {', '.join(map(str, self.ranks))}"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs, one line each.
+
+    Args:
+        calls: calls that one side has not, or has more often.
+        order: calls that were executed before one whose result they need, and messages of a link in another order.
+            Only compared where `calls` is empty.
+    """
+
+    calls: list[str]
+    order: list[str]
+
+
+def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> Comparison:
+    """Compare what the dry run reports for a rank's step with what that rank executed in one.
+
+    Args:
+        graph: "graph" of a compile's result, with as many micro-batches as the step had.
+        executed: `Collectives.recorded(step)` of that rank, or the same as lists.
+    """
+    reported = [_reported(graph["groups"], item) for item in graph["collectives"]]
+    done = [_executed(CallRecord(*record)) for record in executed]
+    lines = _differences(reported, done)
+    if lines:
+        return Comparison(lines, [])
+    after = [item.get("after", []) for item in graph["collectives"]]
+    return Comparison([], _too_early(reported, after, done) + _swapped(reported, done))
+
+
+def _reported(groups: Sequence[Sequence[int]], item: Mapping[str, Any]) -> _Call:
+    ranks = (item["me"], item["peer"]) if "peer" in item else tuple(groups[item["group"]])
+    shape = None if item.get("routed") else tuple(item["shape"])
+    return _Call(item["op"], ranks, item["dtype"].lower(), shape, item.get("tag"))
+
+
+def _executed(record: CallRecord) -> _Call:
+    ranks = tuple(record.ranks)
+    if record.peer is not None:
+        me = next(rank for rank in ranks if rank != record.peer)
+        ranks = me, record.peer
+    return _Call(_RENAMED.get(record.op, record.op), ranks, record.dtype, tuple(record.shape), record.sr_tag)
+
+
+def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
+    """Calls by how often they are there; what is left of an operator may be its routed ones."""
+    missing, more = Counter(reported), Counter(done)
+    for call in [call for call in missing if call.shape is not None]:
+        both = min(missing[call], more[call])
+        missing[call] -= both
+        more[call] -= both
+    for routed in [call for call in missing if call.shape is None]:
+        for call in [call for call in more if routed.fits(call)]:
+            both = min(missing[routed], more[call])
+            missing[routed] -= both
+            more[call] -= both
+    lines = [f"reported, not executed: {call}{_times(count)}" for call, count in missing.items() if count]
+    return lines + [f"executed, not reported: {call}{_times(count)}" for call, count in more.items() if count]
+
+
+def _times(count: int) -> str:
+    return f" ({count} times)" if count > 1 else ""
+
+
+def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: Sequence[_Call]) -> list[str]:
+    """Executed calls that stand before one that they need: each is taken for the first that fits and may start."""
+    lines: list[str] = []
+    left, over = dict(enumerate(reported)), set[int]()
+    for call in done:
+        fitting = [place for place, other in left.items() if other.fits(call)]
+        ready = [place for place in fitting if over.issuperset(after[place])]
+        place = min(ready or fitting, key=lambda place: (left[place].shape is None, place))
+        if not ready:
+            needed = reported[next(need for need in after[place] if need not in over)]
+            lines.append(f"executed before what it needs: {call}, which needs the result of {needed}")
+        over.add(place)
+        del left[place]
+    return lines
+
+
+def _swapped(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
+    """The first message of each link and direction that comes in another order."""
+    lines = []
+    for op, ranks in dict.fromkeys((call.op, call.ranks) for call in reported if call.is_message):
+        streams = ([call for call in calls if (call.op, call.ranks) == (op, ranks)] for calls in (reported, done))
+        for place, (one, other) in enumerate(zip(*streams, strict=True), 1):
+            if not one.fits(other):
+                lines.append(f"message {place} is {one} as reported, {other} as executed")
+                break
+    return lines
