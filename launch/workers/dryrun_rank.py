@@ -43,7 +43,7 @@ def enable(config: Any, on_cpu: bool) -> None:
         from plugins.cpu_backend.network import peers
 
         adapter.enable(config)
-        peers.connect = lambda: None  # there is nobody to connect to
+        peers.connect = lambda timeout=0.0: None  # there is nobody to connect to
     enable_plugins(config)
 
 

@@ -82,7 +82,7 @@ class HeldOutLoss(Callback):
             param.set_data(Tensor(value))
         mean = np.mean(losses)
         if get_real_group_size() > 1:
-            mean = sum_over_ranks(mean) / get_real_group_size()
+            mean = sum_over_ranks(float(mean)) / get_real_group_size()
         return float(mean)
 
 

@@ -13,6 +13,7 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.utils.parallel_utils import barrier_world
 
 from plugins.private_hooks import relies_on
+from plugins.sealed_checkpoint import router_state
 from plugins.sealed_checkpoint.plan import expected_files, remove_old, write_refusal, write_seal
 
 # where it is no longer called, or what is kept no longer listed, nothing would be sealed and nothing removed
@@ -93,3 +94,4 @@ class SealingCheckpointMonitor(CheckpointMonitor):
 
 
 MindFormerRegister.register_cls(SealingCheckpointMonitor, MindFormerModuleType.CALLBACK, alias="CheckpointMonitor")
+router_state.enable()

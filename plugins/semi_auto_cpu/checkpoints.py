@@ -18,11 +18,9 @@ def enable(ranks: Ranks) -> None:
     from mindformers.checkpoint import sharded_tensor
     from mindformers.trainer import base_trainer
 
-    original = sharded_tensor.get_strategy_metadata
-
     def of_this_rank(network: Any) -> dict[int, Any]:
         """As `mindspore.parallel.strategy.get_current_strategy_metadata`: the key is always 0."""
-        return {0: original(network)[ranks.rank]}
+        return {0: sharded_tensor.get_strategy_metadata(network)[ranks.rank]}
 
     replace(base_trainer, "compile_model", "'sink_mode' must be set to True", compile_without_sink)
     replace(sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", of_this_rank)

@@ -11,4 +11,4 @@ SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL", "semi_auto_parallel")
 def chosen(recipe: Mapping[str, Any]) -> bool:
     """True for a recipe (or MindFormerConfig) of the CPU with `parallel.parallel_mode: 1`."""
     context, parallel = recipe.get("context") or {}, recipe.get("parallel") or {}
-    return context.get("device_target") == "CPU" and parallel.get("parallel_mode", 1) in SEMI_AUTO
+    return context.get("device_target") == "CPU" and parallel.get("parallel_mode") in SEMI_AUTO

@@ -48,7 +48,7 @@ def _data_parallel(view: View, built: Built) -> list[Rule]:
             view.ep == 1 or bool(view.get(("plugins", "hierarchical_ep"))),
             (*PARALLEL, "expert_parallel"),
             "1, or plugins.hierarchical_ep, or parallel.parallel_mode: 1",
-            "data parallel",
+            "MindFormers' dispatchers have no kernels in data parallel",
         ),
     ]
 

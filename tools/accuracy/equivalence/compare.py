@@ -87,12 +87,13 @@ class Comparison:
 
     Args:
         tensors: how many were compared; used: the largest share of its tolerance that any used; findings: in order
-            of execution, the first is where the fault is.
+            of execution, the first is where the fault is; known: differences of MindFormers itself, not judged.
     """
 
     tensors: int
     used: float
     findings: tuple[Finding, ...]
+    known: tuple[Finding, ...] = ()
 
 
 def compare(run: Emulated, reference: Emulated) -> Comparison:

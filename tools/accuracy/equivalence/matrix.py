@@ -1,4 +1,4 @@
-"""The equivalence matrix of a recipe: every strategy against one worker, trained where CPU can, emulated where not."""
+"""The equivalence matrix of a recipe: every strategy against one worker, trained, executed or emulated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from tools.accuracy.emulate.run import Emulated, emulate
 from tools.accuracy.emulate.sizes import Sizes, sizes_of
 from tools.accuracy.emulate.strategy import Strategy
 from tools.accuracy.equivalence.compare import Comparison, Finding, compare, finding_text
+from tools.accuracy.equivalence.executed import ExecutedRuns
 from tools.accuracy.equivalence.runs import RunFailedError, Trained, make_corpus, train
+from tools.accuracy.equivalence.sharding import USUAL
 from tools.accuracy.equivalence.strategies import (
     BASELINE,
     CLIP,
     EMULATED,
+    EXECUTED,
     NOT_EXECUTABLE,
     TRAINED,
     Case,
@@ -31,7 +34,7 @@ from tools.accuracy.equivalence.strategies import (
 )
 from tools.accuracy.equivalence.trained import compare_trained
 
-PASS, FAIL, NONE = "pass", "fail", "not compared"
+PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
 # nothing in a layout depends on these: the emulation takes the widths of the recipe, and no more of the rest
 MOST = {"batch": 4, "length": 16, "vocabulary": 128}
 
@@ -41,7 +44,8 @@ class Row:
     """One line of the matrix.
 
     Args:
-        status: PASS, FAIL or NONE (with a reason). tensors: compared; used: largest share of a tolerance.
+        status: PASS, FAIL, NONE (with a reason) or KNOWN: MindFormers itself differs, and all else passes.
+        tensors: compared; used: largest share of a tolerance.
         findings: in the order in which they arise; the first says where the fault is.
     """
 
@@ -57,6 +61,8 @@ class Row:
         """By which ranks are described."""
         if self.case.strategy:
             return self.case.strategy
+        if self.case.sharding:
+            return self.case.sharding.shape
         return Strategy(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
@@ -92,30 +98,36 @@ class Matrix:
     @property
     def passed(self) -> bool:
         """Whether something was compared and nothing failed."""
-        return bool(self.with_status(PASS)) and not self.with_status(FAIL)
+        return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
         """One line."""
-        count = {how: sum(row.case.how == how for row in self.with_status(PASS)) for how in (TRAINED, EMULATED)}
+        ways = (TRAINED, EXECUTED, EMULATED)
+        count = {how: sum(row.case.how == how for row in self.with_status(PASS)) for how in ways}
+        known = len(self.with_status(KNOWN))
         return (
             f"{self.recipe}: {len(self.with_status(PASS))} strategies pass ({count[TRAINED]} trained, "
-            f"{count[EMULATED]} emulated), {len(self.with_status(FAIL))} fail, "
-            f"{len(self.with_status(NONE))} not compared"
+            f"{count[EXECUTED]} executed, {count[EMULATED]} emulated), "
+            + (f"{known} but for a known difference of MindFormers, " if known else "")
+            + f"{len(self.with_status(FAIL))} fail, {len(self.with_status(NONE))} not compared"
         )
 
 
 def choose(names: tuple[str, ...]) -> list[Case]:
-    """The cases with these names, or of these kinds ("trained", "emulated"); all without any.
+    """The cases with these names, or of these kinds ("trained", "executed", "emulated").
+
+    Without any: all that is trained or emulated, and of the executed ones, each of which takes minutes, the usual.
 
     Raises:
         RecipeError: no such case, or only ones that cannot be executed.
     """
     known = cases()
-    words = [case.name for case in known] + [TRAINED, EMULATED, BASELINE]
+    words = [case.name for case in known] + [TRAINED, EXECUTED, EMULATED, BASELINE]
     for name in names:
         if name not in words:
             raise RecipeError(f"--only {name}: no such strategy{did_you_mean(name, words)}; --list shows all")
-    chosen = [case for case in known if not names or {case.name, case.how} & set(names)]
+    usual = [case for case in known if case.how != EXECUTED or case.name in USUAL]
+    chosen = [case for case in known if {case.name, case.how} & set(names)] if names else usual
     if names and BASELINE not in names and all(case.how == NOT_EXECUTABLE for case in chosen):
         reasons = "; ".join(f"{case.name}: {case.reason}" for case in chosen)
         raise RecipeError(f"--only names nothing that can be compared here ({reasons})")
@@ -146,6 +158,8 @@ def equivalence(
         if BASELINE in names:
             matrix.rows += runner.alone(BASELINE)
         matrix.rows += [runner.row(case) for case in trained]
+    executed = ExecutedRuns(base, steps, work, started)
+    matrix.rows += [_executed_row(case, executed) for case in chosen if case.sharding]
     matrix.rows += _emulated_rows(sizes_for(base), [case for case in chosen if case.strategy], steps, started)
     matrix.rows += [Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE]
     return matrix
@@ -211,6 +225,16 @@ class _Runner:
         return _judged(case, compare_trained(run, reference))
 
 
+def _executed_row(case: Case, runs: ExecutedRuns) -> Row:
+    assert case.sharding is not None, "an executed case"
+    if misfit := case.sharding.misfit(batch_of(runs.base)):
+        return Row(case, NONE, misfit)
+    try:
+        return _judged(case, runs.compare(case.name, case.sharding))
+    except RunFailedError as error:
+        return Row(case, FAIL, str(error))
+
+
 def _emulated_rows(
     sizes: Sizes, chosen: list[Case], steps: int, started: Callable[[str], None], seed: int = 0
 ) -> Iterator[Row]:
@@ -227,8 +251,10 @@ def _emulated_rows(
 
 
 def _judged(case: Case, comparison: Comparison) -> Row:
-    status = FAIL if comparison.findings else PASS
-    return Row(case, status, case.reason, comparison.tensors, comparison.used, comparison.findings)
+    status = FAIL if comparison.findings else KNOWN if comparison.known else PASS
+    reason = case.sharding.known if case.sharding and comparison.known else case.reason
+    findings = comparison.findings or comparison.known
+    return Row(case, status, reason, comparison.tensors, comparison.used, findings)
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:

@@ -7,12 +7,12 @@ from html import escape
 from rich.console import Console
 from rich.table import Table
 
-from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, failure_lines
+from tools.accuracy.equivalence.matrix import FAIL, KNOWN, NONE, PASS, Matrix, Row, failure_lines
 from tools.accuracy.equivalence.strategies import cases
 from tools.accuracy.pages import STYLE
 
-STYLES = {PASS: "green", FAIL: "bold red", NONE: "dim"}
-CLASSES = {PASS: "pass", FAIL: "fail", NONE: "none"}
+STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
+CLASSES = {PASS: "pass", KNOWN: "pass", FAIL: "fail", NONE: "none"}
 LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
 
 
@@ -30,6 +30,9 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
     for row in matrix.with_status(FAIL):
         for line in failure_lines(row):
             console.print(f"fail: {row.case.name}: {line}", style="red", markup=False, soft_wrap=True)
+    for row in matrix.with_status(KNOWN):
+        for line in [row.reason, *failure_lines(row)]:
+            console.print(f"known: {row.case.name}: {line}", style="yellow", markup=False, soft_wrap=True)
     for line in golden:
         console.print(f"golden: {line}", style="red", markup=False, soft_wrap=True)
     for row in matrix.with_status(NONE):
@@ -85,7 +88,8 @@ def _row(row: Row) -> str:
     ]
     cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
     line = f'<tr>{cells}<td class="{CLASSES[row.status]}">{row.status}</td></tr>'
-    notes = failure_lines(row, len(row.findings)) if row.status == FAIL else [row.reason] if row.reason else []
+    findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []
+    notes = findings if row.status == FAIL else [*filter(None, [row.reason]), *findings]
     return line + "".join(f"<tr><td></td><td colspan=5 class=note>{escape(note)}</td></tr>" for note in notes)
 
 

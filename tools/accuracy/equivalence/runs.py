@@ -80,17 +80,27 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     optimizer = recipe.get("optimizer") or {}
     record = {**CALLBACK, "run_dir": str(run_dir), "betas": optimizer.get("betas") or BETAS}
     recipe["callbacks"] = [record, *recipe["callbacks"]]
+    for stale in (run_dir / "equivalence").glob("rank_*"):
+        stale.unlink()
+    launch(recipe, run_dir)
+    return read_run(run_dir)
+
+
+def launch(recipe: Recipe, run_dir: Path) -> None:
+    """Train a recipe by `tc3 train` into `run_dir`; the recipe stands beside it.
+
+    Raises:
+        RunFailedError: the training failed.
+    """
+    run_dir = run_dir.absolute()
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     file = run_dir.with_name(f"{run_dir.name}.yaml")
     dump_recipe(recipe, file)
-    for stale in (run_dir / "equivalence").glob("rank_*"):
-        stale.unlink()
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
     environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers")}
     done = child.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))
-    return read_run(run_dir)
 
 
 def read_run(run_dir: Path) -> Trained:

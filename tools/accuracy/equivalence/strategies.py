@@ -1,4 +1,8 @@
-"""The matrix of `tc3 accuracy equivalence`: every strategy, and how far it can be tried on a CPU (report, Table 3)."""
+"""The matrix of `tc3 accuracy equivalence`: every strategy, and how it is tried on a CPU (report, Table 3).
+
+Trained: MindFormers' data-parallel graph with this repository's classes for CPU. Executed: MindSpore's sharded graph
+with MindFormers' own operators, by CPU processes (`sharding.py`). Emulated: layers in NumPy, an independent oracle.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.emulate.strategy import Strategy
+from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, Sharding
 from tools.auto.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 
-TRAINED, EMULATED, NOT_EXECUTABLE = "trained", "emulated", "not executable here"
+TRAINED, EXECUTED, EMULATED, NOT_EXECUTABLE = "trained", "executed", "emulated", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
-CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
 
 
 @dataclass(frozen=True)
@@ -39,22 +44,29 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the matrix: a training run, an emulation, or the reason why there is neither."""
+    """A row of the matrix: a training run, an executed sharding, an emulation, or the reason why there is none."""
 
     name: str
     what: str
     variant: Variant | None = None
     strategy: Strategy | None = None
     reason: str = ""
+    sharding: Sharding | None = None
 
     @property
     def how(self) -> str:
-        """TRAINED, EMULATED or NOT_EXECUTABLE."""
-        return TRAINED if self.variant else EMULATED if self.strategy else NOT_EXECUTABLE
+        """TRAINED, EXECUTED, EMULATED or NOT_EXECUTABLE."""
+        if self.variant:
+            return TRAINED
+        return EXECUTED if self.sharding else EMULATED if self.strategy else NOT_EXECUTABLE
 
 
-_NO_SEMI_AUTO = "MindSpore 2.9.0 does not execute semi-automatic parallel graphs on CPU"
-_HERE = f"{_NO_SEMI_AUTO}: layers in NumPy"
+_ORACLE = "layers in NumPy, an oracle that shares no code with MindSpore"
+# what is emulated and has no executed row: the emulation is its only trial
+_ONLY_EMULATED = (
+    *("tensor_parallel_4", "expert_data_parallel", "expert_tensor_parallel", "expert_sequence_parallel"),
+    *("expert_overlap", "all_together"),
+)
 _TRAINED = (
     ("data_parallel_2", "two workers, gradients averaged", Variant(workers=2)),
     ("expert_parallel_4_global", "experts over four workers, one All-to-All", Variant(workers=4, mode="global")),
@@ -99,26 +111,25 @@ _EMULATED = (
         Strategy(micro=2, dp=2, cp=2, tp=2, pp=2, ep=2, sequence_parallel=True),
     ),
 )
+_PER_RANK = "MindFormers takes it per rank and micro-batch, so that it is not the loss of one process"
 _NEITHER = (
-    (
-        "pipeline_schedules",
-        "interleaving (vpp, seqvpp), zero bubble",
-        f"{_NO_SEMI_AUTO}; the order of micro-batches is the compiler's: tc3 dryrun compiles it, nothing here runs it",
-    ),
-    (
-        "mtp_and_auxiliary_loss_sharded",
-        "MTP layer and router's auxiliary loss under tensor or context parallelism",
-        f"{_NO_SEMI_AUTO}; the emulation has neither (trained rows have both)",
-    ),
-    ("bfloat16", "the data type of the full-size recipes", "MindSpore 2.9.0 has no bfloat16 matmul on CPU"),
+    ("zero_bubble", "the schedules seqvpp and zero bubble", "tc3 dryrun compiles them; no row executes them yet"),
+    ("auxiliary_loss_per_rank", "the router's auxiliary loss under expert and pipeline parallelism", _PER_RANK),
+    ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
 )
 
 
 def cases() -> list[Case]:
-    """Every row, the trained ones first; runs that only serve as baselines are not among them."""
+    """Every row, the trained ones first, then the executed; runs that only serve as baselines are not among them."""
     trained = [Case(name, what, variant=variant) for name, what, variant in _TRAINED]
-    emulated = [Case(name, what, strategy=strategy, reason=_HERE) for name, what, strategy in _EMULATED]
-    return [*trained, *emulated, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
+    executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
+    emulated = [Case(name, what, strategy=strategy, reason=_oracle(name)) for name, what, strategy in _EMULATED]
+    return [*trained, *executed, *emulated, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
+
+
+def _oracle(name: str) -> str:
+    """What an emulated row is beside the executed ones."""
+    return f"{_ORACLE}; no row executes it" if name in _ONLY_EMULATED else f"{_ORACLE}, beside an executed row"
 
 
 def baseline_variant(name: str) -> Variant:
@@ -137,6 +148,8 @@ def one_worker(path: str) -> Recipe:
         recipe = load_mini(path)
     recipe = resolve(recipe)
     batch = batch_of(recipe)
+    if chosen(recipe):
+        _unsplit(recipe)
     recipe["plugins"] = {}
     recipe["callbacks"] = [entry for entry in recipe.get("callbacks") or [] if entry["type"] != "CheckpointMonitor"]
     return _on_workers(recipe, batch, 1)
@@ -144,8 +157,23 @@ def one_worker(path: str) -> Recipe:
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
     """Samples of a step over all data-parallel workers of a CPU recipe."""
-    workers = recipe["parallel_config"]["data_parallel"] if recipe.get("use_parallel") else 1
-    return recipe["runner_config"]["batch_size"] * workers
+    if not recipe.get("use_parallel"):
+        return recipe["runner_config"]["batch_size"]
+    degrees = recipe["parallel_config"]
+    micro = degrees.get("micro_batch_num", 1) if degrees.get("pipeline_stage", 1) > 1 else 1
+    return recipe["runner_config"]["batch_size"] * degrees["data_parallel"] * micro
+
+
+def _unsplit(recipe: Recipe) -> None:
+    """Make a sharded recipe of the CPU one of its data-parallel graph (in place)."""
+    ones = ("model_parallel", "pipeline_stage", "context_parallel", "micro_batch_num")
+    recipe["parallel_config"].update(dict.fromkeys(ones, 1), use_seq_parallel=False)
+    recipe["parallel"].update(parallel_mode=0, gradients_mean=True, enable_parallel_optimizer=False)
+    recipe["parallel"].pop("pipeline_config", None)
+    recipe["model"]["model_config"].update(offset=0, pp_interleave_num=1)
+    for callback in recipe["callbacks"]:
+        if "micro_batch_num" in callback:
+            callback["micro_batch_num"] = 1
 
 
 def derive(base: Recipe, variant: Variant, steps: int, corpus: str) -> Recipe:

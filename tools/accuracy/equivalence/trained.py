@@ -32,14 +32,14 @@ def compare_trained(run: Trained, reference: Trained) -> Comparison:
     rows = list(_rows(run, reference))
     findings = [finding for finding, _ in rows if not finding.error <= finding.allowed]
     copies = [
-        _finding(run, len(run.steps), OPTIMIZER, group_of(weight_of(name)), name, np.inf, 0.0, "copies differ", ranks)
+        finding_of(run, len(run.steps), OPTIMIZER, group_of(weight_of(name)), name, np.inf, 0.0, "copies differ", ranks)
         for name, ranks in run.differing.items()
     ]
     used = max(share for _, share in rows)
-    return Comparison(len(rows), used, (*data, *findings, *copies, *_unclipped(run)))
+    return Comparison(len(rows), used, (*data, *findings, *copies, *unclipped(run)))
 
 
-def _finding(
+def finding_of(
     run: Trained,
     step: int,
     phase: str,
@@ -50,6 +50,7 @@ def _finding(
     detail: str,
     ranks: tuple[int, ...] = (),
 ) -> Finding:
+    """A finding of a run; of all its ranks unless some are named."""
     return Finding(step, phase, module, tensor, error, allowed, ranks or tuple(range(run.workers)), detail)
 
 
@@ -59,20 +60,20 @@ def _data(run: Trained, reference: Trained) -> Iterator[Finding]:
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
             detail = f"{other} of {len(theirs)} samples of the step are others"
-            yield _finding(run, step, FORWARD, "data", "samples", np.inf, 0.0, detail)
+            yield finding_of(run, step, FORWARD, "data", "samples", np.inf, 0.0, detail)
     for name in (name for name in reference.state if name.startswith(START)):
         if not np.array_equal(run.state[name], reference.state[name]):
             weight = name.removeprefix(START)
-            yield _finding(run, 1, FORWARD, group_of(weight), f"start of {weight}", np.inf, 0.0, "other weights")
+            yield finding_of(run, 1, FORWARD, group_of(weight), f"start of {weight}", np.inf, 0.0, "other weights")
 
 
-def _unclipped(run: Trained) -> Iterator[Finding]:
+def unclipped(run: Trained) -> Iterator[Finding]:
     """A run in which no gradient was clipped proves nothing about the clipping; global norms are those before it."""
     norms = [(step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values()))) for step, after in _steps(run)]
     if not any(after < (1 - CLIPPED) * before for before, after in norms):
         before = max(before for before, _ in norms)
         detail = f"no step was clipped (norms up to {before:.4g}), so that a wrong clipping would change nothing"
-        yield _finding(run, len(norms), BACKWARD, "gradients", "clipping", np.inf, 0.0, detail)
+        yield finding_of(run, len(norms), BACKWARD, "gradients", "clipping", np.inf, 0.0, detail)
 
 
 def _steps(run: Trained) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
@@ -95,11 +96,11 @@ def _rows(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
         found = group_norms(run.norms[step - 1])
         for group, want in groups.items():
             yield _number(run, step, phase, group, "gradient norm", found[group], want, allowed)
-    yield from _state(run, reference)
+    yield from state_rows(run, reference, reference.steps[0]["tokens"])
     for row in bias_rows(run, reference):
         numbers = (row.error, row.allowed, row.detail)
         share = row.error / row.allowed if row.allowed else np.inf if row.error else 0.0
-        yield _finding(run, row.step, OPTIMIZER, group_of(row.router), row.tensor, *numbers), share
+        yield finding_of(run, row.step, OPTIMIZER, group_of(row.router), row.tensor, *numbers), share
 
 
 def mean_tolerance(tokens: int) -> float:
@@ -117,16 +118,16 @@ def _number(run, step, phase, module, tensor, got, want, allowed) -> tuple[Findi
     finite = np.isfinite(got) and np.isfinite(want)
     error = abs(got - want) / max(abs(want), 1e-30) if finite else np.inf
     detail = f"{got:.9g}, should be {want:.9g}"
-    return _finding(run, step, phase, module, tensor, error, allowed, detail), error / allowed
+    return finding_of(run, step, phase, module, tensor, error, allowed, detail), error / allowed
 
 
-def _state(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
-    """Moments after the last step, then how far weights have moved."""
-    last, allowed = len(reference.steps), tolerance(DTYPE, reference.steps[0]["tokens"])
+def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[tuple[Finding, float]]:
+    """Moments after the last step, then how far weights have moved; Table 2's row is that of so many tokens."""
+    last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(MOMENTS)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
         verdict = judge(run.state[name], reference.state[name], most, DTYPE)
-        finding = _finding(run, last, OPTIMIZER, group_of(name.split(".", 1)[1]), name, verdict.error, most, "")
+        finding = finding_of(run, last, OPTIMIZER, group_of(name.split(".", 1)[1]), name, verdict.error, most, "")
         yield replace(finding, detail=verdict.detail), verdict.error / most
     rate = sum(step["learning_rate"] for step in reference.steps)
     for name in (name.removeprefix(START) for name in reference.state if name.startswith(START)):
@@ -135,7 +136,7 @@ def _state(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
         room = leeway(reference.state[LEAST + name], allowed, rate) + stored
         over = np.sign(got - want) * np.maximum(np.abs(got - want) - room, 0)
         verdict = judge(want + over, want, allowed, DTYPE)
-        finding = _finding(run, last, OPTIMIZER, group_of(name), f"change of {name}", verdict.error, allowed, "")
+        finding = finding_of(run, last, OPTIMIZER, group_of(name), f"change of {name}", verdict.error, allowed, "")
         yield replace(finding, detail=verdict.detail), verdict.error / allowed
 
 

@@ -1,0 +1,54 @@
+"""The routers' biases in the metadata of a sharded checkpoint, so that a resume finds them.
+
+MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
+(`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are no part of that list: every rank saves them,
+none loads them, and training goes on from biases of zero. They are copies on all ranks of a stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from plugins.private_hooks import replace
+
+STATE = ("expert_bias", "expert_load")
+Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore lists a rank's parameters
+
+
+def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
+    """`entries` of a rank and those of the routers that it has, copied as far as their router's weight is known."""
+    missing = [item for item in parameters if item.name.split(".")[-1] in STATE and item.name not in entries]
+    added = {}
+    for item in missing:
+        weight = entries.get(f"{item.name.rpartition('.')[0]}.weight")
+        if weight is not None:  # otherwise the layer is another stage's
+            added[item.name] = [copied_like(weight[0]), item.dtype, tuple(item.shape)]
+    return {**entries, **added}
+
+
+def copied_like(layout: Any) -> Any:
+    """The layout of a vector of which each rank of `layout` has a copy."""
+    from mindspore import Layout
+
+    known = layout.to_dict()
+    names = tuple(name for name in known["alias_name"] if name != "interleaved_parallel")
+    return Layout(tuple(known["device_matrix"]), names, list(known["rank_list"]))("None")
+
+
+def enable() -> None:
+    """Have MindFormers list them, wherever it asks MindSpore; what the CPU backend answers itself is whole already."""
+    from mindformers.checkpoint import sharded_tensor
+
+    of_all, of_this = sharded_tensor.get_strategy_metadata, sharded_tensor.get_current_strategy_metadata
+
+    def all_ranks(network: Any, rank_id: int | None = None) -> dict[int, Entries] | None:
+        found = of_all(network, rank_id)
+        return found and {rank: add_router_state(each, network.get_parameters()) for rank, each in found.items()}
+
+    def this_rank(network: Any) -> dict[int, Entries] | None:
+        found = of_this(network)
+        return found and {rank: add_router_state(each, network.get_parameters()) for rank, each in found.items()}
+
+    replace(sharded_tensor, "get_strategy_metadata", ".get_rank_layout(rank_id)", all_ranks)
+    replace(sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", this_rank)

@@ -1,0 +1,222 @@
+"""Executed runs: what is read from their checkpoints, and the gates, on a run that the test writes itself."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from plugins.errors import CheckpointError, DataError
+from tests.tools.checkpoint.saved import Saved
+from tools.accuracy.equivalence import executed, matrix
+from tools.accuracy.equivalence.compare import finding_text
+from tools.accuracy.equivalence.executed_gates import compare_executed
+from tools.accuracy.equivalence.render import as_html
+from tools.accuracy.equivalence.runs import RunFailedError
+from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding
+
+EMBEDDING, HEAD, ROUTER = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.1.mlp.router"
+STEPS, WORKERS = 3, 2
+TP2, MTP_PP2 = Sharding(tp=2, sp=True), next(each for _, _, each in EXECUTED_ROWS if each.known)
+RECIPE = {
+    "optimizer": {"betas": [0.9, 0.95]},
+    "parallel_config": {"data_parallel": 1, "model_parallel": 2, "context_parallel": 1, "pipeline_stage": 1},
+}
+ALONE = {**RECIPE, "parallel_config": {**RECIPE["parallel_config"], "model_parallel": 1}}
+
+
+def tensors(step):
+    """Weights and moments after a step; the first step's learning rate is 0."""
+    found, squares = {}, 0.0
+    for seed, name in enumerate((EMBEDDING, HEAD, f"{ROUTER}.weight")):
+        rng = np.random.default_rng(seed)
+        weight = rng.standard_normal((8, 4)).astype(np.float32)
+        first, second = np.zeros_like(weight), np.zeros_like(weight)
+        for number in range(step):
+            gradient = rng.standard_normal((8, 4)).astype(np.float32) / 100
+            first = np.float32(0.9) * first + np.float32(0.1) * gradient
+            second = np.float32(0.95) * second + np.float32(0.05) * gradient**2
+            weight = weight - np.float32(0.01 * bool(number)) * first
+        squares += float(np.square(gradient).sum())
+        found |= {name: weight, f"adam_m.{name}": first, f"adam_v.{name}": second}
+    return found, squares**0.5
+
+
+def write(folder, workers, spoil=None):
+    """A run of one process, or of two that split the embedding and copy the rest; `spoil(step, saved, metrics)`."""
+    metrics = []
+    for step in range(1, STEPS + 1):
+        arrays, norm = tensors(step)
+        bias = np.float32([0.001, -0.001, 0.001, 0]) * step
+        metrics.append(
+            {"step": step, "loss": 7.0 - step, "lm_loss": 6.0, "load_balancing_loss": None, "mtp_loss": None}
+        )
+        metrics[-1] |= {"tokens": 64, "learning_rate": 0.01 * (step > 1), "global_norm": 5 * norm}
+        saved = Saved(folder / "checkpoint" / f"iteration_{step:08d}", workers)
+        for name, array in arrays.items():
+            kind = "opt" if name.startswith("adam") else "model"
+            cuts, ranks = ((2, 1), [[0], [1]]) if workers == 2 and EMBEDDING in name else ((1, 1), [range(workers)])
+            saved.put(name, array, cuts, [list(each) for each in ranks], kind)
+        for rank in range(workers):
+            saved.held[saved.file("model", rank)][f"{ROUTER}.expert_bias"] = bias.copy()
+        if spoil:
+            spoil(step, saved, metrics)
+        if workers == 1:  # as one process writes it
+            for name, each in saved.held.items():
+                save_file(each, saved.folder / name)
+        else:
+            saved.write()
+    (folder / "metrics").mkdir(parents=True)
+    lines = [json.dumps(line) for line in ({"total_steps": STEPS}, *metrics)]
+    (folder / f"metrics/rank_{workers - 1}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.fixture
+def alone(tmp_path):
+    return executed.read_executed(write(tmp_path / "alone", 1), ALONE)
+
+
+def run_with(tmp_path, spoil=None):
+    return executed.read_executed(write(tmp_path / "two", WORKERS, spoil), RECIPE)
+
+
+def test_two_processes_are_read_as_one(alone, tmp_path):
+    run = run_with(tmp_path)
+    assert run.workers == 2 and alone.workers == 1 and run.differing == alone.differing == {}
+    assert run.state.keys() == alone.state.keys() and run.norms == alone.norms
+    for name, value in alone.state.items():
+        np.testing.assert_array_equal(run.state[name], value)
+    np.testing.assert_array_equal(run.state[f"start.{EMBEDDING}"], tensors(1)[0][EMBEDDING])
+    gradient = np.sqrt(sum(norm**2 for norm in run.norms[2].values()))
+    assert gradient == pytest.approx(tensors(3)[1], rel=1e-5)
+    comparison = compare_executed(run, alone, TP2)
+    assert comparison.findings == comparison.known == () and comparison.tensors > 20 and comparison.used == 0
+
+
+def loss(step, saved, metrics):
+    metrics[-1]["loss"] += 2e-5
+
+
+def norm(step, saved, metrics):
+    metrics[-1]["global_norm"] *= 1 + 1e-4
+
+
+def not_finite(step, saved, metrics):
+    metrics[-1]["loss"] = float("nan")
+
+
+def change(name, rank, factor):
+    """On one rank, or on both."""
+
+    def spoil(step, saved, metrics):
+        kind = "opt" if name.startswith("adam") else "model"
+        for each in range(WORKERS) if rank is None else [rank]:
+            saved.held[saved.file(kind, each)][name] *= np.float32(factor)
+
+    return spoil
+
+
+def never_clipped(step, saved, metrics):
+    metrics[-1]["global_norm"] /= 5
+
+
+def biases(step, saved, metrics):
+    for rank in range(WORKERS):
+        saved.held[saved.file("model", rank)][f"{ROUTER}.expert_bias"] *= np.float32(-1)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (loss, "forward of step 1, loss: loss, all ranks: error 2e-05, allowed 1e-05"),
+        (not_finite, "forward of step 1, loss: loss, all ranks: error inf"),
+        (norm, "backward of step 1, gradients: global norm, all ranks: error 0.0001, allowed 5e-05"),
+        (change(f"adam_m.{HEAD}", None, 1.001), "backward of step 1, head: gradient norm, all ranks: error 0.001"),
+        (change(f"adam_v.{HEAD}", None, 1.01), f"optimizer of step 3, head: adam_v.{HEAD}, all ranks"),
+        (change(f"adam_m.{EMBEDDING}", 1, 1.01), "backward of step 1, embedding: gradient norm"),
+        (
+            change(HEAD, 1, 1.001),
+            f"optimizer of step 3, head: {HEAD}, rank 1 (tp 1): error inf, allowed 0; copies differ",
+        ),
+        (change(f"{ROUTER}.expert_bias", 1, 2), "rank 1 (tp 1): error inf, allowed 0; copies differ"),
+        (biases, "layers.1.router: moves of the bias, all ranks: error 0.75, allowed 0.05"),
+    ],
+)
+def test_each_difference_is_found_and_named(alone, tmp_path, spoil, text):
+    comparison = compare_executed(run_with(tmp_path, spoil), alone, TP2)
+    assert text in finding_text(comparison.findings[0], TP2.shape), comparison.findings[:3]
+
+
+def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
+    alone = executed.read_executed(write(tmp_path / "alone", 1, never_clipped), ALONE)
+    (finding,) = compare_executed(run_with(tmp_path, never_clipped), alone, TP2).findings
+    assert finding.tensor == "clipping" and "no step was clipped" in finding.detail
+
+
+def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
+    run = run_with(tmp_path)
+    short = executed.Trained(2, run.steps[:2], [], run.norms[:2], run.state, {})
+    assert "2 steps, should be 3" in finding_text(compare_executed(short, alone, TP2).findings[0], TP2.shape)
+    del run.state[f"adam_m.{HEAD}"]
+    (finding, *_) = compare_executed(run, alone, TP2).findings
+    assert finding.detail == "no checkpoint of the run holds it"
+    other = run_with(tmp_path / "other", change(HEAD, None, 1.001))
+    assert any(f.tensor == f"start of {HEAD}" for f in compare_executed(other, alone, TP2).findings)
+
+
+def test_a_known_difference_of_mindformers_is_told_and_nothing_else_is_excused(alone, tmp_path):
+    case = next(case for case in matrix.cases() if case.sharding == MTP_PP2)
+    run = run_with(tmp_path, norm)
+    found = compare_executed(run, alone, MTP_PP2)
+    assert found.findings == () and {finding.tensor for finding in found.known} == {"global norm"}
+    row = matrix._judged(case, found)
+    assert row.status == matrix.KNOWN and "stock-differences" in row.reason
+    page = matrix.Matrix("recipe", 3, [row])
+    assert page.passed and "known difference of MindFormers" in page.summary()
+    assert "global norm" in as_html(page, [])
+    run.differing.update({EMBEDDING: (1,), HEAD: (1,)})
+    found = compare_executed(run, alone, MTP_PP2)
+    assert [finding.tensor for finding in found.findings] == [HEAD]
+    for step in run.steps:
+        step["global_norm"] /= 1.001
+    assert compare_executed(run, alone, MTP_PP2).findings[0].tensor == "global norm", "one that is too small"
+
+
+def test_a_run_without_a_whole_record_is_refused(tmp_path):
+    folder = write(tmp_path / "two", WORKERS)
+    (folder / "checkpoint/iteration_00000002").rename(folder / "checkpoint/iteration_00000009")
+    with pytest.raises(CheckpointError, match="not one checkpoint for each of 3 steps"):
+        executed.read_executed(folder, RECIPE)
+    metrics = folder / "metrics/rank_1.jsonl"
+    metrics.write_text(metrics.read_text().replace('"learning_rate": 0.0', '"learning_rate": 0.1'))
+    with pytest.raises(DataError, match="learning rate is not 0"):
+        executed.read_executed(folder, RECIPE)
+    metrics.unlink()
+    with pytest.raises(DataError, match="noted no step"):
+        executed.read_executed(folder, RECIPE)
+
+
+def test_a_baseline_that_fails_is_run_once(monkeypatch, tmp_path):
+    from tests.training.runs import ROOT
+
+    seen = []
+
+    def launch(recipe, run_dir):
+        seen.append(run_dir.name)
+        raise RunFailedError("no compiler")
+
+    monkeypatch.setattr(executed, "launch", launch)
+    names = ("executed_tp2_sp", "executed_cp2")
+    found = matrix.equivalence(str(ROOT / "recipes/mini/pretrain.yaml"), names, 2, tmp_path)
+    assert seen == ["one_process"] and [row.status for row in found.rows] == [matrix.FAIL, matrix.FAIL]
+    assert found.rows[0].reason == "the run of one_process failed: no compiler"
+
+
+def test_checkpoints_are_deleted_when_they_were_read(monkeypatch, tmp_path):
+    def launch(recipe, run_dir):
+        write(run_dir, WORKERS)
+
+    monkeypatch.setattr(executed, "launch", launch)
+    run = executed.execute(RECIPE, tmp_path / "two")
+    assert len(run.steps) == 3 and not (tmp_path / "two/checkpoint").exists()

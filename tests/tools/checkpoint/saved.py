@@ -1,0 +1,48 @@
+"""Checkpoint folders of many ranks, as MindFormers writes them."""
+
+import json
+import math
+
+import numpy as np
+from safetensors.numpy import save_file
+
+
+class Saved:
+    """A checkpoint folder as MindFormers writes it, slice by slice."""
+
+    def __init__(self, folder, world_size):
+        self.folder, self.world_size = folder, world_size
+        self.held = {}
+        self.tensors, self.storage = {}, {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def file(self, kind, rank):
+        return f"mini-{kind}-{rank:07d}-{self.world_size:07d}.safetensors"
+
+    def put(self, name, whole, cuts, ranks_of, kind="model"):
+        """Cut `whole` into `cuts`, and give slice i to `ranks_of[i]`."""
+        part = tuple(length // count for length, count in zip(whole.shape, cuts, strict=True))
+        chunks = []
+        for place, index in enumerate(np.ndindex(*cuts)):
+            spans = tuple(slice(i * length, (i + 1) * length) for i, length in zip(index, part, strict=True))
+            chunks.append({"global_offset": [place], "local_shape": list(part)})
+            entries = []
+            for rank in ranks_of[place]:
+                self.held.setdefault(self.file(kind, rank), {})[name] = np.array(whole[spans], order="C")
+                entries.append(
+                    {"file_name": self.file(kind, rank), "storage_rank": rank, "rank_group": list(ranks_of[place])}
+                )
+            self.storage[str((name, (place,)))] = entries
+        known = {"global_shape": list(whole.shape), "axis_fragmentations": list(cuts), "chunk": chunks}
+        self.tensors[name] = known
+
+    def write(self):
+        for name, arrays in self.held.items():
+            save_file(arrays, self.folder / name)
+        content = {"state_dict_metadata": self.tensors, "storage_data": self.storage}
+        (self.folder / "metadata.json").write_text(json.dumps(content))
+        return self.folder
+
+
+def numbered(*shape):
+    return np.arange(math.prod(shape), dtype=np.float32).reshape(shape)

@@ -1,0 +1,120 @@
+"""Compare an executed sharding with one process of the same graph: losses, norms, gradients by group, optimizer state.
+
+Losses are held to 1e-5 absolute and global norms to 5e-5 relative, tighter than those of trained runs: both sides are
+the same graph from the same weights. Gradients go by Table 2, as there; the state after the last step by its row for
+the tokens of all steps, which moments accumulate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from tools.accuracy.emulate.context import BACKWARD, FORWARD, OPTIMIZER
+from tools.accuracy.equivalence.compare import DTYPE, Comparison, Finding
+from tools.accuracy.equivalence.runs import BIAS, LOSSES, START, Trained, group_norms, group_of, weight_of
+from tools.accuracy.equivalence.sharding import Sharding
+from tools.accuracy.equivalence.trained import finding_of, state_rows, unclipped
+from tools.accuracy.tolerance import tolerance
+
+LOSS = 1e-5  # absolute
+NORM = 5e-5  # relative
+MOVES = 0.05  # of the moves of a router's biases: a token at a tie turns that of an expert at its share
+KNOWN_NORM = 1e-2  # relative: by how much a norm that counts a gradient twice may be too large
+EMBEDDING = re.compile(r"(adam_[mv]\.)?embedding\.word_embeddings\.weight")
+
+
+def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
+    """Findings in the order in which a difference arises; known stock differences apart."""
+    if len(run.steps) != len(reference.steps):
+        detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
+        return Comparison(1, np.inf, (finding_of(run, 1, FORWARD, "data", "steps", np.inf, 0.0, detail),))
+    rows = [*_numbers(run, reference), *_tensors(run, reference)]
+    wrong = list(_starts(run, reference))
+    wrong += [finding for finding, _ in rows if not finding.error <= finding.allowed]
+    wrong += list(_copies(run))
+    wrong += [] if sharding.known else list(unclipped(run))
+    known = [finding for finding in wrong if sharding.known and _is_known(finding, run, sharding)]
+    used = max(share for finding, share in rows if finding not in known)
+    return Comparison(len(rows), used, tuple(finding for finding in wrong if finding not in known), tuple(known))
+
+
+def _starts(run: Trained, reference: Trained) -> Iterator[Finding]:
+    """Weights that do not start as those of one process; they are drawn whole, and then cut."""
+    for name in (name for name in reference.state.keys() & run.state.keys() if name.startswith(START)):
+        if not np.array_equal(run.state[name], reference.state[name]):
+            weight = name.removeprefix(START)
+            yield finding_of(run, 1, FORWARD, group_of(weight), f"start of {weight}", np.inf, 0.0, "other weights")
+
+
+def _numbers(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
+    """Losses and norms of each step: (what would be a finding if it is over what is allowed, share of that)."""
+    for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
+        phase = FORWARD if step == 1 else OPTIMIZER
+        for name in (name for name in LOSSES if name != "global_norm" and (mine[name], theirs[name]) != (None, None)):
+            yield _row(run, step, phase, "loss", name, mine[name], theirs[name], LOSS, 1.0)
+        phase = BACKWARD if step == 1 else OPTIMIZER
+        norm = theirs["global_norm"]
+        yield _row(run, step, phase, "gradients", "global norm", mine["global_norm"], norm, NORM, norm)
+        found = group_norms(run.norms[step - 1])
+        for group, want in group_norms(reference.norms[step - 1]).items():
+            allowed = tolerance(DTYPE, theirs["tokens"])
+            yield _row(run, step, phase, group, "gradient norm", found.get(group), want, allowed, want)
+
+
+def _row(
+    run: Trained,
+    step: int,
+    phase: str,
+    module: str,
+    tensor: str,
+    got: float | None,
+    want: float | None,
+    allowed: float,
+    size: float | None,
+) -> tuple[Finding, float]:
+    """A number whose error is told relative to `size`; one that is missing, or not finite, is wrong."""
+    number, right, scale = (np.nan if value is None else value for value in (got, want, size))
+    finite = np.isfinite(number) and np.isfinite(right)
+    error = abs(number - right) / max(abs(scale), 1e-30) if finite else np.inf
+    detail = f"{number:.9g}, should be {right:.9g}"
+    return finding_of(run, step, phase, module, tensor, error, allowed, detail), error / allowed
+
+
+def _tensors(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
+    """Weights and moments after the last step; one that only one side has is wrong."""
+    last = len(reference.steps)
+    for name in sorted(run.state.keys() ^ reference.state.keys()):
+        side = "no checkpoint of the run holds it" if name in reference.state else "one process has none"
+        yield finding_of(run, last, OPTIMIZER, group_of(weight_of(name)), name, np.inf, 0.0, side), np.inf
+    if run.state.keys() == reference.state.keys():
+        yield from state_rows(run, reference, sum(step["tokens"] for step in reference.steps))
+    for name in (name for name in reference.state.keys() & run.state.keys() if name.startswith(BIAS)):
+        yield _bias_row(run, name, run.state[name], reference.state[name])
+
+
+def _bias_row(run: Trained, name: str, got: np.ndarray, want: np.ndarray) -> tuple[Finding, float]:
+    """A router's biases after each step [steps, experts]; how many moves may be others stands at MOVES."""
+    moves, right = (np.sign(np.diff(side, axis=0, prepend=np.zeros_like(side[:1]))) for side in (got, want))
+    others = float(np.mean(moves != right))
+    detail = f"{others:.1%} of the moves of experts' biases are others"
+    group = group_of(name.removeprefix(BIAS))
+    return finding_of(run, len(want), OPTIMIZER, group, "moves of the bias", others, MOVES, detail), others / MOVES
+
+
+def _copies(run: Trained) -> Iterator[Finding]:
+    for name, ranks in run.differing.items():
+        where = group_of(weight_of(name))
+        yield finding_of(run, len(run.steps), OPTIMIZER, where, name, np.inf, 0.0, "copies differ", ranks)
+
+
+def _is_known(finding: Finding, run: Trained, sharding: Sharding) -> bool:
+    """MTP in a pipeline: a global norm that is a little too large, and the last stage's own copy of the embedding."""
+    if finding.tensor == "global norm":
+        number, right = (float(text) for text in finding.detail.split(", should be "))
+        return finding.error <= KNOWN_NORM and number > right
+    last_stage = range(sharding.workers - sharding.workers // sharding.pp, sharding.workers)
+    copies = finding.tensor in run.differing and finding.detail == "copies differ"
+    return copies and bool(EMBEDDING.fullmatch(finding.tensor)) and set(finding.ranks) <= set(last_stage)

@@ -1,0 +1,198 @@
+"""Strategies that are executed: the recipe's model as MindSpore's sharded graph, by CPU processes.
+
+`parallel.parallel_mode: 1` on CPU (plugins/semi_auto_cpu) runs MindFormers' own graph for Ascend. Every layout starts
+from the same weights, so each is compared with one process of the same graph.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+from tools.accuracy.emulate.strategy import Strategy
+from tools.recipe.load import Recipe
+
+CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
+NEVER_CLIPPED = 1e6  # a max_grad_norm
+TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How processes share the model and the step.
+
+    Args:
+        tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
+            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; zero: the optimizer's state
+            cut over dp; recompute: all activations; accumulate: steps of gradient accumulation.
+        moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
+            which is taken per rank and micro-batch and so is off where tokens are split between those.
+        mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher.
+        known: the stock difference that this strategy has from one process, told and not judged.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    sp: bool = False
+    vpp: int = 1
+    micro: int = 1
+    zero: bool = False
+    recompute: bool = False
+    accumulate: int = 1
+    moe: bool = False
+    mtp: bool = False
+    layers: int = 2
+    aux: bool = False
+    mode: str = ""
+    known: str = ""
+
+    @property
+    def workers(self) -> int:
+        """Processes."""
+        return self.tp * self.dp * self.cp * self.pp
+
+    @property
+    def shape(self) -> Strategy:
+        """By which ranks are described."""
+        return Strategy(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
+
+    @property
+    def alone(self) -> Sharding:
+        """The same model in one process."""
+        return Sharding(moe=self.moe, mtp=self.mtp, layers=self.layers, aux=self.aux, known=self.known)
+
+    @property
+    def against(self) -> str:
+        """The name of that run."""
+        parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
+        parts += [f"{self.layers}_layers" * (self.layers != 2), "unclipped" * bool(self.known)]
+        return "_".join(["one_process", *filter(None, parts)])
+
+    def misfit(self, batch: int) -> str:
+        """Why a step of `batch` samples cannot be shared so; empty when it can."""
+        parts = self.dp * self.micro * self.accumulate
+        return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
+
+
+_EP = Sharding(dp=2, ep=2, moe=True)
+EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
+    ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
+    ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
+    ("executed_dp2_zero", "data parallel, weights and moments sharded", Sharding(dp=2, zero=True)),
+    ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
+    ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
+    ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
+    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", Sharding(pp=2, micro=2, vpp=2, layers=4)),
+    ("executed_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2)),
+    ("executed_tp2_sp_recompute", "activations computed again", Sharding(tp=2, sp=True, recompute=True)),
+    ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
+    ("executed_moe_tp2_sp", "dropless dispatch, auxiliary loss", Sharding(tp=2, sp=True, moe=True, aux=True)),
+    ("executed_moe_ep2", "experts over data parallel, no auxiliary loss", _EP),
+    ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
+    ("executed_moe_ep2_tp2_sp", "four processes", Sharding(dp=2, ep=2, tp=2, sp=True, moe=True)),
+    ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
+    ("executed_mtp_pp2", "an MTP layer on the last stage", Sharding(pp=2, micro=2, mtp=True, known=TWO_STAGES)),
+    *(
+        (
+            f"executed_ep2_{mode}",
+            "hierarchical_ep as on Ascend",
+            Sharding(dp=2, ep=2, moe=True, mode=mode),
+        )
+        for mode in ("global", "hierarchical", "deduplicated")
+    ),
+    ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
+)
+# what a run without --only executes: one strategy of each kind, as each takes a minute
+USUAL = ("executed_tp2_sp", "executed_pp2")
+
+
+def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
+    """A recipe of the sharded graph that trains `steps` steps of `base` (of `one_worker`) on a Megatron prefix.
+
+    It saves a checkpoint after each step, from which gradients and the optimizer's state are read. The first step's
+    learning rate is 0, so that the first checkpoint holds the weights that training starts from.
+    """
+    recipe = copy.deepcopy(base)
+    batch = recipe["runner_config"]["batch_size"]
+    loader = recipe["train_dataset"]["data_loader"]
+    loader["sizes"] = [steps * batch, 0, 0]
+    loader["config"]["data_path"] = ["1", corpus]
+    recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
+    clip = NEVER_CLIPPED if sharding.known else CLIP
+    recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)
+    recipe["lr_schedule"].update(type="ConstantWarmUpLR", warmup_lr_init=0.0)
+    recipe["lr_schedule"]["warmup_steps"] = max(recipe["lr_schedule"].get("warmup_steps") or 0, 2)
+    recipe["checkpoint"] = {
+        **(recipe.get("checkpoint") or {}),
+        "save_path": "",
+        "save_interleaved_steps": 1,
+        "save_max": steps + 1,
+    }
+    recipe["recompute_config"] = {"recompute": sharding.recompute}
+    _model(recipe, sharding)
+    _degrees(recipe, sharding, batch)
+    return recipe
+
+
+def _model(recipe: Recipe, sharding: Sharding) -> None:
+    """Layers, experts, MTP layer (in place)."""
+    model = recipe["model"]["model_config"]
+    model.update(
+        num_hidden_layers=sharding.layers,
+        first_k_dense_replace=sharding.layers - 1 if sharding.moe else sharding.layers,
+        num_nextn_predict_layers=int(sharding.mtp),
+    )
+    if not sharding.aux:
+        model["moe_aux_loss_coeff"] = 0.0
+    kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
+    if not sharding.moe:
+        model["n_routed_experts"] = None
+        model["moe_router_enable_expert_bias"] = False
+        kept = [entry for entry in kept if entry["type"] != "TopkBiasBalanceCallback"]
+    recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
+
+
+def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
+    """Degrees, micro-batches, where samples and layers go (in place)."""
+    model = recipe["model"]["model_config"]
+    size = batch // (sharding.dp * sharding.micro * sharding.accumulate)
+    recipe["use_parallel"] = True
+    recipe["context"]["dataset_broadcast_opt_level"] = 0  # CPU: otherwise some ranks read no data
+    recipe["runner_config"]["batch_size"] = model["batch_size"] = size
+    recipe["runner_config"]["gradient_accumulation_steps"] = sharding.accumulate
+    recipe["parallel_config"].update(
+        data_parallel=sharding.dp,
+        model_parallel=sharding.tp,
+        context_parallel=sharding.cp,
+        context_parallel_algo="colossalai_cp",
+        pipeline_stage=sharding.pp,
+        expert_parallel=sharding.ep,
+        micro_batch_num=sharding.micro,
+        use_seq_parallel=sharding.sp,
+        vocab_emb_dp=False,
+    )
+    recipe["parallel"].update(
+        parallel_mode=1,
+        gradients_mean=False,
+        dataset_strategy=[[sharding.dp, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)],
+        enable_parallel_optimizer=sharding.zero,
+    )
+    if sharding.zero:
+        recipe["parallel"]["parallel_optimizer_config"] = {"parallel_optimizer_threshold": 0}
+    if sharding.pp > 1:
+        interleaved = sharding.vpp > 1
+        recipe["parallel"]["pipeline_config"] = {
+            "pipeline_interleave": interleaved,
+            "pipeline_scheduler": "1f1b",
+        }
+        row = [0] * sharding.pp
+        model.update(pp_interleave_num=sharding.vpp, offset=[row] * sharding.vpp if interleaved else row)
+    if sharding.mode:
+        recipe["plugins"]["hierarchical_ep"] = {"mode": sharding.mode}
+        model["npu_nums_per_device"] = sharding.ep if sharding.mode == "global" else sharding.ep // 2
+    for callback in recipe["callbacks"]:
+        if "micro_batch_num" in callback:
+            callback["micro_batch_num"] = sharding.micro
