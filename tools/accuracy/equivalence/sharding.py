@@ -13,6 +13,9 @@ from tools.accuracy.emulate.strategy import Strategy
 from tools.recipe.load import Recipe
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
+# AdamW turns a gradient that is next to nothing, whose sign is rounding, into a whole step of either sign; with large
+# steps both sides would soon take their gradients from other weights
+RATE = 1e-4
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
@@ -123,8 +126,7 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     recipe["train_dataset_task"]["dataset_config"] = recipe["train_dataset"]
     clip = NEVER_CLIPPED if sharding.known else CLIP
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)
-    recipe["lr_schedule"].update(type="ConstantWarmUpLR", warmup_lr_init=0.0)
-    recipe["lr_schedule"]["warmup_steps"] = max(recipe["lr_schedule"].get("warmup_steps") or 0, 2)
+    recipe["lr_schedule"].update(type="ConstantWarmUpLR", warmup_lr_init=0.0, learning_rate=RATE, warmup_steps=2)
     recipe["checkpoint"] = {
         **(recipe.get("checkpoint") or {}),
         "save_path": "",
