@@ -19,6 +19,7 @@ LONG = (
     "training/test_one_worker.py",
     "training/test_minis.py",
     "training/test_two_workers.py",
+    "training/test_sharded.py",
     "tools/dryrun/test_cli.py",
     "training/test_not_finite.py",
     "training/test_attention_balance.py",
