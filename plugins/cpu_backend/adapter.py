@@ -42,6 +42,11 @@ def check(config) -> None:
         (config.context.mode == 0, "context.mode", "0 (graph mode; PyNative is 20 to 40 times slower)"),
         (not config.runner_config.sink_mode, "runner_config.sink_mode", "False"),
         (config.runner_wrapper.type in WRAPPERS, "runner_wrapper.type", " or ".join(WRAPPERS)),
+        (
+            config.runner_wrapper.get("use_clip_grad", True),
+            "runner_wrapper.use_clip_grad",
+            "True (a step cannot return None for the norm; to clip nothing, take a large max_grad_norm)",
+        ),
         (model_config.compute_dtype == "float32", "model.model_config.compute_dtype", "float32 (no bf16 kernels)"),
         (not model_config.fused_norm, "model.model_config.fused_norm", "False"),
         (model_config.hidden_act == "swiglu", "model.model_config.hidden_act", "'swiglu'"),

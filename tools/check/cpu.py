@@ -21,10 +21,12 @@ def check_cpu(view: View, built: Built, found: Findings) -> None:
 
 
 def _always(view: View) -> list[Rule]:
-    mode = view.get(("context", "mode"), 0)
+    mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
+    unclipped = "True, with a max_grad_norm that no gradient reaches"
     return [
         (mode in (0, "GRAPH_MODE"), ("context", "mode"), "0", "PyNative is 20 times slower"),
         (not view.flag((*RUNNER, "sink_mode"), True), (*RUNNER, "sink_mode"), "False", "it multiplies the epochs"),
+        (view.flag(clip, True), clip, unclipped, "a step cannot return None for the norm"),
     ]
 
 

@@ -17,6 +17,7 @@ _PAGE = "docs/stock-differences.md"
 def check_differences(view: View, built: Built, found: Findings) -> None:
     """Every difference that this recipe meets."""
     _shared_embedding(view, built, found)
+    _auxiliary_loss(view, built, found)
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
@@ -28,3 +29,23 @@ def _shared_embedding(view: View, built: Built, found: Findings) -> None:
             "clipping is a little stronger than without a pipeline"
         )
         found.note((*MODEL, "num_nextn_predict_layers"), wrong, f"see {_PAGE}", rule="mtp_stage")
+
+
+def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
+    """MindFormers takes it over the tokens that a rank has, whatever sequences they belong to."""
+    if not built.number("num_moe_experts") or not built.fields.get("moe_aux_loss_coeff"):
+        return
+    if view.on_cpu and not view.parallel:
+        return  # plugins.cpu_backend takes it sample by sample
+    kind = built.fields.get("moe_router_load_balancing_type")
+    if kind == "gbs_aux_loss":
+        return  # its shares of experts are those of all ranks
+    parts = []
+    if view.batch > 1:
+        parts.append(f"the {view.batch} samples of a micro-batch together (runner_config.batch_size)")
+    cut = (view.cp if view.parallel else 1) * (view.tp if view.parallel and kind != "seq_aux_loss" else 1)
+    if cut > 1:
+        parts.append(f"each of {cut} parts of a sequence by itself")
+    if parts:
+        wrong = f"{kind} is not taken sequence by sequence but over {' and '.join(parts)}; another layout, another loss"
+        found.note((*MODEL, "moe_router_load_balancing_type"), wrong, f"see {_PAGE}", rule="auxiliary_loss")

@@ -132,7 +132,9 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     view = View(recipe)
     other = view.tp * view.pp * view.cp
     if devices % other:
-        raise RecipeError(f"--devices {devices}: tensor x pipeline x context parallel degrees are {other}: a multiple")
+        degrees = f"model_parallel x pipeline_stage x context_parallel = {other}"
+        near = devices // other * other or other
+        raise RecipeError(f"--devices {devices} is no multiple of {degrees}; {near} is one")
     dp = devices // other
     changes = [f"parallel_config.data_parallel={dp}"]
     rows = view.get(("parallel", "dataset_strategy"))

@@ -291,4 +291,5 @@ def _nearby(file: str) -> str:
             found += [os.path.relpath(path) for path in _REPO_RECIPES.glob("**/*.yaml")]
     except OSError:  # a folder that may not be read, or no working folder
         return ""
-    return did_you_mean(os.path.normpath(file), found)
+    recipes = [path for path in found if os.path.basename(path) != "card.yaml"]
+    return did_you_mean(os.path.normpath(file), recipes)

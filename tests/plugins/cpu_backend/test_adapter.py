@@ -27,6 +27,7 @@ def test_points_the_recipe_at_the_cpu_classes(config):
         ("context.mode", 1),
         ("runner_config.sink_mode", True),
         ("runner_wrapper.type", "MFPipelineWithLossScaleCell"),
+        ("runner_wrapper.use_clip_grad", False),
         ("model.model_config.compute_dtype", "bfloat16"),
         ("model.model_config.fused_norm", True),
         ("model.model_config.hidden_act", "fusedswiglu"),

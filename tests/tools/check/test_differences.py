@@ -5,13 +5,17 @@ from click.testing import CliRunner
 
 from tests.tools.check.mutations import MODEL, PARALLEL
 from tests.tools.check.test_mutations import RECIPES, ROOT, name
-from tests.tools.check.test_rules import INTERLEAVED, SEMI, ZBV, change, findings
+from tests.tools.check.test_rules import INTERLEAVED, MINI, SEMI, ZBV, change, findings
 from tools.check import check_recipe
 from tools.check.cli import check
 from tools.recipe.load import load_recipe
 from tools.recipe.override import dotted
 
 MTP = dotted((*MODEL, "num_nextn_predict_layers"))
+BALANCING = dotted((*MODEL, "moe_router_load_balancing_type"))
+ONE_SAMPLE = [(("runner_config", "batch_size"), 1), ((*MODEL, "batch_size"), 1)]
+CP2 = [((*PARALLEL, "context_parallel"), 2)]
+COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_balancing_type")
 
 
 @pytest.mark.parametrize(
@@ -30,6 +34,28 @@ def test_the_norm_of_mtp_in_a_pipeline(changes, told):
     assert (MTP in found) == told
     if told:
         assert "gpt_model.py" in found[MTP].source and "docs/stock-differences.md" in found[MTP].right
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([], "8 samples"),
+        (ONE_SAMPLE, None),
+        ([*ONE_SAMPLE, *CP2], "each of 2 parts of a sequence"),
+        ([*ONE_SAMPLE, (KIND, "sub_seq_aux_loss")], "each of 2 parts of a sequence"),
+        ([*CP2, (KIND, "gbs_aux_loss")], None),
+        ([*CP2, (COEFFICIENT, 0.0)], None),
+    ],
+)
+def test_the_auxiliary_loss(changes, words):
+    found = findings(change(SEMI, *changes), "note")
+    assert (BALANCING in found) == (words is not None)
+    if words:
+        assert words in found[BALANCING].wrong and "router.py" in found[BALANCING].source
+
+
+def test_the_cpu_plugin_takes_the_auxiliary_loss_sample_by_sample():
+    assert findings(MINI, "note") == {}
 
 
 def test_notes_never_refuse():

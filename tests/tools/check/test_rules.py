@@ -221,6 +221,7 @@ def test_heads_divide_the_width_even_where_a_head_has_its_own():
         ([((*MODEL, "apply_rope_fusion"), True)], (*MODEL, "apply_rope_fusion"), "no fused RoPE"),
         ([(("runner_config", "sink_mode"), True)], ("runner_config", "sink_mode"), "multiplies the epochs"),
         ([((*MODEL, "compute_dtype"), "bfloat16")], (*MODEL, "compute_dtype"), "CPU"),
+        ([(("runner_wrapper", "use_clip_grad"), False)], ("runner_wrapper", "use_clip_grad"), "None for the norm"),
         ([((*LOADER, "config", "reset_attention_mask"), True), ((*LOADER, "config", "create_attention_mask"), False)],
          (*LOADER, "config", "reset_attention_mask"), "visible"),
         ([(("callbacks",), MINI["callbacks"][:1])], ("callbacks",), "TopkBiasBalanceCallback"),

@@ -1,0 +1,37 @@
+"""Routers' biases in a sharded checkpoint's metadata; that a resume keeps them is shown in tests/training."""
+
+from types import SimpleNamespace
+
+from mindspore import Layout
+
+from plugins.sealed_checkpoint.router_state import add_router_state
+
+ROUTER = "decoder.layers.{}.mlp.router"
+
+
+def parameter(layer, name):
+    return SimpleNamespace(name=f"{ROUTER.format(layer)}.{name}", dtype="float32", shape=(16,))
+
+
+def test_biases_are_copies_where_their_router_is():
+    """Rank of stage 1 of two, which has layer 3 and not layer 2; four ranks of it split the router's weight."""
+    layout = Layout((2, 2), ("dp", "tp"), [4, 5, 6, 7])("tp", "None")
+    weight = f"{ROUTER.format(3)}.weight"
+    entries = {weight: [layout, "float32", (16, 128)]}
+    parameters = [parameter(layer, name) for layer in (2, 3) for name in ("expert_bias", "expert_load", "weight")]
+    found = add_router_state(entries, parameters)
+    assert set(found) == {weight, f"{ROUTER.format(3)}.expert_bias", f"{ROUTER.format(3)}.expert_load"}
+    assert found[weight] is entries[weight]
+    copied, kind, shape = found[f"{ROUTER.format(3)}.expert_bias"]
+    known = copied.to_dict()
+    assert (kind, shape) == ("float32", (16,))
+    assert known["rank_list"] == [4, 5, 6, 7] and tuple(known["device_matrix"]) == (2, 2)
+    assert tuple(known["tensor_map"]) == (-1,)
+
+
+def test_what_is_listed_stays():
+    layout = Layout((2,), ("dp",))("None")
+    names = [f"{ROUTER.format(0)}.{name}" for name in ("weight", "expert_bias", "expert_load")]
+    entries = {name: [layout, "float32", (16,)] for name in names}
+    parameters = [parameter(0, "expert_bias"), parameter(0, "expert_load")]
+    assert add_router_state(entries, parameters) == entries
