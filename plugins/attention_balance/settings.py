@@ -12,6 +12,7 @@ from plugins.attention_balance.samples.cost import MEASURED, UNITS, Cost
 from plugins.attention_balance.samples.eod import check_apart
 from plugins.attention_balance.schedule.objective import objective_of
 from plugins.errors import RecipeError
+from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import section_of, whole_number
 
 KEY = "plugins.attention_balance"
@@ -21,7 +22,6 @@ INTERLEAVE = "micro_batch_interleave_num"
 LOADER = "BlendedMegatronDatasetDataLoader"
 # MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
 OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
-_SEMI_AUTO = (1, 2, "semi_auto_parallel", "auto_parallel")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
             f"again, which {KEY} does not follow; write 1"
         )
     parallel = recipe.get("use_parallel") is True
-    split = parallel and _lower(_at(recipe, "parallel.parallel_mode", 1)) in _SEMI_AUTO
+    split = parallel and splits_model(_at(recipe, "parallel.parallel_mode", 1))
     stages = _number(recipe, "parallel_config.pipeline_stage") if split else 1
     micro_batches = "parallel_config.micro_batch_num" if stages > 1 else "runner_config.gradient_accumulation_steps"
     ranks = _number(recipe, "parallel_config.data_parallel") if parallel else 1
@@ -185,10 +185,6 @@ def _number(recipe: Mapping[str, Any], path: str) -> int:
 def _section(recipe: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     value = _at(recipe, path)
     return value if isinstance(value, Mapping) else {}
-
-
-def _lower(value: Any) -> Any:
-    return value.lower() if isinstance(value, str) else value
 
 
 def _at(recipe: Any, path: str, default: Any = None) -> Any:

@@ -1,14 +1,29 @@
-"""Which recipes this plugin executes."""
+"""What `parallel.parallel_mode` says: which recipes split their model, and which of them this plugin executes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-SEMI_AUTO = (1, "SEMI_AUTO_PARALLEL", "semi_auto_parallel")
+SEMI_AUTO = (1, "semi_auto_parallel")
+AUTO = (2, "auto_parallel")
+
+
+def is_semi_auto(mode: Any) -> bool:
+    """Whether a value of the key, a number or a name in any case, is semi-auto parallel."""
+    return _plain(mode) in SEMI_AUTO
+
+
+def splits_model(mode: Any) -> bool:
+    """Whether MindSpore splits the model over devices in this mode; other modes split the data alone."""
+    return _plain(mode) in (*SEMI_AUTO, *AUTO)
 
 
 def chosen(recipe: Mapping[str, Any]) -> bool:
     """True for a recipe (or MindFormerConfig) of the CPU with `parallel.parallel_mode: 1`."""
     context, parallel = recipe.get("context") or {}, recipe.get("parallel") or {}
-    return context.get("device_target") == "CPU" and parallel.get("parallel_mode") in SEMI_AUTO
+    return context.get("device_target") == "CPU" and is_semi_auto(parallel.get("parallel_mode"))
+
+
+def _plain(mode: Any) -> Any:
+    return mode.lower() if isinstance(mode, str) else mode

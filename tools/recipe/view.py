@@ -10,14 +10,13 @@ from typing import Any
 
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from plugins.semi_auto_cpu.chosen import chosen
+from plugins.semi_auto_cpu.chosen import chosen, splits_model
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import schedule_of
 from tools.recipe.load import KeyPath, Recipe
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
 LOADER = ("train_dataset", "data_loader")
-_SEMI = (1, 2, "SEMI_AUTO_PARALLEL", "AUTO_PARALLEL")  # modes that split the model; others only the data
 _MISSING = object()
 
 
@@ -58,7 +57,7 @@ class View:
     @cached_property
     def parallel(self) -> bool:
         """Whether the model is split over devices (semi-auto parallel); data parallel alone does not count."""
-        return self.flag(("use_parallel",)) and self.get(("parallel", "parallel_mode"), 1) in _SEMI
+        return self.flag(("use_parallel",)) and splits_model(self.get(("parallel", "parallel_mode"), 1))
 
     def _size(self, key: str) -> int:
         return self.number((*PARALLEL, key), 1)

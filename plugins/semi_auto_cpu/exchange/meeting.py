@@ -78,8 +78,10 @@ class Meeting:
         note = f"{self._name}: {what}"
         others = {member: part for member, part in zip(self.members, parts, strict=True) if member != self.mesh.rank}
         arrived = self.mesh.exchange(tag_of("group", sorted(self.members)), others, note, f"{self.where}: {what}")
-        for member, frame in arrived.items():
-            if frame.note != note:
-                raise ClusterError(f"rank {self.mesh.rank} is at {note}, where rank {member} is at {frame.note}")
+        elsewhere = [
+            f"rank {member} is at {arrived[member].note}" for member in sorted(arrived) if arrived[member].note != note
+        ]
+        if elsewhere:
+            raise ClusterError(f"rank {self.mesh.rank} is at {note}, where {' and '.join(elsewhere)}")
         own = parts[self.me]
         return [own if member == self.mesh.rank else arrived[member].array(own.dtype) for member in self.members]
