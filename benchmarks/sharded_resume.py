@@ -5,14 +5,15 @@
 LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), by default all. Every process gets SIGKILL at once
 after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be the same bits, and
 so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS) must follow that
-layout's own run, losses to 1e-5 and global norms to 5e-5 relative. tests/training/test_sharded.py kills and resumes tensor
-parallelism alone.
+layout's own run, losses to 1e-5 and global norms to 5e-5 relative. tests/training/test_sharded.py kills and resumes
+tensor parallelism alone.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import click
@@ -113,11 +114,13 @@ def main(layouts: tuple[str, ...], across: bool) -> None:
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         every = Runs(Path(folder))
-        rows = [(f"{layout}: killed after step {KILL}", every.killed, (layout,)) for layout in layouts or LAYOUTS]
-        rows += [(f"{saved}, gone on as {layout}", every.across, (saved, layout)) for saved, layout in ACROSS if across]
-        for name, try_it, names in rows:
+        rows = [(f"{name}: killed after step {KILL}", partial(every.killed, name)) for name in layouts or LAYOUTS]
+        rows += [
+            (f"{saved}, gone on as {name}", partial(every.across, saved, name)) for saved, name in ACROSS if across
+        ]
+        for name, try_it in rows:
             try:
-                told = try_it(*names)
+                told = try_it()
             except AssertionError as error:
                 told, wrong = f"DIFFERS: {error}", 1
             click.echo(f"{name}, resumed from step {SAVED}: {told}")
