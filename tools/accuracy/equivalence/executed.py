@@ -28,6 +28,7 @@ from tools.accuracy.equivalence.runs import (
 from tools.accuracy.equivalence.sharding import DOCUMENTS, Sharding, derive_sharded
 from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.whole import Whole, read_whole
+from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import Recipe
 
 ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
@@ -103,7 +104,10 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         DataError: no metrics, or the first step moved the weights. CheckpointError: not one whole checkpoint a step.
     """
     workers = math.prod(recipe["parallel_config"][degree] for degree in DEGREES)
-    metrics = run_dir / "metrics" / f"rank_{workers - 1}.jsonl"  # of a pipeline, the last stage has the loss
+    pipeline = recipe["parallel"].get("pipeline_config") or {}
+    # of a pipeline, the stage with the model's end has the loss
+    knowing = 0 if is_v_shaped(pipeline.get("pipeline_scheduler", "")) else workers - 1
+    metrics = run_dir / "metrics" / f"rank_{knowing}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: missing; the run has noted no step")
     steps = read_steps(metrics)

@@ -28,8 +28,9 @@ class Sharding:
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
-            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; zero: the optimizer's state
-            cut over dp; recompute: all activations; accumulate: steps of gradient accumulation.
+            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; schedule: their order, a
+            `pipeline_scheduler` of MindSpore; zero: the optimizer's state cut over dp; recompute: all activations;
+            accumulate: steps of gradient accumulation.
         moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
             which is taken per rank and micro-batch and so is off where tokens are split between those.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
@@ -46,6 +47,7 @@ class Sharding:
     sp: bool = False
     vpp: int = 1
     micro: int = 1
+    schedule: str = "1f1b"
     zero: bool = False
     recompute: bool = False
     accumulate: int = 1
@@ -91,6 +93,7 @@ class Sharding:
 _EP = Sharding(dp=2, ep=2, moe=True)
 _EP4 = Sharding(dp=4, ep=4, moe=True)
 _APART = Sharding(documents=True)
+_CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
 EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
     ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
@@ -98,7 +101,11 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
     ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
     ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
-    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", Sharding(pp=2, micro=2, vpp=2, layers=4)),
+    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", _CHUNKS),
+    *(
+        (f"executed_pp2_{schedule}", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule=schedule))
+        for schedule in ("gpipe", "seqpipe", "zero_bubble_v")
+    ),
     ("executed_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2)),
     ("executed_tp2_sp_recompute", "activations computed again", Sharding(tp=2, sp=True, recompute=True)),
     ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
@@ -217,7 +224,7 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         interleaved = sharding.vpp > 1
         recipe["parallel"]["pipeline_config"] = {
             "pipeline_interleave": interleaved,
-            "pipeline_scheduler": "1f1b",
+            "pipeline_scheduler": sharding.schedule,
         }
         row = [0] * sharding.pp
         model.update(pp_interleave_num=sharding.vpp, offset=[row] * sharding.vpp if interleaved else row)
