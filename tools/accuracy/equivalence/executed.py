@@ -112,11 +112,11 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     for folder in folders:
         whole = read_whole(folder)
         biases = biases_of(whole)
-        record.add(whole.arrays, {name: next(iter(copies.values())) for name, copies in biases.items()})
+        record.add(whole, {name: next(iter(copies.values())) for name, copies in biases.items()})
         wrong = {name: ranks for name, copies in biases.items() if (ranks := _others(copies))}
         for name, ranks in {**whole.differing, **wrong}.items():
             differing.setdefault(name, ranks)
-    return Trained(workers, steps, [], record.norms, record.state(), differing)
+    return Trained(workers, steps, [], record.norms, record.state(), differing, record.copies)
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
@@ -143,20 +143,21 @@ class _Record:
     def __init__(self, beta1: float, beta2: float):
         self.beta1, self.beta2 = beta1, beta2
         self.norms: list[dict[str, float]] = []
+        self.copies: list[dict[str, float]] = []
+        self.others: dict[str, dict[int, np.ndarray]] = {}
         self.start: dict[str, np.ndarray] = {}
         self.last: dict[str, np.ndarray] = {}
         self.least: dict[str, np.ndarray] = {}
         self.biases: list[dict[str, np.ndarray]] = []
 
-    def add(self, arrays: dict[str, np.ndarray], biases: dict[str, np.ndarray]) -> None:
+    def add(self, whole: Whole, biases: dict[str, np.ndarray]) -> None:
         """The next step's checkpoint, and the routers' biases in it."""
+        arrays = whole.arrays
         self.biases.append(biases)
         first, second = MOMENTS
         norms = {}
         for name in (name.removeprefix(first) for name in arrays if name.startswith(first)):
-            before = self.last.get(first + name, 0.0)
-            gradient = (arrays[first + name] - self.beta1 * before) / (1 - self.beta1)
-            norms[name] = float(np.sqrt(np.square(gradient, dtype=np.float64).sum()))
+            norms[name] = self._square(arrays[first + name], self.last.get(first + name, 0.0)) ** 0.5
             square = arrays[second + name] / (1 - self.beta2 ** (len(self.norms) + 1))
             known = self.least.get(LEAST + name, np.zeros_like(square))
             self.least[LEAST + name] = np.where((square > 0) & ((known == 0) | (square < known)), square, known)
@@ -164,6 +165,24 @@ class _Record:
             self.start = {START + name: arrays[name] for name in norms}
         self.norms.append(norms)
         self.last = arrays
+        self.copies.append(
+            {
+                name.removeprefix(first): self._norm_of_copies(name, whole)
+                for name in whole.others
+                if name.startswith(first)
+            }
+        )
+        self.others = whole.others
+
+    def _square(self, moment: np.ndarray, before: np.ndarray | float) -> float:
+        """Sum of the squares of the gradient that made a first moment of the one before it."""
+        gradient = (moment - self.beta1 * before) / (1 - self.beta1)
+        return float(np.square(gradient, dtype=np.float64).sum())
+
+    def _norm_of_copies(self, name: str, whole: Whole) -> float:
+        """Of the gradients on ranks whose first moment is not the first rank's, together."""
+        before = self.others.get(name, {})
+        return sum(self._square(copy, before.get(rank, 0.0)) for rank, copy in whole.others[name].items()) ** 0.5
 
     def state(self) -> dict[str, np.ndarray]:
         """As `Trained` has it."""

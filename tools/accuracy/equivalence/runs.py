@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Trained:
         state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
             routers' biases and loads, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
+        copies: for each step, of weights whose gradient is not the same on all ranks that have it: the norm of those
+            that are not the first rank's, together.
     """
 
     workers: int
@@ -56,6 +58,7 @@ class Trained:
     norms: list[dict[str, float]]
     state: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
+    copies: list[dict[str, float]] = field(default_factory=list)
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int) -> str:

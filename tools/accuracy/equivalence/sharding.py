@@ -27,9 +27,11 @@ class Sharding:
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
             over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; zero: the optimizer's state
-            cut over dp; recompute: all activations; accumulate: steps of gradient accumulation.
+            cut over dp; recompute: all activations; accumulate: steps of gradient accumulation, 0 for as many as a rank
+            has samples.
         moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
-            which is taken per rank and micro-batch and so is off where tokens are split between those.
+            which is taken per rank and micro-batch and so is off where tokens are split between those, unless each
+            sample is a micro-batch of its own, here and in one process.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher.
         known: the stock difference that this strategy has from one process, told and not judged.
     """
@@ -65,18 +67,26 @@ class Sharding:
     @property
     def alone(self) -> Sharding:
         """The same model in one process."""
-        return Sharding(moe=self.moe, mtp=self.mtp, layers=self.layers, aux=self.aux, known=self.known)
+        accumulate = 1 if self.accumulate else 0
+        return Sharding(
+            moe=self.moe, mtp=self.mtp, layers=self.layers, aux=self.aux, known=self.known, accumulate=accumulate
+        )
 
     @property
     def against(self) -> str:
         """The name of that run."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [f"{self.layers}_layers" * (self.layers != 2), "unclipped" * bool(self.known)]
+        parts += ["sample_by_sample" * (not self.accumulate)]
         return "_".join(["one_process", *filter(None, parts)])
+
+    def micro_steps(self, batch: int) -> int:
+        """Steps of gradient accumulation for `batch` samples a step."""
+        return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
         """Why a step of `batch` samples cannot be shared so; empty when it can."""
-        parts = self.dp * self.micro * self.accumulate
+        parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
 
@@ -94,6 +104,11 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
     ("executed_moe_tp2_sp", "dropless dispatch, auxiliary loss", Sharding(tp=2, sp=True, moe=True, aux=True)),
     ("executed_moe_ep2", "experts over data parallel, no auxiliary loss", _EP),
+    (
+        "executed_moe_ep2_aux",
+        "auxiliary loss of each sample, as in one process sample by sample",
+        Sharding(dp=2, ep=2, moe=True, aux=True, accumulate=0),
+    ),
     ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
     ("executed_moe_ep2_tp2_sp", "four processes", Sharding(dp=2, ep=2, tp=2, sp=True, moe=True)),
     ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
@@ -160,11 +175,12 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     """Degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
-    size = batch // (sharding.dp * sharding.micro * sharding.accumulate)
+    micro_steps = sharding.micro_steps(batch)
+    size = batch // (sharding.dp * sharding.micro * micro_steps)
     recipe["use_parallel"] = True
     recipe["context"]["dataset_broadcast_opt_level"] = 0  # CPU: otherwise some ranks read no data
     recipe["runner_config"]["batch_size"] = model["batch_size"] = size
-    recipe["runner_config"]["gradient_accumulation_steps"] = sharding.accumulate
+    recipe["runner_config"]["gradient_accumulation_steps"] = micro_steps
     recipe["parallel_config"].update(
         data_parallel=sharding.dp,
         model_parallel=sharding.tp,
