@@ -16,6 +16,7 @@ CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by 
 # AdamW turns a gradient that is next to nothing, whose sign is rounding, into a whole step of either sign; with large
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
+BIAS_CALLBACK = "TopkBiasBalanceCallback"
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
@@ -168,7 +169,7 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     if not sharding.moe:
         model["n_routed_experts"] = None
         model["moe_router_enable_expert_bias"] = False
-        kept = [entry for entry in kept if entry["type"] != "TopkBiasBalanceCallback"]
+        kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
 
 
@@ -214,3 +215,5 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     for callback in recipe["callbacks"]:
         if "micro_batch_num" in callback:
             callback["micro_batch_num"] = sharding.micro
+        if callback["type"] == BIAS_CALLBACK:  # it compares loads of all micro-batches with the share of so many
+            callback["gradient_accumulation_steps"] = micro_steps

@@ -7,7 +7,7 @@ from plugins.semi_auto_cpu.chosen import chosen
 from tests.training.runs import ROOT
 from tools.accuracy.equivalence import strategies
 from tools.accuracy.equivalence.matrix import choose
-from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, USUAL, Sharding, derive_sharded
+from tools.accuracy.equivalence.sharding import BIAS_CALLBACK, EXECUTED_ROWS, USUAL, Sharding, derive_sharded
 from tools.check import check_recipe
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -62,6 +62,8 @@ def test_an_auxiliary_loss_under_data_parallelism_is_taken_sample_by_sample_on_b
     for each in (sharding, sharding.alone):
         recipe = derive_sharded(base, each, 3, "corpus")
         assert recipe["runner_config"]["batch_size"] == 1 and recipe["model"]["model_config"]["moe_aux_loss_coeff"] > 0
+        (bias,) = (callback for callback in recipe["callbacks"] if callback["type"] == BIAS_CALLBACK)
+        assert bias["gradient_accumulation_steps"] == recipe["runner_config"]["gradient_accumulation_steps"] > 1
     assert sharding.against == "one_process_moe_sample_by_sample"
 
 
