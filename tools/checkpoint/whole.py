@@ -32,14 +32,12 @@ class Whole:
     Args:
         arrays: name -> the whole tensor.
         differing: name -> ranks whose copy of a slice is not, bit by bit, that of the first rank that holds it.
-        others: name -> rank -> that copy.
         ranks: name -> those that hold a part of it.
         unlisted: name -> rank -> what the rank wrote without saying how it lies: counters, the biases of routers.
     """
 
     arrays: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
-    others: dict[str, dict[int, np.ndarray]]
     ranks: dict[str, tuple[int, ...]]
     unlisted: dict[str, dict[int, np.ndarray]]
 
@@ -61,21 +59,21 @@ def read_whole(folder: Path) -> Whole:
         if len({_rank_of(name) for name in files}) > 1:
             raise CheckpointError(f"{folder}: several ranks wrote here, and {METADATA}, which says how, is missing")
         arrays = {key: value for part in held.values() for key, value in part.items()}
-        return Whole(arrays, {}, {}, dict.fromkeys(arrays, (0,)), {})
+        return Whole(arrays, {}, dict.fromkeys(arrays, (0,)), {})
     tensors, storage = _metadata(folder / METADATA)
-    arrays, others, ranks = {}, {}, {}
+    arrays, differing, ranks = {}, {}, {}
     for name, tensor in tensors.items():
         if name.startswith(BUFFERS) and not any(name in part for part in held.values()):
             continue
         arrays[name], wrong = _join(folder, name, tensor, storage, held)
         ranks[name] = tuple(sorted({_rank_of(file) for file, part in held.items() if name in part}))
         if wrong:
-            others[name] = wrong
+            differing[name] = tuple(sorted(wrong))
     unlisted: dict[str, dict[int, np.ndarray]] = {}
     for file, part in held.items():
         for name in part.keys() - tensors.keys():
             unlisted.setdefault(name, {})[_rank_of(file)] = part[name]
-    return Whole(arrays, {name: tuple(sorted(wrong)) for name, wrong in others.items()}, others, ranks, unlisted)
+    return Whole(arrays, differing, ranks, unlisted)
 
 
 def _metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -105,8 +103,8 @@ def _join(
     tensor: Mapping[str, Any],
     storage: Mapping[str, Any],
     held: Mapping[str, Mapping[str, np.ndarray]],
-) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-    """The whole of one tensor, and the copies of a slice that differ from the first's, by rank.
+) -> tuple[np.ndarray, set[int]]:
+    """The whole of one tensor, and the ranks whose copies differ.
 
     Every slice has to be there once: slices are then a partition of the tensor, since all have the same shape.
     """
@@ -118,8 +116,7 @@ def _join(
     if missing or not whole_cuts or set(slices.values()) != {part} or len(slices) != math.prod(cuts):
         found = f"slices {sorted(slices)} of shapes {sorted(set(slices.values()))}"
         raise CheckpointError(f"{folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole")
-    whole: np.ndarray | None = None
-    differing: dict[int, np.ndarray] = {}
+    whole, differing = None, set()
     for place in slices:
         copies = _copies(folder, name, place, part, storage, held)
         (_, first), *others = copies
@@ -127,7 +124,7 @@ def _join(
             whole = np.empty(shape, first.dtype)
         index = np.unravel_index(place, cuts) if cuts else ()
         whole[tuple(slice(i * size, (i + 1) * size) for i, size in zip(index, part, strict=True))] = first
-        differing |= {rank: copy for rank, copy in others if copy.tobytes() != first.tobytes()}
+        differing |= {rank for rank, copy in others if copy.tobytes() != first.tobytes()}
     assert whole is not None, "every tensor has a slice"
     return whole, differing
 

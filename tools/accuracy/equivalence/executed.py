@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 
 from plugins.errors import CheckpointError, DataError
 from tools.accuracy.equivalence.compare import Comparison
-from tools.accuracy.equivalence.executed_gates import compare_executed
+from tools.accuracy.equivalence.executed_gates import TWICE, compare_executed
 from tools.accuracy.equivalence.runs import (
     BETAS,
     BIAS,
@@ -30,6 +31,8 @@ from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.whole import Whole, read_whole
 from tools.recipe.load import Recipe
 
+NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
+NOTES = "equivalence"  # the folder of a run where the callback writes
 ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 DEGREES = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
 
@@ -67,23 +70,33 @@ class ExecutedRuns:
             self.started(name)
             try:
                 recipe = derive_sharded(self.base, sharding, self.steps, self.corpus)
-                self.runs[name] = execute(recipe, self.work / name)
+                noted = TWICE if sharding.known and sharding.pp > 1 else ""
+                self.runs[name] = execute(recipe, self.work / name, noted)
             except (RunFailedError, DataError, CheckpointError) as error:
                 self.failures[name] = RunFailedError(f"the run of {name} failed: {error}")
                 raise self.failures[name] from error
         return self.runs[name]
 
 
-def execute(recipe: Recipe, run_dir: Path) -> Trained:
+def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     """Train a recipe of `derive_sharded`, and read its checkpoints, which are then deleted.
+
+    Args:
+        noted: a weight of whose gradient the last rank shall note the norm, because no checkpoint has its copy.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: it left no whole record.
     """
     checkpoints = run_dir / "checkpoint"
     shutil.rmtree(checkpoints, ignore_errors=True)
+    shutil.rmtree(run_dir / NOTES, ignore_errors=True)
+    if noted:
+        callback = {**NOTE, "weight": noted, "run_dir": str(run_dir.absolute()), "beta1": _betas(recipe)[0]}
+        recipe["callbacks"] = [callback, *recipe["callbacks"]]
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
+    if noted and len(run.shares) != len(run.steps):
+        raise DataError(f"{run_dir / NOTES}: the last rank's own gradient of {noted} is not noted for each step")
     shutil.rmtree(checkpoints)
     return run
 
@@ -106,17 +119,26 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     folders = iterations(run_dir / "checkpoint")[::-1]
     if [iteration(folder) for folder in folders] != list(range(1, len(steps) + 1)):
         raise CheckpointError(f"{run_dir / 'checkpoint'}: not one checkpoint for each of {len(steps)} steps")
-    betas = (recipe.get("optimizer") or {}).get("betas") or BETAS
-    record = _Record(*betas)
+    record = _Record(*_betas(recipe))
     differing: dict[str, tuple[int, ...]] = {}
     for folder in folders:
         whole = read_whole(folder)
         biases = biases_of(whole)
-        record.add(whole, {name: next(iter(copies.values())) for name, copies in biases.items()})
+        record.add(whole.arrays, {name: next(iter(copies.values())) for name, copies in biases.items()})
         wrong = {name: ranks for name, copies in biases.items() if (ranks := _others(copies))}
         for name, ranks in {**whole.differing, **wrong}.items():
             differing.setdefault(name, ranks)
-    return Trained(workers, steps, [], record.norms, record.state(), differing, record.copies)
+    return Trained(workers, steps, [], record.norms, record.state(), differing, _shares(run_dir, workers))
+
+
+def _betas(recipe: Recipe) -> list[float]:
+    return (recipe.get("optimizer") or {}).get("betas") or BETAS
+
+
+def _shares(run_dir: Path, workers: int) -> list[float]:
+    """What the last rank noted of its own gradient; nothing where it was not asked."""
+    noted = run_dir / NOTES / f"gradient_rank_{workers - 1}.json"
+    return json.loads(noted.read_text()) if noted.exists() else []
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:
@@ -143,21 +165,20 @@ class _Record:
     def __init__(self, beta1: float, beta2: float):
         self.beta1, self.beta2 = beta1, beta2
         self.norms: list[dict[str, float]] = []
-        self.copies: list[dict[str, float]] = []
-        self.others: dict[str, dict[int, np.ndarray]] = {}
         self.start: dict[str, np.ndarray] = {}
         self.last: dict[str, np.ndarray] = {}
         self.least: dict[str, np.ndarray] = {}
         self.biases: list[dict[str, np.ndarray]] = []
 
-    def add(self, whole: Whole, biases: dict[str, np.ndarray]) -> None:
+    def add(self, arrays: dict[str, np.ndarray], biases: dict[str, np.ndarray]) -> None:
         """The next step's checkpoint, and the routers' biases in it."""
-        arrays = whole.arrays
         self.biases.append(biases)
         first, second = MOMENTS
         norms = {}
         for name in (name.removeprefix(first) for name in arrays if name.startswith(first)):
-            norms[name] = self._square(arrays[first + name], self.last.get(first + name, 0.0)) ** 0.5
+            before = self.last.get(first + name, 0.0)
+            gradient = (arrays[first + name] - self.beta1 * before) / (1 - self.beta1)
+            norms[name] = float(np.sqrt(np.square(gradient, dtype=np.float64).sum()))
             square = arrays[second + name] / (1 - self.beta2 ** (len(self.norms) + 1))
             known = self.least.get(LEAST + name, np.zeros_like(square))
             self.least[LEAST + name] = np.where((square > 0) & ((known == 0) | (square < known)), square, known)
@@ -165,24 +186,6 @@ class _Record:
             self.start = {START + name: arrays[name] for name in norms}
         self.norms.append(norms)
         self.last = arrays
-        self.copies.append(
-            {
-                name.removeprefix(first): self._norm_of_copies(name, whole)
-                for name in whole.others
-                if name.startswith(first)
-            }
-        )
-        self.others = whole.others
-
-    def _square(self, moment: np.ndarray, before: np.ndarray | float) -> float:
-        """Sum of the squares of the gradient that made a first moment of the one before it."""
-        gradient = (moment - self.beta1 * before) / (1 - self.beta1)
-        return float(np.square(gradient, dtype=np.float64).sum())
-
-    def _norm_of_copies(self, name: str, whole: Whole) -> float:
-        """Of the gradients on ranks whose first moment is not the first rank's, together."""
-        before = self.others.get(name, {})
-        return sum(self._square(copy, before.get(rank, 0.0)) for rank, copy in whole.others[name].items()) ** 0.5
 
     def state(self) -> dict[str, np.ndarray]:
         """As `Trained` has it."""

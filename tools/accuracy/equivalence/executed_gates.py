@@ -33,11 +33,9 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
     rows = [*_numbers(run, reference, sharding), *_tensors(run, reference)]
     wrong = list(_starts(run, reference))
     wrong += [finding for finding, _ in rows if not finding.error <= finding.allowed]
-    copies = list(_copies(run))
-    known = [finding for finding in copies if sharding.known and _is_of_last_stage(finding, sharding)]
-    wrong += [finding for finding in copies if finding not in known]
+    wrong += list(_copies(run))
     wrong += [] if sharding.known else list(unclipped(run))
-    known = [*_counted_twice(run, reference), *known] if sharding.known else []
+    known = list(_counted_twice(run, reference)) if sharding.known else []
     return Comparison(len(rows), max(share for _, share in rows), tuple(wrong), tuple(known))
 
 
@@ -116,23 +114,17 @@ def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | Non
     """What a pipeline with an MTP layer takes for the global norm, from that of one process.
 
     The last stage's share of the embedding's gradient is in the first stage's, and counts once more
-    (docs/stock-differences.md). Of data-parallel ranks, each would have a copy of the share.
+    (docs/stock-differences.md).
     """
-    return None if norm is None else float(np.hypot(norm, run.copies[step - 1].get(TWICE, 0.0)))
+    return None if norm is None else float(np.hypot(norm, run.shares[step - 1]))
 
 
 def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
     """Global norms that are not those of one process."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         norm, right = mine["global_norm"], theirs["global_norm"]
-        share, want = run.copies[step - 1].get(TWICE, 0.0), _norm_with_share(run, step, right)
-        if share and norm is not None and right is not None:
+        share, want = run.shares[step - 1], _norm_with_share(run, step, right)
+        if norm is not None and right is not None:
             detail = f"{norm:.9g}, of one process {right:.9g}; with the share {share:.6g} of the last stage {want:.9g}"
             phase, error = BACKWARD if step == 1 else OPTIMIZER, abs(norm - right) / right
             yield finding_of(run, step, phase, "gradients", "global norm", error, NORM, detail)
-
-
-def _is_of_last_stage(finding: Finding, sharding: Sharding) -> bool:
-    """The last stage's own copy of the embedding, which no step reads."""
-    last_stage = range(sharding.workers - sharding.workers // sharding.pp, sharding.workers)
-    return weight_of(finding.tensor) == TWICE and set(finding.ranks) <= set(last_stage)

@@ -48,8 +48,7 @@ class Trained:
         state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
             routers' biases and loads, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
-        copies: for each step, of weights whose gradient is not the same on all ranks that have it: the norm of those
-            that are not the first rank's, together.
+        shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
     """
 
     workers: int
@@ -58,7 +57,7 @@ class Trained:
     norms: list[dict[str, float]]
     state: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
-    copies: list[dict[str, float]] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int) -> str:

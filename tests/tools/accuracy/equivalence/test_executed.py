@@ -166,11 +166,11 @@ def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
 
 
 def mtp_in_a_pipeline(step, saved, metrics):
-    """The last stage has its own copy of the embedding's moment, of a share of the gradient that counts once more."""
-    name, share = f"adam_m.{EMBEDDING}", np.full((8, 4), 0.02, np.float32)
-    saved.put(name, tensors(step)[0][name], (1, 1), [[0, 1]], "opt")
-    saved.held[saved.file("opt", 1)][name] = share * np.float32(1 - 0.9**step)
-    metrics[-1]["global_norm"] = float(np.hypot(metrics[-1]["global_norm"], np.linalg.norm(share)))
+    """The last stage has noted its share of the embedding's gradient, which counts once more."""
+    shares = saved.folder.parents[1] / "equivalence/gradient_rank_1.json"
+    shares.parent.mkdir(exist_ok=True)
+    shares.write_text(json.dumps([0.02] * step))
+    metrics[-1]["global_norm"] = float(np.hypot(metrics[-1]["global_norm"], 0.02))
     metrics[-1]["load_balancing_loss"] = float("nan")  # 0/0: plugins/finite_loss/plan.py
 
 
@@ -179,14 +179,14 @@ def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_
     run = run_with(tmp_path, mtp_in_a_pipeline)
     found = compare_executed(run, alone, MTP_PP2)
     assert found.findings == () and found.used < 1e-2, found
-    assert [finding.tensor for finding in found.known] == ["global norm"] * STEPS + [f"adam_m.{EMBEDDING}"]
-    assert "with the share 0.113137 of the last stage" in found.known[0].detail
+    assert [finding.tensor for finding in found.known] == ["global norm"] * STEPS
+    assert "with the share 0.02 of the last stage" in found.known[0].detail
     row = matrix._judged(case, found)
     assert row.status == matrix.KNOWN and "stock-differences" in row.reason
     page = matrix.Matrix("recipe", 3, [row])
     assert page.passed and "known difference of MindFormers" in page.summary()
     assert "global norm" in as_html(page, [])
-    run.differing.update({EMBEDDING: (1,), HEAD: (1,)})
+    run.differing.update({HEAD: (1,)})
     found = compare_executed(run, alone, MTP_PP2)
     assert [finding.tensor for finding in found.findings] == [HEAD]
     run.steps[1]["global_norm"] *= 1 + 1e-4
@@ -233,3 +233,17 @@ def test_checkpoints_are_deleted_when_they_were_read(monkeypatch, tmp_path):
     monkeypatch.setattr(executed, "launch", launch)
     run = executed.execute(RECIPE, tmp_path / "two")
     assert len(run.steps) == 3 and not (tmp_path / "two/checkpoint").exists()
+
+
+def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_path):
+    def launch(recipe, run_dir):
+        write(run_dir, WORKERS, mtp_in_a_pipeline if "callbacks" in seen else None)
+        seen.update(recipe)
+
+    seen = {}
+    monkeypatch.setattr(executed, "launch", launch)
+    with pytest.raises(DataError, match="own gradient of embedding"):
+        executed.execute(RECIPE | {"callbacks": []}, tmp_path / "none", EMBEDDING)
+    (callback,) = seen["callbacks"]
+    assert callback["auto_register"] == "own_gradient.OwnGradient" and callback["weight"] == EMBEDDING
+    assert executed.execute(RECIPE | {"callbacks": []}, tmp_path / "two", EMBEDDING).shares == [0.02] * 3
