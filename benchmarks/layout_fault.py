@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mindformers.parallel_core.training_graph.base_models.common.embeddings import rotary_pos_embedding
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindformers.tools.utils import get_real_rank
+from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.ops._grad_experimental.grad_base import bprop_getters
 from mindspore.ops.operations.comm_ops import _VirtualDiv
 from mindspore.train.callback import Callback
@@ -41,12 +41,16 @@ def _leave_loss_undivided():
 
 
 def _rotate_as_the_first(part):
-    """Each process compiles its own slice of one table of angles; here the table begins a rank's part too early."""
+    """Each process compiles its own slice of one table of angles; here all of these slices begin at one position.
+
+    The first rank's is not 0, with which MindSpore would leave the addition out, and other collectives with it:
+    attention knows the difference of positions only.
+    """
     table = rotary_pos_embedding.RotaryEmbedding
     table.right = table.construct
-    table.ahead = get_real_rank() * part
+    table.ahead = (get_real_group_size() - get_real_rank()) * part
 
     def construct(self, max_seq_len, offset=0, position_ids=None):
-        return self.right(max_seq_len, offset - self.ahead, position_ids)
+        return self.right(max_seq_len, offset + self.ahead, position_ids)
 
     table.construct = construct

@@ -26,9 +26,10 @@ from tools.accuracy.equivalence.runs import (
     make_corpus,
     read_steps,
 )
-from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
+from tools.accuracy.equivalence.sharding import DOCUMENTS, Sharding, derive_sharded
 from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.whole import Whole, read_whole
+from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import Recipe
 
 NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
@@ -49,7 +50,7 @@ class ExecutedRuns:
     steps: int
     work: Path
     started: Callable[[str], None]
-    corpus: str = ""
+    corpora: dict[bool, str] = field(default_factory=dict)  # by whether samples are those of documents apart
     runs: dict[str, Trained] = field(default_factory=dict)
     failures: dict[str, RunFailedError] = field(default_factory=dict)
 
@@ -63,19 +64,25 @@ class ExecutedRuns:
         return compare_executed(self._run(name, sharding), reference, sharding)
 
     def _run(self, name: str, sharding: Sharding) -> Trained:
-        self.corpus = self.corpus or make_corpus((self.work / "corpus").absolute(), self.base, self.steps)
         if name in self.failures:
             raise self.failures[name]
         if name not in self.runs:
             self.started(name)
             try:
-                recipe = derive_sharded(self.base, sharding, self.steps, self.corpus)
+                recipe = derive_sharded(self.base, sharding, self.steps, self._corpus(sharding.documents))
                 noted = TWICE if sharding.known and sharding.pp > 1 else ""
                 self.runs[name] = execute(recipe, self.work / name, noted)
             except (RunFailedError, DataError, CheckpointError) as error:
                 self.failures[name] = RunFailedError(f"the run of {name} failed: {error}")
                 raise self.failures[name] from error
         return self.runs[name]
+
+    def _corpus(self, documents: bool) -> str:
+        """The corpus of random tokens, with a document mask or without: samples differ in length."""
+        if documents not in self.corpora:
+            folder = self.work.absolute() / ("corpus_documents" if documents else "corpus")
+            self.corpora[documents] = make_corpus(folder, self.base, self.steps, DOCUMENTS if documents else 0)
+        return self.corpora[documents]
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
@@ -110,7 +117,10 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         DataError: no metrics, or the first step moved the weights. CheckpointError: not one whole checkpoint a step.
     """
     workers = math.prod(recipe["parallel_config"][degree] for degree in DEGREES)
-    metrics = run_dir / "metrics" / f"rank_{workers - 1}.jsonl"  # of a pipeline, the last stage has the loss
+    pipeline = (recipe.get("parallel") or {}).get("pipeline_config") or {}
+    # of a pipeline, the stage with the model's end has the loss
+    knowing = 0 if is_v_shaped(pipeline.get("pipeline_scheduler", "")) else workers - 1
+    metrics = run_dir / "metrics" / f"rank_{knowing}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: missing; the run has noted no step")
     steps = read_steps(metrics)

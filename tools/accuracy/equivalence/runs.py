@@ -60,10 +60,13 @@ class Trained:
     shares: list[float] = field(default_factory=list)
 
 
-def make_corpus(folder: Path, recipe: Recipe, steps: int) -> str:
-    """A corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix."""
+def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
+    """A corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix.
+
+    length: tokens of a sample, where they are not the recipe's.
+    """
     model = recipe["model"]["model_config"]
-    tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * (model["seq_length"] + 1)
+    tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * ((length or model["seq_length"]) + 1)
     lengths = np.random.default_rng(0).integers(*DOCUMENT, tokens // DOCUMENT[0], dtype=np.int32)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     folder.mkdir(parents=True, exist_ok=True)

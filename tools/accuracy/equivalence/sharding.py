@@ -7,17 +7,19 @@ from the same weights, so each is compared with one process of the same graph.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.accuracy.emulate.strategy import Strategy
 from tools.recipe.load import Recipe
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
+COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # AdamW turns a gradient that is next to nothing, whose sign is rounding, into a whole step of either sign; with large
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
 NEVER_CLIPPED = 1e6  # a max_grad_norm
+DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
 
@@ -27,13 +29,15 @@ class Sharding:
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
-            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; zero: the optimizer's state
-            cut over dp; recompute: all activations; accumulate: steps of gradient accumulation, 0 for as many as a rank
-            has samples.
+            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; schedule: their order, a
+            `pipeline_scheduler` of MindSpore; zero: the optimizer's state cut over dp; recompute: all activations;
+            accumulate: steps of gradient accumulation, 0 for as many as a rank has samples.
         moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
             which is taken per rank and micro-batch and so is off where tokens are split between those, unless each
             sample is a micro-batch of its own, here and in one process.
-        mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher.
+        mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
+            in a layer, of the ep_overlap plugin; 1 is without it.
+        documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
         known: the stock difference that this strategy has from one process, told and not judged.
     """
 
@@ -45,6 +49,7 @@ class Sharding:
     sp: bool = False
     vpp: int = 1
     micro: int = 1
+    schedule: str = "1f1b"
     zero: bool = False
     recompute: bool = False
     accumulate: int = 1
@@ -53,6 +58,8 @@ class Sharding:
     layers: int = 2
     aux: bool = False
     mode: str = ""
+    chunks: int = 1
+    documents: bool = False
     known: str = ""
 
     @property
@@ -68,17 +75,15 @@ class Sharding:
     @property
     def alone(self) -> Sharding:
         """The same model in one process."""
-        accumulate = 1 if self.accumulate else 0
-        return Sharding(
-            moe=self.moe, mtp=self.mtp, layers=self.layers, aux=self.aux, known=self.known, accumulate=accumulate
-        )
+        same = {name: getattr(self, name) for name in ("moe", "mtp", "layers", "aux", "documents", "known")}
+        return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
         """The name of that run."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
-        parts += [f"{self.layers}_layers" * (self.layers != 2), "unclipped" * bool(self.known)]
-        parts += ["sample_by_sample" * (not self.accumulate)]
+        parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
+        parts += ["unclipped" * bool(self.known), "sample_by_sample" * (not self.accumulate)]
         return "_".join(["one_process", *filter(None, parts)])
 
     def micro_steps(self, batch: int) -> int:
@@ -92,6 +97,9 @@ class Sharding:
 
 
 _EP = Sharding(dp=2, ep=2, moe=True)
+_EP4 = Sharding(dp=4, ep=4, moe=True)
+_APART = Sharding(documents=True)
+_CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
 EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
     ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
@@ -99,7 +107,11 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
     ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
     ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
-    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", Sharding(pp=2, micro=2, vpp=2, layers=4)),
+    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", _CHUNKS),
+    *(
+        (f"executed_pp2_{schedule}", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule=schedule))
+        for schedule in ("gpipe", "seqpipe", "zero_bubble_v")
+    ),
     ("executed_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2)),
     ("executed_tp2_sp_recompute", "activations computed again", Sharding(tp=2, sp=True, recompute=True)),
     ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
@@ -118,10 +130,16 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
         (
             f"executed_ep2_{mode}",
             "hierarchical_ep as on Ascend",
-            Sharding(dp=2, ep=2, moe=True, mode=mode),
+            replace(_EP, mode=mode),
         )
         for mode in ("global", "hierarchical", "deduplicated")
     ),
+    ("executed_ep4_hierarchical", "two nodes of two, as on Ascend", replace(_EP4, mode="hierarchical")),
+    ("executed_ep4_deduplicated", "two nodes of two, as on Ascend", replace(_EP4, mode="deduplicated")),
+    ("executed_ep4_overlap", "the former in two chunks (ep_overlap)", replace(_EP4, mode="deduplicated", chunks=2)),
+    ("executed_documents_tp2_sp", "documents apart, compressed mask", replace(_APART, tp=2, sp=True)),
+    ("executed_documents_pp2", "the same in two stages", replace(_APART, pp=2, micro=2)),
+    ("executed_documents_cp2", "the same on halves of the sequence", replace(_APART, cp=2)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
 )
 # what a run without --only executes: one strategy of each kind, as each takes a minute
@@ -151,6 +169,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     }
     recipe["recompute_config"] = {"recompute": sharding.recompute}
     _model(recipe, sharding)
+    if sharding.documents:
+        _apart(recipe)
     _degrees(recipe, sharding, batch)
     return recipe
 
@@ -173,6 +193,16 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
 
 
+def _apart(recipe: Recipe) -> None:
+    """Documents that do not see each other, as the recipes of long context have them (in place)."""
+    config, model = recipe["train_dataset"]["data_loader"]["config"], recipe["model"]["model_config"]
+    # MindFormers makes the mask of the first sample only unless one of the reset_* keys is on
+    config.update(create_compressed_eod_mask=True, reset_position_ids=True, eod_pad_length=DOCUMENTS // 8)
+    recipe["train_dataset"]["input_columns"] = recipe["train_dataset"]["construct_args_key"] = [*COLUMNS]
+    config["seq_length"] = model["seq_length"] = model["max_position_embeddings"] = DOCUMENTS
+    model.update(use_attn_mask_compression=False, use_eod_attn_mask_compression=True)
+
+
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     """Degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
@@ -193,10 +223,11 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         use_seq_parallel=sharding.sp,
         vocab_emb_dp=False,
     )
+    axes = (2, 2, 2, 2, 2 if sharding.documents else 4)
     recipe["parallel"].update(
         parallel_mode=1,
         gradients_mean=False,
-        dataset_strategy=[[sharding.dp, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)],
+        dataset_strategy=[[sharding.dp, *[1] * (each - 1)] for each in axes],
         enable_parallel_optimizer=sharding.zero,
     )
     if sharding.zero:
@@ -205,13 +236,15 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         interleaved = sharding.vpp > 1
         recipe["parallel"]["pipeline_config"] = {
             "pipeline_interleave": interleaved,
-            "pipeline_scheduler": "1f1b",
+            "pipeline_scheduler": sharding.schedule,
         }
         row = [0] * sharding.pp
         model.update(pp_interleave_num=sharding.vpp, offset=[row] * sharding.vpp if interleaved else row)
     if sharding.mode:
         recipe["plugins"]["hierarchical_ep"] = {"mode": sharding.mode}
         model["npu_nums_per_device"] = sharding.ep if sharding.mode == "global" else sharding.ep // 2
+    if sharding.chunks > 1:
+        recipe["plugins"]["ep_overlap"] = {"chunks": [1, sharding.chunks]}
     for callback in recipe["callbacks"]:
         if "micro_batch_num" in callback:
             callback["micro_batch_num"] = sharding.micro

@@ -113,7 +113,7 @@ _EMULATED = (
 )
 _PER_RANK = "MindFormers takes it per rank and micro-batch, so that it is not the loss of one process"
 _NEITHER = (
-    ("zero_bubble", "the schedules seqvpp and zero bubble", "tc3 dryrun compiles them; no row executes them yet"),
+    ("seqvpp", "pipelines whose sequences are cut into chunks", "MindFormers' trainer refuses them in graph mode"),
     ("auxiliary_loss_per_rank", "the router's auxiliary loss under expert and pipeline parallelism", _PER_RANK),
     ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
 )
