@@ -102,6 +102,11 @@ def norm(step, saved, metrics):
     metrics[-1]["global_norm"] *= 1 + 1e-4
 
 
+def undivided(step, saved, metrics):
+    """All gradients twice as large: clipping hides it from each of them."""
+    metrics[-1]["global_norm"] *= 2
+
+
 def not_finite(step, saved, metrics):
     metrics[-1]["loss"] = float("nan")
 
@@ -132,6 +137,8 @@ def biases(step, saved, metrics):
         (loss, "forward of step 1, loss: loss, all ranks: error 2e-05, allowed 1e-05"),
         (not_finite, "forward of step 1, loss: loss, all ranks: error inf"),
         (norm, "backward of step 1, gradients: global norm, all ranks: error 0.0001, allowed 5e-05"),
+        (undivided, "backward of step 1, loss: gradient of the loss, all ranks: error 1, allowed 5e-05; global norm"),
+        (undivided, "Usually: loss scaling: the seed is not divided by the ranks that share it"),
         (change(f"adam_m.{HEAD}", None, 1.001), "backward of step 1, head: gradient norm, all ranks: error 0.001"),
         (change(f"adam_v.{HEAD}", None, 1.01), f"optimizer of step 3, head: adam_v.{HEAD}, all ranks"),
         (change(f"adam_m.{EMBEDDING}", 1, 1.01), "backward of step 1, embedding: gradient norm"),
