@@ -7,7 +7,9 @@ numbers.
 from __future__ import annotations
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from tools.catalogue.cards import why_modelled
 from tools.recipe.findings import Findings
+from tools.recipe.load import Recipe
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import Built
 from tools.schema.stages import runs_back
@@ -15,11 +17,24 @@ from tools.schema.stages import runs_back
 _PAGE = "docs/stock-differences.md"
 
 
+def modelled(recipe: Recipe) -> str:
+    """Why the card of a recipe, or of one that it takes values from, calls it modelled; empty where none does."""
+    return why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
+
+
 def check_differences(view: View, built: Built, found: Findings) -> None:
     """Every difference that this recipe meets."""
+    _modelled(view, found)
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
+
+
+def _modelled(view: View, found: Findings) -> None:
+    """What would be trained is another model, or nothing."""
+    why = modelled(view.recipe)
+    if why:
+        found.note(("model",), f"modelled, for search, estimates and check; not to be trained: {why}", "see card.yaml")
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:

@@ -94,6 +94,10 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
         "self.mtp.pipeline_stage = pipeline_stage - 1",
     ),
+    "yarn_mla": (
+        "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
+        "self.rotary_pos_emb = YarnRotaryEmbedding(",
+    ),
     "heads_cp": (_MLA, "if self.num_attention_heads % (self.tp * self.cp_ds) != 0:"),
     "ulysses_latent": (_MLA, "new_shape = (seq_len, bs, self.tp, self.cp_ds, -1, self.q_head_dim)"),
     "ulysses_grouped": (_ATTENTION, "key = self._ulysses_kv_a2a(key)"),

@@ -1,6 +1,7 @@
 """Notes: what MindFormers computes otherwise than one may expect, told to whom it touches and to nobody else."""
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from tests.tools.check.mutations import MODEL, PARALLEL
@@ -85,3 +86,34 @@ def test_every_recipe_with_mtp_in_a_pipeline_says_so(path):
     stages = recipe["parallel_config"]["pipeline_stage"] if recipe["use_parallel"] else 1
     wanted = recipe["model"]["model_config"]["num_nextn_predict_layers"] > 0 and stages > 1
     assert (MTP in {finding.key for finding in check_recipe(recipe).findings}) == wanted
+
+
+def notes_of(path):
+    return [finding for finding in check_recipe(path).findings if finding.key == "model"]
+
+
+def modelled_on_its_card(path):
+    card = yaml.safe_load((path.parent / "card.yaml").read_text("utf-8"))
+    return card["recipes"][path.name].get("kind", card["kind"]) == "modelled"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_modelled_recipe_says_what_it_lacks(path):
+    found = notes_of(path)
+    assert len(found) == modelled_on_its_card(path)
+    assert all(note.severity == "note" and "not to be trained" in note.wrong for note in found)
+
+
+def test_a_child_of_a_modelled_recipe_says_so_too(tmp_path):
+    child = tmp_path / "child.yaml"
+    child.write_text(f"base_config: {ROOT / 'recipes' / 'xing4_29b' / 'pretrain_4k.yaml'}\noutput_dir: ./child\n")
+    (found,) = notes_of(child)
+    assert "hyper-connections" in found.wrong
+
+
+@pytest.mark.parametrize("text", ["- a list\n", "model: mine\n", "{", "recipes: 3\n"])
+def test_a_card_of_another_kind_says_nothing(tmp_path, text):
+    (tmp_path / "card.yaml").write_text(text)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"base_config: {ROOT / 'recipes' / 'mini' / 'pretrain.yaml'}\n")
+    assert notes_of(mine) == []
