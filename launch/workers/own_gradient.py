@@ -31,7 +31,7 @@ class OwnGradient(Callback):
         super().__init__()
         self.file = Path(run_dir) / "equivalence" / f"gradient_rank_{get_real_rank()}.json"
         self.name, self.beta1 = f"adam_m.{weight}", beta1
-        self.before = 0.0
+        self.before: np.ndarray | float = 0.0
         self.norms: list[float] = []
 
     def on_train_step_end(self, run_context):
