@@ -5,8 +5,10 @@
 FAULT: names of `FAULTS`, all by default. Each is put into one of the executed strategies of `tc3 accuracy equivalence
 --list`, on two CPU processes, and compared by its gates with one process without a fault. Told are the exit code of the
 training, and what names the fault: the first finding, the weight whose gradient errs most in step 1, and copies that
-differ; or, where the ranks notice it themselves, their error. Faults in communication are words of
-TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/exchange/disturbance.py), the others layout_fault.py's. A minute or so each.
+differ; or, where the ranks notice it themselves, their error: without its Send a Receive waits ten minutes, all else
+takes one or two on a quiet machine. Faults in communication are words of
+TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/exchange/disturbance.py), the others
+layout_fault.py's.
 """
 
 from __future__ import annotations
