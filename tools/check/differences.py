@@ -6,6 +6,7 @@ numbers.
 
 from __future__ import annotations
 
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.catalogue.cards import why_modelled
 from tools.recipe.findings import Findings
 from tools.recipe.load import Recipe
@@ -27,6 +28,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
     _modelled(view, found)
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
+    _rounded_probabilities(view, built, found)
 
 
 def _modelled(view: View, found: Findings) -> None:
@@ -65,3 +67,15 @@ def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
     if parts:
         wrong = f"{kind} is not taken sequence by sequence but over {' and '.join(parts)}; another layout, another loss"
         found.note((*MODEL, "moe_router_load_balancing_type"), wrong, f"see {_PAGE}", rule="auxiliary_loss")
+
+
+def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
+    """Where activations are bfloat16, every dispatcher rounds them; in float32, one dispatcher does all the same."""
+    dispatcher, dtype = (built.fields.get(key) for key in ("moe_token_dispatcher_type", "compute_dtype"))
+    rounds = dispatcher == DISPATCHER_OF["hierarchical"] and str(dtype).lower() not in ("bfloat16", "bf16")
+    if built.number("num_moe_experts") and rounds and not view.cpu_classes:
+        wrong = (
+            f"{dispatcher} rounds the router's probabilities and their gradients to bfloat16, whatever compute_dtype"
+        )
+        right = f"{DEFAULT_DISPATCHER}, or plugins.hierarchical_ep, to keep {dtype}; see {_PAGE}"
+        found.note((*MODEL, "moe_token_dispatcher_type"), wrong, right, rule="rounded_probabilities")

@@ -171,8 +171,12 @@ def _fit(old: Any, value: Any, text: str, path: KeyPath, where: str) -> Any:
     """`value` as the kind that stands in the recipe; raises RecipeError when it is another."""
     name = dotted(path)
     if isinstance(old, dict):
+        a_plugin = path[:1] == ("plugins",) and len(path) == 2
+        if a_plugin and value is False:
+            return value
         example = next((f"{name}.{key}=..." for key in old), "nothing: it is empty")
-        raise RecipeError(f"{where}: {name} is a mapping; set its keys, for instance {example}")
+        switch = f"; {name}=False leaves the plugin off" if a_plugin else ""
+        raise RecipeError(f"{where}: {name} is a mapping; set its keys, for instance {example}{switch}")
     if isinstance(value, dict):
         raise RecipeError(f"{where}: {name} is {_kind(old)} ({old!r}), not a mapping")
     if path[-1:] == ("offset",) and isinstance(value, (int, list, str)) and not isinstance(value, bool):

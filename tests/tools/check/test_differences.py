@@ -16,6 +16,7 @@ MTP = dotted((*MODEL, "num_nextn_predict_layers"))
 BALANCING = dotted((*MODEL, "moe_router_load_balancing_type"))
 ONE_SAMPLE = [(("runner_config", "batch_size"), 1), ((*MODEL, "batch_size"), 1)]
 CP2 = [((*PARALLEL, "context_parallel"), 2)]
+COMPUTE, DISPATCHER = (*MODEL, "compute_dtype"), (*MODEL, "moe_token_dispatcher_type")
 COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_balancing_type")
 
 
@@ -53,6 +54,19 @@ def test_the_auxiliary_loss(changes, words):
     assert (BALANCING in found) == (words is not None)
     if words:
         assert words in found[BALANCING].wrong and "router.py" in found[BALANCING].source
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [([], True), ([(COMPUTE, "bfloat16")], False), ([(DISPATCHER, "alltoall")], False)],
+)
+def test_a_dispatcher_that_rounds_probabilities(changes, told):
+    group = [((*MODEL, "npu_nums_per_device"), 2), ((*PARALLEL, "expert_parallel"), 2)]
+    float32 = [(COMPUTE, "float32"), (DISPATCHER, "alltoall_deredundency"), *group]
+    found = findings(change(SEMI, *float32, *changes), "note")
+    assert (dotted(DISPATCHER) in found) == told
+    if told:
+        assert "token_dispatcher.py" in found[dotted(DISPATCHER)].source
 
 
 def test_the_cpu_plugin_takes_the_auxiliary_loss_sample_by_sample():

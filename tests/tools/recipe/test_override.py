@@ -13,6 +13,7 @@ RECIPE = """
     seed: 42
     use_parallel: False
     runner_config: {batch_size: &bs 4, epochs: 1}
+    plugins: {finite_loss: {stop_after: 1}}
     lr_schedule: {learning_rate: 3.e-3, total_steps: 40}
     train_dataset: &data
       data_loader:
@@ -50,6 +51,7 @@ def recipe(tmp_path):
         ("model.model_config.name=007", ["model", "model_config", "name"], "007"),
         ("model.model_config.name=a=b", ["model", "model_config", "name"], "a=b"),
         ("model.model_config.nothing=[1e-2]", ["model", "model_config", "nothing"], [0.01]),
+        ("plugins.finite_loss=False", ["plugins", "finite_loss"], False),
         ("runner_config={epochs: 3}", ["runner_config"], {"batch_size": 4, "epochs": 3}),
     ],
 )
@@ -137,6 +139,10 @@ def test_a_plain_dict_keeps_its_shared_objects(recipe):
         ("seed=[1]", "seed is an integer"),
         ("seed=[1", "not valid YAML"),
         ("runner_config={epoch: 3}", "did you mean 'runner_config.epochs'?"),
+        (
+            "plugins.finite_loss=True",
+            "set its keys, for instance plugins.finite_loss.stop_after=...; plugins.finite_loss=",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(recipe, override, message):

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Trained:
         state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
             routers' biases and loads, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
+        shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
     """
 
     workers: int
@@ -56,12 +57,16 @@ class Trained:
     norms: list[dict[str, float]]
     state: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
+    shares: list[float] = field(default_factory=list)
 
 
-def make_corpus(folder: Path, recipe: Recipe, steps: int) -> str:
-    """A corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix."""
+def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
+    """A corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix.
+
+    length: tokens of a sample, where they are not the recipe's.
+    """
     model = recipe["model"]["model_config"]
-    tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * (model["seq_length"] + 1)
+    tokens = 2 * (steps + 2) * recipe["runner_config"]["batch_size"] * ((length or model["seq_length"]) + 1)
     lengths = np.random.default_rng(0).integers(*DOCUMENT, tokens // DOCUMENT[0], dtype=np.int32)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,16 +7,19 @@ from the same weights, so each is compared with one process of the same graph.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.accuracy.emulate.strategy import Strategy
 from tools.recipe.load import Recipe
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
+COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # AdamW turns a gradient that is next to nothing, whose sign is rounding, into a whole step of either sign; with large
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
+BIAS_CALLBACK = "TopkBiasBalanceCallback"
 NEVER_CLIPPED = 1e6  # a max_grad_norm
+DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
 
@@ -26,11 +29,15 @@ class Sharding:
 
     Args:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
-            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; zero: the optimizer's state
-            cut over dp; recompute: all activations; accumulate: steps of gradient accumulation.
+            over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; schedule: their order, a
+            `pipeline_scheduler` of MindSpore; zero: the optimizer's state cut over dp; recompute: all activations;
+            accumulate: steps of gradient accumulation, 0 for as many as a rank has samples.
         moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
-            which is taken per rank and micro-batch and so is off where tokens are split between those.
-        mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher.
+            which is taken per rank and micro-batch and so is off where tokens are split between those, unless each
+            sample is a micro-batch of its own, here and in one process.
+        mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
+            in a layer, of the ep_overlap plugin; 1 is without it.
+        documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
         known: the stock difference that this strategy has from one process, told and not judged.
     """
 
@@ -42,6 +49,7 @@ class Sharding:
     sp: bool = False
     vpp: int = 1
     micro: int = 1
+    schedule: str = "1f1b"
     zero: bool = False
     recompute: bool = False
     accumulate: int = 1
@@ -50,6 +58,8 @@ class Sharding:
     layers: int = 2
     aux: bool = False
     mode: str = ""
+    chunks: int = 1
+    documents: bool = False
     known: str = ""
 
     @property
@@ -65,22 +75,31 @@ class Sharding:
     @property
     def alone(self) -> Sharding:
         """The same model in one process."""
-        return Sharding(moe=self.moe, mtp=self.mtp, layers=self.layers, aux=self.aux, known=self.known)
+        same = {name: getattr(self, name) for name in ("moe", "mtp", "layers", "aux", "documents", "known")}
+        return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
         """The name of that run."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
-        parts += [f"{self.layers}_layers" * (self.layers != 2), "unclipped" * bool(self.known)]
+        parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
+        parts += ["unclipped" * bool(self.known), "sample_by_sample" * (not self.accumulate)]
         return "_".join(["one_process", *filter(None, parts)])
+
+    def micro_steps(self, batch: int) -> int:
+        """Steps of gradient accumulation for `batch` samples a step."""
+        return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
         """Why a step of `batch` samples cannot be shared so; empty when it can."""
-        parts = self.dp * self.micro * self.accumulate
+        parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
 
 _EP = Sharding(dp=2, ep=2, moe=True)
+_EP4 = Sharding(dp=4, ep=4, moe=True)
+_APART = Sharding(documents=True)
+_CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
 EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
     ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
@@ -88,12 +107,21 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
     ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
     ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
-    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", Sharding(pp=2, micro=2, vpp=2, layers=4)),
+    ("executed_pp2_vpp2", "two stages of two chunks, interleaved", _CHUNKS),
+    *(
+        (f"executed_pp2_{schedule}", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule=schedule))
+        for schedule in ("gpipe", "seqpipe", "zero_bubble_v")
+    ),
     ("executed_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2)),
     ("executed_tp2_sp_recompute", "activations computed again", Sharding(tp=2, sp=True, recompute=True)),
     ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
     ("executed_moe_tp2_sp", "dropless dispatch, auxiliary loss", Sharding(tp=2, sp=True, moe=True, aux=True)),
     ("executed_moe_ep2", "experts over data parallel, no auxiliary loss", _EP),
+    (
+        "executed_moe_ep2_aux",
+        "auxiliary loss of each sample, as in one process sample by sample",
+        Sharding(dp=2, ep=2, moe=True, aux=True, accumulate=0),
+    ),
     ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
     ("executed_moe_ep2_tp2_sp", "four processes", Sharding(dp=2, ep=2, tp=2, sp=True, moe=True)),
     ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
@@ -102,10 +130,16 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
         (
             f"executed_ep2_{mode}",
             "hierarchical_ep as on Ascend",
-            Sharding(dp=2, ep=2, moe=True, mode=mode),
+            replace(_EP, mode=mode),
         )
         for mode in ("global", "hierarchical", "deduplicated")
     ),
+    ("executed_ep4_hierarchical", "two nodes of two, as on Ascend", replace(_EP4, mode="hierarchical")),
+    ("executed_ep4_deduplicated", "two nodes of two, as on Ascend", replace(_EP4, mode="deduplicated")),
+    ("executed_ep4_overlap", "the former in two chunks (ep_overlap)", replace(_EP4, mode="deduplicated", chunks=2)),
+    ("executed_documents_tp2_sp", "documents apart, compressed mask", replace(_APART, tp=2, sp=True)),
+    ("executed_documents_pp2", "the same in two stages", replace(_APART, pp=2, micro=2)),
+    ("executed_documents_cp2", "the same on halves of the sequence", replace(_APART, cp=2)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
 )
 # what a run without --only executes: one strategy of each kind, as each takes a minute
@@ -135,6 +169,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     }
     recipe["recompute_config"] = {"recompute": sharding.recompute}
     _model(recipe, sharding)
+    if sharding.documents:
+        _apart(recipe)
     _degrees(recipe, sharding, batch)
     return recipe
 
@@ -153,18 +189,29 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     if not sharding.moe:
         model["n_routed_experts"] = None
         model["moe_router_enable_expert_bias"] = False
-        kept = [entry for entry in kept if entry["type"] != "TopkBiasBalanceCallback"]
+        kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
+
+
+def _apart(recipe: Recipe) -> None:
+    """Documents that do not see each other, as the recipes of long context have them (in place)."""
+    config, model = recipe["train_dataset"]["data_loader"]["config"], recipe["model"]["model_config"]
+    # MindFormers makes the mask of the first sample only unless one of the reset_* keys is on
+    config.update(create_compressed_eod_mask=True, reset_position_ids=True, eod_pad_length=DOCUMENTS // 8)
+    recipe["train_dataset"]["input_columns"] = recipe["train_dataset"]["construct_args_key"] = [*COLUMNS]
+    config["seq_length"] = model["seq_length"] = model["max_position_embeddings"] = DOCUMENTS
+    model.update(use_attn_mask_compression=False, use_eod_attn_mask_compression=True)
 
 
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     """Degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
-    size = batch // (sharding.dp * sharding.micro * sharding.accumulate)
+    micro_steps = sharding.micro_steps(batch)
+    size = batch // (sharding.dp * sharding.micro * micro_steps)
     recipe["use_parallel"] = True
     recipe["context"]["dataset_broadcast_opt_level"] = 0  # CPU: otherwise some ranks read no data
     recipe["runner_config"]["batch_size"] = model["batch_size"] = size
-    recipe["runner_config"]["gradient_accumulation_steps"] = sharding.accumulate
+    recipe["runner_config"]["gradient_accumulation_steps"] = micro_steps
     recipe["parallel_config"].update(
         data_parallel=sharding.dp,
         model_parallel=sharding.tp,
@@ -176,10 +223,11 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         use_seq_parallel=sharding.sp,
         vocab_emb_dp=False,
     )
+    axes = (2, 2, 2, 2, 2 if sharding.documents else 4)
     recipe["parallel"].update(
         parallel_mode=1,
         gradients_mean=False,
-        dataset_strategy=[[sharding.dp, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)],
+        dataset_strategy=[[sharding.dp, *[1] * (each - 1)] for each in axes],
         enable_parallel_optimizer=sharding.zero,
     )
     if sharding.zero:
@@ -188,13 +236,17 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
         interleaved = sharding.vpp > 1
         recipe["parallel"]["pipeline_config"] = {
             "pipeline_interleave": interleaved,
-            "pipeline_scheduler": "1f1b",
+            "pipeline_scheduler": sharding.schedule,
         }
         row = [0] * sharding.pp
         model.update(pp_interleave_num=sharding.vpp, offset=[row] * sharding.vpp if interleaved else row)
     if sharding.mode:
         recipe["plugins"]["hierarchical_ep"] = {"mode": sharding.mode}
         model["npu_nums_per_device"] = sharding.ep if sharding.mode == "global" else sharding.ep // 2
+    if sharding.chunks > 1:
+        recipe["plugins"]["ep_overlap"] = {"chunks": [1, sharding.chunks]}
     for callback in recipe["callbacks"]:
         if "micro_batch_num" in callback:
             callback["micro_batch_num"] = sharding.micro
+        if callback["type"] == BIAS_CALLBACK:  # it compares loads of all micro-batches with the share of so many
+            callback["gradient_accumulation_steps"] = micro_steps

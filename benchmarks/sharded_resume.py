@@ -1,0 +1,131 @@
+"""Kill sharded runs on CPU and resume them, to the same bits; and go on from one layout's checkpoint with another.
+
+    python benchmarks/sharded_resume.py [LAYOUT ...]
+
+LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), by default all. Every process gets SIGKILL at once
+after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be the same bits, and
+so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS) must follow that
+layout's own run, losses to 1e-5 and global norms to 5e-5 relative. tests/training/test_sharded.py kills and resumes
+tensor parallelism alone.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+import click
+import numpy as np
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.training import runs
+from tests.training.conftest import prepare
+
+ALONE = "one"
+LAYOUTS = ("tp2", "pp2", "zero", "ep2")
+ACROSS = ((ALONE, "tp2"), ("tp2", ALONE), ("pp2", "tp2"), ("zero", "pp2"))  # saved by, goes on as
+STEPS, KILL, SAVED = 6, 4, 3
+LOSS, NORM = 1e-5, 5e-5  # absolute; relative
+
+
+def compare(whole: Path, resumed: Path) -> tuple[int, int]:
+    """(records, tensors) that agree to the bit.
+
+    Raises:
+        AssertionError: one does not, or is not there.
+    """
+    ranks = sorted(path.stem for path in (whole / "metrics").glob("rank_*.jsonl"))
+    records = 0
+    for rank in (int(name.removeprefix("rank_")) for name in ranks):
+        expected, found = runs.steps(whole, rank), runs.steps(resumed, rank)
+        assert sorted(expected) == sorted(found) == list(range(1, STEPS + 1)), f"rank {rank}: steps {sorted(found)}"
+        for step, record in expected.items():
+            runs.same(found[step], record)
+            records += 1
+    tensors = 0
+    files = sorted((whole / "checkpoint" / f"iteration_{STEPS:08d}").glob("*.safetensors"))
+    assert files, "no checkpoint of the last step"
+    for file in files:
+        first, second = load_file(file), load_file(resumed / file.relative_to(whole))
+        assert first.keys() == second.keys(), f"{file.name}: other tensors"
+        for name in first:
+            assert np.array_equal(first[name], second[name]), f"{file.name}: {name} differs"
+            tensors += 1
+    return records, tensors
+
+
+class Runs:
+    """Runs that nobody killed, each trained once.
+
+    Args:
+        folder: for them; it gets their corpus, too.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        prepare(folder)
+        self.corpus = folder / "tiny"
+
+    def recipe(self, layout: str) -> Path:
+        """The recipe of a layout; ALONE is one process."""
+        return runs.HERE / ("sharded.yaml" if layout == ALONE else f"sharded_{layout}.yaml")
+
+    def whole(self, layout: str) -> Path:
+        """The folder of its run to the end."""
+        folder = self.folder / layout
+        if not folder.exists():
+            runs.train(self.recipe(layout), folder, self.corpus)
+        return folder
+
+    def killed(self, layout: str) -> str:
+        """What a killed and resumed run has in common with the whole one."""
+        whole, folder = self.whole(layout), self.folder / f"{layout}_killed"
+        runs.train_and_kill(self.recipe(layout), folder, self.corpus, step=KILL)
+        self._resume(layout, folder, "auto")
+        records, tensors = compare(whole, folder)
+        return f"{records} records of steps and {tensors} tensors are the same bits"
+
+    def across(self, saved: str, layout: str) -> str:
+        """How far a run that goes on from another layout's checkpoint is from this layout's own."""
+        folder = self.folder / f"{saved}_as_{layout}"
+        self._resume(layout, folder, str(self.whole(saved) / "checkpoint" / f"iteration_{SAVED:08d}"))
+        rank = int(layout == "pp2")  # of a pipeline, the last stage knows the loss
+        expected, found = runs.steps(self.whole(layout), rank), runs.steps(folder, rank)
+        assert sorted(found) == list(range(SAVED + 1, STEPS + 1)), f"steps {sorted(found)}"
+        loss = max(abs(record["loss"] - expected[step]["loss"]) for step, record in found.items())
+        norm = max(abs(record["global_norm"] / expected[step]["global_norm"] - 1) for step, record in found.items())
+        assert loss <= LOSS and norm <= NORM, f"loss {loss:.1e}, global norm {norm:.1e}"
+        return f"loss {loss:.1e}, global norm {norm:.1e} (relative)"
+
+    def _resume(self, layout: str, folder: Path, checkpoint: str) -> None:
+        text = runs.train(self.recipe(layout), folder, self.corpus, "--resume", checkpoint)
+        assert f"going on from step {SAVED}" in text, text[-1000:]
+
+
+@click.command()
+@click.argument("layouts", nargs=-1, type=click.Choice(LAYOUTS))
+@click.option("--across/--no-across", default=True, help="Whether checkpoints of one layout go on as another.")
+def main(layouts: tuple[str, ...], across: bool) -> None:
+    """Print what agrees, row by row; the exit code is 1 where something does not."""
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        every = Runs(Path(folder))
+        rows = [(f"{name}: killed after step {KILL}", partial(every.killed, name)) for name in layouts or LAYOUTS]
+        rows += [
+            (f"{saved}, gone on as {name}", partial(every.across, saved, name)) for saved, name in ACROSS if across
+        ]
+        for name, try_it in rows:
+            try:
+                told = try_it()
+            except AssertionError as error:
+                told, wrong = f"DIFFERS: {error}", 1
+            click.echo(f"{name}, resumed from step {SAVED}: {told}")
+    raise SystemExit(wrong)
+
+
+if __name__ == "__main__":
+    main()
