@@ -16,6 +16,7 @@ from tools.process.waiting import saying
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
     "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
+    "affinity": ("tools.affinity.cli:affinity", "Which cores each worker of this host gets."),
     "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens per step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
