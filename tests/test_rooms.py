@@ -25,7 +25,7 @@ ROWS = [
     ["tools.dryrun"],
     ["tools.search"],
     ["tools.show", "tools.affinity"],
-    ["tools.accuracy", "tools.imbalance"],
+    ["tools.accuracy", "tools.imbalance", "tools.doctor"],
     ["launch"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}

@@ -18,6 +18,7 @@ PURPOSE = {
     "launch": "tc3, train.py, the supervisor of msrun, resume, scripts for clusters",
     "accuracy": "are the numbers right?",
     "imbalance": "who waits for whose samples?",
+    "doctor": "is this host fit to train?",
     "show": "a recipe as it will run, two compared",
     "affinity": "which cores does a worker get?",
     "search": "which strategy is fastest?",

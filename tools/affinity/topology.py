@@ -115,11 +115,13 @@ def _memory(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
 
 def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
     """From `npu-smi info -t topo`; from the PCI addresses of `npu-smi info` for those of which it does not say."""
-    found: dict[int, int | None] = {
-        chip.device: _pci_node(root, chip.bus, nodes) for chip in npu_smi.chips(root.ask("npu-smi", "info") or "")
-    }
-    for npu, cores in npu_smi.core_lists(root.ask("npu-smi", "info", "-t", "topo") or "").items():
-        near = set(expand(cores))
+    chips = npu_smi.chips(root.ask("npu-smi", "info") or "")
+    found: dict[int, int | None] = {chip.device: _pci_node(root, chip.bus, nodes) for chip in chips}
+    # its rows are cards; a container that sees only some of them numbers devices from 0
+    single = len({chip.card for chip in chips}) == len(chips)
+    device_of = {chip.card: chip.device for chip in chips} if single else {}
+    for card, cores in npu_smi.core_lists(root.ask("npu-smi", "info", "-t", "topo") or "").items():
+        near, npu = set(expand(cores)), device_of.get(card, card)
         node = max(nodes, key=lambda number: len(near.intersection(nodes[number])))
         found[npu] = node if near.intersection(nodes[node]) else None
     return dict(sorted(found.items()))

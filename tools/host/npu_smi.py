@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 _HEALTH = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", re.MULTILINE)
 _CHIP = re.compile(
-    r"^\|\s*(\d+)(?:\s+(\d+))?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", re.MULTILINE
+    r"^\|\s*(\d+)(?:\s+(\d+|NA))?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", re.MULTILINE
 )
 _PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(\S*)\s*\|", re.MULTILINE)
 _VERSION = re.compile(r"npu-smi\s+(?:v|V)?(\d\S*)")
@@ -34,7 +34,7 @@ def chips(text: str) -> list[Chip]:
     """The devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one."""
     found: list[Chip] = []
     for health, chip in zip(_HEALTH.finditer(text), _CHIP.finditer(text), strict=False):
-        number = int(chip[2]) if chip[2] else len(found)
+        number = int(chip[2]) if (chip[2] or "NA") != "NA" else len(found)
         found.append(Chip(number, int(health[1]), health[2], health[3], chip[3].lower()))
     return found
 
