@@ -93,7 +93,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     from plugins import enable_plugins
 
     dataset_helpers.use_this_python()
-    metrics.enable(config)
+    metrics.enable(config, host.collectives if sharded else None)
     enable_plugins(config)
     with host.own_errors() if sharded else nullcontext():
         Trainer(config).train()

@@ -20,6 +20,7 @@ LONG = (
     "training/test_minis.py",
     "training/test_two_workers.py",
     "training/test_executed_equivalence.py",
+    "training/test_executed_faults.py",
     "training/test_sharded.py",
     "tools/dryrun/test_cli.py",
     "training/test_not_finite.py",

@@ -11,6 +11,8 @@ from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
+from launch.workers.executed_calls import FirstStep
+from tools.dryrun.executed import calls_file
 from tools.dryrun.layout import kinds_of
 
 
@@ -28,6 +30,19 @@ class RecordingLossMonitor(MFLossMonitor):
 
     run_dir = "./output"
     seq_length = 0
+    first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
+
+    def on_train_step_begin(self, run_context):
+        """Listen to the first step's collectives."""
+        super().on_train_step_begin(run_context)
+        if self.first_step:
+            self.first_step.begin()
+
+    def on_train_step_end(self, run_context):
+        """Note them, before any callback says something to other ranks."""
+        if self.first_step:
+            self.first_step.end(run_context.original_args().cur_step_num)
+        super().on_train_step_end(run_context)
 
     def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                           loss, per_step_seconds, overflow, scaling_sens, time_remain, percent, global_norm,
@@ -88,8 +103,15 @@ def _scalar(value):
     return float(array[0]) if array.size else None
 
 
-def enable(config) -> None:
-    """Record this run's steps. Call before `Trainer(config)`."""
+def enable(config, collectives=None) -> None:
+    """Record this run's steps; of a sharded run also the first step's collectives. Call before `Trainer(config)`.
+
+    Args:
+        collectives: `plugins.semi_auto_cpu.collectives.Collectives` of a sharded run.
+    """
+    if collectives:
+        file = calls_file(config.output_dir, collectives.mesh.rank)
+        RecordingLossMonitor.first_step = FirstStep(collectives, file)
     RecordingLossMonitor.run_dir = config.output_dir
     RecordingLossMonitor.seq_length = config.model.model_config.seq_length
     MindFormerRegister.register_cls(RecordingLossMonitor, MindFormerModuleType.CALLBACK, alias="MFLossMonitor")

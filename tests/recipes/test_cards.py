@@ -34,6 +34,8 @@ CONTEXT_MAY_CHANGE = {
     "train_dataset.data_loader.config.eod_pad_length",
     "parallel_config.data_parallel",
     "parallel_config.model_parallel",
+    "parallel_config.expert_parallel",  # and it follows from data_parallel x model_parallel
+    "parallel_config.use_seq_parallel",
     "parallel_config.pipeline_stage",
     "parallel_config.context_parallel",
     "parallel_config.context_parallel_algo",

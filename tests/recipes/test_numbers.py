@@ -71,6 +71,26 @@ def test_pangu_is_named_without_its_mtp_layer():
     assert count_parameters(model) == pytest.approx(718e9, rel=0.005)
 
 
+def test_xing4_counts_the_published_weights():
+    """The tensors of the public GGUF, 31,215,031,088 parameters, to the last one: what MindFormers lacks, added."""
+    model = model_of("xing4_29b/pretrain_4k.yaml")
+    hidden, layers, streams = model["hidden_size"], model["num_hidden_layers"], 4
+    gates = streams + streams + streams * streams  # into the sublayer, out of it, and among the streams
+    connections = 2 * layers * (gates * streams * hidden + gates + 3)  # attention and FFN: weights, biases, scales
+    own = 2 * model["vocab_size"] * hidden  # embedding and head that the published MTP layer has of its own
+    biases = (layers - model["first_k_dense_replace"] + 1) * model["n_routed_experts"]
+    assert count_parameters(model) + connections + own + biases == 31_215_031_088
+    assert count_parameters({**model, "num_nextn_predict_layers": 0}) == pytest.approx(29e9, rel=0.02)
+
+
+def test_xing4_stretches_its_positions_as_the_published_weights():
+    model = model_of("xing4_29b/context_256k.yaml")
+    assert (model["position_embedding_type"], model["rope_theta"]) == ("yarn", 10000.0)
+    assert (model["rotary_scaling_factor"], model["max_position_embeddings"]) == (64, 4096)
+    assert (model["beta_fast"], model["beta_slow"], model["mscale"], model["mscale_all_dim"]) == (32, 1, 1, 1)
+    assert model["seq_length"] == 262144
+
+
 @pytest.mark.parametrize("folder", [*TELECHAT2, "telechat3_36b"])
 def test_dense_siblings_are_near_their_names(folder):
     """TeleChat2's own table gives 113.3 B for its "115B" and 35.4 B for its "35B"."""

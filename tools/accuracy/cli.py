@@ -11,6 +11,7 @@ from rich.console import Console
 
 from plugins.errors import did_you_mean
 from tools.accuracy.align.cli import align
+from tools.accuracy.collectives.cli import collectives_command
 from tools.accuracy.compare.cli import compare
 from tools.accuracy.dumps.cli import dump
 from tools.accuracy.equivalence.cli import equivalence_command
@@ -44,6 +45,7 @@ accuracy.add_command(align)
 accuracy.add_command(dump)
 accuracy.add_command(compare)
 accuracy.add_command(equivalence_command)
+accuracy.add_command(collectives_command)
 
 
 @accuracy.command()

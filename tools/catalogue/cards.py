@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,20 +68,41 @@ class Card:
 
 
 def load_cards(recipes: Path) -> list[Card]:
-    """The cards below the folder `recipes`: TeleChat3-MoE first, in each family small models first.
+    """The cards below the folder `recipes`: TeleChat3-MoE first, modelled families last, in each small models first.
 
     Raises:
         RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
     """
     cards = [load_card(path) for path in sorted(recipes.glob(f"*/{CARD}"))]
     cards.sort(key=lambda card: card.name_billion)
-    return sorted(cards, key=lambda card: card.model.split()[0], reverse=True)
+    return sorted(cards, key=lambda card: (card.kind != "modelled", card.model.split()[0]), reverse=True)
+
+
+def why_modelled(files: Iterable[str]) -> str:
+    """Why no training should start from a recipe; empty where no card says so.
+
+    Args:
+        files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
+    """
+    for path in sorted(map(Path, files)):
+        try:
+            card = load_card(path.parent / CARD)
+        except (OSError, RecipeError):
+            continue  # no card, or a file of that name that means something else
+        for entry in card.entries:
+            if entry.file.name == path.name and entry.kind == "modelled":
+                return entry.why
+    return ""
 
 
 def load_card(path: Path) -> Card:
-    """One card; raises RecipeError naming file and key."""
-    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    """One card; raises RecipeError naming file and key, OSError where there is none."""
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: {error}") from None
     _check_keys(path, "", raw, _CARD_KEYS, _OPTIONAL["card"])
+    _check_mapping(path, "recipes", raw["recipes"])
     _check_choice(path, "kind", raw["kind"])
     entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
     return Card(
@@ -139,7 +160,13 @@ def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
     return Conflict(**body)
 
 
-def _check_keys(path: Path, where: str, raw: dict[str, Any], wanted: set[str], optional: set[str]) -> None:
+def _check_mapping(path: Path, where: str, raw: Any) -> None:
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: {where or 'the card'}: {raw!r} is no mapping of keys to values")
+
+
+def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: set[str]) -> None:
+    _check_mapping(path, where, raw)
     prefix = f"{where}." if where else ""
     for key in raw:
         if key not in wanted | optional:

@@ -6,6 +6,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.check.cpu import check_cpu
+from tools.check.differences import modelled
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -130,6 +131,9 @@ def _positions(view: View, built: Built, found: Findings) -> None:
     if isinstance(scaling, dict):
         _rope_scaling(scaling, fields, found)
     kind, factor = fields.get("position_embedding_type"), fields.get("rotary_scaling_factor")
+    if kind == "yarn" and "qk_pos_emb_head_dim" not in fields and not modelled(view.recipe):
+        wrong = "the training graph's YaRN reads qk_pos_emb_head_dim, which only multi-latent attention has"
+        found.error(_m("position_embedding_type"), wrong, '"rope" with a larger rope_theta', rule="yarn_mla")
     if "qk_pos_emb_head_dim" not in fields or not isinstance(factor, (int, float)):
         return
     seq, trained = built.number("seq_length"), built.number("max_position_embeddings")

@@ -42,8 +42,8 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         split = view.get((*_CONFIG, "split"))
         if isinstance(split, str) and re.fullmatch(r"[0.,\s]+", split):
             found.error((*_CONFIG, "split"), f"{split!r} leaves nothing to train on", "'1, 0, 0'")
-        for prefix in _prefixes(view.get(_PATH), found):
-            _dataset(prefix, view, built, found, missing)
+        for prefix, share in _corpora(view.get(_PATH), found):
+            _dataset(prefix, share, view, built, found, missing)
 
 
 def _speed_up(view: View, found: Findings) -> None:
@@ -66,8 +66,8 @@ def _speed_up(view: View, found: Findings) -> None:
         found.error(_SPEED_UP, wrong, rule="broadcast_level")
 
 
-def _prefixes(value: Any, found: Findings) -> list[str]:
-    """Prefixes of a `data_path`: a list of them, or weights and prefixes by turns."""
+def _corpora(value: Any, found: Findings) -> list[tuple[str, float]]:
+    """Each prefix of a `data_path` with its share of the samples; 1 for all where there are no weights."""
     if not isinstance(value, list):
         return []
     try:
@@ -78,7 +78,8 @@ def _prefixes(value: Any, found: Findings) -> list[str]:
     if weights is None and any(map(_is_number, prefixes)):
         found.error(_PATH, f"{len(value)} entries: a weight has no prefix", "['1', PREFIX]", rule="blend")
         return []
-    return prefixes
+    whole = sum(weights) if weights else 1.0
+    return list(zip(prefixes, [weight / whole for weight in weights or [1.0] * len(prefixes)], strict=True))
 
 
 def _is_number(text: str) -> bool:
@@ -89,7 +90,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _dataset(prefix: str, view: View, built: Built, found: Findings, missing: Any) -> None:
+def _dataset(prefix: str, share: float, view: View, built: Built, found: Findings, missing: Any) -> None:
     """One .bin/.idx pair against vocabulary, sequence length and the recipe's number of samples."""
     absent = [prefix + end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
     if absent:
@@ -106,12 +107,11 @@ def _dataset(prefix: str, view: View, built: Built, found: Findings, missing: An
     _sidecar(prefix, vocabulary, view, found)
     _documents(index, seq, view, found)
     sizes = view.get((*LOADER, "sizes"))
-    wanted = sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
+    wanted = share * sizes[0] * seq if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
     if wanted > 8 * index.tokens > 0:
-        wrong = (
-            f"{sizes[0]:,} samples are {wanted / index.tokens:.0f} passes over the {index.tokens:,} tokens of {prefix}"
-        )
-        found.warning((*LOADER, "sizes"), wrong)
+        part = f"{100 * share:.3g} % of " if share < 1 else ""
+        passes = f"{wanted / index.tokens:.0f} passes over the {index.tokens:,} tokens of {prefix}"
+        found.warning((*LOADER, "sizes"), f"{part}{sizes[0]:,} samples are {passes}")
 
 
 def _sidecar(prefix: str, vocabulary: int, view: View, found: Findings) -> None:

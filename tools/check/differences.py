@@ -6,7 +6,10 @@ numbers.
 
 from __future__ import annotations
 
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from tools.catalogue.cards import why_modelled
 from tools.recipe.findings import Findings
+from tools.recipe.load import Recipe
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import Built
 from tools.schema.stages import runs_back
@@ -14,10 +17,24 @@ from tools.schema.stages import runs_back
 _PAGE = "docs/stock-differences.md"
 
 
+def modelled(recipe: Recipe) -> str:
+    """Why the card of a recipe, or of one that it takes values from, calls it modelled; empty where none does."""
+    return why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
+
+
 def check_differences(view: View, built: Built, found: Findings) -> None:
     """Every difference that this recipe meets."""
+    _modelled(view, found)
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
+    _rounded_probabilities(view, built, found)
+
+
+def _modelled(view: View, found: Findings) -> None:
+    """What would be trained is another model, or nothing."""
+    why = modelled(view.recipe)
+    if why:
+        found.note(("model",), f"modelled, for search, estimates and check; not to be trained: {why}", "see card.yaml")
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:
@@ -49,3 +66,15 @@ def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
     if parts:
         wrong = f"{kind} is not taken sequence by sequence but over {' and '.join(parts)}; another layout, another loss"
         found.note((*MODEL, "moe_router_load_balancing_type"), wrong, f"see {_PAGE}", rule="auxiliary_loss")
+
+
+def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
+    """Where activations are bfloat16, every dispatcher rounds them; in float32, one dispatcher does all the same."""
+    dispatcher, dtype = (built.fields.get(key) for key in ("moe_token_dispatcher_type", "compute_dtype"))
+    rounds = dispatcher == DISPATCHER_OF["hierarchical"] and str(dtype).lower() not in ("bfloat16", "bf16")
+    if built.number("num_moe_experts") and rounds and not view.cpu_classes:
+        wrong = (
+            f"{dispatcher} rounds the router's probabilities and their gradients to bfloat16, whatever compute_dtype"
+        )
+        right = f"{DEFAULT_DISPATCHER}, or plugins.hierarchical_ep, to keep {dtype}; see {_PAGE}"
+        found.note((*MODEL, "moe_token_dispatcher_type"), wrong, right, rule="rounded_probabilities")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from plugins.semi_auto_cpu.exchange.calls import CallRecord
@@ -63,12 +64,17 @@ class Comparison:
     order: list[str]
 
 
+def calls_file(run_dir: str | Path, rank: int) -> Path:
+    """Where rank `rank` of a sharded CPU run writes the calls of its first step: {"step", "calls": `CallRecord`s}."""
+    return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
+
+
 def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> Comparison:
     """Compare what the dry run reports for a rank's step with what that rank executed in one.
 
     Args:
         graph: "graph" of a compile's result, with as many micro-batches as the step had.
-        executed: `Collectives.recorded(step)` of that rank, or the same as lists.
+        executed: the calls of that rank in one step, as `Collectives.end_recording` gives them, or the same as lists.
     """
     reported = [_reported(graph["groups"], item) for item in graph["collectives"]]
     done = [_executed(CallRecord(*record)) for record in executed]

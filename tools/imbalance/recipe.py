@@ -123,7 +123,8 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
     blend = _blend(view)
     if blend and len(blend.prefixes) > 1:
         notes.append(
-            f"the recipe blends {len(blend.prefixes)} corpora; these numbers are as if it trained on PREFIX alone"
+            f"the recipe blends {len(blend.prefixes)} corpora{_shares(blend)}; these numbers are as if it trained on "
+            "PREFIX alone"
         )
     written, found = view.get((*CONFIG, "eod")), _end_of_document(prefix)
     if found is not None and written != found:
@@ -132,6 +133,18 @@ def _notes(view: View, prefix: str | Path) -> list[str]:
             "masks would not end where documents do"
         )
     return notes
+
+
+def _shares(blend: Blend) -> str:
+    """The samples that each corpus gives, where weights say it."""
+    if not blend.weights:
+        return ""
+    whole = sum(blend.weights)
+    parts = [
+        f"{100 * weight / whole:.3g} % of the samples from {name}"
+        for name, weight in zip(blend.prefixes, blend.weights, strict=True)
+    ]
+    return f" ({', '.join(parts)})"
 
 
 def _end_of_document(prefix: str | Path) -> int | None:

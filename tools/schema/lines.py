@@ -86,9 +86,17 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         "if self.moe_router_load_balancing_type not in self.SUPPORTED_LOAD_BALANCING_TYPES:",
     ),
     "auxiliary_loss": (_MOE + "router.py", "scores = self.reshape(scores, (self.dp, -1, scores.shape[2]))"),
+    "rounded_probabilities": (
+        _MOE + "token_dispatcher.py",
+        "router_coeff = self.squeeze_0(probs).astype(ms.bfloat16)",
+    ),
     "mtp_stage": (
         "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
         "self.mtp.pipeline_stage = pipeline_stage - 1",
+    ),
+    "yarn_mla": (
+        "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
+        "self.rotary_pos_emb = YarnRotaryEmbedding(",
     ),
     "heads_cp": (_MLA, "if self.num_attention_heads % (self.tp * self.cp_ds) != 0:"),
     "ulysses_latent": (_MLA, "new_shape = (seq_len, bs, self.tp, self.cp_ds, -1, self.q_head_dim)"),

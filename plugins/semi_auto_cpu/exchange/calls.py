@@ -1,8 +1,7 @@
-"""What a rank called in its last steps, in order: to be compared with what `tc3 dryrun` says that it would call."""
+"""What a rank called in a step, in order: to be compared with what `tc3 dryrun` says that it would call."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,10 +9,6 @@ import numpy as np
 
 # the side of an operator that is as large as what all members hold together; the inputs of all others
 _FROM_OUTPUT = ("AllGather", "_MiniStepAllGather", "_MicroStepAllGather", "Receive", "Broadcast")
-
-
-# calls of one step that are kept; who never says that a step begins has no more
-LIMIT = 100_000
 
 
 class CallRecord(NamedTuple):
@@ -35,19 +30,15 @@ class CallRecord(NamedTuple):
 
 
 class Calls:
-    """Calls by step.
+    """Calls between `begin` and `end`; none are kept otherwise."""
 
-    Args:
-        steps: how many of the last steps are kept.
-    """
+    def __init__(self) -> None:
+        self._calls: list[CallRecord] = []
+        self._on = False
 
-    def __init__(self, steps: int = 2):
-        self._steps: deque[tuple[int, deque[CallRecord]]] = deque(maxlen=steps)
-        self.begin(0)
-
-    def begin(self, step: int) -> None:
-        """What follows belongs to this step."""
-        self._steps.append((step, deque(maxlen=LIMIT)))
+    def begin(self) -> None:
+        """Keep what follows."""
+        self._calls, self._on = [], True
 
     def add(
         self,
@@ -58,13 +49,16 @@ class Calls:
         peer: int | None = None,
         sr_tag: int | None = None,
     ) -> None:
-        """Remember one call."""
+        """Remember one call, if asked to."""
+        if not self._on:
+            return
         side = outputs if op in _FROM_OUTPUT else inputs
         side = side[:1] if op.endswith("V") else side[: len(outputs) or 1]
         size = sum(tensor.nbytes for tensor in side)
         shape, dtype = (side[0].shape, side[0].dtype.name) if side else ((), "")
-        self._steps[-1][1].append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
+        self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
-    def recorded(self, step: int) -> list[CallRecord]:
-        """The calls of a step that is still kept, in order; none of any other."""
-        return [call for number, calls in self._steps if number == step for call in calls]
+    def end(self) -> list[CallRecord]:
+        """What was called since `begin`, in order."""
+        self._on = False
+        return self._calls

@@ -1,7 +1,8 @@
 """For tests only: delays before collectives, and faults that a run must notice. `TC3_COLLECTIVES_TEST` names them.
 
 "delay=20 seed=3" waits up to 20 ms before each call, otherwise on each rank. "drop:Send:2@0" never sends the third Send
-of rank 0, "skip:AllReduce" leaves all AllReduce of all ranks out (each returns its own input),
+of rank 0, "skip:AllReduce" leaves all AllReduce of all ranks out (each returns its own input), "skip:Receive:0@1" the
+first Receive of rank 1, which gets zeros, so that its next one takes what was sent to the first,
 "reverse:AllGather:0@1" has the first AllGather of rank 1 believe in the reverse order of its group. "synchronous" makes
 each Send wait for its Receive.
 """

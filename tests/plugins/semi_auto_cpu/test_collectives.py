@@ -175,19 +175,23 @@ def test_what_is_sent_may_change_at_once(three):
     assert (out == 1).all()
 
 
-def test_calls_are_recorded_by_step(three):
+def test_calls_are_recorded_where_somebody_asks(three):
     one = three[1]
-    one.begin_step(7)
-    one.run("AllGather", attributes([1]), [np.zeros((2, 3), np.float32)], [np.zeros((2, 3), np.float32)])
+
+    def gather():
+        one.run("AllGather", attributes([1]), [np.zeros((2, 3), np.float32)], [np.zeros((2, 3), np.float32)])
+
+    gather()
+    one.begin_recording()
+    gather()
     one.run("Send", attributes((1, 2), sr_tag=5, dest_rank=1), [np.zeros(4, BFLOAT16)], [])
     one.run("Barrier", attributes([1]), [], [], record=False)
-    one.begin_step(8)
-    gather, send = one.recorded(7)
-    assert gather == ("AllGather", (1,), 24, (2, 3), "float32", None, None)
-    assert send == ("Send", (1, 2), 8, (4,), "bfloat16", 2, 5)
-    assert one.recorded(8) == []
-    one.begin_step(9)
-    assert one.recorded(7) == []
+    first, second = one.end_recording()
+    gather()
+    assert first == ("AllGather", (1,), 24, (2, 3), "float32", None, None)
+    assert second == ("Send", (1, 2), 8, (4,), "bfloat16", 2, 5)
+    one.begin_recording()
+    assert one.end_recording() == []
 
 
 def test_an_unknown_operator_lists_the_known():

@@ -62,6 +62,23 @@ def test_a_dropped_last_send_is_named_when_its_rank_waits_elsewhere():
     assert any("AllReduce, call 0 of ranks 0, 1" in line for line in told)
 
 
+def test_a_receive_that_is_left_out_shifts_those_behind_it_and_hangs_where_sends_wait():
+    with collectives(2, test="skip:Receive:0@1") as every:
+
+        def work(rank):
+            out = np.ones((2, 4), "f4")
+            for number in range(2):
+                if rank:
+                    every[1].run("Receive", LINK | {"src_rank": "0"}, [], [out[number]])
+                else:
+                    every[0].run("Send", LINK | {"dest_rank": "1"}, [np.full(4, number + 5, "f4")], [])
+            return out[:, 0].tolist()
+
+        assert on_ranks(2, work)[1] == [0, 5]
+    told = messages([[send(), send()], [receive(), receive()]], test="skip:Receive:0@1 synchronous")
+    assert told[0].startswith("rank 0, Send 1 of sr_tag 3 from rank 0 to rank 1: float32 [4]: rank 1 closed")
+
+
 def test_the_wrong_order_of_a_group_is_named_on_one_rank_and_shows_in_the_result_on_all():
     told = messages([[gather()], [gather()]], timeout=20, test="reverse:AllGather@1")
     assert "AllGather, call 0 of ranks 0, 1: float32 [4], where rank 1 is at AllGather, call 0 of ranks 1, 0" in told[0]

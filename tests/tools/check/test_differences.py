@@ -1,6 +1,7 @@
 """Notes: what MindFormers computes otherwise than one may expect, told to whom it touches and to nobody else."""
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from tests.tools.check.mutations import MODEL, PARALLEL
@@ -15,6 +16,7 @@ MTP = dotted((*MODEL, "num_nextn_predict_layers"))
 BALANCING = dotted((*MODEL, "moe_router_load_balancing_type"))
 ONE_SAMPLE = [(("runner_config", "batch_size"), 1), ((*MODEL, "batch_size"), 1)]
 CP2 = [((*PARALLEL, "context_parallel"), 2)]
+COMPUTE, DISPATCHER = (*MODEL, "compute_dtype"), (*MODEL, "moe_token_dispatcher_type")
 COEFFICIENT, KIND = (*MODEL, "moe_aux_loss_coeff"), (*MODEL, "moe_router_load_balancing_type")
 
 
@@ -54,6 +56,19 @@ def test_the_auxiliary_loss(changes, words):
         assert words in found[BALANCING].wrong and "router.py" in found[BALANCING].source
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [([], True), ([(COMPUTE, "bfloat16")], False), ([(DISPATCHER, "alltoall")], False)],
+)
+def test_a_dispatcher_that_rounds_probabilities(changes, told):
+    group = [((*MODEL, "npu_nums_per_device"), 2), ((*PARALLEL, "expert_parallel"), 2)]
+    float32 = [(COMPUTE, "float32"), (DISPATCHER, "alltoall_deredundency"), *group]
+    found = findings(change(SEMI, *float32, *changes), "note")
+    assert (dotted(DISPATCHER) in found) == told
+    if told:
+        assert "token_dispatcher.py" in found[dotted(DISPATCHER)].source
+
+
 def test_the_cpu_plugin_takes_the_auxiliary_loss_sample_by_sample():
     assert findings(MINI, "note") == {}
 
@@ -71,3 +86,34 @@ def test_every_recipe_with_mtp_in_a_pipeline_says_so(path):
     stages = recipe["parallel_config"]["pipeline_stage"] if recipe["use_parallel"] else 1
     wanted = recipe["model"]["model_config"]["num_nextn_predict_layers"] > 0 and stages > 1
     assert (MTP in {finding.key for finding in check_recipe(recipe).findings}) == wanted
+
+
+def notes_of(path):
+    return [finding for finding in check_recipe(path).findings if finding.key == "model"]
+
+
+def modelled_on_its_card(path):
+    card = yaml.safe_load((path.parent / "card.yaml").read_text("utf-8"))
+    return card["recipes"][path.name].get("kind", card["kind"]) == "modelled"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name)
+def test_a_modelled_recipe_says_what_it_lacks(path):
+    found = notes_of(path)
+    assert len(found) == modelled_on_its_card(path)
+    assert all(note.severity == "note" and "not to be trained" in note.wrong for note in found)
+
+
+def test_a_child_of_a_modelled_recipe_says_so_too(tmp_path):
+    child = tmp_path / "child.yaml"
+    child.write_text(f"base_config: {ROOT / 'recipes' / 'xing4_29b' / 'pretrain_4k.yaml'}\noutput_dir: ./child\n")
+    (found,) = notes_of(child)
+    assert "hyper-connections" in found.wrong
+
+
+@pytest.mark.parametrize("text", ["- a list\n", "model: mine\n", "{", "recipes: 3\n"])
+def test_a_card_of_another_kind_says_nothing(tmp_path, text):
+    (tmp_path / "card.yaml").write_text(text)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"base_config: {ROOT / 'recipes' / 'mini' / 'pretrain.yaml'}\n")
+    assert notes_of(mine) == []

@@ -35,6 +35,15 @@ def findings(recipe, severity="error"):
     return {finding.key: finding for finding in check_recipe(recipe).findings if finding.severity == severity}
 
 
+def test_yarn_without_latent_attention_is_refused_where_no_card_models_it(tmp_path):
+    """MindFormers 1.9.0 would end in an AttributeError after the start."""
+    recipe = ROOT / "recipes" / "telechat3_36b"
+    own = change(plain(recipe / "context_32k.yaml"))
+    found = findings(own)[dotted((*MODEL, "position_embedding_type"))]
+    assert "qk_pos_emb_head_dim" in found.wrong and "gpt_model.py" in found.source
+    assert check_recipe(recipe / "context_32k.yaml").clean
+
+
 def test_the_starting_points_are_clean():
     assert findings(MINI) == {}
     assert findings(SEMI) == {}

@@ -100,10 +100,10 @@ def test_what_ranks_record_is_comparable():
     with collectives(2) as every:
 
         def work(rank):
-            every[rank].begin_step(3)
+            every[rank].begin_recording()
             every[rank].run("AllGather", attributes((0, 1)), [x], [whole.copy()])
             every[rank].run("AllReduce", attributes((0, 1), op="sum"), [one], [total.copy()])
-            return every[rank].recorded(3)
+            return every[rank].end_recording()
 
         for calls in on_ranks(2, work):
             found = compare_calls(graph, calls)

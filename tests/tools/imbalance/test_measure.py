@@ -200,7 +200,8 @@ def test_why_costs_are_equal(overrides: list[str], why: str) -> None:
     ("overrides", "word"),
     [
         ([f"{CONFIG}.create_compressed_eod_mask=True", f"{CONFIG}.reset_position_ids=False"], "first sample's mask"),
-        ([f"{CONFIG}.data_path=['1', a, '2', b]"], "blends 2 corpora"),
+        ([f"{CONFIG}.data_path=['1', a, '3', b]"], "2 corpora (25 % of the samples from a, 75 % of"),
+        ([f"{CONFIG}.data_path=[a, b, c]"], "blends 3 corpora; these"),
         (["context.device_target=Ascend"], "up to the attention kernel"),
     ],
 )

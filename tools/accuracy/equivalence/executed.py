@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import numpy as np
 
 from plugins.errors import CheckpointError, DataError
 from tools.accuracy.equivalence.compare import Comparison
-from tools.accuracy.equivalence.executed_gates import compare_executed
+from tools.accuracy.equivalence.executed_gates import TWICE, compare_executed
 from tools.accuracy.equivalence.runs import (
     BETAS,
     BIAS,
@@ -31,6 +32,8 @@ from tools.checkpoint.whole import Whole, read_whole
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import Recipe
 
+NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
+NOTES = "equivalence"  # the folder of a run where the callback writes
 ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 DEGREES = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
 
@@ -67,7 +70,8 @@ class ExecutedRuns:
             self.started(name)
             try:
                 recipe = derive_sharded(self.base, sharding, self.steps, self._corpus(sharding.documents))
-                self.runs[name] = execute(recipe, self.work / name)
+                noted = TWICE if sharding.known and sharding.pp > 1 else ""
+                self.runs[name] = execute(recipe, self.work / name, noted)
             except (RunFailedError, DataError, CheckpointError) as error:
                 self.failures[name] = RunFailedError(f"the run of {name} failed: {error}")
                 raise self.failures[name] from error
@@ -81,16 +85,25 @@ class ExecutedRuns:
         return self.corpora[documents]
 
 
-def execute(recipe: Recipe, run_dir: Path) -> Trained:
+def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
     """Train a recipe of `derive_sharded`, and read its checkpoints, which are then deleted.
+
+    Args:
+        noted: a weight of whose gradient the last rank shall note the norm, because no checkpoint has its copy.
 
     Raises:
         RunFailedError: the training failed. DataError, CheckpointError: it left no whole record.
     """
     checkpoints = run_dir / "checkpoint"
     shutil.rmtree(checkpoints, ignore_errors=True)
+    shutil.rmtree(run_dir / NOTES, ignore_errors=True)
+    if noted:
+        callback = {**NOTE, "weight": noted, "run_dir": str(run_dir.absolute()), "beta1": _betas(recipe)[0]}
+        recipe["callbacks"] = [callback, *recipe["callbacks"]]
     launch(recipe, run_dir)
     run = read_executed(run_dir, recipe)
+    if noted and len(run.shares) != len(run.steps):
+        raise DataError(f"{run_dir / NOTES}: the last rank's own gradient of {noted} is not noted for each step")
     shutil.rmtree(checkpoints)
     return run
 
@@ -104,7 +117,7 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         DataError: no metrics, or the first step moved the weights. CheckpointError: not one whole checkpoint a step.
     """
     workers = math.prod(recipe["parallel_config"][degree] for degree in DEGREES)
-    pipeline = recipe["parallel"].get("pipeline_config") or {}
+    pipeline = (recipe.get("parallel") or {}).get("pipeline_config") or {}
     # of a pipeline, the stage with the model's end has the loss
     knowing = 0 if is_v_shaped(pipeline.get("pipeline_scheduler", "")) else workers - 1
     metrics = run_dir / "metrics" / f"rank_{knowing}.jsonl"
@@ -116,8 +129,7 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     folders = iterations(run_dir / "checkpoint")[::-1]
     if [iteration(folder) for folder in folders] != list(range(1, len(steps) + 1)):
         raise CheckpointError(f"{run_dir / 'checkpoint'}: not one checkpoint for each of {len(steps)} steps")
-    betas = (recipe.get("optimizer") or {}).get("betas") or BETAS
-    record = _Record(*betas)
+    record = _Record(*_betas(recipe))
     differing: dict[str, tuple[int, ...]] = {}
     for folder in folders:
         whole = read_whole(folder)
@@ -126,7 +138,17 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         wrong = {name: ranks for name, copies in biases.items() if (ranks := _others(copies))}
         for name, ranks in {**whole.differing, **wrong}.items():
             differing.setdefault(name, ranks)
-    return Trained(workers, steps, [], record.norms, record.state(), differing)
+    return Trained(workers, steps, [], record.norms, record.state(), differing, _shares(run_dir, workers))
+
+
+def _betas(recipe: Recipe) -> list[float]:
+    return (recipe.get("optimizer") or {}).get("betas") or BETAS
+
+
+def _shares(run_dir: Path, workers: int) -> list[float]:
+    """What the last rank noted of its own gradient; nothing where it was not asked."""
+    noted = run_dir / NOTES / f"gradient_rank_{workers - 1}.json"
+    return json.loads(noted.read_text()) if noted.exists() else []
 
 
 def biases_of(whole: Whole) -> dict[str, dict[int, np.ndarray]]:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Trained:
         state: weights, what they were at the start, their moments, the smallest mean squares of gradients, and the
             routers' biases and loads, whole.
         differing: tensor -> ranks whose copy is not rank 0's.
+        shares: for each step the norm of the last stage's own gradient of the embedding, of runs that note it.
     """
 
     workers: int
@@ -56,6 +57,7 @@ class Trained:
     norms: list[dict[str, float]]
     state: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
+    shares: list[float] = field(default_factory=list)
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:

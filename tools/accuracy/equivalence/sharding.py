@@ -17,6 +17,7 @@ COLUMNS = ("input_ids", "labels", "loss_mask", "position_ids", "actual_seq_len")
 # AdamW turns a gradient that is next to nothing, whose sign is rounding, into a whole step of either sign; with large
 # steps both sides would soon take their gradients from other weights
 RATE = 1e-4
+BIAS_CALLBACK = "TopkBiasBalanceCallback"
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
@@ -30,9 +31,10 @@ class Sharding:
         tp, dp, cp, pp, ep: degrees of tensor, data, context, pipeline and expert parallelism; sp: sequence parallelism
             over tp; vpp: chunks of layers of a stage; micro: micro-batches of the pipeline; schedule: their order, a
             `pipeline_scheduler` of MindSpore; zero: the optimizer's state cut over dp; recompute: all activations;
-            accumulate: steps of gradient accumulation.
+            accumulate: steps of gradient accumulation, 0 for as many as a rank has samples.
         moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
-            which is taken per rank and micro-batch and so is off where tokens are split between those.
+            which is taken per rank and micro-batch and so is off where tokens are split between those, unless each
+            sample is a micro-batch of its own, here and in one process.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
             in a layer, of the ep_overlap plugin; 1 is without it.
         documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
@@ -74,19 +76,23 @@ class Sharding:
     def alone(self) -> Sharding:
         """The same model in one process."""
         same = {name: getattr(self, name) for name in ("moe", "mtp", "layers", "aux", "documents", "known")}
-        return Sharding(**same)
+        return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
         """The name of that run."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
-        parts += ["unclipped" * bool(self.known)]
+        parts += ["unclipped" * bool(self.known), "sample_by_sample" * (not self.accumulate)]
         return "_".join(["one_process", *filter(None, parts)])
+
+    def micro_steps(self, batch: int) -> int:
+        """Steps of gradient accumulation for `batch` samples a step."""
+        return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
         """Why a step of `batch` samples cannot be shared so; empty when it can."""
-        parts = self.dp * self.micro * self.accumulate
+        parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
 
@@ -111,6 +117,11 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
     ("executed_moe_tp2_sp", "dropless dispatch, auxiliary loss", Sharding(tp=2, sp=True, moe=True, aux=True)),
     ("executed_moe_ep2", "experts over data parallel, no auxiliary loss", _EP),
+    (
+        "executed_moe_ep2_aux",
+        "auxiliary loss of each sample, as in one process sample by sample",
+        Sharding(dp=2, ep=2, moe=True, aux=True, accumulate=0),
+    ),
     ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
     ("executed_moe_ep2_tp2_sp", "four processes", Sharding(dp=2, ep=2, tp=2, sp=True, moe=True)),
     ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
@@ -178,7 +189,7 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     if not sharding.moe:
         model["n_routed_experts"] = None
         model["moe_router_enable_expert_bias"] = False
-        kept = [entry for entry in kept if entry["type"] != "TopkBiasBalanceCallback"]
+        kept = [entry for entry in kept if entry["type"] != BIAS_CALLBACK]
     recipe["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
 
 
@@ -195,11 +206,12 @@ def _apart(recipe: Recipe) -> None:
 def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     """Degrees, micro-batches, where samples and layers go (in place)."""
     model = recipe["model"]["model_config"]
-    size = batch // (sharding.dp * sharding.micro * sharding.accumulate)
+    micro_steps = sharding.micro_steps(batch)
+    size = batch // (sharding.dp * sharding.micro * micro_steps)
     recipe["use_parallel"] = True
     recipe["context"]["dataset_broadcast_opt_level"] = 0  # CPU: otherwise some ranks read no data
     recipe["runner_config"]["batch_size"] = model["batch_size"] = size
-    recipe["runner_config"]["gradient_accumulation_steps"] = sharding.accumulate
+    recipe["runner_config"]["gradient_accumulation_steps"] = micro_steps
     recipe["parallel_config"].update(
         data_parallel=sharding.dp,
         model_parallel=sharding.tp,
@@ -236,3 +248,5 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     for callback in recipe["callbacks"]:
         if "micro_batch_num" in callback:
             callback["micro_batch_num"] = sharding.micro
+        if callback["type"] == BIAS_CALLBACK:  # it compares loads of all micro-batches with the share of so many
+            callback["gradient_accumulation_steps"] = micro_steps

@@ -111,10 +111,10 @@ _EMULATED = (
         Strategy(micro=2, dp=2, cp=2, tp=2, pp=2, ep=2, sequence_parallel=True),
     ),
 )
-_PER_RANK = "MindFormers takes it per rank and micro-batch, so that it is not the loss of one process"
+_PER_RANK = "MindFormers takes it per rank and micro-batch: another loss than one process's, but sample by sample"
 _NEITHER = (
     ("seqvpp", "pipelines whose sequences are cut into chunks", "MindFormers' trainer refuses them in graph mode"),
-    ("auxiliary_loss_per_rank", "the router's auxiliary loss under expert and pipeline parallelism", _PER_RANK),
+    ("auxiliary_loss_per_rank", "the router's auxiliary loss over several samples of a rank", _PER_RANK),
     ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
 )
 

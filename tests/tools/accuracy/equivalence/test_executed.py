@@ -102,6 +102,11 @@ def norm(step, saved, metrics):
     metrics[-1]["global_norm"] *= 1 + 1e-4
 
 
+def undivided(step, saved, metrics):
+    """All gradients twice as large: clipping hides it from each of them."""
+    metrics[-1]["global_norm"] *= 2
+
+
 def not_finite(step, saved, metrics):
     metrics[-1]["loss"] = float("nan")
 
@@ -132,6 +137,8 @@ def biases(step, saved, metrics):
         (loss, "forward of step 1, loss: loss, all ranks: error 2e-05, allowed 1e-05"),
         (not_finite, "forward of step 1, loss: loss, all ranks: error inf"),
         (norm, "backward of step 1, gradients: global norm, all ranks: error 0.0001, allowed 5e-05"),
+        (undivided, "backward of step 1, loss: gradient of the loss, all ranks: error 1, allowed 5e-05; global norm"),
+        (undivided, "Usually: loss scaling: the seed is not divided by the ranks that share it"),
         (change(f"adam_m.{HEAD}", None, 1.001), "backward of step 1, head: gradient norm, all ranks: error 0.001"),
         (change(f"adam_v.{HEAD}", None, 1.01), f"optimizer of step 3, head: adam_v.{HEAD}, all ranks"),
         (change(f"adam_m.{EMBEDDING}", 1, 1.01), "backward of step 1, embedding: gradient norm"),
@@ -165,22 +172,35 @@ def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
     assert any(f.tensor == f"start of {HEAD}" for f in compare_executed(other, alone, TP2).findings)
 
 
-def test_a_known_difference_of_mindformers_is_told_and_nothing_else_is_excused(alone, tmp_path):
+def mtp_in_a_pipeline(step, saved, metrics):
+    """The last stage has noted its share of the embedding's gradient, which counts once more."""
+    shares = saved.folder.parents[1] / "equivalence/gradient_rank_1.json"
+    shares.parent.mkdir(exist_ok=True)
+    shares.write_text(json.dumps([0.02] * step))
+    metrics[-1]["global_norm"] = float(np.hypot(metrics[-1]["global_norm"], 0.02))
+    metrics[-1]["load_balancing_loss"] = float("nan")  # 0/0: plugins/finite_loss/plan.py
+
+
+def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_else_is_excused(alone, tmp_path):
     case = next(case for case in matrix.cases() if case.sharding == MTP_PP2)
-    run = run_with(tmp_path, norm)
+    run = run_with(tmp_path, mtp_in_a_pipeline)
     found = compare_executed(run, alone, MTP_PP2)
-    assert found.findings == () and {finding.tensor for finding in found.known} == {"global norm"}
+    assert found.findings == () and found.used < 1e-2, found
+    assert [finding.tensor for finding in found.known] == ["global norm"] * STEPS
+    assert "with the share 0.02 of the last stage" in found.known[0].detail
     row = matrix._judged(case, found)
     assert row.status == matrix.KNOWN and "stock-differences" in row.reason
     page = matrix.Matrix("recipe", 3, [row])
     assert page.passed and "known difference of MindFormers" in page.summary()
     assert "global norm" in as_html(page, [])
-    run.differing.update({EMBEDDING: (1,), HEAD: (1,)})
+    run.differing.update({HEAD: (1,)})
     found = compare_executed(run, alone, MTP_PP2)
     assert [finding.tensor for finding in found.findings] == [HEAD]
-    for step in run.steps:
-        step["global_norm"] /= 1.001
-    assert compare_executed(run, alone, MTP_PP2).findings[0].tensor == "global norm", "one that is too small"
+    run.steps[1]["global_norm"] *= 1 + 1e-4
+    (finding, _) = compare_executed(run, alone, MTP_PP2).findings
+    assert (finding.step, finding.tensor) == (2, "global norm") and finding.error == pytest.approx(1e-4, rel=1e-3)
+    undefined = compare_executed(run, alone, TP2).findings[0]
+    assert undefined.tensor == "load_balancing_loss", "defined without a pipeline"
 
 
 def test_a_run_without_a_whole_record_is_refused(tmp_path):
@@ -220,3 +240,17 @@ def test_checkpoints_are_deleted_when_they_were_read(monkeypatch, tmp_path):
     monkeypatch.setattr(executed, "launch", launch)
     run = executed.execute(RECIPE, tmp_path / "two")
     assert len(run.steps) == 3 and not (tmp_path / "two/checkpoint").exists()
+
+
+def test_the_last_rank_notes_a_gradient_that_no_checkpoint_has(monkeypatch, tmp_path):
+    def launch(recipe, run_dir):
+        write(run_dir, WORKERS, mtp_in_a_pipeline if "callbacks" in seen else None)
+        seen.update(recipe)
+
+    seen = {}
+    monkeypatch.setattr(executed, "launch", launch)
+    with pytest.raises(DataError, match="own gradient of embedding"):
+        executed.execute(RECIPE | {"callbacks": []}, tmp_path / "none", EMBEDDING)
+    (callback,) = seen["callbacks"]
+    assert callback["auto_register"] == "own_gradient.OwnGradient" and callback["weight"] == EMBEDDING
+    assert executed.execute(RECIPE | {"callbacks": []}, tmp_path / "two", EMBEDDING).shares == [0.02] * 3

@@ -7,7 +7,7 @@ from plugins.semi_auto_cpu.chosen import chosen
 from tests.training.runs import ROOT
 from tools.accuracy.equivalence import strategies
 from tools.accuracy.equivalence.matrix import choose
-from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, USUAL, Sharding, derive_sharded
+from tools.accuracy.equivalence.sharding import BIAS_CALLBACK, EXECUTED_ROWS, USUAL, Sharding, derive_sharded
 from tools.check import check_recipe
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -28,8 +28,9 @@ def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, 
         changed, alone = (derive_sharded(base, each, 3, "corpus") for each in (sharding, sharding.alone))
         assert chosen(changed) and chosen(alone)
         assert worker_count(changed) == sharding.workers and worker_count(alone) == 1
-        parts = sharding.dp * sharding.micro * sharding.accumulate
-        assert changed["runner_config"]["batch_size"] * parts == batch == alone["runner_config"]["batch_size"]
+        for each, recipe in ((sharding, changed), (sharding.alone, alone)):
+            parts = each.dp * each.micro * recipe["runner_config"]["gradient_accumulation_steps"]
+            assert recipe["runner_config"]["batch_size"] * parts == batch
         for recipe in (changed, alone):
             dump_recipe(recipe, tmp_path / "recipe.yaml")
             assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == [], name
@@ -45,7 +46,7 @@ def test_names_of_baselines_tell_models_apart():
     seen = {}
     for sharding in SHARDINGS.values():
         assert seen.setdefault(sharding.against, sharding.alone) == sharding.alone
-    assert Sharding(tp=2).against == "one_process" and len(seen) == 7
+    assert Sharding(tp=2).against == "one_process" and len(seen) == 8
 
 
 def test_two_usual_ones_are_executed_unless_more_are_asked_for():
@@ -53,6 +54,17 @@ def test_two_usual_ones_are_executed_unless_more_are_asked_for():
     assert executed == list(USUAL) and set(USUAL) <= SHARDINGS.keys()
     assert [case.name for case in choose(("executed",))] == list(SHARDINGS)
     assert [case.name for case in choose(("executed_cp2",))] == ["executed_cp2"]
+
+
+def test_an_auxiliary_loss_under_data_parallelism_is_taken_sample_by_sample_on_both_sides():
+    sharding = SHARDINGS["executed_moe_ep2_aux"]
+    base = strategies.one_worker(RECIPES[0])
+    for each in (sharding, sharding.alone):
+        recipe = derive_sharded(base, each, 3, "corpus")
+        assert recipe["runner_config"]["batch_size"] == 1 and recipe["model"]["model_config"]["moe_aux_loss_coeff"] > 0
+        (bias,) = (callback for callback in recipe["callbacks"] if callback["type"] == BIAS_CALLBACK)
+        assert bias["gradient_accumulation_steps"] == recipe["runner_config"]["gradient_accumulation_steps"] > 1
+    assert sharding.against == "one_process_moe_sample_by_sample"
 
 
 def test_a_batch_that_cannot_be_shared_is_told():

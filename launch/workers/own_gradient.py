@@ -1,0 +1,49 @@
+"""The norm of a rank's own gradient of one weight, step by step, for `tc3 accuracy equivalence`.
+
+Of a copy that no checkpoint holds: of a model with an MTP layer the last stage of a pipeline has one of the embedding
+(docs/stock-differences.md). A recipe names the callback (`auto_register: own_gradient.OwnGradient`, with
+`REGISTER_PATH` this folder); nothing in the training changes.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_rank
+from mindspore.train.callback import Callback
+
+from tools.files.atomic import write_atomically
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class OwnGradient(Callback):
+    """Gradients are read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
+
+    Args:
+        weight: its name. run_dir: the run's folder; a rank that has the weight writes equivalence/gradient_rank_N.json,
+            a list. beta1: the optimizer's.
+    """
+
+    def __init__(self, weight, run_dir, beta1, **kwargs):
+        super().__init__()
+        self.file = Path(run_dir) / "equivalence" / f"gradient_rank_{get_real_rank()}.json"
+        self.name, self.beta1 = f"adam_m.{weight}", beta1
+        self.before: np.ndarray | float = 0.0
+        self.norms: list[float] = []
+
+    def on_train_step_end(self, run_context):
+        """The norm of this step's gradient."""
+        for item in run_context.original_args().train_network.optimizer.get_parameters():
+            if item.name == self.name:
+                moment = np.array(item.asnumpy())  # a view of a buffer that the next step overwrites
+                gradient = (moment - self.beta1 * self.before) / (1 - self.beta1)
+                self.norms.append(float(np.sqrt(np.square(gradient, dtype=np.float64).sum())))
+                self.before = moment
+
+    def on_train_end(self, run_context):
+        """Write what was seen."""
+        if self.norms:
+            write_atomically(self.file, json.dumps(self.norms))

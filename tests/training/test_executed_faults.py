@@ -1,0 +1,40 @@
+"""Faults of a layout that leave no collective out, each in an executed run of two processes: caught, and placed."""
+
+import pytest
+
+from benchmarks.executed_faults import FAULTS, SHARDINGS, Bench, errors_of, told
+from tests.training.runs import ROOT
+from tools.accuracy.equivalence.strategies import one_worker
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    return Bench(one_worker(str(ROOT / "tests/training/tiny.yaml")), STEPS, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_divided_by_tensor_parallel_ranks_is_placed_at_the_loss(bench):
+    outcome = bench.outcome("undivided_loss", FAULTS["undivided_loss"])
+    first = outcome.findings[0]
+    assert (outcome.code, first.phase, first.step, first.module) == (0, "backward", 1, "loss"), outcome
+    assert first.tensor == "gradient of the loss" and first.error == pytest.approx(1, rel=1e-4)
+    assert first.meaning == "loss scaling: the seed is not divided by the ranks that share it"
+
+
+@pytest.mark.slow
+def test_positions_of_another_part_of_the_sequence_are_placed_in_attention(bench):
+    outcome = bench.outcome("rope_offset", FAULTS["rope_offset"])
+    first = outcome.findings[0]
+    assert (outcome.code, first.phase, first.step, first.module) == (0, "forward", 1, "loss"), outcome
+    assert first.meaning == "the forward pass: an operator, a mask, a position, a weight"
+    assert "attention: gradient norm" in told(outcome, SHARDINGS["executed_cp2"])[1]
+
+
+def test_errors_of_ranks_are_read_once(tmp_path):
+    for rank in range(2):
+        log = tmp_path / f"logs/worker_{rank}.log"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(f"plugins.errors.ClusterError: rank {rank} waits\nClusterError: both\n")
+    assert list(errors_of(tmp_path)) == ["rank 0 waits", "both", "rank 1 waits"]

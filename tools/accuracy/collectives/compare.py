@@ -1,0 +1,118 @@
+"""The verdict on a run: each rank's recorded collectives against those that its compile reports."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError, RecipeError
+from plugins.semi_auto_cpu.exchange.calls import CallRecord
+from tools.accuracy.collectives.run import refuse_unsharded
+from tools.dryrun.cli import compile_all, without_files
+from tools.dryrun.diagnose import diagnose
+from tools.dryrun.executed import calls_file, compare_calls
+from tools.dryrun.jobs import plan_jobs
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
+
+EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """One rank's step.
+
+    Args:
+        calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
+        differences: from what the dry run reports, one line each.
+    """
+
+    rank: int
+    calls: int
+    bytes: int
+    by_name: dict[str, int]
+    differences: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+
+    word: str
+    why: str = ""
+    ranks: list[RankCalls] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
+    """Compile every rank of a run's own recipe, and compare.
+
+    Args:
+        run_dir: of `tc3 train`. at_once: compiles at a time; as many as fit where it is None.
+
+    Raises:
+        RecipeError: the folder is none of a sharded run. DataError: a rank's record is missing or broken.
+    """
+    recipe = recipe_of_run(run_dir)
+    view = View(recipe)
+    executed = [read_calls(run_dir, rank) for rank in range(view.devices)]
+    plan = plan_jobs(recipe, tuple(range(view.devices)), view.micro_batches)
+    results = compile_all(plan, at_once, use_cache=True)
+    refused = [result for result in results if "error" in result]
+    if refused:
+        why = f"the dry run of rank {refused[0]['rank']} was refused: {diagnose(*refused[0]['error'].values())}"
+        return Verdict(UNKNOWN, why)
+    ranks = [rank_calls(result, executed[result["rank"]]) for result in results]
+    return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
+
+
+def recipe_of_run(run_dir: Path) -> Recipe:
+    """What a run trained, without what is not in its graph, so that runs of one recipe share their compiles.
+
+    Raises:
+        RecipeError: there is none, or it is not sharded.
+    """
+    file = run_dir / "recipe.yaml"
+    if not file.is_file():
+        raise RecipeError(f"{run_dir}: no recipe.yaml: want the folder of a run (`tc3 train --run-dir`), or a recipe")
+    recipe = load_recipe(file)
+    refuse_unsharded(recipe)
+    recipe = without_files(recipe)
+    recipe.update(output_dir="", checkpoint={}, callbacks=[])
+    for dataset in (recipe["train_dataset"], (recipe.get("train_dataset_task") or {}).get("dataset_config") or {}):
+        dataset["data_loader"]["config"]["data_path"] = ["1", ""]
+    return recipe
+
+
+def read_calls(run_dir: Path, rank: int) -> list[CallRecord]:
+    """What a rank noted of its first step.
+
+    Raises:
+        DataError: nothing, or not what it should be.
+    """
+    file = calls_file(run_dir, rank)
+    if not file.is_file():
+        raise DataError(f"{file}: missing: this rank has not ended its first step, or was trained by an older checkout")
+    try:
+        return [CallRecord(*call) for call in json.loads(file.read_text("utf-8"))["calls"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{file}: no record of collectives ({error!r}): train again") from None
+
+
+def rank_calls(result: Mapping[str, Any], executed: list[CallRecord]) -> RankCalls:
+    """One rank: result of its compile, and what it did."""
+    found = compare_calls(result["graph"], executed)
+    return RankCalls(
+        result["rank"],
+        len(executed),
+        sum(call.bytes for call in executed),
+        dict(sorted(Counter(call.op for call in executed).items())),
+        found.calls + found.order,
+    )
