@@ -11,13 +11,15 @@ from pathlib import Path
 import click
 
 from tools.affinity.cli import root_option
-from tools.doctor import needs, network, npu, processor, system
+from tools.doctor import interrupts, needs, network, npu, processor, system
 from tools.doctor.checks import Finding, Patient, Verdict, examine
 from tools.host.root import Root
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
-MODULES = [module.__name__ for module in (processor, system, network, npu, needs)]  # the order of the report
+MODULES = [
+    module.__name__ for module in (processor, interrupts, system, network, npu, needs)
+]  # the order of the report
 COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
 
 

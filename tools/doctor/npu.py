@@ -29,6 +29,8 @@ def _table(patient: Patient) -> str | None:
 def npus(patient: Patient) -> Answer:
     """As many NPUs are seen as the recipe has workers on a node."""
     count = len(_devices(patient))
+    if not count and patient.recipe is None:
+        return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")
     return Answer("ok" if count >= patient.workers else "fail", f"{count} of {patient.workers} (/dev/davinci*)")
 
 

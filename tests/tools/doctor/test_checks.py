@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.host.roots import cpuset_files, write
+from tests.tools.host.roots import atlas, cpuset_files, write
 from tools.doctor.checks import CHECKS, Patient, examine
 from tools.doctor.cli import MODULES
 from tools.host.root import Root
@@ -170,7 +170,7 @@ CASES = {
         {"outputs/df_-kP.txt": df("/", 9000, 8000)},
     ),
 }
-ELSEWHERE = {"disk_write", "python_packages", "memory"}  # tested below: they are of this host, or of a CPU recipe
+ELSEWHERE = {"disk_write", "python_packages", "memory", "interrupts"}  # tested below: they want more than files
 
 
 @pytest.fixture(autouse=True)
@@ -235,6 +235,21 @@ def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     resting = CLOCKS.format(800).replace(": 90", ": 0")
     found = CHECKS["npu_clock"].look(Patient(write(tmp_path, {SMI: NEW, COMMON: resting}), large))
     assert found.verdict == "unknown" and "ask again during a run" in found.seen
+
+
+def test_interrupts_of_devices_on_the_cores_of_workers(tmp_path, large):
+    root = atlas(tmp_path)
+    for number, name, cores in (("30", "hns3-0000:7d:00.0-TxRx-0", "150"), ("31", "i2c", "151")):
+        write(tmp_path, {f"proc/irq/{number}/{name}/x": "", f"proc/irq/{number}/smp_affinity_list": cores})
+    found = CHECKS["interrupts"].look(Patient(root, large))
+    assert (found.verdict, found.seen) == ("warn", "1 of devices, on workers' cores: 150")
+    write(tmp_path, {"proc/irq/30/effective_affinity_list": "144"})
+    assert CHECKS["interrupts"].look(Patient(root, large)).verdict == "ok"
+
+
+def test_without_a_recipe_nobody_wants_npus(tmp_path):
+    assert CHECKS["npus"].look(Patient(Root(tmp_path))).verdict == "unknown"
+    assert CHECKS["npus"].look(Patient(write(tmp_path, davinci(1)))).verdict == "ok"
 
 
 def test_memory_of_workers_on_cpu(tmp_path):
