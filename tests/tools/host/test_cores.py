@@ -18,6 +18,8 @@ def test_as_linux_writes_them():
     assert expand("0-3, 8\n") == [0, 1, 2, 3, 8] and expand("") == []
     with pytest.raises(ValueError):
         expand("all")
+    with pytest.raises(ValueError, match="more than"):
+        expand("0-99999999999")
 
 
 def test_a_recorded_host(tmp_path):
