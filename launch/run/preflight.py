@@ -18,6 +18,7 @@ from launch.run.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.check import check_recipe
+from tools.check.differences import modelled
 from tools.check.dispatch import check_dispatch
 from tools.data.blend import read_blend
 from tools.data.outputs import read_sidecar
@@ -70,8 +71,11 @@ def check_memory(recipe: Mapping[str, Any]) -> None:
 def check_sound(recipe: Recipe) -> None:
     """Raise RecipeError with what `tc3 check` finds wrong: the run would fail, or be another one than was written.
 
-    Raise ClusterError where the ranks of an expert-parallel group would wait for each other for ever.
+    Raise ClusterError where the ranks of an expert-parallel group would wait for each other for ever. What a card says
+    against training a recipe is printed: at toy size, or with its plugins, one may want it all the same.
     """
+    if said := modelled(recipe):
+        click.echo(said, err=True)
     errors = check_recipe(recipe).errors
     if errors:
         shown = [str(error) for error in errors[:MOST_FINDINGS]]

@@ -18,8 +18,9 @@ _PAGE = "docs/stock-differences.md"
 
 
 def modelled(recipe: Recipe) -> str:
-    """Why the card of a recipe, or of one that it takes values from, calls it modelled; empty where none does."""
-    return why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
+    """What the card of a recipe, or of one that it takes values from, says against training it; empty where none."""
+    why = why_modelled({recipe.source, *(mark.file for mark in recipe.marks.values())} - {""})
+    return f"modelled, for search, estimates and check; not to be trained: {why}" if why else ""
 
 
 def check_differences(view: View, built: Built, found: Findings) -> None:
@@ -32,9 +33,9 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
 
 def _modelled(view: View, found: Findings) -> None:
     """What would be trained is another model, or nothing."""
-    why = modelled(view.recipe)
-    if why:
-        found.note(("model",), f"modelled, for search, estimates and check; not to be trained: {why}", "see card.yaml")
+    said = modelled(view.recipe)
+    if said:
+        found.note(("model",), said, "see card.yaml")
 
 
 def _shared_embedding(view: View, built: Built, found: Findings) -> None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
+from tools.check.differences import modelled
 from tools.dryrun.compile import cache
 from tools.dryrun.compile.job import Job
 from tools.dryrun.compile.pool import run_jobs
@@ -99,6 +100,8 @@ def dryrun(
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     with saying("checking the recipe"):
         refused = [str(finding) for finding in check_recipe(loaded).errors]
+    if said := modelled(loaded):
+        click.echo(said, err=True)
     if not refused:
         loaded = resolve(loaded, partial(click.echo, err=True))
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)

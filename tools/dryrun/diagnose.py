@@ -9,6 +9,7 @@ _P = "parallel_config"
 
 # what stands in the message -> the key; the first that matches counts
 _KEYS: tuple[tuple[str, str], ...] = (
+    (r"no attribute 'qk_pos_emb_head_dim'", f"{_M}.position_embedding_type"),  # YaRN without multi-latent attention
     (r"offset", f"{_M}.offset"),
     (r"pipeline_scheduler|seqvpp|zero_bubble", "parallel.pipeline_config.pipeline_scheduler"),
     (r"pp_interleave_num|pipeline_interleave|interleave", f"{_M}.pp_interleave_num"),

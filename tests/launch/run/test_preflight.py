@@ -225,8 +225,14 @@ def test_a_file_system_without_locks_does_not_stop_a_run(tmp_path, monkeypatch, 
 MINI = Path(__file__).resolve().parents[3] / "recipes/mini/pretrain.yaml"
 
 
-def test_a_sound_recipe_passes():
+def test_a_sound_recipe_passes(capsys):
     preflight.check_sound(load_recipe(MINI))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_launch_says_that_a_recipe_is_modelled(capsys):
+    preflight.check_sound(load_recipe(MINI.parents[1] / "xing4_29b/pretrain_4k.yaml"))
+    assert "not to be trained" in capsys.readouterr().err
 
 
 def test_an_unsound_recipe_is_refused_with_place_and_remedy():

@@ -9,6 +9,11 @@ from tools.dryrun.diagnose import diagnose
         ("ValueError", "The sum of offset 6 is not equal to 5", "model.model_config.offset"),
         ("ValueError", "It is not supported that pipeline_scheduler is seqvpp", "parallel.pipeline_config"),
         ("ValueError", "num_attention_heads must be divisible by tp", "parallel_config.model_parallel"),
+        (
+            "AttributeError",
+            "'TransformerConfig' object has no attribute 'qk_pos_emb_head_dim'",
+            "model.model_config.position_embedding_type",
+        ),
         ("RuntimeError", "the expert num 6 cannot be divided", "parallel_config.expert_parallel"),
         (
             "RuntimeError",
