@@ -102,8 +102,7 @@ class Runs:
         return f"loss {loss:.1e}, global norm {norm:.1e} (relative)"
 
     def _resume(self, layout: str, folder: Path, checkpoint: str) -> None:
-        text = runs.train(self.recipe(layout), folder, self.corpus, "--resume", checkpoint)
-        assert f"going on from step {SAVED}" in text, text[-1000:]
+        runs.train(self.recipe(layout), folder, self.corpus, "--resume", checkpoint)
 
 
 @click.command()

@@ -220,10 +220,20 @@ def _callbacks(view: View, built: Built, found: Findings) -> None:
                 if key in item and item[key] != value:
                     wrong = f"{item[key]!r}, but {name} is {value!r}"
                     found.error(("callbacks", index, key), wrong, f"write {value!r}, or an anchor")
+            _accumulated_loads(view, built, index, item, found)
     bias = built.number("num_moe_experts") and built.fields.get("moe_router_enable_expert_bias")
     if bias and callbacks and "TopkBiasBalanceCallback" not in kinds:
         wrong = "no TopkBiasBalanceCallback: the router's bias stays zero"
         found.error(("callbacks",), wrong, "add it, or moe_router_enable_expert_bias: False")
+
+
+def _accumulated_loads(view: View, built: Built, index: int, callback: dict[str, Any], found: Findings) -> None:
+    """It compares the loads of all micro-batches with the share that so many should have; one unless written."""
+    key = "gradient_accumulation_steps"
+    written, right = callback.get(key, 1), view.accumulation
+    if built.fields.get("moe_router_enable_expert_bias") and written != right:
+        wrong = f"{written!r}, but runner_config.{key} is {right}: routers' biases move wrongly"
+        found.error(("callbacks", index, key), wrong, f"write {right}, or an anchor", rule="accumulated_loads")
 
 
 def _trainer(view: View, found: Findings) -> None:

@@ -221,7 +221,8 @@ def shrink_callbacks(mini: dict[str, Any], model: dict[str, Any]) -> None:
         if callback["type"] == "MFLossMonitor":
             kept.append({"type": "MFLossMonitor", "per_print_times": 1})
         elif callback["type"] == "TopkBiasBalanceCallback":
-            kept.append({**callback, "expert_num": model["n_routed_experts"], "micro_batch_num": 1})
+            once = {"micro_batch_num": 1, "gradient_accumulation_steps": 1}
+            kept.append({**callback, "expert_num": model["n_routed_experts"], **once})
     mini["callbacks"] = [*kept, {"type": "CheckpointMonitor", "checkpoint_format": "safetensors"}]
     mini["checkpoint"] = {
         "save_path": "",

@@ -90,6 +90,10 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         _MOE + "token_dispatcher.py",
         "router_coeff = self.squeeze_0(probs).astype(ms.bfloat16)",
     ),
+    "accumulated_loads": (
+        "mindformers/core/callback/callback.py",
+        "expert_loads = network.update_topk_bias(self.gradient_accumulation_steps)",
+    ),
     "mtp_stage": (
         "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
         "self.mtp.pipeline_stage = pipeline_stage - 1",

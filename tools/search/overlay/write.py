@@ -138,6 +138,9 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
         ("parallel", "enable_parallel_optimizer"): config.shard_optimizer,
         (*_SHARD, "gradient_accumulation_shard"): config.shard_gradients,
     }
+    for index, callback in enumerate(view.get(("callbacks",), []) or []):
+        if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats the number
+            numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
     threshold = (*_SHARD, "parallel_optimizer_threshold")
