@@ -4,9 +4,11 @@
 
 FAULT: names of `FAULTS`, all by default. Each is put into one of the executed strategies of `tc3 accuracy equivalence
 --list`, on two CPU processes, and compared by its gates with one process without a fault. Told are the exit code of the
-training, and what names the fault: the first finding, the part of the model whose gradient errs most in step 1, and
-copies that differ; or, where the ranks notice it themselves, their error. Faults in communication are words of
-TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/exchange/disturbance.py), the others layout_fault.py's. A minute or so each.
+training, and what names the fault: the first finding, the weight whose gradient errs most in step 1, and copies that
+differ; or, where the ranks notice it themselves, their error: without its Send a Receive waits ten minutes, all else
+takes one or two on a quiet machine. Faults in communication are words of
+TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/exchange/disturbance.py), the others
+layout_fault.py's.
 """
 
 from __future__ import annotations
@@ -139,11 +141,10 @@ def errors_of(run_dir: Path) -> Iterator[str]:
 
 
 def told(outcome: Outcome, sharding: Sharding) -> list[str]:
-    """The first finding, the part of the model whose gradient errs most, and copies that differ; or the errors."""
-    groups = [found for found in outcome.findings if found.step == 1 and found.tensor == "gradient norm"]
-    groups.sort(key=lambda found: found.error, reverse=True)
+    """The first finding, the weight whose gradient errs most, and copies that differ; or the errors."""
+    weights = [found for found in outcome.findings if found.tensor.startswith("gradient of ")]
     copies = [found for found in outcome.findings if found.detail == "copies differ"]
-    chosen = [*outcome.findings[:1], *groups[:1], *copies[:1]]
+    chosen = dict.fromkeys([*outcome.findings[:1], *weights[:1], *copies[:1]])
     return outcome.errors or [finding_text(finding, sharding.shape) for finding in chosen] or ["NOT CAUGHT"]
 
 

@@ -16,8 +16,10 @@ from tools.process.waiting import saying
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
     "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
+    "affinity": ("tools.affinity.cli:affinity", "Which cores each worker of this host gets."),
     "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens per step."),
     "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
+    "doctor": ("tools.doctor.cli:doctor", "Is this host fit to train: what slows or ends runs, and what mends it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
     "ep-report": (
         "tools.ep_report.cli:ep_report",

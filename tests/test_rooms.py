@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # from the ground up: a room imports from rows above its own
 ROWS = [
     ["plugins"],
-    ["tools.ranges", "tools.files", "tools.process"],
+    ["tools.ranges", "tools.files", "tools.process", "tools.host"],
     ["tools.hardware", "tools.pipeline", "tools.data", "tools.checkpoint", "tools.catalogue"],
     ["tools.recipe"],
     ["tools.schema"],
@@ -24,8 +24,8 @@ ROWS = [
     ["tools.check", "tools.ep_report"],
     ["tools.dryrun"],
     ["tools.search"],
-    ["tools.show"],
-    ["tools.accuracy", "tools.imbalance"],
+    ["tools.show", "tools.affinity"],
+    ["tools.accuracy", "tools.imbalance", "tools.doctor"],
     ["launch"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}

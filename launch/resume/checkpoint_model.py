@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import CheckpointError
+from tools.checkpoint.whole import BUFFERS
 from tools.model.architecture import model_of
 from tools.model.weights import parameters
 from tools.recipe.load import Recipe
@@ -17,6 +18,7 @@ from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 
 _TRAINED = ("weight", "weight1", "weight2", "bias")  # how names of trained parameters end; others count, or balance
+_BESIDE = ("adam_", "moment", BUFFERS)  # of names that end with a parameter's name
 
 
 def check_model(recipe: Recipe, folder: Path) -> None:
@@ -63,9 +65,9 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _count(shapes: Iterable[tuple[str, list[int]]]) -> int:
-    """Numbers in trained parameters; the optimizer's moments bear their names behind a prefix."""
+    """Numbers in trained parameters, not in moments and gradients, which bear their names behind a prefix."""
     return sum(
         math.prod(shape)
         for name, shape in shapes
-        if name.rsplit(".", 1)[-1] in _TRAINED and not name.startswith(("adam_", "moment"))
+        if name.rsplit(".", 1)[-1] in _TRAINED and not name.startswith(_BESIDE)
     )

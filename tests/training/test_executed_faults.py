@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.executed_faults import FAULTS, SHARDINGS, Bench, errors_of, told
+from benchmarks.executed_faults import FAULTS, Bench, errors_of
 from tests.training.runs import ROOT
 from tools.accuracy.equivalence.strategies import one_worker
 
@@ -25,11 +25,11 @@ def test_a_loss_that_is_not_divided_by_tensor_parallel_ranks_is_placed_at_the_lo
 
 @pytest.mark.slow
 def test_positions_of_another_part_of_the_sequence_are_placed_in_attention(bench):
+    """At the start of training attention hardly knows positions: the loss itself is right to 1e-5."""
     outcome = bench.outcome("rope_offset", FAULTS["rope_offset"])
     first = outcome.findings[0]
-    assert (outcome.code, first.phase, first.step, first.module) == (0, "forward", 1, "loss"), outcome
-    assert first.meaning == "the forward pass: an operator, a mask, a position, a weight"
-    assert "attention: gradient norm" in told(outcome, SHARDINGS["executed_cp2"])[1]
+    assert (outcome.code, first.phase, first.step) == (0, "backward", 1), outcome
+    assert first.module.endswith("attention") and first.error > 0.1
 
 
 def test_errors_of_ranks_are_read_once(tmp_path):

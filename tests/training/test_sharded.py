@@ -11,6 +11,7 @@ import pytest
 
 from tests.training import runs
 from tests.training.conftest import shared
+from tools.accuracy.collectives.compare import DIFFERS, compare_run
 from tools.dryrun.executed import calls_file
 
 pytestmark = pytest.mark.slow
@@ -45,31 +46,23 @@ def test_losses_and_norms_equal_those_of_one_process(layout, rank, alone, corpus
         assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
 
 
-def compared(run_dir):
-    """Exit code and report of `tc3 accuracy collectives` of a run."""
-    command = [runs.TC3, "accuracy", "collectives", str(run_dir), "--json"]
-    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True)
-    assert done.returncode in (0, 1), done.stderr[-2000:]
-    return done.returncode, json.loads(done.stdout)
-
-
 def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_factory, tmp_path, monkeypatch):
     """And where a rank's record lacks one, it is named: the compiles are not repeated for that."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run_dir = tmp_path / "run"
     shutil.copytree(run("_tp2", corpus, tmp_path_factory), run_dir, ignore=shutil.ignore_patterns("checkpoint"))
-    code, report = compared(run_dir)
-    assert (code, report["verdict"]) == (0, "equal"), report
-    for rank in report["ranks"]:
+    command = [runs.TC3, "accuracy", "collectives", str(run_dir), "--json"]
+    done = subprocess.run(command, cwd=runs.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    for rank in json.loads(done.stdout)["ranks"]:
         assert rank["calls"] > 50 and {"AllReduce", "AllGather", "ReduceScatter"} <= rank["by_name"].keys()
     file = calls_file(run_dir, 1)
     record = json.loads(file.read_text())
     lost = record["calls"].pop(len(record["calls"]) // 2)
     file.write_text(json.dumps(record))
-    code, report = compared(run_dir)
-    assert (code, report["verdict"]) == (1, "differs")
-    one, other = (rank["differences"] for rank in report["ranks"])
-    assert one == [] and len(other) == 1
+    verdict = compare_run(run_dir)
+    one, other = (rank.differences for rank in verdict.ranks)
+    assert verdict.word == DIFFERS and one == [] and len(other) == 1
     assert other[0].startswith(f"reported, not executed: {lost[0]} of "), other
 
 

@@ -51,7 +51,9 @@ def align(
     losses of all steps; the recipe's own workers. The ladder stops at the first rung that fails and names the first
     module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
 
-    Two recipes are compared setting by setting at their own size first; what CPU runs of them are their minis.
+    Two recipes are compared setting by setting at their own size first; what CPU runs of them are their minis. A layout
+    that splits the model is executed on the last rung as MindSpore's sharded graph, an Ascend recipe's on at most four
+    processes.
 
     Exit codes: 0 aligned; 1 a rung failed, or nothing ran though the recipes differ; 2 a wrong input.
     """

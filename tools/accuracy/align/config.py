@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
+from plugins.semi_auto_cpu.chosen import splits_model
 from tools.data.blend import read_blend
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, View, look
@@ -31,6 +32,7 @@ CLASSES = (
 STAYS = "the global batch stays"  # micro-batches: another layout of the same step, which the ladder compares
 SUMS = ("document lengths", "first tokens", "tokenizers", "shares of the blend")
 HEAD = 64 << 20  # bytes of a corpus that the checksum reads; a corpus may have terabytes
+_MEAN = ("parallel", "gradients_mean")
 _PLACE = re.compile(r"train_dataset(_task\.dataset_config)?\.data_loader\.config\.data_path")
 
 
@@ -58,9 +60,22 @@ def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
         DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.
     """
     found = [_setting(change) for change in compare(ours, theirs).changes]
+    if _sums_gradients(ours) and _sums_gradients(theirs):
+        found = [
+            replace(each, kind=LAYOUT, meaning="as its parallel_mode wants it")
+            if each.path == ".".join(_MEAN)
+            else each
+            for each in found
+        ]
     if all(View(side).on_cpu or has_corpus(side) for side in (ours, theirs)):
         found = _by_content(found, ours, theirs)
     return sorted(found, key=lambda setting: (MUST, UNKNOWN, LAYOUT, MAY).index(setting.kind))
+
+
+def _sums_gradients(recipe: Recipe) -> bool:
+    """Whether gradients add up to those of the step's mean loss: a sharded graph takes its mean over all ranks' tokens,
+    so that their gradients are summed; in data parallel each rank has a mean of its own."""
+    return look(recipe, _MEAN, False) is not splits_model(look(recipe, ("parallel", "parallel_mode"), 1))
 
 
 def group_of(path: str) -> str:

@@ -5,13 +5,11 @@ It stops at the first rung that fails, and looks there for the first thing that 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import RecipeError
 from tools.accuracy.align import (
     bisect as align_bisect,
 )
@@ -22,22 +20,23 @@ from tools.accuracy.align import (
     config as align_config,
 )
 from tools.accuracy.align import (
+    devices as align_devices,
+)
+from tools.accuracy.align import (
     recipe as align_recipe,
 )
 from tools.accuracy.align import (
     sides as align_sides,
 )
-from tools.accuracy.align.compare import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Rung
-from tools.accuracy.align.record import Record, in_hugging_face_names, read_metrics
+from tools.accuracy.align.compare import FAILED, NONE, PASSED, UNDECIDED, Row, Rung
+from tools.accuracy.align.devices import MORE_DEVICES, NOT_RUN, SAME
+from tools.accuracy.align.record import Record, in_hugging_face_names
 from tools.accuracy.reference.hyper import Hyper, hyper_of
 from tools.accuracy.reference.weights import initial_weights
-from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 
-NOT_RUN, SAME = "not run", "same"
 ALIGNED, SAME_NUMBERS, NOT_COMPARED, NOT_ALIGNED = "aligned", "same settings", "not compared", "not aligned"
-RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", "more devices")
-_TC3 = "from launch.cli import main; main()"
+RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", MORE_DEVICES)
 Say = Callable[[str], None]
 
 
@@ -170,7 +169,7 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
         return
     recipe, other = (align_recipe.load(path, wanted.overrides, wanted.data, wanted.steps) for path in paths)
     sides = [align_recipe.alone(side, wanted.steps) for side in (recipe, other)]
-    if _numbers(sides[0], "parallel") == _numbers(sides[1], "parallel"):
+    if align_recipe.numbers(sides[0], "parallel") == align_recipe.numbers(sides[1], "parallel"):
         reason = f"on one device the {'minis of the ' * align_recipe.is_mini(wanted.path)}two recipes are the same"
         ladder.rungs += [Rung(name, state=SAME, reason=reason) for name in RUNGS[1:5]]
     else:
@@ -217,44 +216,8 @@ def compare_records(
 
 
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
-    """Rung 6: the recipes as they are, each from its own seed, by their losses."""
-    sides = [recipe, other if other is not None else Recipe(align_recipe.alone(recipe, wanted.steps))]
-    counts = [align_recipe.workers(side) for side in sides]
-    if max(counts) == 1:
-        reason = "one CPU worker on both sides; give a recipe of another layout by --against"
-        return Rung(RUNGS[5], state=NOT_RUN, reason=reason)
-    if _numbers(sides[0]) == _numbers(sides[1]):
-        return Rung(RUNGS[5], state=SAME, reason="what CPU runs of the two recipes is the same, with all workers too")
-    losses = []
-    for name, side, count in zip(("layout_ours", "layout_theirs"), sides, counts, strict=True):
-        say(f"training on {count} worker{'s' * (count > 1)}")
-        losses.append(_train(side, wanted.folder / name, wanted.steps))
-    rows = [Row(f"loss of step {step}", abs(one - two), LOSS, "|difference|")
-            for step, (one, two) in enumerate(zip(*losses, strict=True), 1)]  # fmt: skip
-    rung = Rung(RUNGS[5], rows)
-    if rung.status == FAILED:
-        rung.reason = align_bisect.explain_curve(rung)
-    elif align_recipe.is_mini(wanted.path):
-        rung.reason = "tensor and pipeline parallel do not execute on CPU: they were not compared"
-    return rung
-
-
-def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
-    """Losses of the first steps by `tc3 train`, in a process of its own.
-
-    Raises:
-        SideFailedError: it failed, or was refused: the five rungs before have run, and are not given up for that.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    dump_recipe(align_recipe.shortened(recipe, steps), folder / "recipe_in.yaml")
-    command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]
-    try:
-        align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
-    except RecipeError as error:
-        raise align_sides.SideFailedError(f"`tc3 train` refuses the recipe: {error}") from None
-    return [float(step["loss"]) for step in read_metrics(folder / "run")]
-
-
-def _numbers(recipe: dict[str, Any], *beside: str) -> dict[str, Any]:
-    """A recipe without what says where it writes, and without the sections `beside`."""
-    return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
+    """Rung 6: the recipes as they are, by their losses."""
+    paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
+    sides = align_devices.split_model(paths, wanted.overrides, wanted.data, wanted.steps)
+    sides = sides or align_devices.data_parallel(recipe, other, wanted.steps)
+    return align_devices.train_and_compare(sides, wanted.steps, wanted.folder, say)

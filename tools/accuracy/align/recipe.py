@@ -21,6 +21,10 @@ from tools.schema.schema import load_schema
 
 BIAS = "TopkBiasBalanceCallback"
 WATCHERS = ("CheckpointMonitor",)
+ALONE = {
+    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
+    **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
+}
 _DATA = "train_dataset.data_loader.config.data_path"
 
 
@@ -34,13 +38,16 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
     return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
 
 
-def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int) -> Recipe:
+def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
     """The recipe, or the CPU mini of one for Ascend, with overrides applied and `data` as its corpus.
+
+    Args:
+        workers: of a mini that keeps its parallel strategy; None for one that does not.
 
     Raises:
         RecipeError: the file or an override is wrong.
     """
-    recipe = load_mini(path, data or CORPUS, steps) if is_mini(path) else load_recipe(path)
+    recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
     return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
 
 
@@ -65,13 +72,24 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
     samples = view.global_batch
     plain["use_parallel"] = False
     plain["runner_config"]["batch_size"] = plain["model"]["model_config"]["batch_size"] = samples
-    plain["parallel_config"].update(data_parallel=1, expert_parallel=1, model_parallel=1, pipeline_stage=1)
-    plain["parallel"]["dataset_strategy"] = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]]
+    plain["context"].pop("dataset_broadcast_opt_level", None)
+    plain["parallel_config"].pop("context_parallel_algo", None)
+    plain["parallel_config"].update(ALONE)
+    plain["model"]["model_config"].update(offset=0, pp_interleave_num=1)
+    if view.pp > 1:
+        plain["recompute_config"] = {"recompute": False, "select_recompute": False}  # what it has is by stage
+    for name in ("pipeline_config", "parallel_optimizer_config"):
+        plain["parallel"].pop(name, None)
+    rows = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]]
+    plain["parallel"].update(parallel_mode=0, enable_parallel_optimizer=False, dataset_strategy=rows)
     loader = look(plain, LOADER)
     loader["sizes"] = [steps * samples, 0, 0]
     plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
     plain["plugins"] = {}
     plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
+    for callback in plain["callbacks"]:
+        if "micro_batch_num" in callback:
+            callback["micro_batch_num"] = 1
     plain["checkpoint"] = {"save_path": "", "load_path": ""}
     return plain
 
@@ -113,3 +131,8 @@ def workers(recipe: Recipe) -> int:
 def rope_dimensions(recipe: Mapping[str, Any]) -> int:
     """Rotated dimensions of a head."""
     return int(look(recipe, (*MODEL, "qk_pos_emb_head_dim"), 0) or 0)
+
+
+def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
+    """A recipe without what says where it writes, and without the sections `beside`."""
+    return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}

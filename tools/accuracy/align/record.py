@@ -116,9 +116,9 @@ def _layer(router: str, sizes: Sizes) -> str:
     return str(int(words[2]) + sizes.layers * (words[0] == "mtp"))
 
 
-def read_metrics(run_dir: Path) -> list[dict]:
-    """The steps that rank 0 of a run wrote, in order."""
-    lines = (run_dir / "metrics" / "rank_0.jsonl").read_text("utf-8").splitlines()
+def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
+    """The steps that a rank of a run wrote, in order."""
+    lines = (run_dir / "metrics" / f"rank_{rank}.jsonl").read_text("utf-8").splitlines()
     return [record for record in map(json.loads, lines) if "step" in record]
 
 

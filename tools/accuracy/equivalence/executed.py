@@ -17,6 +17,7 @@ from tools.accuracy.equivalence.executed_gates import TWICE, compare_executed
 from tools.accuracy.equivalence.runs import (
     BETAS,
     BIAS,
+    FIRST,
     LEAST,
     MOMENTS,
     START,
@@ -194,6 +195,7 @@ class _Record:
             self.least[LEAST + name] = np.where((square > 0) & ((known == 0) | (square < known)), square, known)
         if not self.norms:
             self.start = {START + name: arrays[name] for name in norms}
+            self.start |= {FIRST + name: arrays[first + name] / (1 - self.beta1) for name in norms}
         self.norms.append(norms)
         self.last = arrays
 

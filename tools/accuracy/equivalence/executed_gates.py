@@ -15,9 +15,10 @@ import numpy as np
 from plugins.finite_loss.plan import undefined_parts
 from tools.accuracy.emulate.context import BACKWARD, FORWARD, OPTIMIZER
 from tools.accuracy.equivalence.compare import DTYPE, Comparison, Finding
-from tools.accuracy.equivalence.runs import BIAS, LOSSES, START, Trained, group_norms, group_of, weight_of
+from tools.accuracy.equivalence.runs import BIAS, FIRST, LOSSES, START, Trained, group_norms, group_of, weight_of
 from tools.accuracy.equivalence.sharding import Sharding
 from tools.accuracy.equivalence.trained import finding_of, state_rows, unclipped
+from tools.accuracy.judge import judge
 from tools.accuracy.tolerance import tolerance
 
 LOSS = 1e-5  # absolute
@@ -67,8 +68,18 @@ def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[t
             for group, want in group_norms(reference.norms[step - 1]).items()
         ]
         clipped = not sharding.known
+        if step == 1:
+            yield from sorted(_first_gradients(run, reference, allowed), key=lambda row: -row[1])
         yield _placed(*whole, allowed, clipped and all(share <= 1 for _, share in groups))
         yield from groups
+
+
+def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[tuple[Finding, float]]:
+    """Every weight's gradient of step 1, element by element: the one that errs most is nearest to the fault."""
+    for name in (name for name in reference.state.keys() & run.state.keys() if name.startswith(FIRST)):
+        verdict, weight = judge(run.state[name], reference.state[name], allowed, DTYPE), name.removeprefix(FIRST)
+        numbers = (verdict.error, allowed, verdict.detail)
+        yield finding_of(run, 1, BACKWARD, group_of(weight), f"gradient of {weight}", *numbers), verdict.error / allowed
 
 
 def _placed(norm: Finding, share: float, allowed: float, alike: bool) -> tuple[Finding, float]:

@@ -24,11 +24,12 @@ CALLBACK = {"type": "EquivalenceRecord", "auto_register": "equivalence_record.Eq
 BETAS = [0.9, 0.999]  # of MindFormers' AdamW
 MOMENTS = ("adam_m.", "adam_v.")
 START = "start."  # of the names of the weights before training
+FIRST = "first."  # of the names of the gradients of the first step, of runs whose checkpoints have them
 LEAST = "least."  # of the names of the smallest mean squares of gradients that AdamW divided by in a step
 # of the names of routers: shares of the choices that each expert got [steps, experts], and the biases by which choices
 # are steered, at the start and after each step [steps + 1, experts]
 LOAD, BIAS = "load.", "bias."
-PREFIXES = (*MOMENTS, START, LEAST, LOAD, BIAS)
+PREFIXES = (*MOMENTS, START, FIRST, LEAST, LOAD, BIAS)
 # the sum of the losses after its parts: where it alone is wrong, it is the sum
 LOSSES = ("lm_loss", "mtp_loss", "load_balancing_loss", "loss", "global_norm")
 DOCUMENT = (20, 200)  # tokens of a document of the corpus

@@ -98,3 +98,10 @@ def test_a_missing_corpus_is_named(tmp_path):
     recipe = load(MINI, (), str(tmp_path / "none"), 4)
     with pytest.raises(DataError, match=r"none\.idx not found; make the dataset with `tc3 data prepare"):
         align_config.corpus_checksum(recipe)
+
+
+def test_the_mean_of_gradients_goes_with_the_parallel_mode(corpora):
+    """Data parallel takes it, a sharded graph sums: the same step. Anything else is not."""
+    sharded = ("parallel.parallel_mode=1", "parallel.gradients_mean=False")
+    assert differences(corpora, *sharded)["parallel.gradients_mean"].kind == "another layout"
+    assert differences(corpora, sharded[1])["parallel.gradients_mean"].kind == "must match"

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tests.tools.accuracy.align import cases
+from tools.accuracy.align import devices as align_devices
 from tools.accuracy.align import ladder as align
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.cli import align as command
@@ -27,6 +28,7 @@ from tools.process import child
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
 
 ROOT = Path(__file__).parents[4]
 RECIPES = ROOT / "recipes"
@@ -54,7 +56,8 @@ def runs(monkeypatch):
         started.append(log.parent.name)
         (log.parent / "run" / "metrics").mkdir(parents=True)
         lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(LOSSES, 1)]
-        (log.parent / "run" / "metrics" / "rank_0.jsonl").write_text("\n".join(lines))
+        for rank in range(4):
+            (log.parent / "run" / "metrics" / f"rank_{rank}.jsonl").write_text("\n".join(lines))
 
     monkeypatch.setattr(align_sides, "run_mindformers", run_mindformers)
     monkeypatch.setattr(align_sides, "start", start)
@@ -95,9 +98,10 @@ def test_recipes_for_ascend_are_compared_and_not_their_minis(override, tmp_path,
     assert ladder.verdict == "not aligned" and not ladder.passed
 
 
-def test_another_layout_that_cpu_does_not_run_is_not_compared(tmp_path, runs):
-    ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=1"), tmp_path)
-    assert statuses(ladder) == ["passed", *["same"] * 4, "not run"] and not runs
+def test_another_layout_that_its_mini_does_not_show_is_not_compared(tmp_path, runs):
+    """Tensor parallelism over 8 or 4 devices is over 2 in both minis."""
+    ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=4"), tmp_path)
+    assert statuses(ladder) == ["passed", *["same"] * 5] and not runs
     assert [(setting.path, setting.kind) for setting in ladder.settings] == [
         ("parallel_config.model_parallel", "another layout")
     ]
@@ -108,11 +112,31 @@ def test_another_layout_that_cpu_does_not_run_is_not_compared(tmp_path, runs):
     assert last.startswith("not compared: ") and "aligned" not in console.export_text()
 
 
-def test_two_runs_of_one_mini_compare_nothing(tmp_path, corpus, runs):
-    """Four workers each, and not one of the settings that differ."""
+def test_a_layout_for_ascend_is_executed_as_minis_that_keep_it(tmp_path, runs):
+    ladder = climbed(ASCEND, recipe_like(ASCEND, tmp_path, "parallel_config.model_parallel=1"), tmp_path)
+    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"] and ladder.verdict == "aligned"
+    assert runs == ["layout_ours", "layout_theirs"]
+    assert "4 processes (tp2 pp2" in ladder.rungs[-1].reason and "and 4 processes (pp2 dp2" in ladder.rungs[-1].reason
+
+
+def test_recomputation_that_one_worker_does_not_have_is_compared_with_four(tmp_path, corpus, runs):
     recipe = RECIPES / "telechat3_1119b" / "pretrain_4k_ep_overlap.yaml"
     ladder = climbed(recipe, recipe_like(recipe, tmp_path, "recompute_config.recompute=false"), tmp_path, corpus)
-    assert statuses(ladder) == ["passed", *["same"] * 5] and not runs and ladder.verdict == "not compared"
+    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"] and ladder.verdict == "aligned"
+    assert runs == ["layout_ours", "layout_theirs"]
+
+
+@pytest.mark.parametrize(("name", "left_out"), [("tp2", ""), ("pp2", "auxiliary loss"), ("cp2", "auxiliary loss")])
+def test_a_layout_of_cpu_processes_is_compared_with_one_of_them(name, left_out, tmp_path, corpus, runs):
+    ladder = climbed(RECIPES / "mini" / f"pretrain_{name}.yaml", MINI, tmp_path, corpus)
+    assert statuses(ladder) == ["passed", *["same"] * 4, "passed"], [rung.reason for rung in ladder.rungs]
+    assert runs == ["layout_ours", "layout_theirs"]
+    ours, theirs = (load_recipe(tmp_path / "runs" / side / "recipe_in.yaml") for side in runs)
+    assert View(ours).sharded_on_cpu and View(theirs).sharded_on_cpu and View(theirs).devices == 1
+    assert View(ours).global_batch == View(theirs).global_batch
+    coefficients = {side["model"]["model_config"]["moe_aux_loss_coeff"] for side in (ours, theirs)}
+    assert len(coefficients) == 1 and (coefficients == {0.0}) is bool(left_out)
+    assert left_out in ladder.rungs[-1].reason
 
 
 def test_plugin_settings_that_one_worker_does_not_run_are_not_compared(tmp_path, corpus, runs):
@@ -144,9 +168,10 @@ def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus
 
 
 def test_workers_whose_losses_part_fail_the_last_rung(tmp_path, corpus, runs, monkeypatch):
-    real = align.read_metrics
-    monkeypatch.setattr(align, "read_metrics", lambda run: [
-        {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")} for step in real(run)
+    real = align_devices.read_metrics
+    monkeypatch.setattr(align_devices, "read_metrics", lambda run, rank: [
+        {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")}
+        for step in real(run, rank)
     ])  # fmt: skip
     ladder = climbed(MINI, DP2, tmp_path, corpus)
     assert statuses(ladder)[-1] == "failed"

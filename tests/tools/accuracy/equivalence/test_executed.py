@@ -139,9 +139,13 @@ def biases(step, saved, metrics):
         (norm, "backward of step 1, gradients: global norm, all ranks: error 0.0001, allowed 5e-05"),
         (undivided, "backward of step 1, loss: gradient of the loss, all ranks: error 1, allowed 5e-05; global norm"),
         (undivided, "Usually: loss scaling: the seed is not divided by the ranks that share it"),
-        (change(f"adam_m.{HEAD}", None, 1.001), "backward of step 1, head: gradient norm, all ranks: error 0.001"),
+        (
+            change(f"adam_m.{HEAD}", None, 1.001),
+            f"backward of step 1, head: gradient of {HEAD}, all ranks: error 0.001",
+        ),
+        (change(f"adam_m.{HEAD}", None, -1), f"backward of step 1, head: gradient of {HEAD}, all ranks: error 2, all"),
         (change(f"adam_v.{HEAD}", None, 1.01), f"optimizer of step 3, head: adam_v.{HEAD}, all ranks"),
-        (change(f"adam_m.{EMBEDDING}", 1, 1.01), "backward of step 1, embedding: gradient norm"),
+        (change(f"adam_m.{EMBEDDING}", 1, 1.01), f"backward of step 1, embedding: gradient of {EMBEDDING}"),
         (
             change(HEAD, 1, 1.001),
             f"optimizer of step 3, head: {HEAD}, rank 1 (tp 1): error inf, allowed 0; copies differ",

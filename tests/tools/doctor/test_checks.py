@@ -1,0 +1,286 @@
+"""Every check on recorded hosts: once failing, once mended, and unknown where nothing can be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tools.host.roots import atlas, cpuset_files, write
+from tools.doctor.checks import CHECKS, Patient, examine
+from tools.doctor.cli import MODULES
+from tools.host.root import Root
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+
+ROOT = Path(__file__).resolve().parents[3]
+LARGE, MINI = (ROOT / "recipes" / name for name in ("telechat3_438b/pretrain_4k.yaml", "mini/pretrain_dp2.yaml"))
+CPU = "sys/devices/system/cpu"
+LIMITS = "Limit                     Soft Limit           Hard Limit           Units     \n"
+# `npu-smi info` as printed in public reports to vllm-project/vllm-ascend (driver 23.0.3; a process added)
+OLD = """\
++------------------------------------------------------------------------------------------------+
+| npu-smi 23.0.3                   Version: 23.0.3                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 12    910B2C              | OK            | 91.3        53                0    / 0             |
+| 0                         | 0000:D9:00.0  | 0           0    / 0          52675/ 65536         |
++===========================+===============+====================================================+
+| 13    910B2C              | OK            | 100.7       55                0    / 0             |
+| 0                         | 0000:98:00.0  | 0           0    / 0          52665/ 65536         |
++===========================+===============+====================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| 12      0                 | 4711          | python                   | 49000                   |
++===========================+===============+====================================================+
+"""
+# the same of driver 25.5.2, a guide to TensorDict on Ascend
+NEW = """\
++------------------------------------------------------------------------------------------------+
+| npu-smi 25.5.2                   Version: 25.5.2                                               |
++---------------------------+---------------+----------------------------------------------------+
+| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
+| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
++===========================+===============+====================================================+
+| 5     910B4               | OK            | 89.9        39                0    / 0             |
+| 0                         | 0000:41:00.0  | 0           0    / 0          2922 / 32768         |
++===========================+===============+====================================================+
+| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
++===========================+===============+====================================================+
+| No running processes found in NPU 5                                                            |
++===========================+===============+====================================================+
+"""
+SMI, COMMON = "outputs/npu-smi_info.txt", "outputs/npu-smi_info_-t_common_-i_5.txt"
+
+
+def tcp(*ports):
+    """/proc/net/tcp with somebody listening on these ports."""
+    rows = [f"{i}: 0100007F:{port:04X} 00000000:0000 0A 0:0 00:0 0 0 0 1" for i, port in enumerate(ports)]
+    return "\n".join(["  sl  local_address rem_address   st", *rows]) + "\n"
+
+
+def df(mount, total, free):
+    """`df -kP`, sizes in GiB."""
+    head = "Filesystem     1024-blocks      Used Available Capacity Mounted on\n"
+    return head + f"/dev/sda {total << 20} 1 {free << 20} 1% {mount}\n"
+
+
+def davinci(count):
+    return {f"dev/davinci{number}": "" for number in range(count)}
+
+
+def card(number, size):
+    return {f"sys/class/net/eth{number}/mtu": f"{size}\n", f"sys/class/net/eth{number}/device/vendor": "0x19e5\n"}
+
+
+def hostname(address):
+    return {"proc/sys/kernel/hostname": "node7\n", "etc/hosts": f"127.0.0.1 localhost\n{address} node7  # this one\n"}
+
+
+PORTS = "proc/sys/net/ipv4/ip_local_port_range"
+NTP = "outputs/timedatectl_show_-p_NTPSynchronized.txt"
+BALANCE = {"proc/812/comm": "irqbalance\n"}
+# lines of `npu-smi info -t common` as public guides print them
+CLOCKS = """\
+        Aicore Usage Rate(%)           : 90
+        Aicore Freq(MHZ)               : 1800
+        Aicore curFreq(MHZ)            : {}
+"""
+ASCEND = {
+    "usr/local/Ascend/driver/version.info": "Version=25.5.2\n",
+    "usr/local/Ascend/ascend-toolkit/latest/aarch64-linux/ascend_toolkit_install.info": "version=8.5.0\n",
+}
+# check -> (verdict, files of a host that it finds wrong, files of the host mended)
+CASES = {
+    "governor": (
+        "fail",
+        {f"{CPU}/cpu0/cpufreq/scaling_governor": "powersave\n"},
+        {f"{CPU}/cpu0/cpufreq/scaling_governor": "performance\n"},
+    ),
+    "idle_states": (
+        "warn",
+        {f"{CPU}/cpu0/cpuidle/state1/disable": "0\n", f"{CPU}/cpu0/cpuidle/state1/latency": "200\n"},
+        {f"{CPU}/cpu0/cpuidle/state1/disable": "1\n", f"{CPU}/cpu0/cpuidle/state1/latency": "200\n"},
+    ),
+    "iommu": ("warn", {"sys/kernel/iommu_groups/0/type": "DMA-FQ\n"}, {"sys/kernel/iommu_groups/0/type": "identity\n"}),
+    "numa_balancing": ("warn", {"proc/sys/kernel/numa_balancing": "1\n"}, {"proc/sys/kernel/numa_balancing": "0\n"}),
+    "huge_pages": (
+        "warn",
+        {"sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"},
+        {"sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"},
+    ),
+    "irqbalance": ("warn", BALANCE, {**BALANCE, "etc/sysconfig/irqbalance": "IRQBALANCE_BANNED_CPULIST=2-23\n"}),
+    "binding": ("warn", cpuset_files("0-7", 2), cpuset_files("0-7")),
+    "isolated": (
+        "warn",
+        {**cpuset_files("0-7"), "sys/devices/system/cpu/isolated": "4-7\n"},
+        {**cpuset_files("0-7"), "sys/devices/system/cpu/isolated": "\n"},
+    ),
+    "cores": ("warn", cpuset_files("0-3"), cpuset_files("0-7")),
+    "open_files": (
+        "fail",
+        {"proc/self/limits": LIMITS + "Max open files            1024                 1048576              files\n"},
+        {"proc/self/limits": LIMITS + "Max open files            1048576              1048576              files\n"},
+    ),
+    "locked_memory": (
+        "warn",
+        {"proc/self/limits": LIMITS + "Max locked memory         65536                65536                bytes\n"},
+        {"proc/self/limits": LIMITS + "Max locked memory         unlimited            unlimited            bytes\n"},
+    ),
+    "stack": (
+        "warn",
+        {"proc/self/limits": LIMITS + "Max stack size            1048576              unlimited            bytes\n"},
+        {"proc/self/limits": LIMITS + "Max stack size            8388608              unlimited            bytes\n"},
+    ),
+    "shared_memory": (
+        "fail",
+        {"outputs/df_-kP.txt": "shm 65536 0 65536 0% /dev/shm\n"},
+        {"outputs/df_-kP.txt": df("/dev/shm", 64, 64)},
+    ),
+    "swap": (
+        "warn",
+        {"proc/swaps": "Filename Type Size Used Priority\n/dev/sda2 partition 8388604 0 -2\n"},
+        {"proc/swaps": "Filename Type Size Used Priority\n"},
+    ),
+    "clock": ("fail", {NTP: "NTPSynchronized=no\n"}, {NTP: "NTPSynchronized=yes\n"}),
+    "disk": ("fail", {"outputs/df_-kP.txt": df("/", 100, 0)}, {"outputs/df_-kP.txt": df("/", 100, 50)}),
+    "reserved_ports": (
+        "warn",
+        {PORTS: "32768\t60999\n"},
+        {PORTS: "32768\t60999\n", "proc/sys/net/ipv4/ip_local_reserved_ports": "60000-60031\n"},
+    ),
+    "free_ports": ("fail", {"proc/net/tcp": tcp(22, 60003)}, {"proc/net/tcp": tcp(22, 40000)}),
+    "packet_size": ("warn", {**card(0, 1500), **card(1, 9000)}, {**card(0, 9000), **card(1, 9000)}),
+    "host_name": ("warn", hostname("127.0.1.1"), hostname("10.0.0.7")),
+    "npus": ("fail", davinci(4), davinci(8)),
+    "npu_health": ("fail", {SMI: NEW.replace("| OK   ", "| Alarm")}, {SMI: NEW}),
+    "npu_processes": ("warn", {SMI: OLD}, {SMI: NEW}),
+    "npu_clock": ("warn", {SMI: NEW, COMMON: CLOCKS.format(800)}, {SMI: NEW, COMMON: CLOCKS.format(1800)}),
+    "npu_links": (
+        "fail",
+        {"dev/davinci0": "", "outputs/hccn_tool_-i_0_-link_-g.txt": "link status: DOWN\n"},
+        {"dev/davinci0": "", "outputs/hccn_tool_-i_0_-link_-g.txt": "link status: UP\n"},
+    ),
+    "ascend_software": ("unknown", dict([next(iter(ASCEND.items()))]), ASCEND),
+    "checkpoint_room": (
+        "fail",
+        {"outputs/df_-kP.txt": df("/", 9000, 1000)},
+        {"outputs/df_-kP.txt": df("/", 9000, 8000)},
+    ),
+}
+ELSEWHERE = {"disk_write", "python_packages", "memory", "interrupts"}  # tested below: they want more than files
+
+
+@pytest.fixture(autouse=True)
+def _default_ports(monkeypatch):
+    monkeypatch.delenv("HCCL_IF_BASE_PORT", raising=False)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return View(load_recipe(LARGE))
+
+
+def test_every_check_has_its_case():
+    assert CHECKS.keys() == CASES.keys() | ELSEWHERE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_check_fails_and_is_mended(name, tmp_path, large):
+    verdict, wrong, mended = CASES[name]
+    found = CHECKS[name].look(Patient(write(tmp_path / "wrong", wrong), large))
+    assert found.verdict == verdict, found.seen
+    found = CHECKS[name].look(Patient(write(tmp_path / "mended", mended), large))
+    assert found.verdict == "ok", found.seen
+
+
+def test_an_empty_host_is_fit_in_nothing_that_must_be_read(tmp_path, large):
+    """Nothing to read is no good news: only what is absent when all is well is ok."""
+    found = {item.check: item.verdict for item in examine(Patient(Root(tmp_path), large), MODULES)}
+    assert {name for name, verdict in found.items() if verdict == "ok"} == {"numa_balancing", "irqbalance"}
+    assert {name for name, verdict in found.items() if verdict == "fail"} == {"npus"}
+
+
+def test_a_file_in_an_unknown_form_is_unknown(tmp_path, large):
+    root = write(tmp_path, {PORTS: "many\n"})
+    item = next(item for item in examine(Patient(root, large), MODULES) if item.check == "reserved_ports")
+    assert item.verdict == "unknown" and "could not be read" in item.seen
+
+
+def test_a_recipe_on_cpu_wants_no_npu(tmp_path):
+    found = {item.check for item in examine(Patient(Root(tmp_path), View(load_recipe(MINI))), MODULES)}
+    assert "npus" not in found and "reserved_ports" not in found and "memory" in found
+
+
+def test_every_check_says_why_by_which_source_and_what_mends_it():
+    assert all(item.why and item.source and item.mend and item.look.__doc__ for item in CHECKS.values())
+
+
+def test_the_ports_that_hccl_was_told(tmp_path, monkeypatch, large):
+    monkeypatch.setenv("HCCL_IF_BASE_PORT", "20000")
+    assert CHECKS["reserved_ports"].look(Patient(write(tmp_path, {PORTS: "32768 60999"}), large)).verdict == "ok"
+
+
+def test_chrony_tells_the_skew(tmp_path):
+    line = "System time     : {} seconds slow of NTP time\n"
+    for skew, verdict in (("0.000012", "ok"), ("1.5", "fail")):
+        root = write(tmp_path / skew, {"outputs/chronyc_-n_tracking.txt": line.format(skew)})
+        assert CHECKS["clock"].look(Patient(root)).verdict == verdict
+
+
+def test_a_low_clock_without_work_says_nothing(tmp_path, large):
+    """800 of 1800 MHz is what a healthy 910B3 shows at rest."""
+    resting = CLOCKS.format(800).replace(": 90", ": 0")
+    found = CHECKS["npu_clock"].look(Patient(write(tmp_path, {SMI: NEW, COMMON: resting}), large))
+    assert found.verdict == "unknown" and "ask again during a run" in found.seen
+
+
+def test_interrupts_of_devices_on_the_cores_of_workers(tmp_path, large):
+    root = atlas(tmp_path)
+    for number, name, cores in (("30", "hns3-0000:7d:00.0-TxRx-0", "150"), ("31", "i2c", "151")):
+        write(tmp_path, {f"proc/irq/{number}/{name}/x": "", f"proc/irq/{number}/smp_affinity_list": cores})
+    found = CHECKS["interrupts"].look(Patient(root, large))
+    assert (found.verdict, found.seen) == ("warn", "1 of devices, on workers' cores: 150")
+    write(tmp_path, {"proc/irq/30/effective_affinity_list": "144"})
+    assert CHECKS["interrupts"].look(Patient(root, large)).verdict == "ok"
+
+
+def test_without_a_recipe_nobody_wants_npus(tmp_path):
+    assert CHECKS["npus"].look(Patient(Root(tmp_path))).verdict == "unknown"
+    assert CHECKS["npus"].look(Patient(write(tmp_path, davinci(1)))).verdict == "ok"
+
+
+def test_memory_of_workers_on_cpu(tmp_path):
+    mini = View(load_recipe(MINI))
+    for kib, verdict in ((1 << 20, "fail"), (8 << 20, "ok")):
+        root = write(tmp_path / verdict, {"proc/meminfo": f"MemTotal: 1 kB\nMemAvailable:   {kib} kB\n"})
+        assert CHECKS["memory"].look(Patient(root, mini)).verdict == verdict
+
+
+class _Recipe:
+    """Of which only the folder is asked."""
+
+    def __init__(self, folder):
+        self.on_cpu, self.folder = True, str(folder)
+
+    def get(self, path, default=None):
+        return self.folder
+
+
+def test_a_write_where_checkpoints_go(tmp_path):
+    look = CHECKS["disk_write"].look
+    (tmp_path / "file").write_text("")
+    assert look(Patient(Root(), _Recipe(tmp_path / "new" / "run"))).verdict in ("ok", "warn")  # a busy disk is slow
+    assert look(Patient(Root(), _Recipe(tmp_path / "file" / "run"))).verdict == "fail"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+
+def test_python_packages(monkeypatch):
+    from tools.doctor import system
+
+    assert CHECKS["python_packages"].look(Patient(Root())).verdict == "ok"
+    monkeypatch.setattr(system, "others", lambda: {"mindspore": "2.8.0"})
+    found = CHECKS["python_packages"].look(Patient(Root()))
+    assert found.verdict == "fail" and "MindSpore 2.8.0, verified is" in found.seen

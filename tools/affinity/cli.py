@@ -1,0 +1,147 @@
+"""`tc3 affinity`: which cores each worker of this host gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from plugins.errors import ClusterError
+from tools.affinity import msrun
+from tools.affinity.isolate import isolation
+from tools.affinity.picture import picture
+from tools.affinity.plan import Plan, how_far, make_plan
+from tools.affinity.topology import Host, read_host
+from tools.files.atomic import check_writable, write_atomically
+from tools.host.cores import compress
+from tools.host.root import Root
+from tools.ranges import RANGES, Range
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+
+root_option = click.option(
+    "--root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path("/"),
+    help="A recorded host instead of this one.",
+)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", required=False, type=click.Path(path_type=Path))
+@click.option("--workers", type=int, help="Workers on this host; default: the recipe's, or one for each NPU.")
+@root_option
+@click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file for `msrun --bind_numa`.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
+def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
+    """Plan the cores of each worker: near its NPU, nobody else's, by role; with RECIPE, for its workers on one node.
+
+    Nothing is changed. Exit code: 0 a plan, 2 something to mend first.
+    """
+    if bind_file is not None:
+        check_writable(bind_file)
+    source = Root(root)
+    host = read_host(source)
+    plan = plan_for(host, recipe, workers)
+    numactl = source.has_tool("numactl")
+    if bind_file is not None:
+        if not plan.binds:
+            raise ClusterError(f"--bind-file {bind_file}: {plan.notes[0]}")
+        write_atomically(bind_file, json.dumps(msrun.bind_file(plan, numactl), indent=1) + "\n")
+    answer = as_dict(plan, numactl)
+    click.echo(json.dumps(answer) if as_json else _text(plan, answer, bind_file))
+
+
+def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
+    """The plan for the workers of a recipe on one node, for so many, or for one on each NPU.
+
+    Raises:
+        ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.
+    """
+    view = View(load_recipe(recipe)) if recipe is not None else None
+    on_cpu = not host.npus or (view is not None and view.on_cpu)
+    npus, notes = ([], []) if on_cpu else msrun.visible(os.environ, list(host.npus))
+    if workers is not None and (wrong := Range(1, RANGES["workers"].high).refusal(workers)):
+        raise ClusterError(f"--workers {workers} {wrong}")
+    count = workers or (_on_a_node(view, on_cpu) if view is not None else len(npus))
+    if not count:
+        raise ClusterError("no NPU is seen here: name a RECIPE or the number of --workers")
+    if view is not None and on_cpu and not view.on_cpu:
+        notes = [*notes, "the recipe is for NPUs, of which none is seen here: planned as for workers on CPU"]
+    plan = make_plan(host, count, None if on_cpu else npus)
+    plan.notes[:0] = notes
+    return plan
+
+
+def _on_a_node(view: View, on_cpu: bool) -> int:
+    """Workers that a launch starts on one host: all of them on CPU."""
+    return view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)
+
+
+def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
+    """The plan for machines; lists of cores in Linux's form."""
+    host, devices = plan.host, [worker.npu for worker in plan.workers]
+    words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
+    theirs = msrun.own_plan(host, devices)
+    rows = []
+    for worker, prefix, other in zip(plan.workers, words, theirs, strict=True):
+        rows.append(
+            {
+                "rank": worker.rank,
+                "npu": worker.npu,
+                "node": worker.home,
+                "cores": compress(worker.cores),
+                **worker.counts(host),
+                "roles": {name: compress(cores) for name, cores in worker.roles.items()},
+                "prefix": shlex.join(prefix),
+                "msrun_bind_core": {"cores": compress(other), **how_far(host, worker.home, _known(host, other))},
+            }
+        )
+    return {
+        "workers": rows,
+        "interrupts": {str(node): compress(cores) for node, cores in plan.interrupts.items()},
+        "system": compress(plan.system),
+        "idle": compress(plan.idle),
+        "bind_file": msrun.bind_file(plan, numactl) if plan.binds else None,
+        "msrun_refuses": msrun.obstacle(host, plan),
+        "isolation": [{"what": what, "line": line} for what, line in isolation(plan)],
+        "notes": plan.notes,
+    }
+
+
+def _known(host: Host, cores: list[int]) -> list[int]:
+    """Those that the host has: msrun's cpuset may be another container's."""
+    return [core for core in cores if any(core in members for members in host.nodes.values())]
+
+
+def _text(plan: Plan, answer: dict[str, Any], bind_file: Path | None) -> str:
+    """The plan for people."""
+    lines = [picture(plan), ""]
+    for row in answer["workers"]:
+        who = f"worker {row['rank']}" + (f" (NPU {row['npu']}, node {row['node']})" if row["npu"] is not None else "")
+        roles = ", ".join(f"{name} {cores}" for name, cores in row["roles"].items() if name != "pynative")
+        lines.append(f"{who}: {row['remote']} remote; {roles}" if row["cores"] else f"{who}: not bound")
+    ours, theirs = (sum(row["remote"] for row in rows) for rows in (answer["workers"], _theirs(answer)))
+    bound = sum(len(row["cores"]) > 0 for row in _theirs(answer))
+    lines += ["", f"cores of another socket than their NPU's: {ours} here, "]
+    lines[-1] += f"{theirs} under msrun --bind_core=True" if bound else "and msrun --bind_core=True would bind nothing"
+    if refused := answer["msrun_refuses"]:
+        lines += [f"{refused}. Before each worker's command instead:", *_prefixes(answer)]
+    elif plan.binds:
+        name = bind_file or "FILE"
+        written = "written" if bind_file else "write it with --bind-file FILE"
+        lines.append(f"msrun --bind_numa {name}, and context.affinity_config: {name} for the roles ({written})")
+    lines += [f"{item['what']}:\n  {item['line']}" for item in answer["isolation"]]
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def _theirs(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row["msrun_bind_core"] for row in answer["workers"]]
+
+
+def _prefixes(answer: dict[str, Any]) -> list[str]:
+    return [f"  worker {row['rank']}: {row['prefix']}" for row in answer["workers"] if row["prefix"]]

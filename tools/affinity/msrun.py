@@ -1,0 +1,138 @@
+"""What `msrun` of MindSpore 2.9.0 makes of a host: the file that it reads, and what it would do by itself.
+
+Sources, below the installed `mindspore`: `parallel/cluster/process_entity/_bind.py` (prefixes, checks),
+`runtime/thread_bind_core.py` (its own plan, cores by module), `parallel/cluster/run.py` (the option).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tools.affinity.plan import Plan
+from tools.affinity.topology import Host
+from tools.host.cores import compress
+
+_VISIBLE = re.compile(r"\d+(?:,\d+)*")
+
+
+def bind_file(plan: Plan, numactl: bool) -> dict[str, Any]:
+    """For `msrun --bind_numa FILE`, and for `context.affinity_config: FILE`, which binds threads by module.
+
+    msrun refuses a file that wants memory bound where `numactl` is not installed, so it is left out there.
+    """
+    memory = _binds_memory(plan, numactl)
+    content: dict[str, Any] = {
+        "bind_config": {
+            "bind_cpu_mode": "cpu",
+            "bind_memory_mode": "numa" if memory else "none",
+            "actor_thread_fix_bind": True,
+        },
+        "bind_cpu": {
+            _key(worker.npu, worker.rank): {name: compress(cores) for name, cores in worker.roles.items()}
+            for worker in plan.workers
+        },
+    }
+    if memory:
+        content["bind_memory"] = {_key(worker.npu, worker.rank): compress(worker.memory) for worker in plan.workers}
+    return content
+
+
+def _binds_memory(plan: Plan, numactl: bool) -> bool:
+    """Memory of the nodes of a worker's cores; one node alone could be too small for the two workers near it."""
+    return numactl and len(plan.host.nodes) > 1 and all(worker.memory for worker in plan.workers)
+
+
+def _key(npu: int | None, rank: int) -> str:
+    return f"device{rank if npu is None else npu}"
+
+
+def prefixes(plan: Plan, numactl: bool) -> list[list[str]]:
+    """Words before each worker's command, for launchers other than msrun or where msrun cannot bind."""
+    words = []
+    for worker in plan.workers:
+        cores = compress(worker.cores)
+        if _binds_memory(plan, numactl):
+            words.append(["numactl", "--membind", compress(worker.memory), "--physcpubind", cores])
+        else:
+            words.append(["taskset", "-c", cores])
+    return words
+
+
+def obstacle(host: Host, plan: Plan) -> str | None:
+    """Why msrun would not take the file; None if it would."""
+    if not host.msrun:
+        return (
+            "msrun of MindSpore 2.9.0 reads the cpuset of control groups of version 1 only; here it refuses every bind "
+            "file ('No available CPU in the environment.') and ignores --bind_core"
+        )
+    cores = {core for worker in plan.workers for core in worker.cores}
+    if unknown := cores.difference(host.msrun):
+        return f"msrun takes cores {compress(unknown)} for unavailable: its cpuset is {compress(host.msrun)}"
+    return None
+
+
+def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
+    """The cores of each worker under `msrun --bind_core=True`; none where it would bind nothing.
+
+    It cuts the cores into equal parts, fills a device from its own NUMA node and then from the nodes that are nobody's,
+    in order and however far. Where `npu-smi` does not answer, or a node's cores are not all ranges, it deals them out
+    in order of their numbers.
+    """
+    cores, npus = list(host.msrun), sorted(host.npus) if devices and devices[0] is not None else []
+    parts = len(npus) or len(devices)
+    share = len(cores) // parts
+    if share < 1:
+        return [[] for _ in devices]
+    if npus and all(host.npus[npu] is not None for npu in npus) and _all_ranges(host):
+        dealt = _by_node(host, npus, share)
+    else:
+        dealt = {npu: cores[i * share : (i + 1) * share] for i, npu in enumerate(npus or range(parts))}
+        if not npus:
+            dealt[parts - 1] = cores[(parts - 1) * share :]
+    return [dealt[rank if npu is None else npu] for rank, npu in enumerate(devices)]
+
+
+def _all_ranges(host: Host) -> bool:
+    return all("-" in part for cores in host.nodes.values() for part in compress(cores).split(","))
+
+
+def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]]:
+    """`_assemble_env_info`: own node first, then the pool of the nodes without an NPU."""
+    may = set(host.msrun)
+    near = set(host.npus.values())
+    pool = [core for node, cores in host.nodes.items() if node not in near for core in cores if core in may]
+    left = {node: [core for core in host.nodes[node] if core in may] for node in host.nodes}
+    dealt = {}
+    for npu in npus:
+        home = host.npus[npu]
+        assert home is not None
+        given, left[home] = left[home][:share], left[home][share:]
+        more = share - len(given)
+        dealt[npu] = given + pool[:more]
+        pool = pool[more:]
+    return dealt
+
+
+def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int], list[str]]:
+    """The NPUs that workers get, first worker first, and what is wrong with ASCEND_RT_VISIBLE_DEVICES.
+
+    MindSpore sorts the list before it names a device (`_get_physical_device_id`), and CANN takes ascending lists only.
+    """
+    text = environ.get("ASCEND_RT_VISIBLE_DEVICES", "").strip()
+    if not text:
+        return sorted(npus), []
+    match = _VISIBLE.match(text)
+    listed = [int(word) for word in match[0].split(",")] if match else []
+    notes, name = [], f"ASCEND_RT_VISIBLE_DEVICES={text}"
+    if match is None or match[0] != text:
+        notes.append(f"{name}: CANN reads it up to the first other character only (here {listed})")
+    if listed != sorted(set(listed)):
+        notes.append(
+            f"{name}: CANN supports ascending lists only, and MindSpore sorts it; the plan does, too. "
+            f"Write {','.join(map(str, sorted(set(listed))))}"
+        )
+    if npus and (gone := sorted(set(listed).difference(npus))):
+        notes.append(f"{name}: this host has no NPU {', '.join(map(str, gone))}")
+    return sorted(set(listed).intersection(npus)), notes

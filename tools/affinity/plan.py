@@ -1,0 +1,143 @@
+"""The plan of a host: cores of each worker by role, cores left to interrupts and to the system. Pure.
+
+Report, section 6 (isolation): workers have cores of their own, and what else runs has others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from plugins.errors import ClusterError
+from tools.affinity.share import shares
+from tools.affinity.topology import OWN, SOCKET, Host
+
+SYSTEM = 2  # cores of each NUMA node left to the host: the first for interrupts, the others for what else runs
+LEAST = 8  # cores that a worker needs; with so many near ones it takes none of another socket
+DATA = 4  # of a worker's cores, at most, for the threads of the dataset
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker: local rank, NPU (None on CPU), nearest node, cores from near to far and by role, nodes of memory."""
+
+    rank: int
+    npu: int | None
+    home: int
+    cores: list[int]
+    roles: dict[str, list[int]]
+    memory: list[int]
+
+    def counts(self, host: Host) -> dict[str, int]:
+        """Cores on its own node, elsewhere in its socket, and on another socket."""
+        return how_far(host, self.home, self.cores)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each worker gets, and what is left: node -> cores for interrupts, cores for the system, cores of nobody."""
+
+    host: Host
+    workers: list[Worker]
+    interrupts: dict[int, list[int]]
+    system: list[int]
+    idle: list[int]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def binds(self) -> bool:
+        """Whether there are cores for every worker."""
+        return all(worker.cores for worker in self.workers)
+
+
+def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
+    """How many of `cores` are on node `home`, elsewhere in its socket, and remote."""
+    far = [host.distance[home, host.node_of(core)] for core in cores]
+    own = sum(distance == OWN for distance in far)
+    remote = sum(distance >= SOCKET for distance in far)
+    return {"own": own, "socket": len(far) - own - remote, "remote": remote}
+
+
+def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
+    """Share the host's cores among `count` workers, the first on the first of `npus`; None for workers on CPU.
+
+    Raises:
+        ClusterError: there are fewer NPUs than workers.
+    """
+    if npus is not None and len(npus) < count:
+        raise ClusterError(f"{count} workers on {len(npus)} NPUs: every worker needs one of its own")
+    devices: list[int | None] = list(npus[:count]) if npus is not None else [None] * count
+    total = sum(len(host.free(node)) for node in host.nodes)
+    if total < count:
+        return _unbound(host, devices, total)
+    notes = []
+    reserved = SYSTEM if (total - SYSTEM * len(host.nodes)) // count >= LEAST else 0
+    if not reserved:
+        notes.append(f"{total} cores for {count} workers: none is left for the system and for interrupts")
+    free = {node: host.free(node)[reserved:] for node in host.nodes}
+    if lost := [npu for npu in devices if npu is not None and host.npus.get(npu) is None]:
+        notes.append(f"the host does not say which cores are near NPU {', '.join(map(str, lost))}: spread evenly")
+    homes = _homes(host, devices, free)
+    workers = _workers(host, devices, homes, free)
+    if short := [worker.rank for worker in workers if worker.counts(host)["remote"]]:
+        notes.append(
+            f"workers {', '.join(map(str, short))} have cores of another socket: near their NPU too few are allowed"
+        )
+    taken = {core for worker in workers for core in worker.cores}
+    interrupts = {node: host.free(node)[: reserved and 1] for node in host.nodes}
+    system = [core for node in host.nodes for core in host.free(node)[reserved and 1 : reserved]]
+    idle = sorted(host.allowed - taken - set(system) - {core for cores in interrupts.values() for core in cores})
+    return Plan(host, workers, interrupts, system, idle, notes)
+
+
+def _unbound(host: Host, devices: list[int | None], total: int) -> Plan:
+    note = f"{len(devices)} workers, but {total} cores are allowed: none is bound, and all share them"
+    home = next(iter(host.nodes))
+    return Plan(
+        host, [Worker(i, npu, home, [], {}, []) for i, npu in enumerate(devices)], {}, [], sorted(host.allowed), [note]
+    )
+
+
+def _homes(host: Host, devices: list[int | None], free: Mapping[int, list[int]]) -> list[int]:
+    """The node nearest to each worker's NPU; where there is none, or it is not known, the nodes in turn by cores."""
+    by_core = [node for node, cores in free.items() for _ in cores]
+    spread = [by_core[rank * len(by_core) // len(devices)] for rank in range(len(devices))]
+    known = [None if npu is None else host.npus.get(npu) for npu in devices]
+    return [even if near is None else near for near, even in zip(known, spread, strict=True)]
+
+
+def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapping[int, list[int]]) -> list[Worker]:
+    """Whole cores: each node's are dealt out in the workers' order, a worker's nearest come first."""
+    nodes = list(free)
+    counts = shares(homes, {node: len(cores) for node, cores in free.items()}, host.distance)
+    left = {node: list(cores) for node, cores in free.items()}
+    workers = []
+    for rank, home in enumerate(homes):
+        given: dict[int, list[int]] = {}
+        for node in sorted(nodes, key=lambda other: host.distance[home, other]):
+            amount = counts[rank, nodes.index(node)]
+            given[node], left[node] = left[node][:amount], left[node][amount:]
+        near = sum(len(cores) for node, cores in given.items() if host.distance[home, node] < SOCKET)
+        kept = {
+            node: cores
+            for node, cores in given.items()
+            if cores and (near < LEAST or host.distance[home, node] < SOCKET)
+        }
+        cores = [core for part in kept.values() for core in part]
+        memory = sorted(host.memory.intersection({home, *kept}))
+        workers.append(Worker(rank, devices[rank], home, cores, roles(cores), memory))
+    return workers
+
+
+def roles(cores: list[int]) -> dict[str, list[int]]:
+    """A worker's cores by what MindSpore calls its modules, from near to far.
+
+    `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
+    kernels, the communication library) stays there. The first two of it are free of the runtime's fixed threads. With
+    fewer than 8 cores all share all.
+    """
+    if len(cores) < LEAST:
+        return dict.fromkeys(("main", "runtime", "pynative", "minddata"), cores)
+    data = min(DATA, len(cores) // 4)
+    computing = cores[:-data]
+    return {"main": computing, "runtime": computing[2:], "pynative": computing[2:], "minddata": cores[-data:]}

@@ -1,0 +1,133 @@
+"""The NUMA nodes of a host, how far they are from each other, and which is nearest to each NPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plugins.errors import ClusterError
+from tools.affinity.cpuset import allowed, msrun_sees
+from tools.host import npu_smi
+from tools.host.cores import expand
+from tools.host.root import Root
+
+NODES = "/sys/devices/system/node"
+OWN, SOCKET = 10, 20  # distances of the ACPI: a node's own is 10; below 20 is taken for the same socket
+_NUMBER = re.compile(r"(\d+)$")
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a plan is made of.
+
+    Attributes:
+        nodes: NUMA node -> all of its cores.
+        distance: (node, node) -> distance, 10 for a node's own.
+        allowed: cores that may be used.
+        npus: NPU -> nearest node; None where the host does not say.
+        msrun: cores of which msrun knows; none on a host with control groups of version 2.
+        memory: nodes whose memory may be used.
+    """
+
+    nodes: Mapping[int, list[int]]
+    distance: Mapping[tuple[int, int], int]
+    allowed: frozenset[int]
+    npus: Mapping[int, int | None]
+    msrun: tuple[int, ...] = ()
+    memory: frozenset[int] = frozenset()
+
+    def free(self, node: int) -> list[int]:
+        """The allowed cores of a node."""
+        return [core for core in self.nodes[node] if core in self.allowed]
+
+    def node_of(self, core: int) -> int:
+        """The node of a core."""
+        return next(node for node, cores in self.nodes.items() if core in cores)
+
+
+def read_host(root: Root) -> Host:
+    """The host below `root`.
+
+    Raises:
+        ClusterError: nothing there says which cores it has, or what says it cannot be read.
+    """
+    try:
+        nodes = _nodes(root)
+        cores = {core for members in nodes.values() for core in members}
+        may = allowed(root)
+        distance = _distances(root, sorted(nodes))
+        return Host(
+            nodes,
+            distance,
+            frozenset(cores if may is None else cores.intersection(may)),
+            _npus(root, nodes),
+            tuple(msrun_sees(root)),
+            frozenset(_memory(root, nodes)),
+        )
+    except ValueError as error:
+        if isinstance(error, ClusterError):
+            raise
+        raise ClusterError(f"{root.path}: a list of cores or distances there cannot be read ({error})") from None
+
+
+def _nodes(root: Root) -> dict[int, list[int]]:
+    """From /sys; from `lscpu -p` where that is not there. Nodes of memory alone have no cores and are left out."""
+    found = {}
+    for path in root.find(f"{NODES}/node[0-9]*"):
+        if number := _NUMBER.search(path):
+            found[int(number[1])] = expand(root.read(f"{path}/cpulist") or "")
+    if not any(found.values()):
+        found = _listed(root.ask("lscpu", "-p") or "")
+    if not any(found.values()):
+        raise ClusterError(f"{root.path}: no {NODES}/node*/cpulist and no output of `lscpu -p`: which cores has it?")
+    return {node: sorted(cores) for node, cores in sorted(found.items()) if cores}
+
+
+def _listed(text: str) -> dict[int, list[int]]:
+    """Node -> cores of `lscpu -p`: CPU,Core,Socket,Node,..., lines of # apart; a node that is not said is 0."""
+    found: dict[int, list[int]] = {}
+    for line in text.splitlines():
+        row = line.split(",")
+        if line and line[0] != "#" and len(row) >= 4:
+            found.setdefault(int(row[3] or 0), []).append(int(row[0]))
+    return found
+
+
+def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
+    """From /sys, whose columns are the online nodes; otherwise each other node is as far as another socket."""
+    online = sorted(int(match[1]) for path in root.find(f"{NODES}/node[0-9]*") if (match := _NUMBER.search(path)))
+    found = {(a, b): OWN if a == b else SOCKET for a in nodes for b in nodes}
+    for node in nodes:
+        row = [int(word) for word in (root.read(f"{NODES}/node{node}/distance") or "").split()]
+        if len(row) == len(online):
+            found.update({(node, other): far for other, far in zip(online, row, strict=True) if other in nodes})
+    return found
+
+
+def _memory(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
+    """Nodes that have memory and that the process may take it from; all of them where nothing says."""
+    status = root.read("/proc/self/status") or ""
+    allowed_text = next((row.split(":")[1] for row in status.splitlines() if row.startswith("Mems_allowed_list:")), "")
+    lists = [expand(text) for text in (allowed_text, root.read(f"{NODES}/has_memory") or "") if text]
+    return set(nodes).intersection(*lists)
+
+
+def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
+    """From `npu-smi info -t topo`; from the PCI addresses of `npu-smi info` for those of which it does not say."""
+    chips = npu_smi.chips(root.ask("npu-smi", "info") or "")
+    found: dict[int, int | None] = {chip.device: _pci_node(root, chip.bus, nodes) for chip in chips}
+    # its rows are cards; a container that sees only some of them numbers devices from 0
+    single = len({chip.card for chip in chips}) == len(chips)
+    device_of = {chip.card: chip.device for chip in chips} if single else {}
+    for card, cores in npu_smi.core_lists(root.ask("npu-smi", "info", "-t", "topo") or "").items():
+        near, npu = set(expand(cores)), device_of.get(card, card)
+        node = max(nodes, key=lambda number: len(near.intersection(nodes[number])))
+        found[npu] = node if near.intersection(nodes[node]) else None
+    return dict(sorted(found.items()))
+
+
+def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | None:
+    """The node of a PCI device; Linux says -1 where the firmware does not."""
+    number = int(root.read(f"/sys/bus/pci/devices/{bus}/numa_node") or -1)
+    return number if number in nodes else None

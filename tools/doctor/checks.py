@@ -1,0 +1,104 @@
+"""What a check is: what it looks at, why that matters and by which source, and the command that mends it.
+
+A check changes nothing. It is a function from a host to an `Answer`; `check` adds the words and enters it in `CHECKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tools.host.root import Root
+from tools.recipe.view import View
+
+Verdict = Literal["ok", "warn", "fail", "unknown"]  # unknown is never ok
+REPORT = "report, section 6"
+
+
+@dataclass(frozen=True)
+class Patient:
+    """The host, and the recipe that is to run on it, if one was named."""
+
+    root: Root
+    recipe: View | None = None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the recipe wants no NPU."""
+        return self.recipe is not None and self.recipe.on_cpu
+
+    @property
+    def workers(self) -> int:
+        """Workers of the recipe on this host."""
+        if self.recipe is None:
+            return 1
+        return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
+
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints go."""
+        written = self.recipe.get(("output_dir",)) if self.recipe is not None else None
+        return Path(written if isinstance(written, str) else ".").absolute()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a check found: the verdict, and what was seen."""
+
+    verdict: Verdict
+    seen: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check; `npu` for those that a recipe on CPU does not need."""
+
+    name: str
+    look: Callable[[Patient], Answer]
+    why: str
+    source: str
+    mend: str
+    npu: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of one host, as it is reported."""
+
+    check: str
+    verdict: Verdict
+    seen: str
+    why: str
+    source: str
+    mend: str
+
+
+CHECKS: dict[str, Check] = {}
+Looker = Callable[[Patient], Answer]
+
+
+def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Looker], Looker]:
+    """Enter a function in `CHECKS`, under its name."""
+
+    def enter(look: Looker) -> Looker:
+        CHECKS[look.__name__] = Check(look.__name__, look, why, source, mend, npu)
+        return look
+
+    return enter
+
+
+def examine(patient: Patient, modules: Sequence[str]) -> list[Finding]:
+    """Every check of `modules` that the recipe needs, in their order. What cannot be read is unknown."""
+    found = []
+    for item in sorted(CHECKS.values(), key=lambda item: modules.index(item.look.__module__)):
+        if item.npu and patient.on_cpu:
+            continue
+        try:
+            answer = item.look(patient)
+        except (OSError, ValueError) as error:  # a file in a form that we have not met
+            answer = Answer("unknown", f"could not be read: {error}")
+        mend = item.mend if answer.verdict != "ok" else ""
+        found.append(Finding(item.name, answer.verdict, answer.seen, item.why, item.source, mend))
+    return found

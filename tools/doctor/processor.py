@@ -1,0 +1,154 @@
+"""Cores, their clocks, their memory, and who else runs on them."""
+
+from __future__ import annotations
+
+import re
+
+from tools.affinity.cpuset import MSRUN_READS, allowed, msrun_sees
+from tools.doctor.checks import REPORT, Answer, Patient, check
+from tools.host.cores import compress, expand
+
+_CPU = "/sys/devices/system/cpu"
+_WAKES = 10  # microseconds: deeper states are for hosts without work
+
+
+@check(
+    why="a core that clocks down starts the NPU's operators late",
+    source="Linux, admin-guide/pm/cpufreq",
+    mend="cpupower frequency-set -g performance",
+)
+def governor(patient: Patient) -> Answer:
+    """Cores run at their full clock."""
+    found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
+    if not found:
+        return Answer(
+            "unknown", "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)"
+        )
+    return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
+
+
+@check(
+    why="a core in a deep idle state wakes late, once for each operator that waits for it",
+    source="Linux, admin-guide/pm/cpuidle",
+    mend="cpupower idle-set -D 10",
+)
+def idle_states(patient: Patient) -> Answer:
+    """No enabled idle state takes long to leave."""
+    read, worst = patient.root.read, 0
+    states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
+    if not states:
+        return Answer("unknown", "no cpuidle: a virtual machine, or states are off")
+    for state in states:
+        if read(f"{state}/disable") == "0":
+            worst = max(worst, int(read(f"{state}/latency") or 0))
+    return Answer("ok" if worst <= _WAKES else "warn", f"the deepest enabled state wakes in {worst} us")
+
+
+@check(
+    why="strict translation slows what hosts and NPUs exchange; the report gained 3-5 % (its number) by passthrough",
+    source=REPORT,
+    mend="boot with iommu.passthrough=1 (arm64) or iommu=pt (x86)",
+)
+def iommu(patient: Patient) -> Answer:
+    """The IOMMU is off or passes through."""
+    line = patient.root.read("/proc/cmdline")
+    kinds = {patient.root.read(path) or "?" for path in patient.root.find("/sys/kernel/iommu_groups/*/type")}
+    asked = line is not None and re.search(r"\biommu(\.passthrough=1|=pt|=off)\b", line)
+    if kinds:
+        seen = f"domains: {', '.join(sorted(kinds))}"
+        return Answer("warn" if any(kind.startswith("DMA") for kind in kinds) else "ok", seen)
+    if asked:
+        return Answer("ok", f"the kernel was started with {asked[0]}")
+    if line is None:
+        return Answer("unknown", "neither groups nor the kernel's parameters can be read")
+    groups = patient.root.find("/sys/kernel/iommu_groups/*")
+    if groups:
+        return Answer("unknown", f"{len(groups)} groups of a kind that this kernel does not tell")
+    return Answer("ok", "no IOMMU groups: off, or not there")
+
+
+@check(
+    why="the kernel unmaps pages to see who uses them; bound workers have theirs near already",
+    source="Linux, admin-guide/sysctl/kernel",
+    mend="sysctl -w kernel.numa_balancing=0",
+)
+def numa_balancing(patient: Patient) -> Answer:
+    """Linux does not move pages between NUMA nodes by itself."""
+    value = patient.root.read("/proc/sys/kernel/numa_balancing")
+    if value is None:
+        return Answer("ok", "this kernel has none")
+    return Answer("ok" if value == "0" else "warn", f"kernel.numa_balancing = {value}")
+
+
+@check(
+    why="compiling takes a tenth to a fifth longer without (tc3 train asks for them by GLIBC_TUNABLES)",
+    source="benchmarks/RESULTS.md",
+    mend="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+)
+def huge_pages(patient: Patient) -> Answer:
+    """Processes may ask for transparent huge pages."""
+    chosen = re.search(r"\[(\w+)\]", patient.root.read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    if chosen is None:
+        return Answer("unknown", "the kernel does not say")
+    return Answer("warn" if chosen[1] == "never" else "ok", chosen[1])
+
+
+@check(
+    why="interrupts on a worker's core delay its operators; isolation gained 10-15 % in the report (its number)",
+    source=REPORT,
+    mend="IRQBALANCE_BANNED_CPULIST in /etc/sysconfig/irqbalance (tc3 affinity), or systemctl stop irqbalance",
+)
+def irqbalance(patient: Patient) -> Answer:
+    """Interrupts are not moved onto workers' cores."""
+    read = patient.root.read
+    if not any(read(path) == "irqbalance" for path in patient.root.find("/proc/[0-9]*/comm")):
+        return Answer("ok", "not running")
+    for path in ("/etc/sysconfig/irqbalance", "/etc/default/irqbalance"):
+        banned = re.search(r"^\s*IRQBALANCE_BANNED_CPU(?:LIST|S)=\"?([^\"\s]+)", read(path) or "", re.MULTILINE)
+        if banned:
+            return Answer("ok", f"running, kept off cores {banned[1]}")
+    return Answer("warn", "running, on all cores")
+
+
+@check(
+    why="msrun of MindSpore 2.9.0 reads the cpuset of version 1 only: without it --bind_core binds nothing, unsaid",
+    source="mindspore/runtime/thread_bind_core.py, _get_available_cpus",
+    mend="tc3 affinity prints the words before each worker's command",
+    npu=True,
+)
+def binding(patient: Patient) -> Answer:
+    """msrun can bind workers to cores here."""
+    cores = msrun_sees(patient.root)
+    if not cores:
+        return Answer("warn", f"no {MSRUN_READS}: msrun --bind_core does nothing and refuses a bind file")
+    return Answer("ok", f"msrun sees cores {compress(cores)}")
+
+
+@check(
+    why="Linux spreads no threads over isolated cores: all of a worker's threads without a binding stay on one of them",
+    source="Linux, admin-guide/kernel-parameters, isolcpus",
+    mend="boot without isolcpus; keep others away by cpusets instead (tc3 affinity prints the lines)",
+)
+def isolated(patient: Patient) -> Answer:
+    """No allowed core is isolated by a kernel parameter."""
+    text, may = patient.root.read("/sys/devices/system/cpu/isolated"), allowed(patient.root)
+    if text is None or may is None:
+        return Answer("unknown", "the isolated or the allowed cores cannot be read")
+    both = set(expand(text)).intersection(may)
+    return Answer(
+        "warn" if both else "ok", f"isolated and allowed: {compress(both)}" if both else "none of the allowed"
+    )
+
+
+@check(
+    why="with fewer cores than workers all of them wait for each other",
+    source="tc3 affinity",
+    mend="a wider cpuset (docker --cpuset-cpus, Slurm --cpus-per-task), or fewer workers",
+)
+def cores(patient: Patient) -> Answer:
+    """Every worker has a core of its own."""
+    may = allowed(patient.root)
+    if may is None:
+        return Answer("unknown", "the allowed cores cannot be read")
+    seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} workers"
+    return Answer("ok" if len(may) >= patient.workers else "warn", seen)
