@@ -30,6 +30,11 @@ class Patient:
         return self.recipe is not None and self.recipe.on_cpu
 
     @property
+    def wants_npus(self) -> bool:
+        """Whether the recipe is for Ascend or, without one, the host has NPUs."""
+        return not self.on_cpu if self.recipe is not None else bool(self.root.find("/dev/davinci[0-9]*"))
+
+    @property
     def workers(self) -> int:
         """Workers of the recipe on this host."""
         if self.recipe is None:

@@ -44,5 +44,5 @@ def memory(patient: Patient) -> Answer:
     if row is None:
         return Answer("unknown", "/proc/meminfo does not tell")
     free, need = int(row[1]) * 1024, patient.workers * WORKER
-    seen = f"{free / GIB:.0f} GiB available for {patient.workers} workers"
+    seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"
     return Answer("fail" if free < need else "ok" if patient.on_cpu else "unknown", seen)

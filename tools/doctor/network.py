@@ -48,11 +48,11 @@ def free_ports(patient: Patient) -> Answer:
         return Answer("unknown", "/proc/net/tcp cannot be read")
     rows = [line.split() for table in tables for line in (table or "").splitlines()[1:]]
     listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
-    wanted = {MASTER_PORT} if patient.on_cpu else {MASTER_PORT, *_wanted()}
+    wanted = {MASTER_PORT} if not patient.wants_npus else {MASTER_PORT, *_wanted()}
     taken = sorted(listening & wanted)
     if not taken:
         return Answer("ok", f"{compress(wanted)} free")
-    return Answer("warn" if patient.on_cpu else "fail", f"in use: {', '.join(map(str, taken))}")
+    return Answer("fail" if patient.wants_npus else "warn", f"in use: {', '.join(map(str, taken))}")
 
 
 @check(

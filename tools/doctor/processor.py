@@ -150,5 +150,5 @@ def cores(patient: Patient) -> Answer:
     may = allowed(patient.root)
     if may is None:
         return Answer("unknown", "the allowed cores cannot be read")
-    seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} workers"
+    seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} worker{'s' * (patient.workers > 1)}"
     return Answer("ok" if len(may) >= patient.workers else "warn", seen)
