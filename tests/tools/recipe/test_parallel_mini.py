@@ -60,7 +60,11 @@ def test_every_recipe_of_the_family_gives_a_sound_mini(path, workers):
     assert mini["model"]["model_config"]["num_hidden_layers"] >= view.pp * view.chunks
     for key in ("enable_parallel_optimizer", "gradients_mean"):
         assert view.flag(("parallel", key)) == own.flag(("parallel", key))
-    assert view.get(("recompute_config", "recompute")) == own.get(("recompute_config", "recompute"))
+    written, made = (of.get(("recompute_config", "recompute")) for of in (own, view))
+    if isinstance(written, list):  # layers of each stage, of which the mini has fewer, with fewer layers
+        assert isinstance(made, list) and len(made) == view.pp and any(made)
+    else:
+        assert made == written
 
 
 def test_a_recipe_that_splits_nothing_is_refused():
