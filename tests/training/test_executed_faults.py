@@ -1,4 +1,4 @@
-"""Faults of a layout that leave no collective out, each in an executed run of two processes: caught, and placed."""
+"""Faults of a layout, each in an executed run of two processes: caught, and placed."""
 
 import pytest
 
@@ -12,6 +12,14 @@ STEPS = 2
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
     return Bench(one_worker(str(ROOT / "tests/training/tiny.yaml")), STEPS, tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.slow
+def test_a_reduction_that_is_left_out_is_caught_in_the_forward(bench):
+    outcome = bench.outcome("missing_all_reduce", FAULTS["missing_all_reduce"])
+    first = outcome.findings[0]
+    assert (outcome.code, first.phase, first.step, first.module) == (0, "forward", 1, "loss"), outcome
+    assert any(finding.detail == "copies differ" for finding in outcome.findings)
 
 
 @pytest.mark.slow
