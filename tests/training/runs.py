@@ -124,4 +124,5 @@ def same(first, second, keys=("loss", "lm_loss", "mtp_loss", "load_balancing_los
     """Assert that two records agree to the last bit on what training computes."""
     assert first["step"] == second["step"]
     for key in keys:
-        assert first[key] == second[key], f"step {first['step']}: {key} {first[key]} is not {second[key]}"
+        undefined = first[key] != first[key] and second[key] != second[key]  # NaN: 0/0 of MindFormers in a pipeline
+        assert first[key] == second[key] or undefined, f"step {first['step']}: {key} {first[key]} is not {second[key]}"
