@@ -111,7 +111,10 @@ def npu_links(patient: Patient) -> Answer:
     if not states:
         return Answer("unknown", "hccn_tool does not answer (root)")
     down = [f"NPU {number} {state}" for number, state in states.items() if state != "UP"]
-    return Answer("fail" if down else "ok", ", ".join(down) or f"{len(states)} UP")
+    if down:
+        return Answer("fail", ", ".join(down))
+    count = len(_devices(patient))
+    return Answer("ok" if len(states) == count else "unknown", f"{len(states)} of {count} UP")
 
 
 @check(

@@ -55,6 +55,11 @@ def runs_back(view: View) -> bool:
     return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
 
 
+def loss_rank(view: View) -> int:
+    """A rank that knows the loss: of the last stage, or of the first where the pipeline runs back to it."""
+    return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
+
+
 def _broadcast(offset: Any, chunks: int, stages: int) -> Layers | None:
     """`offset` as [chunk][stage], as numpy would broadcast it; None when it cannot."""
     if type(offset) is int:

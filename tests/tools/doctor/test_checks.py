@@ -237,6 +237,12 @@ def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     assert found.verdict == "unknown" and "ask again during a run" in found.seen
 
 
+def test_a_link_that_does_not_answer_is_unknown(tmp_path, large):
+    answers = {"dev/davinci0": "", "dev/davinci1": "", "outputs/hccn_tool_-i_0_-link_-g.txt": "link status: UP\n"}
+    found = CHECKS["npu_links"].look(Patient(write(tmp_path, answers), large))
+    assert (found.verdict, found.seen) == ("unknown", "1 of 2 UP")
+
+
 def test_interrupts_of_devices_on_the_cores_of_workers(tmp_path, large):
     root = atlas(tmp_path)
     for number, name, cores in (("30", "hns3-0000:7d:00.0-TxRx-0", "150"), ("31", "i2c", "151")):

@@ -24,7 +24,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.parallel_mini import WORKERS
 from tools.recipe.view import MODEL, View
-from tools.schema.stages import runs_back
+from tools.schema.stages import loss_rank
 
 MORE_DEVICES = "more devices"
 NOT_RUN, SAME = "not run", "same"
@@ -135,9 +135,4 @@ def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
         align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
     except RecipeError as error:
         raise align_sides.SideFailedError(f"`tc3 train` refuses the recipe: {error}") from None
-    return [float(step["loss"]) for step in read_metrics(folder / "run", _loss_rank(View(recipe)))]
-
-
-def _loss_rank(view: View) -> int:
-    """Who knows the loss: the last stage, but for zero_bubble_v, whose last chunk lies on the first."""
-    return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
+    return [float(step["loss"]) for step in read_metrics(folder / "run", loss_rank(View(recipe)))]

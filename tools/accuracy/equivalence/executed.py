@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,13 +29,13 @@ from tools.accuracy.equivalence.runs import (
 from tools.accuracy.equivalence.sharding import DOCUMENTS, Sharding, derive_sharded
 from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.whole import Whole, read_whole
-from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.stages import loss_rank
 
 NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
 NOTES = "equivalence"  # the folder of a run where the callback writes
 ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
-DEGREES = ("data_parallel", "model_parallel", "context_parallel", "pipeline_stage")
 
 
 @dataclass
@@ -117,11 +116,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     Raises:
         DataError: no metrics, or the first step moved the weights. CheckpointError: not one whole checkpoint a step.
     """
-    workers = math.prod(recipe["parallel_config"][degree] for degree in DEGREES)
-    pipeline = (recipe.get("parallel") or {}).get("pipeline_config") or {}
-    # of a pipeline, the stage with the model's end has the loss
-    knowing = 0 if is_v_shaped(pipeline.get("pipeline_scheduler", "")) else workers - 1
-    metrics = run_dir / "metrics" / f"rank_{knowing}.jsonl"
+    view = View(recipe)
+    metrics = run_dir / "metrics" / f"rank_{loss_rank(view)}.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics}: missing; the run has noted no step")
     steps = read_steps(metrics)
@@ -139,7 +135,8 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
         wrong = {name: ranks for name, copies in biases.items() if (ranks := _others(copies))}
         for name, ranks in {**whole.differing, **wrong}.items():
             differing.setdefault(name, ranks)
-    return Trained(workers, steps, [], record.norms, record.state(), differing, _shares(run_dir, workers))
+    shares = _shares(run_dir, view.devices)
+    return Trained(view.devices, steps, [], record.norms, record.state(), differing, shares)
 
 
 def _betas(recipe: Recipe) -> list[float]:

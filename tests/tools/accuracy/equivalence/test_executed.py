@@ -19,6 +19,8 @@ EMBEDDING, HEAD, ROUTER = "embedding.word_embeddings.weight", "output_layer.weig
 STEPS, WORKERS = 3, 2
 TP2, MTP_PP2 = Sharding(tp=2, sp=True), next(each for _, _, each in EXECUTED_ROWS if each.known)
 RECIPE = {
+    "use_parallel": True,
+    "parallel": {"parallel_mode": 1},
     "optimizer": {"betas": [0.9, 0.95]},
     "parallel_config": {"data_parallel": 1, "model_parallel": 2, "context_parallel": 1, "pipeline_stage": 1},
 }
@@ -68,7 +70,7 @@ def write(folder, workers, spoil=None):
             saved.write()
     (folder / "metrics").mkdir(parents=True)
     lines = [json.dumps(line) for line in ({"total_steps": STEPS}, *metrics)]
-    (folder / f"metrics/rank_{workers - 1}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "metrics/rank_0.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -212,7 +214,7 @@ def test_a_run_without_a_whole_record_is_refused(tmp_path):
     (folder / "checkpoint/iteration_00000002").rename(folder / "checkpoint/iteration_00000009")
     with pytest.raises(CheckpointError, match="not one checkpoint for each of 3 steps"):
         executed.read_executed(folder, RECIPE)
-    metrics = folder / "metrics/rank_1.jsonl"
+    metrics = folder / "metrics/rank_0.jsonl"
     metrics.write_text(metrics.read_text().replace('"learning_rate": 0.0', '"learning_rate": 0.1'))
     with pytest.raises(DataError, match="learning rate is not 0"):
         executed.read_executed(folder, RECIPE)
