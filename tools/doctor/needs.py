@@ -6,7 +6,8 @@ import re
 
 from tools.check.table import table_of
 from tools.doctor.checks import Answer, Patient, check
-from tools.doctor.system import GIB, free_space
+from tools.doctor.system import free_space
+from tools.hardware.units import GIB
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 

@@ -9,9 +9,9 @@ import time
 from pathlib import PurePosixPath
 
 from tools.doctor.checks import Answer, Patient, Verdict, check
+from tools.hardware.units import GIB
 from tools.schema.versions import installed, others, verified, words
 
-GIB = 1 << 30
 _FILES, _SHARED = 65536, 16 * GIB
 _SKEW = 0.1  # seconds between a host and its time server
 _PROBE, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may take

@@ -161,16 +161,21 @@ def _layer_numbers(value: Any, total: int, path: KeyPath, found: Findings) -> No
 
 def _recompute(view: View, value: Any, path: KeyPath, found: Findings) -> None:
     """A flag, a list per stage, a list of such lists per chunk, or one of these for each operator pattern."""
-    if isinstance(value, dict):
+    of_pattern = len(path) > 2
+    if isinstance(value, dict) and not of_pattern:
         for pattern, inner in value.items():
             _recompute(view, inner, (*path, pattern), found)
         return
-    if not isinstance(value, list):
-        return
     stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
     right = f"a list of {chunks} lists of {stages} numbers of layers" if chunks > 1 else f"{stages} numbers of layers"
+    if not isinstance(value, list):
+        if of_pattern and not isinstance(value, bool):
+            found.error(
+                path, f"{value!r} is neither a flag nor a list", f"True, False or {right}", rule="recompute_shape"
+            )
+        return
     backward = runs_back(view) and not (len(value) > 1 and isinstance(value[1], (list, str)))
-    patterns_alone = path[1] != RECOMPUTE[0] and len(path) == 2
+    patterns_alone = path[1] != RECOMPUTE[0] and not of_pattern
     if value == [] and (patterns_alone or not backward):
         return
     if value and _has_patterns(value):

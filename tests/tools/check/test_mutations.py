@@ -16,6 +16,8 @@ RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if not {*S
 FAST = int(os.environ.get("TC3_MUTATIONS", "30"))
 SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "100"))
 WANTED = 0.98  # of the mutations
+# MindFormers cannot build these; check lets them pass for what their card says, and a copy has no card
+COPIED = [path for path in RECIPES if not path.match("telechat3_36b/context_*.yaml")]
 FEW = [path for path in RECIPES if path.match("mini/pretrain.yaml") or path.match("telechat3_105b/pretrain_4k.yaml")]
 
 LEGAL = [  # changes of a hyper-parameter that any recipe allows
@@ -78,7 +80,7 @@ def score(recipe, count, folder):
 def test_an_unspoilt_recipe_is_not_refused(path, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert check_recipe(path).errors == []
-    assert refusal(text_of(plain(path)), tmp_path) is None
+    assert (refusal(text_of(plain(path)), tmp_path) is None) == (path in COPIED)
 
 
 @pytest.mark.parametrize("path", FEW, ids=name)
@@ -88,7 +90,7 @@ def test_some_spoilt_recipes_are_refused(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RECIPES, ids=name)
+@pytest.mark.parametrize("path", COPIED, ids=name)
 def test_spoilt_recipes_are_refused(path, tmp_path):
     tried, accepted = score(plain(path), SLOW, tmp_path)
     assert tried >= SLOW // 2
@@ -101,7 +103,7 @@ def test_legal_changes_pass(path, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", [path for path in RECIPES if path not in FEW], ids=name)
+@pytest.mark.parametrize("path", [path for path in COPIED if path not in FEW], ids=name)
 def test_legal_changes_pass_everywhere(path, tmp_path):
     legal_changes_pass(path, tmp_path)
 

@@ -72,6 +72,8 @@ def test_interleaved_layouts_pass(changes):
         ([*INTERLEAVED[1:2]], (*MODEL, "pp_interleave_num"), "not interleaved"),
         ([(("recompute_config", "recompute"), [1, 2])], ("recompute_config", "recompute"), "does not fit 4 stages"),
         ([(("swap_config",), {"swap": True})], ("swap_config", "swap"), "reaches no model"),
+        ([(("recompute_config", "select_recompute"), {"mlp.mul": 3})],
+         ("recompute_config", "select_recompute", "mlp.mul"), "neither a flag nor a list"),
         ([(("recompute_config", "select_recompute"), [[1, 1, 0]])],
          ("recompute_config", "select_recompute"), "does not fit 4 stages"),
         ([((*MODEL, "swap"), True), (("recompute_config", "recompute"), [4, 10])],
