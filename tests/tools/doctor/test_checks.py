@@ -237,6 +237,14 @@ def test_a_low_clock_without_work_says_nothing(tmp_path, large):
     assert found.verdict == "unknown" and "ask again during a run" in found.seen
 
 
+def test_a_port_in_use_is_fatal_where_npus_are_wanted(tmp_path, large):
+    root = write(tmp_path, {"proc/net/tcp": tcp(8118)})
+    assert CHECKS["free_ports"].look(Patient(root, large)).verdict == "fail"
+    assert CHECKS["free_ports"].look(Patient(root)).verdict == "warn", "no recipe and no NPU"
+    write(tmp_path, davinci(8))
+    assert CHECKS["free_ports"].look(Patient(root)).verdict == "fail"
+
+
 def test_a_link_that_does_not_answer_is_unknown(tmp_path, large):
     answers = {"dev/davinci0": "", "dev/davinci1": "", "outputs/hccn_tool_-i_0_-link_-g.txt": "link status: UP\n"}
     found = CHECKS["npu_links"].look(Patient(write(tmp_path, answers), large))

@@ -212,6 +212,17 @@ def test_shared_values_of_other_sections_change_too(tmp_path):
     }
 
 
+def test_the_callback_of_routers_biases_counts_the_steps_of_accumulation():
+    recipe = load_recipe(LARGE)
+    piped = from_recipe(recipe)
+    layers = ((sum(map(sum, piped.layers)),),)
+    alone = replace(piped, pp=1, dp=piped.dp * piped.pp, micro_batches=8, layers=layers, recompute=Recompute())
+    child = overlay(recipe, replace(alone, schedule="1f1b"))
+    assert child["runner_config"]["gradient_accumulation_steps"] == 8
+    (callback,) = [each for each in child["callbacks"] if each["type"] == "TopkBiasBalanceCallback"]
+    assert callback["gradient_accumulation_steps"] == 8
+
+
 def test_a_pipeline_that_runs_back_up(tmp_path):
     layers = ((4,) * 8, (4, 4, 3, 3, 3, 3, 1, 1))
     recipe = load_recipe(LARGE)
