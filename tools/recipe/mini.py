@@ -121,6 +121,7 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
         spread_experts(mini, model)
     shrink_data(mini, model, data_path, steps)
     shrink_schedules(mini, steps)
+    mini["runner_config"].pop("gradient_accumulation_steps", None)  # 1: a step is one small batch
     shrink_callbacks(mini, model)
     if workers is not None:
         keep_strategy(mini, recipe, BATCH, workers)

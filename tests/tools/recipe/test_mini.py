@@ -84,6 +84,16 @@ def test_is_small_and_for_one_cpu_worker(recipe):
     assert loader["config"]["data_path"] == ["1", "some/corpus"]
 
 
+def test_accumulates_no_gradients():
+    recipe = load_recipe(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml")
+    recipe["runner_config"]["gradient_accumulation_steps"] = 8
+    for callback in recipe["callbacks"]:
+        callback["gradient_accumulation_steps"] = 8
+    mini = derive_mini(recipe, "corpus")
+    assert mini["runner_config"].get("gradient_accumulation_steps", 1) == 1
+    assert {callback.get("gradient_accumulation_steps", 1) for callback in mini["callbacks"]} == {1}
+
+
 def test_leaves_the_recipe_alone():
     recipe = load_recipe(SHIPPED)
     before = repr(recipe)
