@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from plugins.processor_time import groups, upwards
 from tools.host.cores import expand
 from tools.host.root import Root
 
@@ -36,23 +37,11 @@ def version(root: Root) -> int | None:
 
 def _of_group(root: Root) -> str:
     """The cpuset of the process's control group."""
-    groups = dict(_groups(root.read("/proc/self/cgroup") or ""))
-    for path in _upwards(groups.get("cpuset", "/")):
+    own = dict(groups(root.read("/proc/self/cgroup") or ""))
+    for path in upwards(own.get("cpuset", "/")):
         if cores := root.read(f"/sys/fs/cgroup/cpuset{path}cpuset.cpus"):
             return cores
-    for path in _upwards(groups.get("", "/")):
+    for path in upwards(own.get("", "/")):
         if cores := root.read(f"/sys/fs/cgroup{path}cpuset.cpus.effective"):
             return cores
     return ""
-
-
-def _groups(text: str) -> list[tuple[str, str]]:
-    """(controller, group) of /proc/self/cgroup; version 2's has no controller's name."""
-    rows = [line.split(":", 2) for line in text.splitlines() if line.count(":") >= 2]
-    return [(name, path) for _, names, path in rows for name in names.split(",")]
-
-
-def _upwards(path: str) -> list[str]:
-    """``/a/b`` -> ["/a/b/", "/a/", "/"]."""
-    parts = [part for part in path.split("/") if part]
-    return ["/" + "".join(f"{part}/" for part in parts[:depth]) for depth in range(len(parts), -1, -1)]

@@ -14,6 +14,7 @@ from tools.host.root import Root
 from tools.recipe.view import View
 
 Verdict = Literal["ok", "warn", "fail", "unknown"]  # unknown is never ok
+COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
 REPORT = "report, section 6"
 
 

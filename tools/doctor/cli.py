@@ -1,18 +1,27 @@
-"""`tc3 doctor`: is this host fit to train."""
+"""`tc3 doctor`: is this host fit to train, or which of many is not."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
 from tools.affinity.cli import root_option
 from tools.doctor import interrupts, needs, network, npu, processor, system
-from tools.doctor.checks import Finding, Patient, Verdict, examine
+from tools.doctor.checks import COLOURS, Finding, Patient, examine
+from tools.doctor.facts import gather
+from tools.doctor.nodes import words as words_of
+from tools.doctor.nodes.answers import read_folder
+from tools.doctor.nodes.ask import LIMIT, PROBE_LIMIT, ask_all
+from tools.doctor.nodes.compare import compare
+from tools.doctor.probe.gate import findings as probe_findings
+from tools.doctor.probe.options import probe_if, probe_options
+from tools.doctor.report import Report
+from tools.host.names import read_hosts
 from tools.host.root import Root
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
@@ -20,22 +29,62 @@ from tools.recipe.view import View
 MODULES = [
     module.__name__ for module in (processor, interrupts, system, network, npu, needs)
 ]  # the order of the report
-COLOURS: dict[Verdict, str] = {"ok": "green", "warn": "yellow", "fail": "red", "unknown": "cyan"}
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
 @root_option
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
-def doctor(recipe: Path | None, root: Path, as_json: bool) -> None:
+@probe_options
+@click.option(
+    "--nodes",
+    type=click.Path(exists=True, path_type=Path),
+    help="Ask every host of this file (as for tc3 train --script) by ssh, or read the HOST.json of this folder.",
+)
+@click.option(
+    "--limit",
+    type=click.FloatRange(1),
+    help=f"With --nodes FILE: seconds for one host; {LIMIT:g} unless told, {PROBE_LIMIT:g} with --probe.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")
+def doctor(
+    recipe: Path | None,
+    root: Path,
+    wants_probe: bool,
+    workers: int | None,
+    nodes: Path | None,
+    limit: float | None,
+    as_json: bool,
+) -> None:
     """Look at what slows or ends runs on a host; with RECIPE, also at what that one needs.
 
     Nothing is changed, and root is not needed. Exit code: 0 fit, 1 a check fails, 2 something to mend first.
     """
     view = View(load_recipe(recipe)) if recipe is not None else None
-    findings = examine(Patient(Root(root), view), MODULES)
-    click.echo(json.dumps([asdict(item) for item in findings]) if as_json else _text(findings))
+    patient = Patient(Root(root), view)
+    if nodes is not None:
+        if not patient.root.live:
+            raise click.UsageError("--root is one recorded host, --nodes are many: give one of them")
+        if nodes.is_dir() and wants_probe:
+            raise click.UsageError(
+                "--probe with reports in a folder: they hold their probes already, leave out --probe"
+            )
+        words = [] if recipe is None else [str(recipe.absolute())]
+        words += ["--probe"] * wants_probe + (["--workers", str(workers)] if workers is not None else [])
+        _compare(nodes, words, limit or (PROBE_LIMIT if wants_probe else LIMIT), as_json)
+    if limit is not None:
+        raise click.UsageError("--limit is of --nodes: add --nodes, or leave it out")
+    probed = probe_if(wants_probe, patient, recipe, workers)
+    findings = examine(patient, MODULES) + (probe_findings({"": probed}) if probed else [])
+    click.echo(Report(findings, gather(patient), probed).text() if as_json else _text(findings))
     sys.exit(any(item.verdict == "fail" for item in findings))
+
+
+def _compare(nodes: Path, words: list[str], limit: float, as_json: bool) -> NoReturn:
+    """Print what sets hosts apart, and end: with 1 if any of them is unfit or gives no report."""
+    answers = read_folder(nodes) if nodes.is_dir() else ask_all(read_hosts(nodes)[0], words, limit)
+    comparison = compare(answers)
+    click.echo(json.dumps(words_of.as_json(answers, comparison)) if as_json else words_of.text(answers, comparison))
+    sys.exit(any(item.verdict == "fail" for item in comparison.outliers))
 
 
 def _text(findings: list[Finding]) -> str:

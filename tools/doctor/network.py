@@ -6,6 +6,7 @@ import os
 
 from tools.doctor.checks import Answer, Patient, check
 from tools.host.cores import compress, expand
+from tools.host.root import Root
 
 MASTER_PORT = 8118  # msrun's own default
 _BASE, _COUNT = 60000, 32
@@ -55,18 +56,20 @@ def free_ports(patient: Patient) -> Answer:
     return Answer("fail" if patient.wants_npus else "warn", f"in use: {', '.join(map(str, taken))}")
 
 
+def card_sizes(root: Root) -> dict[str, str]:
+    """Network card -> its packet size; devices of software alone (bridges, lo) are left out."""
+    paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
+    return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
+
+
 @check(
     why="cards of different packet sizes on one network lose large packets without a word",
     source="ip-link(8)",
     mend="ip link set CARD mtu 9000 (as the switch, on every host)",
 )
 def packet_size(patient: Patient) -> Answer:
-    """Network cards have one packet size; whether other hosts have the same is theirs to say."""
-    sizes = {}
-    for path in patient.root.find("/sys/class/net/*/mtu"):
-        card = path.split("/")[-2]
-        if card != "lo" and patient.root.find(f"/sys/class/net/{card}/device*"):
-            sizes[card] = patient.root.read(path) or "?"
+    """Network cards have one packet size; whether other hosts have the same, tc3 doctor --nodes says."""
+    sizes = card_sizes(patient.root)
     if not sizes:
         return Answer("unknown", "no network card is seen (in a container: ask its host)")
     seen = ", ".join(f"{card} {size}" for card, size in sizes.items())

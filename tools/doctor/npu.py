@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from tools.doctor.checks import REPORT, Answer, Patient, check
 from tools.host import npu_smi
+from tools.host.root import Root
 
 _HCCN = "/usr/local/Ascend/driver/tools/hccn_tool"
+_ASCEND = "/usr/local/Ascend"
+_PLACES = {  # CANN 8.5 calls its folder cann; earlier ones ascend-toolkit
+    "driver": [f"{_ASCEND}/driver/version.info"],
+    "firmware": [f"{_ASCEND}/firmware/version.info"],
+    "CANN": [f"{_ASCEND}/{folder}/*/ascend_toolkit_install.info" for folder in ("ascend-toolkit/latest", "cann")],
+}
+_SILENT = "npu-smi does not answer: no driver, no permission (root, group HwHiAiUser), or it hangs"
 _USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
 _FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
 
@@ -44,11 +53,13 @@ def npu_health(patient: Patient) -> Answer:
     """npu-smi calls every NPU OK."""
     text = _table(patient)
     if text is None:
-        return Answer("unknown", "npu-smi does not answer: no driver, or no permission (root, group HwHiAiUser)")
+        return Answer("unknown", _SILENT)
     chips = npu_smi.chips(text)
     if not chips:
-        return Answer("unknown", "its table is of a form that is not known here")
+        return Answer("unknown", f"npu-smi {npu_smi.version(text) or ''}: a table of a form that is not known here")
     bad = [f"NPU {chip.device} {chip.health}" for chip in chips if chip.health != "OK"]
+    if not bad and len(chips) < len(_devices(patient)):
+        return Answer("unknown", f"{len(chips)} OK, of {len(_devices(patient))} (/dev/davinci*) npu-smi shows no more")
     return Answer("fail" if bad else "ok", ", ".join(bad) or f"{len(chips)} OK")
 
 
@@ -62,8 +73,11 @@ def npu_processes(patient: Patient) -> Answer:
     """Nobody uses the NPUs."""
     text = _table(patient)
     if text is None:
-        return Answer("unknown", "npu-smi does not answer")
-    rows = [f"{name or 'process'} {pid} on NPU {card}" for card, pid, name in npu_smi.processes(text)]
+        return Answer("unknown", _SILENT)
+    found = npu_smi.processes(text)
+    if found is None:
+        return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
+    rows = [f"{name or 'process'} {pid} on NPU {card}" for card, pid, name in found]
     return Answer("warn" if rows else "ok", ", ".join(rows) or "none")
 
 
@@ -75,7 +89,10 @@ def npu_processes(patient: Patient) -> Answer:
 )
 def npu_clock(patient: Patient) -> Answer:
     """AI cores that work run at their rated clock; of those without work, a lower one says nothing."""
-    chips = npu_smi.chips(_table(patient) or "")
+    table = _table(patient)
+    if table is None:
+        return Answer("unknown", _SILENT)
+    chips = npu_smi.chips(table)
     seen, slow, resting = [], False, False
     for card in sorted({chip.card for chip in chips}):
         text = patient.root.ask("npu-smi", "info", "-t", "common", "-i", str(card)) or ""
@@ -117,25 +134,44 @@ def npu_links(patient: Patient) -> Answer:
     return Answer("ok" if len(states) == count else "unknown", f"{len(states)} of {count} UP")
 
 
+def _first(root: Root, patterns: Sequence[str], key: str) -> str | None:
+    """The value of `key=` in the first of some files that has it."""
+    for path in (path for pattern in patterns for path in root.find(pattern)):
+        if found := re.search(rf"^\s*{key}\s*=\s*(\S+)", root.read(path) or "", re.MULTILINE | re.IGNORECASE):
+            return found[1]
+    return None
+
+
+def ascend_versions(root: Root) -> dict[str, str | None]:
+    """Versions of the driver, its firmware and CANN, as their files say; None for what is not seen."""
+    return {name: _first(root, places, "version") for name, places in _PLACES.items()}
+
+
 @check(
-    why="MindSpore loads CANN at start, and CANN wants a driver that is not older than its own",
-    source="CANN, installation guide",
-    mend="source /usr/local/Ascend/ascend-toolkit/set_env.sh; whether both go together is in CANN's release notes",
+    why="MindSpore loads CANN at start; CANN wants a driver not older than its own, and a driver its firmware",
+    source="CANN, installation guide; compatible_version_fw in the driver's version.info",
+    mend="install driver and firmware of one release; source set_env.sh below /usr/local/Ascend for CANN",
     npu=True,
 )
 def ascend_software(patient: Patient) -> Answer:
-    """Driver and CANN are installed; whether they go together is not known here."""
-    places = {
-        "driver": ["/usr/local/Ascend/driver/version.info"],
-        "CANN": patient.root.find("/usr/local/Ascend/ascend-toolkit/latest/*/ascend_toolkit_install.info"),
-    }
-    found = {}
-    for name, paths in places.items():
-        for path in paths:
-            if version := re.search(r"^version\s*=\s*(\S+)", patient.root.read(path) or "", re.M | re.I):
-                found[name] = version[1]
-    missing = [name for name in places if name not in found]
-    seen = ", ".join(
-        [*(f"{name} {version}" for name, version in found.items()), *(f"no {name} seen" for name in missing)]
-    )
-    return Answer("unknown" if missing else "ok", seen)
+    """Driver and CANN are installed, and the driver takes the firmware; whether CANN takes both is not known here."""
+    found = ascend_versions(patient.root)
+    seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
+    taken = _first(patient.root, _PLACES["driver"], "compatible_version_fw")
+    if taken and found["firmware"] and not _takes(taken, found["firmware"]):
+        return Answer("fail", f"{seen}: this driver takes firmware {taken}")
+    return Answer("ok" if found["driver"] and found["CANN"] else "unknown", seen)
+
+
+def _takes(ranges: str, version: str) -> bool:
+    """Whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends' digits.
+
+    Ranges in another form say nothing, and take everything.
+    """
+    pairs = re.findall(r"\[\s*([\d.]+)\s*,\s*([\d.]+)\s*\]", ranges)
+    numbers = _numbers(version)
+    return not pairs or any(_numbers(low) <= numbers[:3] <= _numbers(high) for low, high in pairs)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(word) for word in re.findall(r"\d+", version)]

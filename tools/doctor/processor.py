@@ -113,7 +113,7 @@ def irqbalance(patient: Patient) -> Answer:
 @check(
     why="msrun of MindSpore 2.9.0 reads the cpuset of version 1 only: without it --bind_core binds nothing, unsaid",
     source="mindspore/runtime/thread_bind_core.py, _get_available_cpus",
-    mend="tc3 affinity prints the words before each worker's command",
+    mend="nothing for tc3 train and its scripts, whose workers bind themselves; for others the words of tc3 affinity",
     npu=True,
 )
 def binding(patient: Patient) -> Answer:

@@ -1,19 +1,17 @@
 """What `npu-smi` prints, read leniently: columns and words differ between generations of the driver.
 
-Read so far: the tables of drivers 23.0, 24.1 and 25.x (Atlas A2, one chip a card; Atlas A3, two). A row that is not
-understood is left out, and whoever counts rows notices.
+Read so far: tables of drivers 22.0 to 26.0 (910A and Atlas A2, one chip a card; Atlas A3, two), and the layout of
+Ascend 950, whose columns are others (tests/tools/host/outputs/SOURCES.md). A table that is not understood is None or
+empty, and whoever asks says so.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-_HEALTH = re.compile(r"^\|\s*(\d+)\s+(\S+)\s*\|\s*([A-Za-z]+)\s*\|", re.MULTILINE)
-_CHIP = re.compile(
-    r"^\|\s*(\d+)(?:\s+(\d+|NA))?\s*\|\s*([0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d)\s*\|", re.MULTILINE
-)
-_PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(\S*)\s*\|", re.MULTILINE)
+_BUS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d")
 _VERSION = re.compile(r"npu-smi\s+(?:v|V)?(\d\S*)")
 _TOPOLOGY = re.compile(r"^\s*NPU(\d+)\s(.*)$", re.MULTILINE)
 _CORES = re.compile(r"\d+-\d+(?:,\d+(?:-\d+)?)*")
@@ -21,7 +19,7 @@ _CORES = re.compile(r"\d+-\d+(?:,\d+(?:-\d+)?)*")
 
 @dataclass(frozen=True)
 class Chip:
-    """One device of `npu-smi info`: its number for programs, card, name, health in npu-smi's word, PCI address."""
+    """One device of `npu-smi info`: number for programs, card, name, health in npu-smi's word, PCI address or ""."""
 
     device: int
     card: int
@@ -31,23 +29,61 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """The devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one."""
+    """The devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one.
+
+    Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
+    """
     found: list[Chip] = []
-    for health, chip in zip(_HEALTH.finditer(text), _CHIP.finditer(text), strict=False):
-        number = int(chip[2]) if (chip[2] or "NA") != "NA" else len(found)
-        found.append(Chip(number, int(health[1]), health[2], health[3], chip[3].lower()))
+    first: tuple[int, str, str] | None = None
+    for cells in _table(text, "Health"):
+        if first is None:
+            first = _first_row(cells)
+        else:
+            bus = _BUS.search(" ".join(cells))
+            chip = cells[0].split()
+            number = int(chip[1]) if len(chip) > 1 and chip[1].isdigit() else len(found)
+            found.append(Chip(number, *first, bus[0].lower() if bus else ""))
+            first = None
     return found
+
+
+def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
+    """(card, name, health): the first two share a column, except on Ascend 950; None for what is no such row."""
+    words = cells[0].split()
+    card, name, health = (words + cells[1:] + ["", "", ""])[:3]
+    return (int(card), name, health) if card.isdigit() and name and health.isalpha() else None
+
+
+def processes(text: str) -> list[tuple[int, int, str]] | None:
+    """(card, process id, name) of each row of the table of processes; None where it is not there or not understood."""
+    rows = list(_table(text, "Process id"))
+    found = []
+    for cells in rows:
+        card = cells[0].split()
+        if len(cells) > 2 and card and all(word.isdigit() for word in card) and cells[1].isdigit():
+            found.append((int(card[0]), int(cells[1]), cells[2]))
+        elif not cells[0].startswith("No running processes"):
+            return None
+    return found if rows else None
+
+
+def _table(text: str, column: str) -> Iterator[list[str]]:
+    """The rows, by cells, of the table that has a column of this name; rows of a title and lines are left out."""
+    inside = False
+    for line in text.splitlines():
+        if "|" not in line:
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if any(cell.startswith(("NPU ", "Chip", "Bus-Id")) for cell in cells):
+            inside = column in cells or (inside and not cells[0].startswith("NPU "))
+        elif inside:
+            yield cells
 
 
 def version(text: str) -> str | None:
     """Of the driver's tools: the first line of `npu-smi info`."""
     found = _VERSION.search(text)
     return found[1] if found else None
-
-
-def processes(text: str) -> list[tuple[int, int, str]]:
-    """(card, process id, name) of each row of the table of processes."""
-    return [(int(row[1]), int(row[3]), row[4]) for row in _PROCESS.finditer(text)]
 
 
 def core_lists(text: str) -> dict[int, str]:

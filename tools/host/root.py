@@ -6,13 +6,17 @@ the output of a tool in `outputs/`, named after its command line: `outputs/npu-s
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
-from dataclasses import dataclass
+import signal
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 
 OUTPUTS = "outputs"
-_PATIENCE = 10  # seconds for one tool; a driver that hangs is a finding of its own
+_PATIENCE = 10.0  # seconds for one tool; a driver that hangs is a finding of its own
+_GRACE = 0.5  # seconds to wait for one that was killed
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,8 @@ class Root:
     """The host whose files stand below `path`: this one if that is `/`, otherwise a recorded one."""
 
     path: Path = Path("/")
+    _answers: dict[tuple[str, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
+    _hung: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @property
     def live(self) -> bool:
@@ -51,11 +57,30 @@ class Root:
         )
 
     def ask(self, *command: str) -> str | None:
-        """What a tool prints; None where it is not there, fails or takes more than ten seconds."""
+        """What a tool prints; None where it is not there, fails or takes more than ten seconds.
+
+        It is asked once: some take a second, and many checks read the same. One that hung is not started again.
+        """
         if not self.live:
             return self.read(f"{OUTPUTS}/{'_'.join(command).replace('/', '')}.txt")
+        if command not in self._answers:
+            self._answers[command] = None if command[0] in self._hung else self._run(command)
+        return self._answers[command]
+
+    def _run(self, command: tuple[str, ...]) -> str | None:
+        """In a session of its own, so that children go with it. One that a driver holds cannot even be killed."""
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, errors="replace")
-        except (OSError, subprocess.TimeoutExpired):
+            process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, start_new_session=True)
+        except OSError:
             return None
-        return done.stdout if done.returncode == 0 else None
+        try:
+            text = process.communicate(timeout=_PATIENCE)[0].decode(errors="replace")
+            return text if process.returncode == 0 else None
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(TimeoutExpired):
+                process.wait(_GRACE)
+            if not isinstance(error, TimeoutExpired):
+                raise
+            self._hung.add(command[0])
+            return None

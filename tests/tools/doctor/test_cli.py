@@ -1,6 +1,8 @@
 """`tc3 doctor` from the command line."""
 
 import json
+import os
+import platform
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -28,13 +30,15 @@ def test_a_failing_check_is_exit_code_1_and_mending_it_0(tmp_path):
 
 def test_json(tmp_path):
     result = call(MINI, "--root", str(write(tmp_path, {GOVERNOR: "powersave\n"}).path), "--json")
-    found = {item["check"]: item for item in json.loads(result.stdout)}
+    found = {item["check"]: item for item in json.loads(result.stdout)["findings"]}
     assert found["governor"]["verdict"] == "fail" and found["governor"]["mend"] and found["governor"]["source"]
 
 
 def test_this_host():
     """Whatever it is: every check has a verdict."""
     result = call("--json")
-    found = json.loads(result.stdout)
-    assert result.exit_code in (0, 1) and len(found) > 25
+    report = json.loads(result.stdout)
+    found, facts = report["findings"], report["facts"]
+    assert result.exit_code in (0, 1) and len(found) > 25 and report.keys() == {"findings", "facts", "probe"}
+    assert facts["Python"] == platform.python_version() and facts["cores"] == str(len(os.sched_getaffinity(0)))
     assert result.exit_code == any(item["verdict"] == "fail" for item in found)
