@@ -1,0 +1,101 @@
+"""Planners of expert placements: max/mean in the next period, experts moved, time beside greedy; and the best there is.
+
+    OMP_NUM_THREADS=1 python benchmarks/expert_balance_plan.py             # 58 layers x 256 experts on 8 to 64
+    OMP_NUM_THREADS=1 python benchmarks/expert_balance_plan.py --best 20   # beside every placement, and beside HiGHS
+
+The loads are those of tests/plugins/expert_balance/drifting.py: log weights of experts walk (an AR(1) whose stationary
+distribution is normal(0, spread) and of which a period keeps a share), and 64 x 4096 tokens x top-8 are drawn by them.
+Each planner sees a period's loads and is judged by the next period's. Times are of this process alone (processor time),
+the least of three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from plugins.expert_balance.baselines import eplb
+from plugins.expert_balance.plan import device_loads, greedy, imbalance, moved, swaps
+from plugins.expert_balance.reference import least_by_program, least_by_trying
+from tests.plugins.expert_balance.drifting import drifting
+
+LAYERS, EXPERTS, PERIODS = 58, 256, 6
+PLANNERS = {
+    "experts stay": lambda loads, old, devices: old,
+    "greedy": lambda loads, old, devices: greedy(loads, devices),
+    "EPLB": lambda loads, old, devices: eplb(loads, devices),
+    "swaps": swaps,
+    "aligned": lambda loads, old, devices: swaps(loads, old, devices, aligned=True),
+    "swaps, 8 moves": lambda loads, old, devices: swaps(loads, old, devices, most=4),
+}
+
+
+def walk(loads, devices, planner):
+    """(next period's max/mean, moves of a layer after the first plan, seconds of the first plan, of a later one)."""
+    old = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+    ratios, moves, seconds = [], [], []
+    for now, later in pairwise(loads):
+        taken = []
+        for _ in range(3):
+            began = time.process_time()
+            new = np.stack([planner(*pair, devices) for pair in zip(now, old, strict=True)])
+            taken.append(time.process_time() - began)
+        seconds.append(min(taken))
+        ratios.append(imbalance(later, new, devices).mean())
+        moves.append(moved(new, old, devices) / LAYERS)
+        old = new
+    return np.mean(ratios), np.mean(moves[1:]), seconds[0], np.mean(seconds[1:])
+
+
+def planners(sizes):
+    print(f"{LAYERS} layers x {EXPERTS} experts; next period's max/mean, experts moved a layer, time over greedy's: "
+          "first plan / later ones")  # fmt: skip
+    for devices in sizes:
+        for spread, keep in ((0.15, 0.99), (0.3, 0.99), (0.3, 0.9), (0.6, 0.99), (1.0, 0.99)):
+            loads = drifting(5, spread, keep, PERIODS, LAYERS, EXPERTS)
+            rows = {name: walk(loads, devices, planner) for name, planner in PLANNERS.items()}
+            first, later = rows["greedy"][2:]
+            cells = [
+                f"{name} {row[0]:.4f}, {row[1]:.1f}, {row[2] / first:.2f} / {row[3] / later:.2f}"
+                for name, row in rows.items()
+            ]
+            print(
+                f"D {devices:2d} spread {spread:4.2f} keep {keep}: {'; '.join(cells)} (greedy {first:.3f} s)",
+                flush=True,
+            )
+
+
+def best(cases):
+    print(f"fullest device over the least possible, percent above: mean (worst) of {cases} loads")
+    for experts, devices in ((8, 4), (8, 2), (9, 3), (10, 2), (12, 3), (12, 4), (16, 4)):
+        for spread in (0.3, 0.6, 1.0):
+            loads = drifting(11, spread, 0.5, cases, 1, experts, tokens=8 * 65536)[:, 0]
+            least = least_by_program if experts > 12 else least_by_trying
+            lowest = [least(one, devices) for one in loads]
+            told = []
+            for name, near in (("swaps", 0.0), ("swaps with the stop", None), ("greedy", None)):
+                found = [
+                    greedy(one, devices) if name == "greedy" else swaps(one, np.arange(experts), devices, near=near)
+                    for one in loads
+                ]
+                above = [
+                    100 * (device_loads(one, slots, devices).max() / low - 1)
+                    for one, slots, low in zip(loads, found, lowest, strict=True)
+                ]
+                told.append(f"{name} {np.mean(above):.2f} ({max(above):.2f})")
+            print(f"{experts} experts on {devices}, spread {spread}: {', '.join(told)}", flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--best", type=int, metavar="CASES")
+    parser.add_argument("--devices", type=int, nargs="+", default=(8, 16, 32, 64))
+    options = parser.parse_args()
+    best(options.best) if options.best else planners(options.devices)

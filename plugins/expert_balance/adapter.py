@@ -1,0 +1,98 @@
+"""`plugins.expert_balance` of a recipe: record the experts' loads, and move experts between ranks of an EP group."""
+
+from __future__ import annotations
+
+import importlib
+
+from mindformers.parallel_core.utils.spec_utils import ModuleSpec
+
+from plugins import telechat3_moe
+from plugins.expert_balance.limits import Sharded, check
+from plugins.expert_balance.settings import SETTINGS, Settings, read
+from plugins.semi_auto_cpu.chosen import chosen
+
+__all__ = ["SETTINGS", "enable"]
+
+
+def enable(config, settings) -> None:
+    """Make the model's experts movable and add the callback; after `plugins.hierarchical_ep`, whose experts they are.
+
+    Raises:
+        RecipeError: settings that cannot be, or a recipe in which nothing could be moved or counted.
+    """
+    ours = read(settings)
+    sharded = config.context.device_target != "CPU" or chosen(config)
+    check(
+        ours,
+        counts=config.model.model_config.get("moe_router_enable_expert_bias", True),
+        expert_parallel=config.parallel_config.expert_parallel if config.use_parallel else 1,
+        optimizer=config.optimizer.type,
+        sharded=_sharded(config) if sharded else None,
+    )
+    if sharded:
+        _in_graph(config, ours)
+    else:
+        _on_cpu(config, ours)
+
+
+def _sharded(config) -> Sharded:
+    parallel = config.parallel_config
+    ranks = parallel.data_parallel * parallel.model_parallel * (parallel.get("context_parallel") or 1)
+    return Sharded(
+        stages=parallel.pipeline_stage if config.use_parallel else 1,
+        ranks=ranks if config.use_parallel else 1,
+        on_cpu=config.context.device_target == "CPU",
+        weights=config.model.model_config.get("params_dtype", "float32"),
+        accumulation=config.runner_config.get("gradient_accumulation_steps") or 1,
+    )
+
+
+def _on_cpu(config, ours: Settings) -> None:
+    from plugins.cpu_backend.network import peers
+    from plugins.expert_balance.placed import PlacedGroupedExperts, PlacedRoutedExperts
+    from plugins.hierarchical_ep import adapter as hierarchical_ep
+
+    importlib.import_module("plugins.expert_balance.callback")
+    devices = config.parallel_config.expert_parallel if config.use_parallel else 1
+    if config.use_parallel:
+        peers.connect()
+    if devices > 1:
+        telechat3_moe.use_experts(ModuleSpec(PlacedRoutedExperts, params={"settings": hierarchical_ep.current()}))
+    else:
+        telechat3_moe.use_experts(PlacedGroupedExperts)
+    _add_callback(config, ours, "ExpertBalance", devices, config.runner_config.batch_size)
+
+
+def _in_graph(config, ours: Settings) -> None:
+    from plugins.expert_balance.graph import balance as graph
+
+    graph.use_placed_experts(config)
+    devices = config.parallel_config.expert_parallel if config.use_parallel else 1
+    parts = config.parallel_config.data_parallel if config.use_parallel else 1
+    _add_callback(config, ours, graph.CALLBACK, devices, parts * config.runner_config.batch_size)
+
+
+def _add_callback(config, ours: Settings, kind: str, devices: int, samples: int) -> None:
+    """kind: of the callback; devices: ranks of an EP group; samples: of a micro-batch, as many as a rank counts."""
+    model, checkpoint = config.model.model_config, config.get("checkpoint") or {}
+    config.callbacks.append({
+        "type": kind,
+        "settings": ours,
+        "devices": devices,
+        "nodes": _nodes(config),
+        "copies": samples * model.seq_length * model.num_experts_per_tok,
+        "layers": model.num_hidden_layers,
+        "run_dir": config.output_dir,
+        "checkpoint": checkpoint.get("load_path") or None,
+        "save_path": checkpoint.get("save_path"),
+    })  # fmt: skip
+
+
+def _nodes(config) -> int:
+    """Nodes of an EP group that plans balance first: those to each of which a token goes once."""
+    from plugins.hierarchical_ep import adapter as hierarchical_ep
+
+    if not (config.get("plugins") or {}).get("hierarchical_ep"):
+        return 1
+    dispatch = hierarchical_ep.current()
+    return dispatch.topology.nodes if dispatch.mode == "deduplicated" else 1

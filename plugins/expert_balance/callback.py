@@ -1,0 +1,158 @@
+"""After every step: record the experts' loads, and when it is time move experts, before anything is saved."""
+
+from __future__ import annotations
+
+import re
+import time
+from functools import partial
+
+import numpy as np
+from mindformers.core.callback.callback import ExpertMigrateCallback, MFLossMonitor
+from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
+from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
+from mindformers.tools.logger import logger
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_group_size
+from mindformers.trainer import base_trainer
+from mindspore import Tensor, ops
+
+from plugins.expert_balance import history
+from plugins.expert_balance.executor import Layer, from_first, move, total
+from plugins.expert_balance.plan import Prediction, imbalance, moved, next_placement
+from plugins.expert_balance.record import Moved, Record, append, load_file
+from plugins.private_hooks import relies_on
+
+# its place in MindFormers' list is why the callback is a subclass; the router adds up the shares of micro-batches
+relies_on(base_trainer.BaseTrainer.sort_callbacks, "for index, callback_ in enumerate(CALLBACK_HAS_SORT):")
+relies_on(TopKRouter, "self.assign_add(self.expert_load, expert_load_data)")
+_MOMENTS = ("adam_m", "adam_v")
+
+
+class Alone:
+    """One worker has nobody to exchange with."""
+
+    rank, size = 0, 1
+
+    def all_to_all_v(self, group, tag, parts, rows=None):
+        """[1] -> the same."""
+        return parts
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class ExpertBalance(ExpertMigrateCallback):
+    """Loads after every step; a new placement every `settings.every` steps.
+
+    A subclass for its place alone: MindFormers runs its ExpertMigrateCallback before TopkBiasBalanceCallback, which
+    clears the loads, and CheckpointMonitor, and callbacks that it does not know after both. So the order within a step
+    is: loss (a run that is not finite ends here), record, move, the routers' biases, save.
+
+    Args:
+        settings: `plugins.expert_balance.settings.Settings`.
+        devices: ranks of an EP group, which is all ranks of the run, or 1; nodes: of them that plans balance first.
+        copies: (token, expert) pairs of a rank's micro-batch.
+        layers: decoder layers of the model; those of MTP are counted behind them.
+        run_dir: where to record; checkpoint, save_path: see `history.file_of`.
+    """
+
+    def __init__(self, settings, devices, nodes, copies, layers, run_dir, checkpoint, save_path, **kwargs):
+        self.settings, self.devices, self.nodes = settings, devices, nodes
+        self.copies, self.decoder = copies, layers
+        self.file = load_file(run_dir)
+        self.before = history.file_of(checkpoint, save_path, run_dir)
+        self.prediction = Prediction(settings.memory)
+
+    def on_train_begin(self, run_context):
+        """Find the layers, and go on from what was recorded before."""
+        params = run_context.original_args()
+        self.ranks = self.connect() if get_real_group_size() > 1 else Alone()
+        step = params.train_network
+        self.routers, self.layers = layers_of(step.network, step.optimizer, self.decoder)
+        monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
+        self.done = monitors[0].initial_step or 0 if monitors else 0
+        self._remember()
+
+    def on_train_step_end(self, run_context):
+        """Record; move when due."""
+        step = self.done + run_context.original_args().cur_step_num
+        counted = np.stack([router.expert_load.asnumpy().astype(np.float64) for router in self.routers])
+        tokens = self.tokens(counted)
+        slots = np.stack([layer.placement.asnumpy().astype(np.int64) for layer in self.layers])
+        self.prediction.see(tokens)
+        every = self.settings.every
+        self._record(step, tokens, slots, counted, self._move(step, slots) if every and step % every == 0 else None)
+
+    def connect(self):
+        """All ranks of the run."""
+        from plugins.cpu_backend.network import peers
+
+        return peers.mesh()
+
+    def tokens(self, counted):
+        """[layers, E] shares of this rank's choices -> numbers of all ranks' choices."""
+        return total(self.ranks, np.rint(counted * self.copies).astype(np.int64))
+
+    def _move(self, step, slots):
+        began = time.perf_counter()
+        predicted = self.prediction.loads
+        assert predicted is not None  # this step's loads are in it
+        plan = partial(next_placement, self.settings, devices=self.devices, step=step, nodes=self.nodes)
+        rows = enumerate(zip(predicted, slots, strict=True))
+        new = np.stack([plan(predicted=load, old=old, layer=row) for row, (load, old) in rows])
+        planned = time.perf_counter()
+        sent = move(self.ranks, self.layers, slots, new, assign)
+        sent = int(total(self.ranks, np.array([sent]))[0])
+        experts = moved(new, slots, self.devices)
+        return Moved(new, experts, sent, planned - began, time.perf_counter() - planned)
+
+    def _record(self, step, tokens, slots, counted, moved):
+        if not self.settings.record or self.ranks.rank:
+            return
+        once = np.rint(counted.sum(1)) == 1  # micro-batches of a rank: a router adds up the share of each
+        ratios = imbalance(tokens, slots, self.devices)
+        worst = tuple(float(ratio) if known else None for ratio, known in zip(ratios, once, strict=True))
+        numbers = tuple(layer.number for layer in self.layers)
+        append(self.file, Record(step, self.devices, numbers, tokens, slots, worst, moved, self.nodes))
+
+    def _remember(self):
+        """Rank 0 reads the records of the steps before, as a file may be its own alone; all ranks see the same."""
+        form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
+        records, missing = ([], "") if self.ranks.rank else history.carry_over(self.before, self.file, self.done, form)
+        for loads in from_first(self.ranks, history.loads(records, form)):
+            self.prediction.see(loads)
+        if missing and self.settings.every:
+            logger.warning(
+                "plugins.expert_balance: %s: experts move by what is known, and not as they would have without the "
+                "interruption; the losses stay the same", missing
+            )  # fmt: skip
+
+
+def layers_of(network, optimizer, decoder):
+    """The routers of a network's MoE layers, and what moves with their experts, in the order of the layers.
+
+    Args:
+        decoder: decoder layers of the model.
+    """
+    states = optimizer.parameters_dict()
+    found = []
+    for name, cell in network.cells_and_names():
+        if isinstance(cell, MoELayer):
+            place = re.search(r"\.layers\.(\d+)\.", name)
+            assert place, name
+            number = int(place[1]) + decoder * (".mtp." in name)
+            weights = [cell.experts.weight1, cell.experts.weight2]
+            tensors = [each for weight in weights for each in (weight, *_moments(states, weight.name))]
+            found.append((cell.router, Layer(number, cell.experts.placement, tensors)))
+    found.sort(key=lambda pair: pair[1].number)
+    return [router for router, _ in found], [layer for _, layer in found]
+
+
+def _moments(states, weight):
+    return [states[f"{moment}.{weight}"] for moment in _MOMENTS if f"{moment}.{weight}" in states]
+
+
+def assign(parameter, value):
+    """Overwrite a parameter, between two steps.
+
+    Not `Parameter.set_data`: the compiled graph goes on with an Adam moment's old numbers after it, in silence.
+    """
+    ops.assign(parameter, Tensor(value, parameter.dtype))

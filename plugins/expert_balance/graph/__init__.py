@@ -1,0 +1,1 @@
+"""Experts that move in a sharded graph: on Ascend, and in semi-auto parallel on CPU."""

@@ -1,0 +1,46 @@
+"""The routed experts of CPU runs with a parameter that says in which slot each expert lives.
+
+The router, its bias, the auxiliary loss and the counted loads stay logical: only the experts that a token was routed to
+are renamed, by one Gather, on the way into the dispatch. A model has the parameter where the plugin is on, also with
+nothing to move: a checkpoint of a balanced run can then be trained on with `every: 0`, or on one worker.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+
+from plugins.cpu_backend.layers.expert_parallel import CpuRoutedExperts
+from plugins.cpu_backend.layers.experts import GroupedExperts
+
+
+def placement(experts: int) -> Parameter:
+    """int32 [E], logical expert -> slot: at first each in its own. MindFormers saves and loads it with the weights."""
+    return Parameter(Tensor(np.arange(experts), ms.int32), name="placement", requires_grad=False)
+
+
+class PlacedRoutedExperts(CpuRoutedExperts):
+    """Experts over several workers, where the placement says."""
+
+    def __init__(self, config, settings):
+        super().__init__(config, settings)
+        self.placement = placement(config.num_moe_experts)
+        self.slot_of = ops.Gather()
+
+    def construct(self, tokens, probs, routing_map):
+        """tokens [1, N, h], probs [1, N, k], routing_map int32 [1, N, k] of logical experts -> [1, N, h]."""
+        return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))
+
+
+class PlacedGroupedExperts(GroupedExperts):
+    """All experts on one worker, in the order that the placement says."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.placement = placement(config.num_moe_experts)
+        self.slot_of = ops.Gather()
+
+    def construct(self, tokens, probs, routing_map):
+        """As `PlacedRoutedExperts`."""
+        return super().construct(tokens, probs, self.slot_of(self.placement, routing_map, 0))

@@ -1,0 +1,73 @@
+"""What a policy would have done with recorded loads, step by step. Pure; the decision is the live run's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plugins.expert_balance.plan import Prediction, imbalance, moved, next_placement
+from plugins.expert_balance.record import Record
+from plugins.expert_balance.settings import Settings
+
+# predicted [E], the placement there is [E], step, row of the layer -> placement from now on [E]
+Policy = Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A policy over the recorded steps.
+
+    Args:
+        ratios: [steps, layers] max/mean of each step under its placement.
+        slots: int64 [steps, layers, E], the placement after each step.
+        moves: int64 [steps, layers], experts that changed device after a step.
+        plans: of a whole model that were made; plan_s: seconds of one, the mean.
+    """
+
+    ratios: np.ndarray
+    slots: np.ndarray
+    moves: np.ndarray
+    plans: int
+    plan_s: float
+
+
+def replay(records: Sequence[Record], settings: Settings) -> Replay:
+    """As the plugin would have run from the first record's placement on.
+
+    With the settings of the run that recorded them, from its first step on, `slots` are the run's own.
+    """
+    devices, nodes = records[0].devices, {record.step: record.nodes for record in records}
+
+    def decide(predicted: np.ndarray, old: np.ndarray, step: int, layer: int) -> np.ndarray:
+        return next_placement(settings, predicted, old, devices, step=step, layer=layer, nodes=nodes[step])
+
+    return replay_policy(records, decide, settings.every, settings.memory)
+
+
+def replay_policy(records: Sequence[Record], policy: Policy, every: int, memory: float) -> Replay:
+    """Ask `policy` for each layer after every step that `every` divides; 0: never."""
+    devices, layers = records[0].devices, len(records[0].layers)
+    slots, prediction = records[0].slots, Prediction(memory)
+    ratios, after, moves = [], [], np.zeros((len(records), layers), np.int64)
+    plans, seconds = 0, 0.0
+    for at, record in enumerate(records):
+        ratios.append(imbalance(record.tokens, slots, devices))
+        prediction.see(record.tokens)
+        if every and record.step % every == 0:
+            began, predicted = time.perf_counter(), prediction.loads
+            assert predicted is not None
+            new = np.stack([policy(predicted[i], slots[i], record.step, i) for i in range(layers)])
+            seconds, plans = seconds + time.perf_counter() - began, plans + 1
+            moves[at] = [moved(new[i], slots[i], devices) for i in range(layers)]
+            slots = new
+        after.append(slots)
+    return Replay(np.stack(ratios), np.stack(after), moves, plans, seconds / max(plans, 1))
+
+
+def differences(records: Sequence[Record], found: Replay) -> list[int]:
+    """Steps after which a replay's placement is not the recorded one."""
+    ends = [record.moved.slots if record.moved else record.slots for record in records]
+    return [record.step for record, end, slots in zip(records, ends, found.slots, strict=True) if (end != slots).any()]

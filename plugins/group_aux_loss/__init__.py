@@ -1,0 +1,1 @@
+"""The auxiliary loss of experts over the tokens of an expert-parallel group."""

@@ -1,0 +1,91 @@
+"""`plugins.group_aux_loss` of a recipe: balance the tokens of an EP group together (Pangu Ultra MoE).
+
+With p the mean of the router's normalised scores over tokens, f the share of choices that falls on an expert, and E
+experts, the loss of a layer is coefficient x E x sum(p f). It is linear in p, and f has no gradient: so it is enough
+to average f over the ranks of the group. The mean over ranks of their losses, and its gradient, are then those of one
+process that holds all the group's tokens.
+
+MindFormers averages f over the tensor-parallel ranks already (`seq_aux_loss`). On Ascend and in sharded runs on CPU
+that average is made wider, by the same two operators; MindSpore inserts an AllGather of [E] numbers for it. In
+data-parallel runs on CPU an AllReduce takes the place of the average. The formula itself stays MindFormers'.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+from mindspore.ops.operations import ReduceMean
+
+from plugins import telechat3_moe
+from plugins.group_aux_loss import settings as reader
+from plugins.private_hooks import relies_on
+from plugins.semi_auto_cpu.chosen import chosen, splits_model
+
+# MoELayer builds its router by name: the operators below are replaced on the instance, after the build
+for _line in (
+    "fi = self.reduce_mean_sp(fi.reshape(self.dp // self.original_tp, self.original_tp, -1), 1)",
+    "fi = self.mul_sp(fi, self.ones_sp).reshape(self.dp, -1)",
+    "self.reduce_mean_sp.shard(((self.dp // self.original_tp, 1, 1),))",
+    "self.mul_sp.shard(((self.dp // self.original_tp, 1, 1), (1, 1, 1)))",
+):
+    relies_on(TopKRouter, _line)
+
+
+class GroupMean(nn.Cell):
+    """The mean over all workers, of a tensor without gradient; in the place of `reduce_mean_sp`."""
+
+    def __init__(self, workers):
+        super().__init__(auto_prefix=False)
+        self.workers = workers
+        self.sum = ops.AllReduce().recompute(False)
+
+    def construct(self, f, axis):
+        """f: [1, 1, E], this rank's shares; axis: of one entry, not used."""
+        return ops.stop_gradient(self.sum(f) / self.workers)
+
+
+def enable(config, settings) -> None:
+    """Make the routers of models that are built later balance over the EP group.
+
+    Raises:
+        RecipeError: settings that cannot be, no auxiliary loss, or a model that this plugin does not know.
+    """
+    reader.read(settings)
+    model, parallel = config.model.model_config, config.parallel_config
+    split = config.use_parallel and splits_model(config.parallel.parallel_mode)
+    ranks = parallel.expert_parallel if config.use_parallel else 1
+    reader.check(
+        model.get("moe_router_load_balancing_type", reader.DEFAULT_KIND),
+        model.get("moe_aux_loss_coeff"),
+        ranks,
+        parallel.model_parallel if split else 1,
+    )
+    if config.context.device_target == "CPU" and not chosen(config):
+        edit = partial(over_workers, mean=GroupMean(ranks) if ranks > 1 else None)
+    else:
+        telechat3_moe.use_edited_model(model, reader.KEY)
+        edit = partial(over_ranks, ranks=ranks)
+    telechat3_moe.edit_routers(reader.KEY, edit)
+
+
+def over_workers(router, mean=None) -> None:
+    """On CPU, data parallel: the tokens of this worker together, and f by `mean` (a cell as `GroupMean`), if any."""
+    router.dp = 1
+    if mean is not None:
+        router.reduce_mean_sp = mean
+
+
+def over_ranks(router, ranks) -> None:
+    """In a sharded graph: f over the `ranks` ranks of an EP group, which lie side by side (MoeLayoutManager)."""
+    groups = router.dp // ranks
+    router.original_tp = ranks
+    router.ones_sp = Tensor(np.ones((1, ranks, 1), np.float32), mstype.float32)
+    # kept for the backward, [E] numbers: a recomputed layer does not gather them again
+    router.reduce_mean_sp = ReduceMean(keep_dims=True).recompute(False)
+    router.reduce_mean_sp.shard(((groups, 1, 1),))
+    router.mul_sp = ops.Mul()
+    router.mul_sp.shard(((groups, 1, 1), (1, 1, 1)))

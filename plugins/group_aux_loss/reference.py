@@ -1,0 +1,25 @@
+"""The loss and its gradient in NumPy, from the tokens of all ranks of a group at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def loss(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> float:
+    """Of one process that holds all tokens: coefficient x E x sum over experts of (share of choices x mean score).
+
+    Args:
+        scores: [N, E], the router's normalised scores; chosen: int [N, k], the experts of each token.
+    """
+    return float(coefficient * scores.shape[1] * np.sum(shares(chosen, scores.shape[1]) * scores.mean(0)))
+
+
+def gradient(scores: np.ndarray, chosen: np.ndarray, coefficient: float) -> np.ndarray:
+    """Of `loss` by the scores, [N, E]; which experts are chosen does not change with a small step."""
+    tokens, experts = scores.shape
+    return np.broadcast_to(coefficient * experts * shares(chosen, experts) / tokens, scores.shape).copy()
+
+
+def shares(chosen: np.ndarray, experts: int) -> np.ndarray:
+    """[E], the part of all choices that falls on each expert."""
+    return np.bincount(chosen.reshape(-1), minlength=experts) / chosen.size

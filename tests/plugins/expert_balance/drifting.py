@@ -1,0 +1,59 @@
+"""Synthetic loads: log weights of experts walk, tokens are counted.
+
+The log weight of an expert is an AR(1) walk: stationary distribution normal(0, `spread`), of which a period keeps
+`keep`; the tokens of a period are a multinomial draw of `tokens` by those weights. Mild loads: spread 0.15 and 0.3 with
+keep 0.99 (with 0.3, devices of 4 experts start at a max/mean of 1.4, of 16 experts at 1.16).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plugins.expert_balance.plan import Prediction, moved, next_placement
+from plugins.expert_balance.record import Moved, Record
+from plugins.expert_balance.settings import Settings
+
+MILD = ((0.15, 0.99), (0.3, 0.99))  # (spread, keep)
+
+
+def drifting(
+    seed: int, spread: float, keep: float, periods: int, layers: int, experts: int, tokens: int = 64 * 4096 * 8
+) -> np.ndarray:
+    """int64 [periods, layers, experts]."""
+    rng = np.random.default_rng(seed)
+    walk, found = rng.normal(0, spread, (layers, experts)), []
+    for _ in range(periods):
+        weights = np.exp(walk)
+        found.append([rng.multinomial(tokens, weight / weight.sum()) for weight in weights])
+        walk = keep * walk + np.sqrt(1 - keep**2) * rng.normal(0, spread, walk.shape)
+    return np.array(found, np.int64)
+
+
+def live(
+    settings: Settings,
+    steps: int = 13,
+    devices: int = 4,
+    layers: int = 3,
+    experts: int = 32,
+    spread: float = 0.5,
+    nodes: int = 1,
+) -> list[Record]:
+    """What a run with the plugin records, in the plugin's own words: record, predict, plan, move."""
+    slots, prediction, records = np.tile(np.arange(experts), (layers, 1)), Prediction(settings.memory), []
+    for step, tokens in enumerate(drifting(0, spread, 0.9, steps, layers, experts, tokens=128 * experts), 1):
+        prediction.see(tokens)
+        before, gone = slots, None
+        if settings.every and step % settings.every == 0:
+            assert prediction.loads is not None
+            slots = np.stack(
+                [
+                    next_placement(
+                        settings, prediction.loads[layer], before[layer], devices, step=step, layer=layer, nodes=nodes
+                    )
+                    for layer in range(layers)
+                ]
+            )
+            gone = Moved(slots, moved(slots, before, devices), 0, 0.0, 0.25)
+        numbers = tuple(range(1, layers + 1))
+        records.append(Record(step, devices, numbers, tokens, before, (None,) * layers, gone, nodes))
+    return records

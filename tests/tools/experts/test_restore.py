@@ -1,0 +1,118 @@
+"""Moved experts back in logical order: files against arrays that the test permutes itself."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from plugins.errors import CheckpointError, DataError
+from plugins.sealed_checkpoint.plan import fault, write_seal
+from tests.tools.checkpoint.saved import Saved, numbered
+from tools.checkpoint.slot_order import moved, read_placements
+from tools.checkpoint.stored import open_stored
+from tools.checkpoint.whole import read_whole
+from tools.experts import restore
+from tools.experts.restore import restore_order, target_of
+
+MODULE = "decoder.layers.1.mlp.experts"
+WEIGHT, MOMENT = f"{MODULE}.weight1", f"adam_m.{MODULE}.weight1"
+
+
+def in_slots(whole, slots):
+    """Rows of experts in the order of slots: what a run that moved them saves."""
+    rows = whole.reshape(len(slots), -1, *whole.shape[1:])
+    there = np.empty_like(rows)
+    there[slots] = rows
+    return there.reshape(whole.shape)
+
+
+def write(folder, slots, ranks, cuts=None, moment_cuts=None, height=2):
+    """A sealed checkpoint with expert weights [experts * height, 4] in the order of `slots`; the logical arrays."""
+    saved = Saved(folder / "checkpoint" / "iteration_00000006", ranks)
+    cuts, moment_cuts = cuts or (ranks, 1), moment_cuts or (ranks, 1)
+    weight = numbered(len(slots) * height, 4)
+    for name, whole, cut, kind in (
+        (WEIGHT, weight, cuts, "model"),
+        (MOMENT, weight / 7, moment_cuts, "opt"),
+    ):
+        saved.put(name, in_slots(whole, slots), cut, [[rank] for rank in range(ranks)], kind)
+    saved.put("norm.weight", numbered(4), (1,), [list(range(ranks))])
+    for rank in range(ranks):
+        saved.held[saved.file("model", rank)][f"{MODULE}.placement"] = np.array(slots, np.int32)
+    path = saved.write()
+    (path / "common.json").write_text("{}")
+    for rank in range(ranks):
+        write_seal(path, rank, ranks, 6)
+    return path, {WEIGHT: weight, MOMENT: weight / 7, "norm.weight": numbered(4)}
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.permutations(range(8)), st.sampled_from([((4, 1), (4, 1)), ((2, 2), (2, 2)), ((4, 1), (1, 4)), ((1, 4), (2, 2))])
+)
+def test_every_row_comes_back_to_its_expert(tmp_path_factory, slots, cuts):
+    folder, expected = write(tmp_path_factory.mktemp("run"), np.array(slots), 4, *cuts)
+    if slots == sorted(slots):
+        return
+    assert restore_order(folder, target_of(folder)) == 1
+    arrays = read_whole(target_of(folder)).arrays
+    for name, whole in expected.items():
+        np.testing.assert_array_equal(arrays[name], whole)
+
+
+def test_moments_that_the_optimizer_cuts_inside_an_expert(tmp_path):
+    folder, expected = write(tmp_path, np.array([2, 0, 1, 3]), 8, (8, 1), (8, 1), height=6)
+    restore_order(folder, target_of(folder))
+    np.testing.assert_array_equal(read_whole(target_of(folder)).arrays[MOMENT], expected[MOMENT])
+
+
+def test_what_is_written_is_sealed_and_stands_in_logical_order(tmp_path):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    restore_order(folder, target_of(folder))
+    assert target_of(folder) == tmp_path / "checkpoint_in_order" / "iteration_00000006"
+    assert fault(target_of(folder)) is None and moved(read_placements(target_of(folder))) == []
+    assert {path.name for path in target_of(folder).iterdir()} == before.keys()
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, "the checkpoint itself stays"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "seal_rank_1.json").unlink(), "not a whole checkpoint"),
+        (lambda folder: target_of(folder).mkdir(parents=True), "is there already"),
+        (lambda folder: [path.unlink() for path in folder.glob("*.safetensors")], "no checkpoint"),
+    ],
+)
+def test_what_is_refused(tmp_path, spoil, words):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=words):
+        restore_order(folder, target_of(folder))
+
+
+def test_nothing_to_restore_is_told(tmp_path):
+    folder, _ = write(tmp_path, np.arange(4), 2)
+    with pytest.raises(CheckpointError, match="nothing to restore"):
+        restore_order(folder, target_of(folder))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_full_disk_and_an_interrupt_leave_nothing(tmp_path, monkeypatch, error):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+
+    def full(arrays, path, metadata):
+        path.write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(restore, "save_file", full)
+    with pytest.raises(DataError if isinstance(error, OSError) else KeyboardInterrupt):
+        restore_order(folder, target_of(folder))
+    assert list(target_of(folder).parent.iterdir()) == []
+
+
+def test_rows_that_are_no_experts_are_told(tmp_path):
+    folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
+    file = next(folder.glob("*-model-0000000-*")).name
+    with pytest.raises(CheckpointError, match="not those of 3 experts"):
+        restore._restored(file, {MODULE: np.arange(3)}, open_stored(folder))

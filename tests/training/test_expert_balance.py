@@ -1,0 +1,91 @@
+"""Experts that change ranks while they train: the same training, also after a kill in the middle of a move.
+
+Two workers move experts after steps 3, 6 and 9 and save after step 6. In the move of step 9 one worker is killed with
+two of a layer's six tensors written. The run goes on from step 6 and computes steps 7 to 9 once more.
+"""
+
+import subprocess
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from plugins.expert_balance import record, settings
+from plugins.expert_balance.replay import differences, replay
+from tests.training import runs
+from tools.recipe.load import load_recipe
+
+pytestmark = pytest.mark.slow
+BALANCED = runs.HERE / "tiny_ep2_balanced.yaml"
+TENSORS = 2 * 3 + 1  # two weights with two moments each, and the placement
+STEPS, SAVED, MOVES = 10, 6, (3, 6, 9)
+# a rank adds up the squares of its own experts' gradients: their order in the norm is all that a move changes
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(scope="module")
+def killed(corpus, tmp_path_factory):
+    """(folder, steps, records of loads) of a run when it had been killed in the third move."""
+    run_dir = tmp_path_factory.mktemp("balanced") / "run"
+    inside = runs.dying(TC3_TEST_KILL_MOVE=f"1:{2 * TENSORS + 3}")
+    runs.train(BALANCED, run_dir, corpus, "--steps", str(STEPS), expect=1, **inside)
+    return run_dir, runs.steps(run_dir), record.read(record.load_file(run_dir))
+
+
+@pytest.fixture(scope="module")
+def resumed(killed, corpus):
+    """The same run at its end."""
+    runs.train(BALANCED, killed[0], corpus, "--steps", str(STEPS), "--resume", "auto")
+    return killed[0]
+
+
+def test_a_kill_inside_a_move_leaves_the_checkpoint_before_it_and_the_same_numbers_follow(killed, resumed):
+    run_dir, before, records = killed
+    assert max(before) == 9 and records[-1].step == 8, "the move of step 9 was not finished"
+    assert runs.checkpoints(run_dir)[0] == SAVED
+    after = runs.steps(run_dir)
+    for step in range(SAVED + 1, 10):
+        runs.same(after[step], before[step])
+
+
+def test_the_losses_are_those_of_experts_that_stay(resumed, whole_ep2):
+    stay, move = runs.steps(whole_ep2), runs.steps(resumed)
+    assert sorted(move) == sorted(stay) == list(range(1, STEPS + 1))
+    for step, expected in stay.items():
+        for key in ("loss", "lm_loss", "load_balancing_loss", "global_norm"):
+            assert move[step][key] == pytest.approx(expected[key], rel=TOLERANCE), f"step {step}: {key}"
+
+
+def test_put_back_in_order_the_checkpoint_goes_on_without_the_plugin(killed, whole_ep2, corpus, tmp_path):
+    moved = killed[0] / "checkpoint" / f"iteration_{SAVED:08d}"
+    restored = tmp_path / "in_order" / moved.name
+    plain = (runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, "--steps", str(STEPS), "--resume")
+    assert "tc3 experts restore-order" in runs.train(*plain, str(moved), expect=2)
+    subprocess.run([runs.TC3, "experts", "restore-order", moved, "--to", restored], check=True)
+    runs.train(*plain, str(restored))
+    stay, without = runs.steps(whole_ep2), runs.steps(tmp_path / "run")
+    assert sorted(without) == list(range(SAVED + 1, STEPS + 1))
+    for step, done in without.items():
+        assert done["loss"] == pytest.approx(stay[step]["loss"], rel=TOLERANCE), f"step {step}"
+
+
+def test_the_record_replays_to_the_placements_of_the_run_and_of_its_checkpoints(killed, resumed):
+    records = record.read(record.load_file(resumed))
+    assert [each.step for each in records] == list(range(1, STEPS + 1))
+    assert [each.step for each in records if each.moved] == list(MOVES)
+    assert all(each.moved.experts and each.moved.sent_bytes for each in records if each.moved)
+    for old, new in zip(killed[2], records, strict=False):  # the resumed part repeats steps 7 and 8
+        assert np.array_equal(old.tokens, new.tokens) and np.array_equal(old.slots, new.slots)
+    ours = settings.read(load_recipe(BALANCED)["plugins"]["expert_balance"])
+    assert differences(records, replay(records, ours)) == []
+    for step in runs.checkpoints(resumed):
+        moved = [each.moved.slots for each in records if each.moved and each.step <= step]
+        for held in placements(resumed, step):
+            assert np.array_equal(held, moved[-1])
+
+
+def placements(run_dir, step):
+    """[layers, E] as each rank's part of the checkpoint holds them."""
+    for file in (run_dir / "checkpoint" / f"iteration_{step:08d}").glob("*-model-*.safetensors"):
+        tensors = load_file(file)
+        yield np.stack([tensors[name] for name in sorted(tensors) if name.endswith("experts.placement")])

@@ -1,0 +1,87 @@
+"""`tc3 experts`: the group; exit code 0, or 2 for a wrong input."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import click
+
+from tools.files.figure import check_ending, check_page
+from tools.hardware import DEFAULT_HARDWARE
+from tools.ranges import Number
+
+EVERY_HELP = "Steps between the plans of replayed policies.  [default: the recipe's, or 20]"
+
+
+@click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
+def experts() -> None:
+    """Expert loads of a run: who waits for whom, and what moving experts brings."""
+
+
+@experts.command("report", short_help="Loads of experts and devices, what waits for them, what other plans bring.")
+@click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
+@click.option("--recipe", type=click.Path(path_type=Path), help="Whose seconds to predict.  [default: RUN/recipe.yaml]")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page with tables and pictures.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw loads over time (.svg or .png).")
+def report_command(
+    run: Path,
+    recipe: Path | None,
+    cluster: str,
+    every: int | None,
+    as_json: bool,
+    html: Path | None,
+    picture: Path | None,
+) -> None:
+    """Say how unevenly the experts of a run load their devices, by its metrics/expert_load.jsonl.
+
+    RUN is the folder of a run with plugins.expert_balance, LOG such a file. Policies are replayed on the recorded
+    loads: they plan with what was known at each step, and are judged by the steps that follow. Seconds are modelled.
+    """
+    from rich.console import Console
+
+    from tools.experts.page import page
+    from tools.experts.picture import draw
+    from tools.experts.render import content, print_text
+    from tools.experts.source import open_run
+    from tools.experts.study import study
+
+    if picture:
+        check_ending(picture)
+    if html:
+        check_page(html)
+    source = open_run(run, recipe, partial(click.echo, err=True))
+    found = study(source, cluster, every)
+    if picture:
+        click.echo(f"drawn: {draw(found, picture)}", err=True)
+    if html:
+        from tools.files.atomic import write_atomically
+
+        write_atomically(html, page(found))
+        click.echo(f"written: {html}", err=True)
+    if as_json:
+        click.echo(json.dumps(content(found)))
+    else:
+        print_text(found, Console(soft_wrap=True, highlight=False, markup=False))
+
+
+@experts.command("restore-order", short_help="A checkpoint with moved experts, back in logical order.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--to", "target", type=click.Path(path_type=Path), help="Folder to write; a new one.")
+def restore_order_command(checkpoint: Path, target: Path | None) -> None:
+    """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.
+
+    Weights and moments are the same bits, at other rows. Whoever knows nothing of moved experts can read the result:
+    a run without the plugin, MindFormers, an export. The checkpoint itself stays as it is. Without --to the result
+    goes to RUN/checkpoint_in_order.
+    """
+    from tools.experts.restore import restore_order, target_of
+
+    target = target or target_of(checkpoint)
+    layers = restore_order(checkpoint, target, partial(click.echo, err=True))
+    click.echo(f"{target}: the experts of {layers} layers are back at the slots of their own numbers")
+    click.echo(f"go on without the plugin: tc3 train RECIPE --resume {target} --set plugins.expert_balance=False")

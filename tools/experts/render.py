@@ -1,0 +1,189 @@
+"""A study as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from plugins.expert_balance.plan import imbalance
+from tools.experts.study import NONE, Policy, Study
+
+WIDTH = 110  # of the tables, also where nobody looks at a terminal
+SHOWN = 12  # layers in the table; --json has all
+LAYER_HEADS = ("layer", "busiest expert", "", "max/mean", "95 % up to", "worst step", "micro-batch", "bound")
+POLICY_HEADS = ("policy", "every", "max/mean", "worst", "moves a layer", "plan", "waits a step", "saves")
+NOTES = (
+    "max/mean: tokens of the fullest device of an EP group over the mean of its devices; all others wait for it",
+    "policies plan with the loads seen until then and are judged by the steps after the first plan",
+    "moves: experts of a layer that change device at a plan; plan: time to plan all layers on this machine",
+)
+
+
+def content(found: Study) -> dict[str, Any]:
+    """One object; ratios are max/mean."""
+    records, seconds = found.source.records, found.seconds
+    known = not isinstance(seconds, str)
+    return {
+        "log": str(found.source.file),
+        "steps": [records[0].step, records[-1].step],
+        "recorded_steps": len(records),
+        "experts": int(found.tokens.shape[2]),
+        "devices": records[0].devices,
+        "every": found.every,
+        "judged_from_step": records[found.first].step,
+        "layers": [_layer(found, at) for at in range(len(records[0].layers))],
+        "seconds": {
+            "modelled": True,
+            "cluster": seconds.cluster if not isinstance(seconds, str) else None,
+            "even_step": seconds.even if not isinstance(seconds, str) else None,
+            "unknown": None if known else seconds,
+            "error": seconds.error if not isinstance(seconds, str) else None,
+        },
+        "policies": [_policy(one, found) for one in found.policies],
+        "replay_differs_at": found.differs,
+    }
+
+
+def _layer(found: Study, at: int) -> dict[str, Any]:
+    ratios, worst = found.ratios[:, at], [record.micro_batch[at] for record in found.source.records]
+    known = [ratio for ratio in worst if ratio is not None]
+    return {
+        "layer": found.source.records[0].layers[at],
+        "busiest_expert": {"expert": int(found.experts[at].argmax()), "over_mean": float(found.experts[at].max())},
+        "busiest_device": int(found.devices[at].argmax()),
+        "max_over_mean": float(ratios.mean()),
+        "p95": float(np.quantile(ratios, 0.95)),
+        "worst": float(ratios.max()),
+        "worst_step": found.source.records[int(ratios.argmax())].step,
+        "worst_micro_batch": max(known) if known else None,
+        "bound": float(found.bounds[at]),
+        "devices": found.devices[at].tolist(),
+    }
+
+
+def _policy(policy: Policy, found: Study) -> dict[str, Any]:
+    after, stay = policy.ratios[found.first :], found.policies[0]
+    return {
+        "policy": policy.name,
+        "every": policy.every,
+        "max_over_mean": float(after.mean()),
+        "worst": float(after.max()),
+        "by_step": policy.ratios.mean(1).tolist(),
+        "plans": policy.plans,
+        "moves": int(policy.moves.sum()),
+        "moves_of_a_plan_and_layer": policy.moves_of_a_plan(),
+        "plan_seconds": policy.plan_s if policy.plans else None,
+        "measured_move_seconds": policy.move_s,
+        "waits_seconds": policy.waits,
+        "saves_seconds": None if policy.waits is None or stay.waits is None else stay.waits - policy.waits,
+    }
+
+
+def layer_rows(found: Study) -> list[list[str]]:
+    """The most uneven layers first; columns as `LAYER_HEADS`."""
+    rows = sorted(content(found)["layers"], key=lambda row: -row["max_over_mean"])
+    return [
+        [
+            str(row["layer"]),
+            f"{row['busiest_expert']['over_mean']:.2f} x mean",
+            f"(expert {row['busiest_expert']['expert']})",
+            f"{row['max_over_mean']:.3f}",
+            f"{row['p95']:.3f}",
+            f"{row['worst']:.3f} (step {row['worst_step']})",
+            "-" if row["worst_micro_batch"] is None else f"{row['worst_micro_batch']:.3f}",
+            f"{row['bound']:.3f}",
+        ]
+        for row in rows
+    ]
+
+
+def policy_rows(found: Study) -> list[list[str]]:
+    """Columns as `POLICY_HEADS`."""
+    rows = []
+    for row in (_policy(one, found) for one in found.policies):
+        waits, saves = row["waits_seconds"], row["saves_seconds"]
+        rows.append([
+            row["policy"],
+            f"{row['every']:,}" if row["every"] else "-",
+            f"{row['max_over_mean']:.3f}",
+            f"{row['worst']:.3f}",
+            f"{row['moves_of_a_plan_and_layer']:.1f}" if row["plans"] else "-",
+            f"{1e3 * row['plan_seconds']:.1f} ms" if row["plans"] else "-",
+            "unknown" if waits is None else f"{waits:.2f} s",
+            "-" if saves is None or row["policy"] == NONE else f"{saves:.2f} s",
+        ])  # fmt: skip
+    return rows
+
+
+def head(found: Study) -> str:
+    """What was recorded, in a line."""
+    records = found.source.records
+    _, layers, experts = found.tokens.shape
+    return (
+        f"{len(records):,} steps ({records[0].step:,} to {records[-1].step:,}), {layers} MoE layers, {experts} experts "
+        f"on {records[0].devices} devices, {found.tokens.sum(2).mean():,.0f} tokens of a layer and step"
+    )
+
+
+def notes(found: Study) -> list[str]:
+    """What the numbers rest on."""
+    lines, seconds = list(NOTES), found.seconds
+    lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
+    if isinstance(seconds, str):
+        lines.append(f"seconds: unknown: {seconds}")
+    else:
+        lines.append(
+            f"seconds: modelled, not measured, on {seconds.cluster} by the estimator of tc3 search, each step as "
+            f"uneven in all layers as on average; {seconds.even:.2f} s where all devices have as much, and moving "
+            f"experts is not in them. Efficiencies are fitted to published runs whose skew is not known; step times "
+            f"are {seconds.error}"
+        )
+    moved = next((one for one in found.policies if one.move_s is not None), None)
+    if moved and moved.move_s is not None:
+        lines.append(f"the run's own exchanges took {moved.move_s:.2f} s each, measured")
+    if not found.first:
+        lines.append(f"no plan falls before the last step: a log longer than {found.every} steps says what plans bring")
+    if found.differs is not None:
+        same = "a replay of the recipe's settings gives the recorded placements exactly"
+        lines.append(
+            f"a replay of the recipe's settings first differs at step {found.differs[0]}" if found.differs else same
+        )
+    noise = counting_noise(found)
+    lines.append(f"even routing alone would show max/mean {noise:.3f} in a step: tokens are counted, not divided")
+    return lines
+
+
+def counting_noise(found: Study) -> float:
+    """max/mean of routing without preference: multinomial draws of as many tokens, the mean of 20."""
+    experts, devices = found.tokens.shape[2], found.source.records[0].devices
+    tokens = int(found.tokens.sum(2).mean())
+    draws = np.random.default_rng(0).multinomial(tokens, np.full(experts, 1 / experts), 20)
+    return float(np.mean(imbalance(draws, np.tile(np.arange(experts), (20, 1)), devices)))
+
+
+def print_text(found: Study, console: Console) -> None:
+    """Two tables, and what they rest on."""
+    console.width = max(console.width, WIDTH)
+    console.print(f"{found.source.file}: {head(found)}")
+    console.print()
+    rows = layer_rows(found)
+    console.print(_table(LAYER_HEADS, rows[:SHOWN]))
+    if len(rows) > SHOWN:
+        console.print(f"the {SHOWN} most uneven of {len(rows)} layers; --json has all")
+    console.print()
+    console.print(_table(POLICY_HEADS, policy_rows(found)))
+    console.print()
+    for note in notes(found):
+        console.print(f"note: {note}")
+
+
+def _table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for at, name in enumerate(heads):
+        table.add_column(name, justify="right" if at else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table

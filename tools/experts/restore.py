@@ -1,0 +1,105 @@
+"""`tc3 experts restore-order`: a checkpoint whose experts have moved, back in logical order, bit for bit."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint.plan import fault, seal_file, step_of, write_seal
+from tools.checkpoint.slot_order import PLACEMENT, moved, read_placements
+from tools.checkpoint.stored import Stored, open_stored
+from tools.files.atomic import atomic_folder
+
+FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from there finds the run's recipe
+
+
+def target_of(folder: Path) -> Path:
+    """Where the restored checkpoint goes unless the user says so: `RUN/checkpoint_in_order/iteration_*`."""
+    folder = folder.absolute()
+    return folder.parent.parent / FOLDER / folder.name
+
+
+def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = lambda name: None) -> int:
+    """Write `folder` to `target` with every expert at the slot of its own number, sealed; returns the layers restored.
+
+    A rank's file is written at a time, from the files that hold its experts: no more than one is in memory.
+
+    Args:
+        folder: a whole checkpoint, MindFormers' `iteration_*`; target: a folder that is not there yet.
+        progress: is told the name of each file that is written.
+
+    Raises:
+        CheckpointError: `folder` is not whole or has nothing to restore; `target` exists.
+        DataError: `target` cannot be written.
+    """
+    _refuse(folder, target)
+    placements = read_placements(folder)
+    if not (layers := moved(placements)):
+        raise CheckpointError(f"{folder}: all experts are at the slots of their own numbers: nothing to restore")
+    stored = open_stored(folder)
+    with atomic_folder(target) as part:
+        for file in sorted(folder.glob("*.safetensors")):
+            progress(file.name)
+            save_file(_restored(file.name, placements, stored), part / file.name, {"format": "ms"})
+        for file in folder.glob("*.json"):
+            if not file.name.startswith("seal_rank_"):
+                shutil.copyfile(file, part / file.name)
+        _seal(folder, part)
+    return len(layers)
+
+
+def _refuse(folder: Path, target: Path) -> None:
+    if not any(folder.glob("*-model-*.safetensors")):
+        raise CheckpointError(f"{folder}: no checkpoint; give one iteration, such as RUN/checkpoint/iteration_00000100")
+    if reason := fault(folder):
+        raise CheckpointError(f"{folder}: not a whole checkpoint: {reason}")
+    if target.exists():
+        raise CheckpointError(f"{target}: is there already; remove it, or name another folder with --to")
+
+
+def _seal(folder: Path, part: Path) -> None:
+    step, ranks = step_of(folder), len(list(folder.glob(seal_file(folder, 0).name.replace("0", "*"))))
+    for rank in range(ranks):
+        write_seal(part, rank, ranks, step)
+
+
+def _restored(file: str, placements: Mapping[str, np.ndarray], stored: Stored) -> dict[str, np.ndarray]:
+    """All tensors of one file, the rows of experts in logical order."""
+    arrays = {}
+    for name in stored.files[file]:
+        module, _, last = name.rpartition(".")
+        there = next((each for each in placements if module == each or module.endswith("." + each)), None)
+        if there is None:
+            arrays[name] = stored.read_from(file, name)
+        elif last == PLACEMENT:
+            arrays[name] = np.arange(len(placements[there]), dtype=stored.read_from(file, name).dtype)
+        else:
+            arrays[name] = _gathered(name, file, placements[there], stored)
+    return arrays
+
+
+def _gathered(name: str, file: str, slots: np.ndarray, stored: Stored) -> np.ndarray:
+    """The rows that `file` is to hold of a tensor of experts, run by run from the files that hold them now."""
+    tensor = stored.tensors[name]
+    held = [place for place, copies in enumerate(tensor.copies) if any(each == file for _, each in copies)]
+    index = np.unravel_index(held[0], tensor.cuts)
+    height, rest = divmod(tensor.shape[0], len(slots))  # rows of one expert
+    if rest:
+        raise CheckpointError(f"{stored.folder}: {name}: {tensor.shape[0]} rows are not those of {len(slots)} experts")
+    out, length = np.empty_like(stored.read_from(file, name)), tensor.part[0]
+    row = first = int(index[0]) * length
+    while row < first + length:
+        expert, inside = divmod(row, height)
+        part, at = divmod(int(slots[expert]) * height + inside, length)
+        run = min(height - inside, length - at, first + length - row)
+        _, source = tensor.copies[int(np.ravel_multi_index((part, *index[1:]), tensor.cuts))][0]
+        with safe_open(stored.folder / source, "np") as tensors:
+            out[row - first : row - first + run] = tensors.get_slice(name)[at : at + run]
+        row += run
+    return out

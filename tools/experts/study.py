@@ -1,0 +1,151 @@
+"""What a log says: loads by layer and device, and what each policy would have made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from plugins.expert_balance.baselines import eplb
+from plugins.expert_balance.plan import bound, device_loads, imbalance
+from plugins.expert_balance.replay import Replay, differences, replay, replay_policy
+from tools.experts.seconds import Seconds, seconds_of
+from tools.experts.source import Source
+
+NONE, RECORDED = "experts stay", "as recorded"
+RARE = 5  # times the steps between plans, for a policy that shows what waiting longer costs
+
+
+@dataclass(frozen=True)
+class Policy:
+    """One way to place experts, over the recorded steps.
+
+    Args:
+        every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
+        moves: [steps, layers] experts that changed device. plans: of the whole model; plan_s: seconds of one.
+        waits: seconds of a step that wait for the fullest device, after the first plan; None: not known.
+        move_s: measured seconds of one exchange; None where none was measured.
+    """
+
+    name: str
+    every: int
+    ratios: np.ndarray
+    moves: np.ndarray
+    plans: int
+    plan_s: float
+    waits: float | None
+    move_s: float | None = None
+
+    def moves_of_a_plan(self) -> float:
+        """Experts of a layer that one plan moves, the mean."""
+        return float(self.moves.sum() / max(self.plans, 1) / self.moves.shape[1])
+
+
+@dataclass(frozen=True)
+class Study:
+    """A whole report.
+
+    Args:
+        tokens: int64 [steps, layers, E] of logical experts; ratios: [steps, layers] as recorded.
+        devices: [layers, D] load of each device over the mean of the layer, over all steps as recorded.
+        experts: [layers, E] load of each logical expert over the mean of the layer, over all steps.
+        bounds: [layers] max/mean below which no placement of the summed loads gets.
+        policies: the first is `NONE`. first: index of the first step after a plan could have been made.
+        seconds: or why they are not known. differs: steps at which a replay of the recipe's settings leaves the
+            recorded placements; None where it does not apply.
+    """
+
+    source: Source
+    every: int
+    first: int
+    tokens: np.ndarray
+    ratios: np.ndarray
+    devices: np.ndarray
+    experts: np.ndarray
+    bounds: np.ndarray
+    policies: list[Policy]
+    seconds: Seconds | str
+    differs: list[int] | None
+
+
+def study(source: Source, cluster: str, every: int | None) -> Study:
+    """Replay the policies.
+
+    Args:
+        every: steps between plans; None: the recipe's.
+
+    Raises:
+        RecipeError: there is no such cluster.
+    """
+    records, settings = source.records, source.settings
+    seconds = seconds_of(source.recipe, records, cluster)
+    every = every or settings.every or type(settings)().every
+    tokens = np.stack([record.tokens for record in records])
+    slots = np.stack([record.slots for record in records])
+    on = device_loads(tokens, slots, records[0].devices).sum(0)
+    total = tokens.sum(0)
+    planned = [at for at, record in enumerate(records) if record.step % every == 0]
+    first = planned[0] + 1 if planned and planned[0] + 1 < len(records) else 0
+    return Study(
+        source=source,
+        every=every,
+        first=first,
+        tokens=tokens,
+        ratios=imbalance(tokens, slots, records[0].devices),
+        devices=_over_mean(on),
+        experts=_over_mean(total),
+        bounds=np.array([bound(one, records[0].devices) / max(one.sum() / records[0].devices, 1) for one in total]),
+        policies=_policies(source, every, first, seconds),
+        seconds=seconds,
+        differs=_differs(source),
+    )
+
+
+def _over_mean(loads: np.ndarray) -> np.ndarray:
+    return loads / np.maximum(loads.mean(-1, keepdims=True), 1e-30)
+
+
+def _policies(source: Source, every: int, first: int, seconds: Seconds | str) -> list[Policy]:
+    records, settings = source.records, source.settings
+    devices = records[0].devices
+
+    def policy(name: str, found: Replay, every: int, move_s: float | None = None) -> Policy:
+        waits = None if isinstance(seconds, str) else seconds.waits(found.ratios[first:])
+        return Policy(name, every, found.ratios, found.moves, found.plans, found.plan_s, waits, move_s)
+
+    rows = [policy(NONE, replay(records, replace(settings, every=0)), 0)]
+    if any(record.moved for record in records):
+        found, move_s = _recorded(source)
+        steps = [record.step for record in records if record.moved]
+        rows.append(policy(RECORDED, found, int(np.gcd.reduce(steps)), move_s))
+    packed = replay_policy(records, lambda loads, old, step, layer: eplb(loads, devices), every, settings.memory)
+    rows.append(policy("greedy (EPLB, MindFormers)", packed, every))
+    for method in ("swaps", "aligned"):
+        wanted = replace(settings, method=method, every=every)
+        rows.append(policy(method, replay(records, wanted), every))
+    if len(records) > RARE * every:
+        rows.append(
+            policy("swaps", replay(records, replace(settings, method="swaps", every=RARE * every)), RARE * every)
+        )
+    return rows
+
+
+def _recorded(source: Source) -> tuple[Replay, float]:
+    """What the run itself did, and the mean seconds of an exchange."""
+    records = source.records
+    slots = np.stack([record.slots for record in records])
+    after = np.stack([record.moved.slots if record.moved else record.slots for record in records])
+    each = slots.shape[2] // records[0].devices
+    gone = [record.moved for record in records if record.moved]
+    ratios = imbalance(np.stack([record.tokens for record in records]), slots, records[0].devices)
+    moves = (after // each != slots // each).sum(2)
+    plan_s, move_s = (float(np.mean([getattr(one, name) for one in gone])) for name in ("plan_s", "move_s"))
+    return Replay(ratios, after, moves, len(gone), plan_s), move_s
+
+
+def _differs(source: Source) -> list[int] | None:
+    """Whether the log is what the recipe's settings give; only a log from the first step on can tell."""
+    records, settings = source.records, source.settings
+    if source.recipe is None or records[0].step != 1 or not any(record.moved for record in records):
+        return None
+    return differences(records, replay(records, settings))
