@@ -1,0 +1,99 @@
+"""How often the spike guard alarms in clean runs, and how small a spike it finds.
+
+    python benchmarks/cluster/spike_guard.py [RUN/metrics/rank_0.jsonl ...]
+
+Clean runs are synthetic: a loss that falls as a power of the step from 11 to about 2, with noise of 1 % that is
+normal, or heavy-tailed (Student's t with 3 degrees of freedom), or correlated from step to step; and a global norm with
+noise of 15 % of the same kinds. A spike is a step of such a run whose value is raised by so many percent. Of metrics
+files, every step is judged that has a full window of steps before it.
+"""
+
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from plugins.finite_loss.plan import NORM  # noqa: E402
+from plugins.spike_guard.plan import Window, good_steps, spreads_above  # noqa: E402
+from plugins.spike_guard.settings import Settings  # noqa: E402
+
+WINDOWS, THRESHOLDS = (16, 32, 64), (6.0, 8.0, 10.0, 12.0, 16.0)
+STEPS, SEEDS = 2_000, 2
+RAISED = (0.05, 0.1, 0.2, 0.5)  # of a loss; norms are raised twenty times as much
+
+
+def noise(kind: str, steps: int, random: np.random.Generator) -> np.ndarray:
+    """[steps] of unit spread (as a normal distribution's quartiles have it)."""
+    if kind == "heavy":
+        return random.standard_t(3, steps) / 1.134  # so that its quartiles are the normal distribution's
+    plain = random.standard_normal(steps)
+    if kind == "correlated":
+        for before, now in pairwise(range(steps)):
+            plain[now] = 0.7 * plain[before] + np.sqrt(1 - 0.49) * plain[now]
+    return plain
+
+
+def runs(kind: str):
+    """Clean (losses, norms) of `STEPS` steps, for each seed."""
+    for seed in range(SEEDS):
+        random = np.random.default_rng(seed)
+        step = np.arange(1, STEPS + 1)
+        loss = (1.7 + 9.3 * (1 + step / 30) ** -0.6) * np.exp(0.01 * noise(kind, STEPS, random))
+        yield loss, (0.2 + 2.0 * (1 + step / 20) ** -0.7) * np.exp(0.15 * noise(kind, STEPS, random))
+
+
+def distances(values: np.ndarray, window: int) -> np.ndarray:
+    """Of each step with a full window before it: how far it lies above what the window leads to."""
+    return np.array([spreads_above(values[at], values[at - window : at])[0] for at in range(window, len(values))])
+
+
+def false_alarms() -> None:
+    """Alarms of clean steps, per 10,000 of them: a run that is guarded would go back at each."""
+    print("alarms per 10,000 clean steps (loss, norm)")
+    for kind in ("normal", "correlated", "heavy"):
+        for window in WINDOWS:
+            losses, norms = zip(*((distances(a, window), distances(b, window)) for a, b in runs(kind)), strict=True)
+            of = [np.concatenate(each) for each in (losses, norms)]
+            cells = [" ".join(f"{(each > threshold).mean() * 1e4:6.1f}" for each in of) for threshold in THRESHOLDS]
+            print(
+                f"{kind:>10} window {window:>3}: "
+                + "  ".join(f"{t:g}:{c}" for t, c in zip(THRESHOLDS, cells, strict=True))
+            )
+
+
+def found(window: int, threshold: float) -> None:
+    """Shares of raised steps that are found, one at a time, in the second half of heavy-tailed runs."""
+    for share in RAISED:
+        hits: list[list[bool]] = [[], []]
+        for series in runs("heavy"):
+            for values, hit, raised in zip(series, hits, (share, 20 * share), strict=True):
+                for at in range(STEPS // 2, STEPS, 10):
+                    hit.append(spreads_above(values[at] * (1 + raised), values[at - window : at])[0] > threshold)
+        print(f"loss +{share:.0%} found {np.mean(hits[0]):.1%}, norm +{20 * share:.0%} found {np.mean(hits[1]):.1%}")
+
+
+def recorded(file: Path, settings: Settings) -> None:
+    """Alarms in a run's own steps."""
+    steps = good_steps(file.read_text(encoding="utf-8").splitlines(), sys.maxsize, sys.maxsize)
+    for size in sorted({16, 32, settings.window}):
+        window, largest = Window(size, np.inf), -np.inf
+        for step in steps:
+            for name in ("loss", NORM):
+                if len(window.good[name]) == size and step[name]:
+                    largest = max(largest, spreads_above(step[name], window.good[name])[0])
+            window.see(step)
+        print(f"{file}: {len(steps)} steps, window {size}: the largest lies {largest:.1f} standard deviations above")
+
+
+if __name__ == "__main__":
+    usual = Settings()
+    for name in sys.argv[1:]:
+        recorded(Path(name), usual)
+    if len(sys.argv) == 1:
+        false_alarms()
+        print(f"window {usual.window}, threshold {usual.threshold:g}:")
+        found(usual.window, usual.threshold)

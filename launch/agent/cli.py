@@ -1,0 +1,171 @@
+"""`tc3 agent`: one process a node, which starts the node's workers, and with the others starts them again."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import click
+import psutil
+
+from launch.agent.decide import Rules
+from launch.agent.job import PATIENCE, Job
+from launch.agent.loop import Agent
+from launch.agent.meeting import LOST_AFTER
+from launch.agent.node.fit import unfit
+from launch.agent.planning import first_number
+from launch.agent.print_job import print_job
+from launch.agent.start import Start
+from launch.resume import skipped
+from launch.run import preflight
+from launch.run.effective import FULL_SIZE, effective_recipe
+from launch.run.msrun import on_ascend, worker_count
+from launch.run.summary import complain
+from launch.run.supervise import Outcome
+from plugins.errors import ClusterError
+from tools.host.names import read_hosts
+from tools.ranges import Number
+from tools.schema.versions import unverified_option
+
+RESTARTS = 3
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--nodes", type=click.Path(path_type=Path), help="Hosts, a line each: NAME [WORKERS]; spares last.")
+@click.option("--spares", type=Number("spares"), default=0, help="Hosts beyond those that train.  [default: 0]")
+@click.option("--host", help="This node's name in --nodes.  [default: the one that is its name or address]")
+@click.option(
+    "--restarts",
+    type=Number("restarts"),
+    default=RESTARTS,
+    help=f"Failures in a row to go on after.  [{RESTARTS}]",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--steps", type=Number("steps"), help="Steps to train in all: sets the dataset's size to match.")
+@click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder, on a disk that all nodes share.")
+@click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
+@click.option("--no-bind", is_flag=True, help="Leave it to Linux and MindSpore which cores a worker runs on.")
+@click.option(
+    "--lost-after",
+    type=Number("seconds"),
+    default=LOST_AFTER,
+    show_default=True,
+    help="Seconds without a sign of life of a lost node.",
+)
+@click.option(
+    "--patience", type=Number("seconds"), default=PATIENCE, show_default=True, help="Seconds to wait for enough hosts."
+)
+@click.option("--slurm", is_flag=True, help="Print an sbatch file that starts an agent on every node; start nothing.")
+@click.option("--volcano", is_flag=True, help="Print a Kubernetes job for Volcano whose pods are agents.")
+@unverified_option
+def agent(
+    recipe: Path,
+    nodes: Path | None,
+    spares: int,
+    host: str | None,
+    restarts: int,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    resume: str | None,
+    run_dir: Path | None,
+    port: int | None,
+    no_bind: bool,
+    lost_after: float,
+    patience: float,
+    slurm: bool,
+    volcano: bool,
+) -> None:
+    """Train RECIPE on several nodes: start this on each of them.
+
+    The agents meet in the run's folder, start the workers together, and again when a node or a worker fails.
+
+    Exit code: 0 trained, 1 given up, 2 something to mend first, 130/143 interrupted.
+    """
+    if resume == "":
+        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
+    if slurm or volcano:
+        print_job(recipe, overrides, steps, run_dir, nodes, spares, resume, slurm, volcano)
+        return
+    if nodes is None:
+        raise click.UsageError("--nodes FILE: the hosts of the run, a line each; on one host, use tc3 train --restarts")
+    hosts, slots = read_hosts(nodes)
+    name = own_host(hosts, host, nodes)
+    run_dir = (run_dir or FULL_SIZE.run_dir(recipe)).absolute()
+    flat = effective_recipe(recipe, overrides, steps, run_dir)
+    skipped.apply_ledger(flat, run_dir)
+    count = check_hosts(hosts, slots, spares, worker_count(flat), nodes)
+    start = Start(flat, run_dir, resume)
+    start.check(slots, port)
+    job = Job(
+        flat,
+        run_dir,
+        name,
+        tuple(hosts),
+        count,
+        port,
+        choose=start.choose,
+        bind=not no_bind,
+        rules=Rules(restarts=restarts, hosts=hosts),
+        lost_after=lost_after,
+        patience=patience,
+        watchful=True,
+        cached=True,
+    )
+    probing = partial(unfit, slots, run_dir) if on_ascend(flat) else list
+    with preflight.only_run_in(run_dir, start.saves, together=True):
+        outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))
+    report(name, outcome)
+    sys.exit(outcome.code)
+
+
+def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
+    """This node's name in the list: the one given, or that of the node or of its addresses.
+
+    Raises:
+        ClusterError: it is not there.
+    """
+    if given is not None:
+        if given not in hosts:
+            raise ClusterError(f"--host {given}: not in {file}, which has {', '.join(hosts[:5])}")
+        return given
+    name = socket.gethostname()
+    addresses = [each.address.split("%")[0] for card in psutil.net_if_addrs().values() for each in card]
+    ours = [name, name.split(".")[0], socket.getfqdn(), *addresses]
+    found = [host for host in hosts if host.strip("[]") in ours]
+    if not found:
+        raise ClusterError(f"{name} is not in {file}: give this node's name there with --host")
+    if len(found) > 1:
+        raise ClusterError(f"{file}: {' and '.join(found)} are both this node: give one of them with --host")
+    return found[0]
+
+
+def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
+    """How many nodes train; ClusterError when hosts, slots, spares and the recipe do not fit."""
+    count, rest = divmod(workers, slots)
+    if rest:
+        raise ClusterError(f"{file}: {workers} workers are no whole nodes of {slots}: give each host its own, NAME N")
+    if len(hosts) != count + spares:
+        more = len(hosts) - count
+        hint = f"; {more} more than that: --spares {more}" if more > 0 else ""
+        raise ClusterError(
+            f"{file}: {len(hosts)} hosts of {slots} workers, the recipe needs {count} for its {workers} workers, and "
+            f"--spares says {spares}{hint}"
+        )
+    return count
+
+
+def report(host: str, outcome: Outcome) -> None:
+    """One line on how it ended here, with a failed worker's last lines."""
+    if outcome.code == 0:
+        click.echo(f"tc3: {host}: the run is complete", err=True)
+    elif outcome.failure:
+        complain(outcome.failure)
+    else:
+        click.echo(f"tc3: {host}: interrupted; all workers here have ended", err=True)
+    if outcome.left:
+        click.echo(f"tc3: these processes did not end: {' '.join(map(str, outcome.left))}", err=True)

@@ -1,0 +1,267 @@
+"""What follows an attempt: start again, with a spare, on fewer hosts, or give up. Pure: nothing is read or started.
+
+Failures are counted since the last progress. Progress is a newer checkpoint to go on from: an attempt that begins
+from a later step than the one before it (by their plans), or one whose run holds a checkpoint of a later step than it
+began from (`saved`). Steps that were made and not saved are none: they are made again. So a run may fail any number of
+times in months, and `Rules.restarts` bounds how often it fails without coming any further.
+
+A user's error is not tried again, nor a loss that is not finite: the same weights and data come to the same loss. One
+that plugins.spike_guard goes back for is another matter ("spike"): its samples are left out, and the guard counts by
+itself how often. So such an attempt is no failure here, and `Rules` does not count it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from launch.agent.initiator import Began, initiator, silent
+from plugins.spike_guard.words import NO_MORE
+from tools.runs.attempts import Attempt, Decision, End, Plan, Verdict
+
+_NOBODYS = ("user error", "not finite", "spike", "port")  # causes that say nothing against the host
+_GONE = ("lost node", "lost disk", "never came")  # a host that cannot take part as it is
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """How a recipe runs on fewer hosts: on the first `hosts` of those offered, with `overrides` of the recipe."""
+
+    hosts: int
+    overrides: list[str]
+    why: str
+
+
+Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe runs on them alone; or why it does not
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When to give up, and how long to wait. `hosts`: all that the run may use, spares too, in the order of use."""
+
+    restarts: int = 3  # failures without progress between them that are followed by another attempt
+    same_step: int = 3  # failures in a row at one step of the training: the step's fault, whoever takes it
+    same_host: int = 3  # failures that a host has begun: it is left out where another one can take its place
+    first: float = 2.0  # seconds before the attempt that follows the first failure; doubled for each further one
+    most: float = 300.0  # seconds, of such a wait
+    hosts: list[str] = field(default_factory=list)
+
+    def wait(self, failures: int) -> float:
+        """Seconds to wait after so many failures without progress (>= 1)."""
+        return float(min(self.most, self.first * 2.0 ** min(failures - 1, 60)))
+
+
+def verdict(
+    attempt: Attempt,
+    earlier: Sequence[Attempt],
+    rules: Rules,
+    can: Can,
+    *,
+    now: float = math.inf,
+    saved: int | None = None,
+) -> Verdict:
+    """Who began the end of `attempt`, and what follows.
+
+    Args:
+        attempt: a plan is there, and the ends of its hosts as far as they came.
+        earlier: the attempts before it, the oldest first, with their verdicts.
+        can: how the recipe runs on these hosts alone (`launch.agent.smaller`); else why it cannot.
+        now: the disk's clock; without it hosts that have written no end are gone.
+        saved: step of the newest whole checkpoint; None where that is not known.
+    """
+    hosts = _plan(attempt).hosts
+    ends = [end for host, end in attempt.ends.items() if host in hosts]
+    outcomes = {end.outcome for end in ends}
+    time = now if math.isfinite(now) else 0.0
+    if outcomes == {"done"} and len(ends) == len(hosts):
+        return Verdict(time, "done", "every host has finished")
+    if "interrupted" in outcomes:
+        return Verdict(time, "leave", f"{_names(ends, 'interrupted')}: told to stop by its user")
+    if "preempted" in outcomes and "failed" not in outcomes:
+        return Verdict(time, *_after_notice(_plan(attempt), ends, can))
+    began = initiator(attempt, now)
+    decision, why, wait = _Failed(attempt, began, list(earlier), rules, can, now, saved).follows()
+    victims = sorted(end.host for end in ends if end.outcome == "failed" and end.host != began.host)
+    rank = began.end.rank if began.end else None
+    return Verdict(time, decision, f"{began.why}. {why}", began.host, rank, began.cause, victims, wait)
+
+
+def next_hosts(
+    attempt: Attempt, verdict: Verdict, there: list[str], earlier: Sequence[Attempt] = (), rules: Rules | None = None
+) -> list[str]:
+    """The hosts of the next attempt by node rank, of those that are `there`: as many as `attempt` had.
+
+    Who took part and is not left out comes first, in the same order; then the plan's spares, then others; last who is
+    left out for the failures that it began, if nobody else is there. After an attempt that was smaller these are all
+    that are there, for some may be back; `launch.agent.smaller` says how many of them the recipe takes.
+    """
+    plan, rules = _plan(attempt), rules or Rules()
+    bad = _repeated([*earlier, replace(attempt, verdict=verdict)], rules)
+    order = list(dict.fromkeys([*plan.hosts, *plan.spares, *rules.hosts, *sorted(there)]))
+    chosen = [host for host in order if host in there and host not in bad]
+    without = verdict.initiator if verdict.decision == "smaller" else None
+    chosen += [host for host in order if host in there and host in bad and host != without]
+    return chosen if plan.overrides else chosen[: len(plan.hosts)]
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An attempt that failed, and all that decides what follows; the arguments of `verdict`."""
+
+    attempt: Attempt
+    began: Began
+    earlier: list[Attempt]
+    rules: Rules
+    can: Can
+    now: float
+    saved: int | None
+
+    def follows(self) -> tuple[Decision, str, float]:
+        """(decision, why, seconds to wait)."""
+        if self.began.cause == "user error":
+            return "give up", "That is to be mended first: another attempt would end alike", 0.0
+        if self.began.cause == "not finite":
+            alike = "The same weights and data come to the same loss, so it is not tried again"
+            return "give up", f"{alike}; plugins.spike_guard would roll back and leave the data out", 0.0
+        if self.began.cause == "spike":
+            return self._after_spike()
+        count = len(self.fruitless)
+        if count > self.rules.restarts:
+            return "give up", f"Given up: {_times(count)} in a row without a newer checkpoint", 0.0
+        same = _at_same_step([*self.earlier, self.attempt])
+        if same >= self.rules.same_step:
+            return "give up", f"Given up: {_times(same)} in a row after step {_step(self.attempt)}", 0.0
+        decision, why = self._who_goes_on()
+        if decision == "give up":
+            return decision, why, 0.0
+        why = f"{why} (failure {count} of {self.rules.restarts + 1} without a newer checkpoint)"
+        return decision, why, self.rules.wait(count)
+
+    def _after_spike(self) -> tuple[Decision, str, float]:
+        """The run's guard has decided."""
+        if self.began.end and NO_MORE in self.began.end.message:
+            return "give up", "Given up, as the guard says", 0.0
+        decision, why = self._who_goes_on()
+        return decision, "Started again without its samples" if decision == "restart" else why, 0.0
+
+    @cached_property
+    def fruitless(self) -> list[Attempt]:
+        """The failed attempts since the last progress, the oldest first, this one last."""
+        found, begin = [self.attempt], _plan(self.attempt).step
+        if self.saved is not None and self.saved > begin:
+            return found
+        for before in reversed(self.earlier):
+            if before.plan is None or before.plan.step < begin:
+                break
+            if _failed(before) and not _spiked(before):  # else its hosts were preempted, or it went back
+                found.insert(0, before)
+        return found
+
+    def _who_goes_on(self) -> tuple[Decision, str]:
+        """Restart, spare or smaller, by the hosts that cannot take part or had better not; (decision, why)."""
+        plan = _plan(self.attempt)
+        bad, gone = self._bad(), self._gone()
+        spares = [host for host in plan.spares if host not in gone | bad]
+        for out in (gone | bad, gone):
+            names = [host for host in plan.hosts if host in out]
+            if names and len(spares) >= len(names):
+                return "spare", f"{', '.join(spares[: len(names)])} in place of {', '.join(names)}"
+        worn = self.began.host if self.began.host in bad - gone and self._keeps_failing() else None
+        names = [host for host in plan.hosts if host in gone or host == worn]
+        if not names:
+            return "restart", "Started again on the same hosts"
+        left = [host for host in [*plan.hosts, *spares] if host not in names]
+        how = self.can(left) if left else None
+        if isinstance(how, Smaller):
+            return "smaller", f"Without {', '.join(names)}, {how.why}"
+        reason = f"; it does not run on fewer hosts: {how}" if how else ""
+        if worn:
+            times = _times(self.rules.same_host)
+            return "give up", f"Given up: {worn} began {times} or more, and nobody can take its place{reason}"
+        return "restart", f"Started again once {', '.join(names)} is back, for there is no spare{reason}"
+
+    def _bad(self) -> set[str]:
+        own = Verdict(0.0, "restart", "", self.began.host, cause=self.began.cause)
+        return _repeated([*self.earlier, replace(self.attempt, verdict=own)], self.rules)
+
+    def _gone(self) -> set[str]:
+        ends = self.attempt.ends.values()
+        gone = {end.host for end in ends if end.cause in _GONE or end.outcome == "preempted"}
+        gone -= {end.host for end in ends if end.by == end.host}  # its agent was started anew, and says so: it is there
+        return gone | set(silent(self.attempt, self.now))
+
+    def _keeps_failing(self) -> bool:
+        """Whether one host of several began as many failures as a host may, without progress between them."""
+        own = [each for each in self.fruitless if each is self.attempt or _initiator(each) == self.began.host]
+        return len(_plan(self.attempt).hosts) > 1 and len(own) >= self.rules.same_host
+
+
+def _after_notice(plan: Plan, ends: list[End], can: Can) -> tuple[Decision, str]:
+    """Hosts that were given notice leave; who is left goes on, if it can."""
+    out = [end.host for end in ends if end.outcome == "preempted"]
+    left = [host for host in [*plan.hosts, *plan.spares] if host not in out]
+    why = f"{_names(ends, 'preempted')} had to leave"
+    if not left:
+        return "leave", f"{why}, and nobody is left"
+    if len(left) >= len(plan.hosts):
+        return "spare", f"{why}; a spare takes over"
+    how = can(left)
+    if isinstance(how, Smaller):
+        return "smaller", f"{why}; {how.why}"
+    return "leave", f"{why}, and there is no spare" + (f"; it does not run on fewer hosts: {how}" if how else "")
+
+
+def _repeated(attempts: Sequence[Attempt], rules: Rules) -> set[str]:
+    """Hosts that have begun `same_host` failures of the run, whatever progress was made between them."""
+    began = Counter(_initiator(each) for each in attempts if each.verdict and each.verdict.cause not in _NOBODYS)
+    return {host for host, times in began.items() if host and times >= rules.same_host}
+
+
+def _at_same_step(attempts: Sequence[Attempt]) -> int:
+    """How many attempts in a row, the last one included, failed after the same step; 0 before training has begun."""
+    step, count = _step(attempts[-1]), 0
+    for each in reversed(attempts):
+        if _spiked(each):
+            continue
+        if not (each.plan and _in_training(each) and _failed(each)) or _step(each) != step:
+            break
+        count += 1
+    return count
+
+
+def _in_training(attempt: Attempt) -> bool:
+    return any(end.phase not in ("start", "compile") for end in attempt.ends.values())
+
+
+def _failed(attempt: Attempt) -> bool:
+    return any(end.outcome == "failed" for end in attempt.ends.values())
+
+
+def _spiked(attempt: Attempt) -> bool:
+    return attempt.verdict is not None and attempt.verdict.cause == "spike"
+
+
+def _step(attempt: Attempt) -> int:
+    """The newest step that any host has made."""
+    said = [*(end.step for end in attempt.ends.values()), *(beat.step for beat in attempt.beats.values())]
+    return max(_plan(attempt).step, *said, 0)
+
+
+def _initiator(attempt: Attempt) -> str | None:
+    return attempt.verdict.initiator if attempt.verdict else None
+
+
+def _plan(attempt: Attempt) -> Plan:
+    assert attempt.plan, "an attempt is judged by its plan"
+    return attempt.plan
+
+
+def _names(ends: list[End], outcome: str) -> str:
+    return ", ".join(sorted(end.host for end in ends if end.outcome == outcome))
+
+
+def _times(count: int) -> str:
+    return f"{count} failure{'s' * (count > 1)}"

@@ -1,0 +1,236 @@
+"""What agents ask of the disk that they share: whole files or none, one winner a name, one clock, no endless waiting.
+
+What is relied on, and holds for NFS (versions 3 and 4), Lustre, GPFS, CephFS and local disks:
+
+* `rename` puts a whole file in another one's place; who opens the name reads the old one or the new one.
+* `link` fails where the name exists: of all who publish one name, on whatever hosts, exactly one succeeds. Where an
+  answer of the server got lost, the link count of the writer's own file tells who won.
+* `open` asks the server whether what is cached still stands (close-to-open), so files are opened to be looked at, never
+  only `stat`ed. That a name was *absent* is remembered by NFS clients for up to a minute, unless they
+  change the folder themselves: who waits for a name must write into that folder now and then, as all agents do.
+* The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's: so times of
+  different hosts order events for people, while nobody's life is judged by them (see `watch`).
+
+A disk that is gone lets a process hang inside a call that nothing but SIGKILL ends. So each call is made by a thread
+that may hang, while the caller waits for a bounded time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from plugins.errors import ClusterError, StoppedError
+
+AGAIN = 0.1  # seconds until a call that failed is tried once more
+PATIENCE = 4.0  # times the bound for what is published: it must reach the disk, which may be busy with a checkpoint
+FRESH = 10.0  # seconds for which one look at the disk's clock serves
+ROOM = 65536  # bytes, of an agent: some sixteen files
+FULL = {errno.ENOSPC, errno.EDQUOT}
+NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
+Answer = TypeVar("Answer")
+
+
+class LostDiskError(StoppedError):
+    """The shared disk does not answer, or cannot be written: this node must end, for nobody hears of it any more."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A file as it was read: its text, and what differs as soon as anybody has written it anew."""
+
+    text: str
+    mark: tuple[int, ...]
+
+
+class Disk:
+    """The shared disk as one agent uses it. `bound`: seconds after which a disk that does not answer is lost."""
+
+    def __init__(self, bound: float):
+        self.bound = bound
+        self.name = uuid.uuid4().hex[:12]  # of this process, on all hosts
+        self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._turn = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._last: _Call | None = None
+        self._room: Path | None = None
+        self._clock: tuple[float, float] | None = None  # the disk's time, and ours when it was that
+
+    def read(self, path: Path) -> Found | None:
+        """The file at `path`; None where there is none.
+
+        Raises:
+            LostDiskError: the disk does not answer within the bound. So do all methods.
+        """
+        return self._bounded(path, lambda: _read(path))
+
+    def replace(self, path: Path, text: str) -> None:
+        """Write `path`, whole, in the place of what stood there. On a full disk only the file's time changes."""
+        self._bounded(path, lambda: self._replace(path, text))
+
+    def publish(self, path: Path, text: str) -> bool:
+        """Write `path`, whole, unless it exists: False, and nothing changes.
+
+        Raises:
+            ClusterError: the disk has no hard links.
+        """
+        return self._bounded(path, lambda: self._publish(path, text), PATIENCE)
+
+    def keep_room(self, path: Path) -> None:
+        """Keep a few blocks, in a file of their own, for what is published after a checkpoint has filled the disk."""
+        self._bounded(path, lambda: self._keep_room(path))
+
+    def names(self, folder: Path) -> list[str]:
+        """What lies in a folder; for one agent at a time, as its cost grows with the hosts."""
+        return self._bounded(folder, lambda: sorted(os.listdir(folder)))
+
+    def folder(self, path: Path) -> None:
+        """Make a folder, unless it is there."""
+        self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
+
+    def now(self, folder: Path) -> float:
+        """The disk's clock, in seconds since 1970: that of the last write, and what has passed since."""
+        if self._clock is None or self.ticks() - self._clock[1] > FRESH:
+            part = folder / f".clock.{self.name}"
+            self.folder(folder)
+            self._bounded(part, lambda: self._write(part, ""))
+            self._bounded(part, lambda: part.unlink(missing_ok=True))
+        assert self._clock
+        return self._clock[0] + self.ticks() - self._clock[1]
+
+    def ticks(self) -> float:
+        """Seconds that pass here, from any start: for how long, never for when."""
+        return time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
+
+    def _keep_room(self, path: Path) -> None:
+        try:
+            if not path.exists():
+                self._write(path, "." * ROOM)
+            self._room = path
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            path.unlink(missing_ok=True)
+
+    def _stamp(self, descriptor: int) -> None:
+        os.utime(descriptor)  # to the server's "now"; without this NFS would answer with the client's guess
+
+    def _replace(self, path: Path, text: str) -> None:
+        part = path.with_name(f".{path.name}.{self.name}")
+        try:
+            self._write(part, text)
+        except OSError as error:
+            if error.errno not in FULL or not path.exists():
+                raise
+            os.utime(path)  # a sign of life that needs no room
+        else:
+            os.replace(part, path)
+
+    def _publish(self, path: Path, text: str) -> bool:
+        part = path.with_name(f".{path.name}.{self.name}")
+        try:
+            self._write(part, text, durable=True)
+        except OSError as error:
+            if error.errno not in FULL or self._room is None:
+                raise
+            self._room.unlink(missing_ok=True)
+            self._room = None
+            self._write(part, text, durable=True)
+        try:
+            os.link(part, path)
+        except OSError as error:
+            if error.errno in NO_LINKS:
+                raise ClusterError(f"{path.parent}: agents need a disk with hard links; take another one") from None
+            if error.errno != errno.EEXIST:
+                raise
+            return os.stat(part).st_nlink > 1  # ours after all: the server did it, and its answer got lost
+        finally:
+            with suppress(OSError):
+                os.unlink(part)
+        return True
+
+    def _write(self, path: Path, text: str, durable: bool = False) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            content = text.encode()
+            if os.write(descriptor, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if durable:
+                os.fsync(descriptor)
+            self._stamp(descriptor)
+            self._clock = (os.fstat(descriptor).st_mtime, self.ticks())
+        finally:
+            os.close(descriptor)
+
+    def _bounded(self, path: Path, what: Callable[[], Answer], patience: float = 1.0) -> Answer:
+        until = self.ticks() + patience * self.bound
+        while True:
+            try:
+                return self._ask(path, what, until)
+            except OSError as error:
+                if self.ticks() + AGAIN > until:
+                    raise LostDiskError(f"{path}: the disk is lost ({error.strerror or error})") from None
+            self.pause(AGAIN)
+
+    def _ask(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
+        """One call, by the thread that may hang; one after the other, whichever threads ask."""
+        if not self._turn.acquire(timeout=max(0.0, until - self.ticks())):
+            raise LostDiskError(f"{path}: the disk is lost (an earlier call has not returned yet)")
+        try:
+            return self._answer(path, what, until)
+        finally:
+            self._turn.release()
+
+    def _answer(self, path: Path, what: Callable[[], Answer], until: float) -> Answer:
+        if self._last and not self._last.done.is_set():
+            raise LostDiskError(f"{path}: the disk is lost (an earlier call has not returned yet)")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="disk", daemon=True)
+            self._thread.start()
+        self._last = call = _Call(what)
+        self._calls.put(call)
+        if not call.done.wait(max(0.0, until - self.ticks())):
+            raise LostDiskError(f"{path}: the disk is lost (no answer in time)")
+        if call.error:
+            raise call.error
+        return call.answer
+
+    def _serve(self) -> None:
+        while True:
+            call = self._calls.get()
+            try:
+                call.answer = call.what()
+            except BaseException as error:  # whatever it is belongs to the caller
+                call.error = error
+            call.done.set()
+
+
+class _Call:
+    def __init__(self, what: Callable[[], Any]):
+        self.what, self.done = what, threading.Event()
+        self.answer: Any = None
+        self.error: BaseException | None = None
+
+
+def _read(path: Path) -> Found | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb") as file:
+        content = file.read()
+        status = os.fstat(descriptor)
+    return Found(content.decode("utf-8", "replace"), (status.st_ino, status.st_mtime_ns))

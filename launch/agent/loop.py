@@ -1,0 +1,212 @@
+"""The agent of one node: come, start the workers, watch, say how they ended, follow the verdict, and again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from launch.agent import decide
+from launch.agent.decide import Smaller
+from launch.agent.disk import LostDiskError
+from launch.agent.job import Job, logs_of
+from launch.agent.limits import Limits, learn_steps
+from launch.agent.meeting import Meeting
+from launch.agent.node.around import Around
+from launch.agent.node.link import link_to
+from launch.agent.node.notices import Interrupted, Notices
+from launch.agent.node.part import Part
+from launch.agent.planning import FINAL, Planning, checkpoint_of, history, newest_saved
+from launch.agent.smaller import smaller
+from launch.run.failure import Failure
+from launch.run.supervise import Outcome
+from plugins.errors import TC3Error
+from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
+from tools.runs.readings import Follower, loss_rank
+
+POLL = 0.2  # seconds between looks while nothing runs here
+BEAT = 1.0  # seconds between signs of life of a node that waits
+LEAVE = 3.0  # seconds that a node which leaves waits for the verdict
+UNFIT = 60.0  # seconds until a node that was not fit is tried again
+Got = TypeVar("Got")
+
+
+@dataclass
+class Agent:
+    """The agent of `job.host`.
+
+    Attributes:
+        fit: why this node cannot take part now; asked before it comes to an attempt, but for its first one.
+        prepare: called by who plans an attempt, before others know of the plan.
+        outcome: of our last part; `failed`: it was the part itself, not told to end for another one's sake.
+        parts: how many attempts we took part in.
+    """
+
+    job: Job
+    fit: Callable[[], list[str]] = list
+    prepare: Callable[[Plan], None] = lambda plan: None
+    outcome: Outcome = field(default_factory=lambda: Outcome(0))
+    failed: bool = False
+    parts: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        """The others are met in the run's folder."""
+        self.meeting = Meeting(self.job.run_dir, self.job.host, lost_after=self.job.lost_after)
+        self.link = link_to(host for host in self.job.hosts if host != self.job.host)
+        self.notices = Notices()
+        metrics = self.job.run_dir / "metrics" / f"rank_{loss_rank(self.job.recipe)}.jsonl"
+        learn_steps(self.limits, Follower(metrics).new_records())
+        self.last: tuple[int, Verdict] | None = None
+        self.leaving = False  # a signal has told us to
+
+    def run(self, number: int) -> Outcome:
+        """From attempt `number` on, until the run is through, given up, or we are told to leave."""
+        with self.notices:
+            try:
+                while True:
+                    verdict = self._attempt(number)
+                    if verdict is None or verdict.decision in FINAL or self.leaving:
+                        return self._final(number, verdict)
+                    self.last = number, verdict
+                    self.notices.sleep(verdict.wait)
+                    number += 1
+            except Interrupted as notice:
+                with suppress(OSError, LostDiskError):
+                    self.meeting.gone(number)
+                return Outcome(128 + notice.number)
+            except LostDiskError as error:
+                return Outcome(1, Failure(str(error), logs_of(self.job.run_dir, number), cause="lost disk"))
+            except TC3Error:
+                with suppress(OSError, LostDiskError):
+                    self.meeting.gone(number)
+                raise
+
+    def _attempt(self, number: int) -> Verdict | None:
+        """One attempt from here; None where we leave it before its verdict."""
+        self.failed = self.leaving = False
+        plan = self._planned(number)
+        if plan is None:
+            return read(folder_of(self.job.run_dir, number) / VERDICT, Verdict)
+        self._say_plan(plan)
+        if self.job.host not in plan.hosts:
+            self._stand_by(plan)
+            return self._verdict(plan)
+        if read(file_of(folder_of(self.job.run_dir, number), END, self.job.host), End):
+            return self._verdict(plan)  # of an earlier agent of this host, whose workers are gone
+        part = Part(self.job, plan, self.meeting, self.limits, self.link)
+        self.outcome, end = part.run()
+        self.failed = end.outcome == "failed"
+        self.parts += 1
+        self.leaving = bool(self.outcome.code) and self.outcome.failure is None
+        try:
+            self.meeting.end(number, end)
+            return self._verdict(plan, LEAVE if self.leaving else None)
+        except LostDiskError:
+            if self.outcome.code:  # that comes first
+                return None
+            raise
+
+    def _planned(self, number: int) -> Plan | None:
+        """Come to an attempt, and wait until it has a plan; None where it gets a verdict instead."""
+        planning = Planning(self.job, number, self._can, self.meeting, self.prepare)
+
+        def wanted(there: list[str]) -> Plan | None:
+            try:
+                return planning.wanted(there)
+            except TC3Error as error:  # the others would try the same, one after another
+                why = Verdict(self.meeting.now(), "give up", str(error), self.job.host, cause="user error")
+                self.meeting.refuse(number, why)
+                raise
+
+        if self.last is not None:
+            self._become_fit(number)
+        self.meeting.come(number)
+        while (plan := self.meeting.plan(number, wanted)) is None:
+            if read(folder_of(self.job.run_dir, number) / VERDICT, Verdict):
+                return None
+            if time.monotonic() - planning.began > self.job.patience:
+                self.meeting.gone(number)
+                there = ", ".join(self.meeting.there(number)) or "nobody"
+                raise TC3Error(f"attempt {number}: {there} came within {self.job.patience:g} s, too few to start")
+            self.notices.sleep(POLL)
+        return plan
+
+    def _become_fit(self, number: int) -> None:
+        """Return once this node may take part again, or the others have made their plan without it."""
+        began, asked, said = time.monotonic(), -math.inf, ""
+        while True:
+            now = time.monotonic()
+            if now - asked > UNFIT:
+                asked, reasons = now, self.fit()
+            why = "; ".join([*reasons, *self.link.lost()])
+            if not why or read(folder_of(self.job.run_dir, number) / PLAN, Plan):
+                return
+            words = f"{self.job.host} is not fit for attempt {number}: {why}"
+            if now - began > self.job.patience:
+                raise TC3Error(words)
+            if why != said:
+                self.job.say(f"tc3: {words}")
+                said = why
+            self.notices.sleep(POLL)
+
+    def _stand_by(self, plan: Plan) -> None:
+        """A spare beats, and looks after all others in turn, until the attempt is over."""
+        around = Around(self.meeting, plan, self.job.host)
+        place = folder_of(self.job.run_dir, plan.attempt) / VERDICT
+        since = self.meeting.now()
+        while not (around.look() or read(place, Verdict)):
+            self.meeting.beat(plan.attempt, Beat(self.job.host, self.meeting.now(), "start", since))
+            self.notices.sleep(BEAT)
+
+    def _verdict(self, plan: Plan, limit: float | None = None) -> Verdict | None:
+        """Wait for the verdict, or give it; None when there is none after `limit` seconds."""
+        earlier = history(self.job, plan.attempt)
+        around = Around(self.meeting, plan, self.job.host)
+        began = time.monotonic()
+
+        def given(attempt: Attempt) -> Verdict:
+            now, saved = self.meeting.now(), newest_saved(self.job.saves)
+            return decide.verdict(attempt, earlier, self.job.rules, self._can, now=now, saved=saved)
+
+        while (found := self.meeting.verdict(plan.attempt, given)) is None:
+            if limit is not None and time.monotonic() - began > limit:
+                return None
+            around.look()
+            if limit is None:
+                self.notices.sleep(POLL)
+            else:
+                time.sleep(POLL)
+        return found
+
+    def _can(self, hosts: list[str]) -> Smaller | str:
+        return smaller(self.job.recipe, len(hosts), self.job.slots, newest_saved(self.job.saves) or 0)
+
+    def _say_plan(self, plan: Plan) -> None:
+        """One line for an attempt that follows another: why, and from where it goes on."""
+        if self.last is None:
+            return
+        number, verdict = self.last
+        checkpoint = checkpoint_of(plan)
+        place = f"goes on from step {checkpoint.step}: {checkpoint.path}" if checkpoint else "starts from the beginning"
+        hosts = f" on {', '.join(plan.hosts)}" if self.job.several else ""
+        self.job.say(f"tc3: attempt {number} ended: {verdict.why}; attempt {plan.attempt}{hosts} {place}")
+
+    def _final(self, number: int, verdict: Verdict | None) -> Outcome:
+        """What the run came to, as this node sees it."""
+        if self.last is not None:
+            restarts = number - self.job.first
+            self.job.say(f"tc3: {restarts} restart{'s' * (restarts > 1)} in all")
+        if self.leaving or self.failed:
+            return self.outcome
+        if verdict and verdict.decision == "done":
+            return Outcome(0)
+        user = verdict is not None and verdict.cause == "user error"
+        return Outcome(2 if user else 1, self._failure(number, verdict))
+
+    def _failure(self, number: int, verdict: Verdict | None) -> Failure:
+        why = verdict.why if verdict else "the end of the attempt was not agreed upon"
+        return Failure(why, logs_of(self.job.run_dir, number), cause=verdict.cause if verdict else None)

@@ -1,0 +1,288 @@
+"""Where the agents of a run meet: files in the folder of an attempt, on the disk that they share.
+
+Beside the files of `tools.runs.attempts` there are, in the same folder,
+
+* `there-HOST.json`: this host's agent waits, or works; written anew about once a second while it waits;
+* `claim-WHAT-N`: who writes the plan or the verdict, and which process is the agent of a host (see `claim`);
+* `over.json`: the host whose part was the first to end badly.
+
+Plan, verdict, ends and `over.json` are published: the first one stays, whoever else writes. So all agents go by one
+plan and one verdict, whatever dies when. Nobody lists the folder in a loop, but the one who holds a claim.
+
+A call asks a handful of files, whatever the number of hosts, and returns at once; loops call it again. Each may raise
+`LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, where another process is this host.
+What holds on which disk is said in `disk`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from launch.agent.claim import Claim, Holder
+from launch.agent.disk import Disk, Found
+from launch.agent.watch import Watch
+from plugins.errors import ClusterError, DataError
+from tools.runs.attempts import (
+    BEAT,
+    END,
+    FOLDER,
+    PLAN,
+    VERDICT,
+    Attempt,
+    Beat,
+    End,
+    Form,
+    Plan,
+    Verdict,
+    file_of,
+    folder_of,
+    parse,
+    text_of,
+)
+
+THERE, OVER, GONE = "there-", "over.json", "gone"
+LOOKS = 8  # at claims, in the time after which somebody is lost
+SIGNS = 4  # of life, in that time
+LOST_AFTER = 4.0  # seconds without a sign of life of a node, or an answer of the disk, unless a user says otherwise
+SETTLE = 2.0  # of these times the verdict waits for the ends of those who still give signs of life
+LONGEST = 180  # bytes of a host's name in a file's
+
+
+class Meeting:
+    """The meeting of a run, as the agent of one host takes part in it.
+
+    Args:
+        run_dir: the run's folder, on the shared disk.
+        host: this host's name, which no other agent has.
+        lost_after: seconds without a sign of life after which a host, or the disk, is lost.
+        disk: in the place of a `Disk` of its own.
+    """
+
+    def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
+        if not host.isprintable() or not 0 < len(quote(host, safe="")) <= LONGEST:
+            raise ClusterError(f"--host {host!r}: is no host's name; give the one that the list of nodes has")
+        self.run_dir, self.host, self.lost_after = run_dir, host, lost_after
+        self.disk = disk or Disk(lost_after)
+        self.me = Holder(host, self.disk.name)
+        self._place = f"host-{quote(host, safe='')}"
+        self._watch = Watch(lost_after / 2)
+        self._claims: dict[tuple[int, str], Claim] = {}
+        self._next: dict[tuple[int, str], float] = {}  # when something is due again
+
+    def now(self) -> float:
+        """The disk's clock, in seconds since 1970."""
+        return self.disk.now(self.run_dir / FOLDER)
+
+    def come(self, number: int) -> None:
+        """Say that this host is there, and fit, for attempt `number`.
+
+        Where an agent of this host's name was there before, this waits until it is sure to be gone, at most about
+        twice `lost_after`. If the attempt counts on that one, this host's part in it has ended badly, and that is said.
+
+        Raises:
+            ClusterError: an agent of this host's name is at work.
+        """
+        self.disk.folder(folder_of(self.run_dir, number))
+        claim = self._claim(number, self._place)
+        returns = claim.holder == self.me
+        before: tuple[Holder | None, object] | None = None
+        while not claim.hold():
+            sign = self._sign(number, claim.holder) if claim.holder else None
+            if before and sign and before[0] == claim.holder and before[1] != sign:
+                raise ClusterError(
+                    f"--host {self.host}: an agent of this name is at work in {claim.folder}; give each node its own"
+                )
+            before = (claim.holder, sign) if sign else before
+            self.disk.pause(self.lost_after / LOOKS)
+        self._say_there(number)
+        self._check_place(number)
+        self.disk.keep_room(file_of(self.run_dir / FOLDER, ".room-", self.host))
+        plan = self._form(number, PLAN, Plan)
+        if plan and self.host in plan.hosts and not returns:
+            self.lost(number, self.host, "its agent was started anew in the middle of the attempt")
+
+    def gone(self, number: int) -> None:
+        """Say that this host leaves attempt `number`, and is not to be counted on; nothing where it never came."""
+        if (number, self._place) in self._claims:
+            self._say_there(number, gone=True)
+
+    def there(self, number: int) -> list[str]:
+        """The hosts that came to attempt `number`, did not leave and give signs of life. Costs opens for each host."""
+        names = self.disk.names(folder_of(self.run_dir, number))
+        hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
+        return [host for host in hosts if not self._gone_or_quiet(number, host)]
+
+    def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
+        """The plan of attempt `number`; None while there is none. `come` before; call it in a loop.
+
+        Args:
+            number: the attempt.
+            wanted: asked, on one host at a time, for the plan: given the hosts that are there, None to wait for more.
+                It should be quick: another host asks its own once this one has taken `lost_after` seconds.
+        """
+        if not self._form(number, PLAN, Plan) and self._chosen(number, "plan"):
+            plan = wanted(self.there(number))
+            if plan and self.plans(number):  # it may have taken long
+                self._publish(number, PLAN, text_of(plan))
+        return self._form(number, PLAN, Plan)
+
+    def plans(self, number: int) -> bool:
+        """Whether it is still ours to plan attempt `number`: who took long, or was stopped, may have been followed."""
+        return self._claim(number, "plan").hold()
+
+    def beat(self, number: int, beat: Beat) -> None:
+        """Give a sign of life; about once a second while this host takes part, or waits as a spare."""
+        self._check_place(number)
+        self.disk.replace(file_of(folder_of(self.run_dir, number), BEAT, self.host), text_of(beat))
+
+    def stale(self, number: int, host: str) -> bool:
+        """Whether `host`, which is in the plan, has given no beat for `lost_after` seconds in which we looked."""
+        folder = folder_of(self.run_dir, number)
+        found = self.disk.read(file_of(folder, BEAT, host))
+        quiet = self._watch.unchanged((number, "beat", host), found and found.mark, self.disk.now(folder))
+        return quiet >= self.lost_after and self.ended(number, host) is None
+
+    def end(self, number: int, end: End) -> None:
+        """Say how a host's part ended, unless that was said before; and that all is over, if it ended badly."""
+        self._publish(number, file_of(folder_of(self.run_dir, number), END, end.host).name, text_of(end))
+        stands = self.ended(number, end.host)
+        if stands and _is_bad(stands):
+            self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
+
+    def ended(self, number: int, host: str) -> End | None:
+        """How a host's part ended, once that is said."""
+        found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
+        return parse(found.text, End) if found else None
+
+    def lost(self, number: int, host: str, why: str) -> None:
+        """Say of a host that cannot any more that its part has ended, in the phase of its last beat."""
+        folder = folder_of(self.run_dir, number)
+        found = self.disk.read(file_of(folder, BEAT, host))
+        beat = (parse(found.text, Beat) if found else None) or Beat(host, 0.0, "start", 0.0)
+        now = self.disk.now(folder)
+        self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
+
+    def over(self, number: int) -> str | None:
+        """The host whose part was the first to end badly; None while all goes well."""
+        found = self.disk.read(folder_of(self.run_dir, number) / OVER)
+        return str(json.loads(found.text)["host"]) if found else None
+
+    def verdict(self, number: int, decide: Callable[[Attempt], Verdict]) -> Verdict | None:
+        """The verdict on attempt `number`; None while there is none. Once this host's part ended; call it in a loop.
+
+        One host asks its `decide`, as soon as all hosts of the plan said how their parts ended; where one ended badly,
+        or was lost, the others get a moment for it. Who gives no sign of life any more is written down as lost.
+        """
+        if not self._form(number, VERDICT, Verdict) and self._chosen(number, "verdict"):
+            attempt = self._attempt(number)
+            if self._settled(attempt):
+                self._publish(number, VERDICT, text_of(decide(self._attempt(number))))
+        return self._form(number, VERDICT, Verdict)
+
+    def refuse(self, number: int, verdict: Verdict) -> None:
+        """Give the verdict on an attempt that cannot be planned."""
+        self._publish(number, VERDICT, text_of(verdict))
+
+    def _settled(self, attempt: Attempt) -> bool:
+        number = attempt.number
+        missing = [host for host in (attempt.plan.hosts if attempt.plan else []) if host not in attempt.ends]
+        lost = [host for host in missing if self._gone_or_quiet(number, host)]
+        for host in lost:
+            self.lost(number, host, f"no sign of life for {self.lost_after:g} s")
+        if len(lost) == len(missing):
+            return True
+        waiting = self.over(number) is not None
+        for end in attempt.ends.values():
+            if _is_bad(end) and not waiting:  # who wrote it died before it could say that all is over
+                self.end(number, end)
+        waited = self._watch.unchanged((number, "settle"), waiting, self.disk.now(attempt.folder))
+        return waiting and waited >= SETTLE * self.lost_after
+
+    def _attempt(self, number: int) -> Attempt:
+        """As `tools.runs.attempts.read_attempt`, from a disk that may be lost."""
+        folder = folder_of(self.run_dir, number)
+        beats: dict[str, Beat] = {}
+        ends: dict[str, End] = {}
+        for name in self.disk.names(folder):
+            if name.startswith((BEAT, END)) and (found := self.disk.read(folder / name)):
+                host = unquote(name.removeprefix(BEAT).removeprefix(END).removesuffix(".json"))
+                if name.startswith(BEAT) and (beat := parse(found.text, Beat)):
+                    beats[host] = beat
+                elif name.startswith(END) and (end := parse(found.text, End)):
+                    ends[host] = end
+        return Attempt(folder, number, self._form(number, PLAN, Plan), beats, ends, None)
+
+    def _chosen(self, number: int, what: str) -> bool:
+        """Give a sign of life, and look whether it is ours to do `what`; both only now and then."""
+        if self._due(number, "sign", SIGNS):
+            self._say_there(number)
+        return self._due(number, what, LOOKS) and self._claim(number, what).hold()
+
+    def _claim(self, number: int, what: str) -> Claim:
+        def dead(holder: Holder) -> bool:
+            return self._quiet(number, holder) >= self.lost_after
+
+        if (number, what) not in self._claims:
+            self._claims[number, what] = Claim(self.disk, folder_of(self.run_dir, number), what, self.me, dead)
+        return self._claims[number, what]
+
+    def _due(self, number: int, what: str, times: int) -> bool:
+        """Whether something that is done `times` in the time after which somebody is lost is due."""
+        now = self.disk.ticks()
+        if now < self._next.get((number, what), now):
+            return False
+        self._next[number, what] = now + self.lost_after / times
+        return True
+
+    def _say_there(self, number: int, gone: bool = False) -> None:
+        self._check_place(number)
+        content = {"host": self.host, "process": self.me.process, GONE: gone}
+        self.disk.replace(file_of(folder_of(self.run_dir, number), THERE, self.host), json.dumps(content) + "\n")
+
+    def _check_place(self, number: int) -> None:
+        claim = self._claim(number, self._place)
+        if claim.holder != self.me or claim.lost():
+            raise ClusterError(f"{claim.folder}: another agent of {self.host} came in the place of this one")
+
+    def _gone_or_quiet(self, number: int, host: str) -> bool:
+        found = self.disk.read(file_of(folder_of(self.run_dir, number), THERE, host))
+        holder = Holder.of(found)
+        if holder is None:  # never came
+            holder = Holder(host, "")
+        return _left(found) or self._quiet(number, holder) >= self.lost_after
+
+    def _quiet(self, number: int, holder: Holder) -> float:
+        """Seconds for which an agent has given no sign of life, since we first looked."""
+        sign = self._sign(number, holder)
+        return self._watch.unchanged((number, holder), sign, self.disk.now(folder_of(self.run_dir, number)))
+
+    def _sign(self, number: int, holder: Holder) -> object:
+        """Something that differs after each sign of life; None where another process took the host's place, or left."""
+        folder = folder_of(self.run_dir, number)
+        there = self.disk.read(file_of(folder, THERE, holder.host))
+        if Holder.of(there) != holder or _left(there):
+            return None
+        beat = self.disk.read(file_of(folder, BEAT, holder.host))
+        return there and there.mark, beat and beat.mark
+
+    def _publish(self, number: int, name: str, text: str) -> None:
+        self.disk.publish(folder_of(self.run_dir, number) / name, text)
+
+    def _form(self, number: int, name: str, kind: type[Form]) -> Form | None:
+        path = folder_of(self.run_dir, number) / name
+        found = self.disk.read(path)
+        form = parse(found.text, kind) if found else None
+        if found and form is None:
+            raise DataError(f"{path}: is broken; move the folder of this attempt away, and start the agents again")
+        return form
+
+
+def _is_bad(end: End) -> bool:
+    return end.outcome not in ("done", "told to end")
+
+
+def _left(there: Found | None) -> bool:
+    return there is not None and bool(json.loads(there.text).get(GONE))

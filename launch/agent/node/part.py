@@ -1,0 +1,149 @@
+"""This node's part of one attempt: its msrun under supervision, and how it ended."""
+
+from __future__ import annotations
+
+import math
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch.agent.disk import LostDiskError
+from launch.agent.job import Job
+from launch.agent.limits import Limits
+from launch.agent.meeting import Meeting
+from launch.agent.node.around import Around
+from launch.agent.node.keeping import Keeping
+from launch.agent.node.link import Link
+from launch.agent.node.lookout import Lookout
+from launch.agent.node.phase import Phases
+from launch.agent.node.start import command_of, own_logs, own_ranks, recipe_of
+from launch.resume import checkpoints
+from launch.run.compile_cache import CompileCache, prepare
+from launch.run.failure import Failure
+from launch.run.msrun import check_port
+from launch.run.supervise import Outcome, supervise
+from launch.workers import leave_request
+from plugins.errors import ClusterError
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.load import Recipe
+from tools.runs.attempts import End, Plan, folder_of
+from tools.runs.attempts import Outcome as Ending
+
+WORDS = 400  # characters of a worker's last words in an end
+
+
+@dataclass
+class Part:
+    """One attempt on this node."""
+
+    job: Job
+    plan: Plan
+    meeting: Meeting
+    limits: Limits
+    link: Link = field(default_factory=Link)
+    noticed: bool = False
+    lookout: Lookout | None = None
+
+    def run(self) -> tuple[Outcome, End]:
+        """Start the workers and stay until they have ended."""
+        if done := self._complete():
+            self.job.say(done)
+            return Outcome(0), self._end(Outcome(0), None)
+        recipe, logs, ranks = (
+            recipe_of(self.job, self.plan),
+            own_logs(self.job, self.plan),
+            own_ranks(self.job, self.plan),
+        )
+        logs.mkdir(parents=True, exist_ok=True)
+        if failure := self._port_taken(logs):
+            return Outcome(1, failure), self._end(Outcome(1, failure), None)
+        phases = Phases(recipe, self.job.run_dir, logs, ranks, self.plan.step, self.limits.learn)
+        around = Around(self.meeting, self.plan, self.job.host)
+        careful = self.job.watchful
+        limits, lost = (self.limits, self.job.lost_after) if careful else (None, None)
+        with self.job.show() as show, Lookout(phases, around, limits, show, lost, self.link) as self.lookout:
+            outcome = self._supervised(recipe, logs, ranks)
+        end = self._end(outcome, phases)
+        return (Outcome(128 + signal.SIGTERM) if end.outcome == "preempted" else outcome), end
+
+    @property
+    def folder(self) -> Path:
+        """The attempt's."""
+        return folder_of(self.job.run_dir, self.plan.attempt)
+
+    def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:
+        """The workers, from their start to their end; the lookout beats already."""
+        assert self.lookout
+        command = command_of(self.job, self.plan)
+        cache = self._cache(recipe, ranks)
+        for sentence in (*command.cores.said, *filter(None, [cache.said])):
+            self.job.say(sentence)
+        command.cores.write()
+        environment = {**command.environment, **cache.environment, **leave_request.environment(self.folder)}
+        with Keeping(cache) as keeping:
+            outcome = supervise(
+                command.argv, environment, self.job.run_dir, len(ranks), self.lookout.tick, logs, self._ends
+            )
+            keeping.well = outcome.code == 0
+        return outcome
+
+    def _cache(self, recipe: Recipe, ranks: range) -> CompileCache:
+        if not self.plan.compile_cache:
+            return CompileCache()
+        return prepare(recipe, self.job.run_dir, self.folder, len(self.plan.hosts) * self.plan.slots, ranks)
+
+    def _ends(self, number: int) -> bool:
+        """Whether a signal to us ends the workers at once; the first SIGTERM is notice of the end: they may save."""
+        if number != signal.SIGTERM or self.noticed or not self.job.watchful:
+            return True
+        self.noticed = True
+        ranks = own_ranks(self.job, self.plan)
+        return leave_request.request(self.job.run_dir, self.folder, ranks) is None
+
+    def _complete(self) -> str | None:
+        if not self.plan.resume:
+            return None
+        return checkpoints.complete(self.job.recipe, CheckpointInfo(Path(self.plan.resume), self.plan.step))
+
+    def _port_taken(self, logs: Path) -> Failure | None:
+        """msrun would take most of a minute to say so, vaguely."""
+        if self.plan.hosts[0] != self.job.host:
+            return None
+        try:
+            check_port(self.plan.port)
+        except ClusterError:
+            return Failure(f"port {self.plan.port} is in use", logs / "msrun.log", cause="port")
+        return None
+
+    def _end(self, outcome: Outcome, phases: Phases | None) -> End:
+        phase, step = (phases.phase, phases.step) if phases else ("start", self.plan.step)
+        now = self._now()
+        host, failure = self.job.host, outcome.failure
+        if outcome.code == 0 and (saved := leave_request.saved_at(self.folder)):
+            how: Ending = "preempted" if self.noticed else "told to end"
+            return End(host, now, how, "save", saved, message=f"saved on request at step {saved}")
+        if outcome.code == 0:
+            return End(host, now, "done", "end", step)
+        if self.lookout and self.lookout.told:
+            return End(host, now, "told to end", phase, step, message=failure.message if failure else "")
+        if failure:
+            words = last_words(failure)
+            return End(
+                host, now, "failed", phase, step, failure.cause or "exit", failure.rank, failure.code, words,
+                str(failure.log),
+            )  # fmt: skip
+        notice = outcome.code == 128 + signal.SIGTERM and self.job.watchful
+        return End(host, now, "preempted" if notice else "interrupted", phase, step, code=outcome.code)
+
+    def _now(self) -> float:
+        try:
+            return self.meeting.now()
+        except LostDiskError:
+            return math.nan
+
+
+def last_words(failure: Failure) -> str:
+    """A failure's message, and the error that its log ends with; a worker that was killed could say nothing of it."""
+    silent = failure.user_error or failure.stopped or (failure.cause == "signal" and not failure.has_traceback)
+    said = " ".join(line.strip() for line in (() if silent else failure.lines[-3:]))
+    return f"{failure.message}: {said}"[:WORDS] if said else failure.message

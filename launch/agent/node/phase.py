@@ -1,0 +1,128 @@
+"""Which phase this node's workers are in, from what they write: metrics, logs, checkpoints. Reads, decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from plugins.held_out_loss.plan import held_out_file
+from plugins.sealed_checkpoint.plan import seal_file
+from tools.recipe.load import Recipe
+from tools.runs.attempts import Phase
+from tools.runs.readings import Follower
+
+COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
+MOST = 1 << 20  # bytes of a log read at a look
+
+
+@dataclass
+class _Rank:
+    """What one worker has written."""
+
+    rank: int
+    metrics: Follower
+    log: Path
+    step: int
+    offset: int = 0
+    total: int | None = None
+    stepped: bool = False  # in this attempt
+    compiling: bool = False
+
+
+@dataclass
+class Phases:
+    """Follows the local workers of one attempt; make it before they start.
+
+    Attributes:
+        phase, since: of the worker that is behind; `since` by `clock`.
+        step: the newest step that a local worker has on record.
+        behind: the global rank of the only worker that is behind the other ones, if there is one.
+    """
+
+    recipe: Recipe
+    run_dir: Path
+    logs: Path
+    ranks: Sequence[int]
+    first_step: int = 0
+    learn: Callable[[Phase, float], None] = lambda phase, seconds: None
+    clock: Callable[[], float] = time.monotonic
+    phase: Phase = "start"
+    since: float = 0.0
+    step: int = 0
+    _workers: list[_Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Remember what is there already."""
+        self.since, self.step = self.clock(), self.first_step
+        for rank in self.ranks:
+            metrics = Follower(self.run_dir / "metrics" / f"rank_{rank}.jsonl", from_end=True)
+            self._workers.append(_Rank(rank, metrics, self.logs / f"worker_{rank}.log", self.first_step))
+        self.saves = Path(self.recipe["checkpoint"]["save_path"])
+        self.held_out = Follower(held_out_file(self.run_dir), from_end=True)
+        self.evaluated = -1
+
+    def look(self) -> None:
+        """Take in what was written since the last look."""
+        before = [worker.step for worker in self._workers]
+        for worker in self._workers:
+            self._read(worker)
+        phase = self._phase()
+        now = self.clock()
+        moved = any(worker.step != old for worker, old in zip(self._workers, before, strict=True))
+        if phase != self.phase or moved:
+            self.learn(self.phase, now - self.since)
+            self.phase, self.since = phase, now
+        self.step = max(worker.step for worker in self._workers)
+
+    @property
+    def behind(self) -> int | None:
+        """The one worker that has made fewer steps than all others here; before the first step nobody."""
+        steps = sorted((worker.step, worker.rank) for worker in self._workers)
+        return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None
+
+    def _read(self, worker: _Rank) -> None:
+        for record in worker.metrics.new_records():
+            worker.total = record.get("total_steps", worker.total)
+            if isinstance(record.get("step"), int):
+                worker.step, worker.stepped = record["step"], True
+        if not (worker.stepped or worker.compiling):
+            worker.compiling = self._says_compiling(worker)
+
+    def _says_compiling(self, worker: _Rank) -> bool:
+        """Read on in the log for MindFormers' words; the end of what was read is read again, for they may be cut."""
+        try:
+            with worker.log.open("rb") as file:
+                file.seek(worker.offset)
+                text = file.read(MOST)
+        except OSError:
+            return False
+        worker.offset += max(0, len(text) - len(COMPILING))
+        return COMPILING in text
+
+    def _phase(self) -> Phase:
+        if not all(worker.stepped for worker in self._workers):
+            return "compile" if all(worker.stepped or worker.compiling for worker in self._workers) else "start"
+        if self._saving():
+            return "save"
+        if self._evaluating():
+            return "evaluation"
+        done = all(worker.total and worker.step >= worker.total for worker in self._workers)
+        return "end" if done else "step"
+
+    def _saving(self) -> bool:
+        """Whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part."""
+        folder = self.saves / f"iteration_{min(worker.step for worker in self._workers):08d}"
+        return folder.is_dir() and not all(seal_file(folder, worker.rank).exists() for worker in self._workers)
+
+    def _evaluating(self) -> bool:
+        """Whether the held-out loss is due after the newest step and not on record."""
+        settings = (self.recipe.get("plugins") or {}).get("held_out_loss")
+        every = settings.get("every") if isinstance(settings, dict) else None
+        for record in self.held_out.new_records():
+            self.evaluated = max(self.evaluated, int(record.get("step", -1)))
+        if not isinstance(every, int) or every < 1:
+            return False
+        step = min(worker.step for worker in self._workers)
+        return step % every == 0 and self.evaluated < step

@@ -1,0 +1,116 @@
+"""Going on with fewer hosts: the same recipe at a smaller data-parallel size, with the same global batch.
+
+Tensor, pipeline, context and expert groups stay whole: only copies of the model are given up, and those that are left
+take the samples of the lost ones. In a pipeline they take more micro-batches (`micro_batch_num`); without one they
+accumulate more gradients, where the recipe has the key; else each step's batch grows, and with it the memory that
+activations take. Steps, learning rate and the order of the data stay. Losses are the uninterrupted run's up to the
+order in which sums are added up, as long as every token counts: where a mask leaves tokens out, each micro-batch is
+averaged over its own, and other samples meet in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from launch.agent.decide import Smaller
+from launch.resume.data_order import differences
+from plugins.errors import RecipeError
+from tools.check.check import check_recipe
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import apply_overrides, dotted
+from tools.recipe.view import MODEL, PARALLEL, RUNNER, View
+
+_BATCH, _ACCUMULATION = (*RUNNER, "batch_size"), (*RUNNER, "gradient_accumulation_steps")
+_MICRO, _DP = (*PARALLEL, "micro_batch_num"), (*PARALLEL, "data_parallel")
+_STRATEGY = ("parallel", "dataset_strategy")
+
+
+def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
+    """How `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; else why it cannot.
+
+    With as many hosts as the recipe wants it is the recipe itself.
+
+    `recipe` is the effective one (`auto` resolved). The overrides are for it: apply them by a call of their own, after
+    the user's.
+    """
+    own = -(-View(recipe).devices // slots)
+    if hosts >= own:
+        return Smaller(own, [], f"on {own} host{'s' * (own > 1)}, at its own size")
+    reasons = []
+    for count in range(hosts, 0, -1):
+        tried = _at(recipe, count, slots, step)
+        if isinstance(tried, Smaller):
+            return tried
+        reasons.append(tried)
+    return max(reasons, key=lambda reason: reason.startswith("with "), default="there is no host")
+
+
+def _at(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
+    """On exactly so many hosts."""
+    view, workers = View(recipe), hosts * slots
+    copy = view.tp * view.pp * view.cp
+    if workers % copy:
+        return f"{workers} workers are no whole number of copies of the model, which has {copy} workers (tp x pp x cp)"
+    dp = workers // copy
+    if dp * view.tp % view.ep:
+        return f"{dotted(_DP)} {dp} x tp {view.tp} holds no whole expert group of {view.ep}"
+    wrong = ""
+    for path in _raised(view):
+        each = view.accumulation if path == _BATCH else view.batch  # of what is not raised
+        total = view.global_batch // each
+        if total % dp:
+            unit = "samples" if each == 1 else f"groups of {each} samples"
+            wrong = wrong or f"{dotted(_DP)} {dp} does not divide the {total} {unit} of a step"
+            continue
+        overrides = [f"{dotted(key)}={value}" for key, value in _all_keys(view, dp, path, total // dp)]
+        refused = _refused(recipe, overrides, step, dp)
+        if not refused:
+            return Smaller(hosts, overrides, _words(view, hosts, dp, path, total // dp))
+        wrong = wrong or f"with {dotted(_DP)} {dp}: {refused}"
+    return wrong
+
+
+def _raised(view: View) -> list[KeyPath]:
+    """The keys that can make fewer ranks take the same global batch, the best first."""
+    if view.parallel and view.pp > 1:
+        return [_MICRO]
+    return [_ACCUMULATION, _BATCH] if view.parallel and view.has(_ACCUMULATION) else [_BATCH]
+
+
+def _words(view: View, hosts: int, dp: int, path: KeyPath, value: int) -> str:
+    keys = ", ".join(f"{dotted(key)} {now} (was {view.get(key)})" for key, now in [(_DP, dp), (path, value)])
+    memory = "; its activations take more memory" * (path == _BATCH)
+    return f"on {hosts} host{'s' * (hosts > 1)} with the same global batch: {keys}{memory}"
+
+
+def _all_keys(view: View, dp: int, path: KeyPath, value: int) -> Iterator[tuple[KeyPath, Any]]:
+    """Every key that says the data-parallel size or what a rank takes: `path`, now `value`, and its like."""
+    yield _DP, dp
+    if not view.parallel and dp == 1:
+        yield ("use_parallel",), False
+    yield path, value
+    if path == _BATCH and view.has((*MODEL, "batch_size")):
+        yield (*MODEL, "batch_size"), value
+    for index, callback in enumerate(view.get(("callbacks",)) or []):
+        if isinstance(callback, dict) and path[-1] in callback:
+            yield ("callbacks", index, path[-1]), value
+    strategy = view.get(_STRATEGY)
+    if isinstance(strategy, list):
+        yield _STRATEGY, [[dp, *row[1:]] for row in strategy]
+
+
+def _refused(recipe: Recipe, overrides: list[str], step: int, dp: int) -> str:
+    """Why the recipe with `overrides` is none to go on with; empty when it is one."""
+    try:
+        after = apply_overrides(recipe, overrides)
+    except RecipeError as error:
+        return str(error)
+    before, now = View(recipe), View(after)
+    whole = [(view.tp, view.pp, view.cp, view.ep, view.global_batch) for view in (before, now)]
+    if whole[0] != whole[1] or now.dp != dp:
+        return "another key of the recipe shares one that has to change (a YAML anchor)"
+    errors = check_recipe(after).errors
+    if errors:
+        return f"{errors[0].key}: {errors[0].wrong}"
+    return "; ".join(differences(recipe, after, step))

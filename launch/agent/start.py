@@ -1,0 +1,77 @@
+"""What `tc3 agent` checks before its node comes, and what whoever plans an attempt sees to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.agent.planning import checkpoint_of, under_way
+from launch.resume import checkpoints, data_digest, skipped
+from launch.resume.checkpoint_model import check_model
+from launch.run import compile_cache, preflight
+from launch.run.msrun import check_port
+from tools.checkpoint.scan import CheckpointInfo
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
+from tools.runs.attempts import Plan
+from tools.schema.versions import require_verified
+
+
+@dataclass
+class Start:
+    """A run that agents start or join. `resume` is what --resume says; `chosen`, what that was found to be."""
+
+    recipe: Recipe
+    run_dir: Path
+    resume: str | None
+    chosen: CheckpointInfo | None = None
+
+    @property
+    def saves(self) -> Path:
+        """Where checkpoints go."""
+        return checkpoints.save_path(self.recipe)
+
+    def check(self, slots: int, port: int | None) -> None:
+        """What must hold on this node, as `tc3 train` has it; a run that is under way is joined.
+
+        Raises:
+            TC3Error: something is to be mended first.
+        """
+        goes_on = bool(self.resume) or under_way(self.run_dir)
+        require_verified()
+        preflight.check_machine(self.recipe, slots)
+        compile_cache.refuse_own(self.recipe)
+        preflight.check_sound(self.recipe)
+        preflight.check_data(self.recipe)
+        if not goes_on:
+            checkpoints.check_load_path(self.recipe)
+        preflight.check_run_dir(self.run_dir, goes_on, force=None)
+        checkpoints.check_save_path(self.saves, goes_on, force=False)
+        preflight.check_disk(self.run_dir)
+        preflight.check_disk(self.saves)
+        if port is not None:
+            check_port(port)
+        if self.resume not in (None, "auto"):
+            checkpoints.one_iteration(str(self.resume))
+
+    def choose(self) -> CheckpointInfo | None:
+        """The checkpoint that the run begins from. It is read as a whole: by one node, not by all."""
+        if self.resume == "auto":
+            skipped.put_guilty_aside(self.recipe, self.run_dir, self.saves)
+        self.chosen = checkpoints.find_checkpoint(self.resume, self.saves) if self.resume else None
+        return self.chosen
+
+    def prepare(self, plan: Plan) -> None:
+        """Check the checkpoint that an attempt goes on from, and keep its recipe."""
+        checkpoint = checkpoint_of(plan)
+        recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
+        if checkpoint:
+            if self.chosen and checkpoint.path == self.chosen.path:
+                check_model(recipe, checkpoint.path)
+                if self.resume != "auto":
+                    checkpoints.leave_behind(self.saves, self.chosen)
+            checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
+            checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
+        dump_recipe(recipe, self.run_dir / "recipe.yaml")
+        data_digest.keep(recipe, self.run_dir)

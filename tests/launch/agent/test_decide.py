@@ -1,0 +1,208 @@
+"""What follows the end of an attempt."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launch.agent.decide import Rules, Smaller, next_hosts
+from plugins.spike_guard.words import NO_MORE
+from tests.launch.agent.ends import A, B, C, attempt, end, judge, told
+from tools.runs.attempts import Beat, End, Verdict
+
+
+def test_done_needs_all_hosts():
+    done = [End(host, 100, "done", "end", 24) for host in (A, B)]
+    assert judge(attempt(*done)).decision == "done"
+    assert judge(attempt(done[0], beats=[Beat(B, 90, "step", 80, 20)])).initiator == B
+
+
+def test_a_user_who_stops_the_run_ends_it():
+    said = judge(attempt(end(A, 100, outcome="interrupted"), told(B)))
+    assert (said.decision, said.initiator) == ("leave", None)
+
+
+def test_a_lost_node_is_replaced_by_a_spare():
+    said = judge(attempt(told(A), end(B, 104, "lost node", by=A), spares=[C]))
+    assert said.decision == "spare"
+    assert next_hosts(attempt(told(A), end(B, 104, "lost node", by=A), spares=[C]), said, [A, C]) == [A, C]
+
+
+def test_hosts_whose_agents_were_started_anew_are_there_again():
+    """A job that was queued again: all agents died together, and all are back."""
+    anew = [end(host, 100.0 + place, "lost node", by=host) for place, host in enumerate((A, B))]
+    assert judge(attempt(*anew)).decision == "restart"
+    smaller = Smaller(1, [], "half of it")
+    both = judge(attempt(*anew), can=lambda hosts: smaller)
+    assert both.decision == "restart" and "the same hosts" in both.why
+    lost = judge(attempt(anew[0], end(B, 101, "lost node", by=A)), can=lambda hosts: smaller)
+    assert lost.decision == "smaller"
+
+
+def test_without_a_spare_it_goes_on_smaller_where_the_recipe_can():
+    lost = attempt(told(A), end(B, 104, "lost node", by=A))
+    said = judge(lost, can=lambda hosts: Smaller(1, [], "one host") if hosts == [A] else None)
+    assert said.decision == "smaller"
+    assert next_hosts(lost, said, [A]) == [A]
+    no = judge(lost, can=lambda hosts: "parallel_config.pipeline_stage 2 needs both")
+    assert no.decision == "restart"
+    assert "needs both" in no.why
+
+
+def failures(count, *, cause="signal", host=B, steps=(), starts=None, **more):
+    """`count` attempts in a row that `host` ended, judged; the last one is not."""
+    found = []
+    for number in range(count):
+        step = steps[number] if steps else 20 + number
+        bad = end(host, 100, cause, code=-9, step=step)
+        other = told(A if host == B else B, step=step)
+        found.append(attempt(bad, other, number=number, step=starts[number] if starts else 8, **more))
+    return [*(replace(each, verdict=judge(each)) for each in found[:-1]), found[-1]]
+
+
+def test_restarts_are_used_up_without_progress():
+    rules = Rules(restarts=5, same_host=9)
+    decisions = [judge(made[-1], made[:-1], rules).decision for made in map(failures, range(1, 8))]
+    assert decisions == ["restart"] * 5 + ["give up"] * 2
+
+
+def test_a_newer_checkpoint_to_go_on_from_resets_the_count():
+    made = failures(6, starts=[8, 8, 8, 16, 16, 16])
+    rules = Rules(restarts=3, same_host=9)
+    assert judge(made[-1], made[:-1], rules).wait == rules.wait(3)
+    assert judge(made[-1], made[:-1], rules, saved=24).wait == rules.wait(1)
+    assert judge(made[-1], made[:-1], rules, saved=16).wait == rules.wait(3)
+
+
+def test_waits_double_up_to_a_bound():
+    rules = Rules(first=2.0, most=30.0)
+    assert [rules.wait(count) for count in range(1, 7)] == [2, 4, 8, 16, 30, 30]
+    assert rules.wait(10**6) == 30
+
+
+def test_a_rollback_is_the_guards_to_count():
+    spike = attempt(end(A, 100, "spike"), told(B))
+    earlier = [replace(spike, verdict=judge(spike), number=number) for number in range(9)]
+    said = judge(spike, earlier)
+    assert (said.decision, said.wait) == ("restart", 0)
+    no_more = attempt(end(A, 100, "spike", message=f"spike: loss 9; {NO_MORE}"), told(B))
+    assert judge(no_more).decision == "give up"
+    failed = attempt(end(A, 100, "exit"), told(B))
+    assert judge(failed, earlier).wait == Rules().wait(1)
+
+
+def test_failures_at_the_same_step_are_given_up():
+    rules = Rules(restarts=9, same_host=9)
+    made = failures(3, steps=[20, 20, 20])
+    said = judge(made[-1], made[:-1], rules)
+    assert (said.decision, "step 20" in said.why) == ("give up", True)
+    other = failures(3, steps=[20, 20, 21])
+    assert judge(other[-1], other[:-1], rules).decision == "restart"
+
+
+def test_failures_before_training_are_bounded_by_the_restarts_alone():
+    made = [replace(each, ends={B: replace(each.ends[B], phase="start")}) for each in failures(4, steps=[8] * 4)]
+    made = [replace(each, ends={**each.ends, A: told(A, phase="start", step=8)}) for each in made]
+    assert judge(made[-1], made[:-1], Rules(restarts=9, same_host=9)).decision == "restart"
+
+
+def test_a_host_that_keeps_failing_is_left_out_where_a_spare_is_there():
+    made = failures(3, spares=[C])
+    said = judge(made[-1], made[:-1], Rules(restarts=9))
+    assert said.decision == "spare"
+    assert next_hosts(made[-1], said, [A, B, C], made[:-1]) == [A, C]
+    before = judge(made[1], made[:1], Rules(restarts=9))
+    assert before.decision == "restart"
+    assert next_hosts(made[1], before, [A, B, C], made[:1]) == [A, B]
+
+
+def test_a_host_that_keeps_failing_without_a_spare_is_given_up():
+    made = failures(3)
+    assert judge(made[-1], made[:-1], Rules(restarts=9)).decision == "give up"
+    with_progress = failures(3, starts=[0, 8, 16])
+    assert judge(with_progress[-1], with_progress[:-1], Rules(restarts=9)).decision == "restart"
+
+
+def test_a_host_that_keeps_failing_costs_others_no_place_as_long_as_there_is_progress():
+    """Going on smaller is for hosts that are gone, or with which the run comes no further."""
+    some = Smaller(1, [], "one host")
+    made = failures(3, starts=[0, 8, 16])
+    assert judge(made[-1], made[:-1], Rules(restarts=9), lambda hosts: some).decision == "restart"
+    stuck = failures(3)
+    said = judge(stuck[-1], stuck[:-1], Rules(restarts=9), lambda hosts: some)
+    assert (said.decision, next_hosts(stuck[-1], said, [A, B], stuck[:-1])) == ("smaller", [A])
+
+
+def test_a_spare_goes_first_to_a_host_that_is_gone():
+    ends = [end(A, 104, "lost node", by=B), told(B)]
+    made = failures(3, starts=[0, 2, 4], spares=[C])
+    history = [*made[:-1], replace(made[-1], verdict=judge(made[-1], made[:-1]))]
+    lost = attempt(*ends, spares=[C], number=3)
+    said = judge(lost, history)
+    assert said.decision == "spare"
+    assert "in place of node-a" in said.why
+    assert next_hosts(lost, said, [B, C], history) == [C, B]
+
+
+def test_a_spare_that_began_failures_takes_nobodys_place():
+    made = failures(3, starts=[0, 2, 4])
+    history = [*made[:-1], replace(made[-1], verdict=judge(made[-1], made[:-1]))]
+    lost = attempt(end(A, 104, "lost node", by=C), told(C), hosts=[A, C], spares=[B], number=3)
+    assert judge(lost, history).decision == "restart"
+    assert judge(lost, history[:-1]).decision == "spare"
+
+
+def test_one_host_alone_is_no_host_to_give_up():
+    made = [attempt(end(A, 100, "signal", code=-9, step=20 + number), hosts=[A], number=number) for number in range(4)]
+    judged = [replace(each, verdict=judge(each)) for each in made[:-1]]
+    assert judge(made[-1], judged, Rules(restarts=9)).decision == "restart"
+
+
+@pytest.mark.parametrize("cause", ["port", "spike"])
+def test_what_is_no_fault_of_the_host_does_not_count_against_it(cause):
+    made = failures(4, cause=cause, spares=[C])
+    assert judge(made[-1], made[:-1], Rules(restarts=9)).decision == "restart"
+
+
+def test_preempted_hosts_leave_and_others_go_on():
+    notice = [end(B, 100, outcome="preempted"), told(A)]
+    assert judge(attempt(*notice, spares=[C])).decision == "spare"
+    assert judge(attempt(*notice), can=lambda hosts: Smaller(1, [], "one host")).decision == "smaller"
+    assert judge(attempt(*notice)).decision == "leave"
+    assert judge(attempt(*notice)).cause is None
+
+
+def test_preemption_is_no_failure():
+    notice = attempt(end(B, 100, outcome="preempted"), told(A), spares=[C])
+    earlier = [replace(notice, verdict=judge(notice), number=number) for number in range(5)]
+    assert judge(failures(1)[0], earlier, Rules(restarts=1)).decision == "restart"
+
+
+CAUSES = ["exit", "signal", "hang", "lost node", "lost disk", "port", "never came"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([A, B, C]), st.sampled_from(CAUSES), st.integers(8, 40)), max_size=12),
+    st.integers(0, 4),
+)
+def test_every_run_of_failures_ends_or_goes_on_with_what_is_there(story, restarts):
+    """Without progress at most `restarts` attempts follow the first; nobody is named who did not end; waits bounded."""
+    rules, earlier = Rules(restarts=restarts), []
+    for number, (host, cause, step) in enumerate(story):
+        ends = [end(host, 100, cause, step=step), *(told(other, step=step) for other in (A, B, C) if other != host)]
+        now = attempt(*ends, hosts=[A, B, C], number=number)
+        said = judge(now, earlier, rules)
+        assert said.initiator in (host, None)
+        assert 0 <= said.wait <= rules.most
+        assert number < restarts or said.decision == "give up"
+        chosen = next_hosts(now, said, [A, B, C], earlier, rules)
+        assert sorted(chosen) == [A, B, C]
+        if said.decision == "give up":
+            break
+        earlier.append(replace(now, verdict=said))
+
+
+def test_a_verdict_is_of_the_form():
+    assert isinstance(judge(failures(1)[0], now=7.0), Verdict)
+    assert judge(failures(1)[0], now=7.0).time == 7.0

@@ -1,0 +1,197 @@
+"""The shared disk: whole files, one winner, one clock, and an error in time when it is gone."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import launch.agent.disk
+from launch.agent.disk import Disk, LostDiskError
+from plugins.errors import ClusterError
+
+ROUNDS, WRITERS = 60, 6
+WRITER = """
+import sys, time
+from pathlib import Path
+from launch.agent.disk import Disk
+folder, name, disk = Path(sys.argv[1]), sys.argv[2], Disk(20)
+(folder / f"ready-{name}").touch()
+while not (folder / "go").exists():
+    time.sleep(0.001)
+for number in range(int(sys.argv[3])):
+    won = disk.publish(folder / f"round-{number}", name * 20000)
+    disk.replace(folder / "last", name * 20000)
+    print(int(won), end=" ")
+"""
+
+
+def test_of_many_processes_one_publishes_and_nobody_reads_half_a_file(tmp_path):
+    arguments = [[sys.executable, "-c", WRITER, tmp_path, f"{n}", f"{ROUNDS}"] for n in range(WRITERS)]
+    writers = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for words in arguments]
+    while len(list(tmp_path.glob("ready-*"))) < WRITERS:
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    disk, whole = Disk(20), {f"{n}" * 20000 for n in range(WRITERS)}
+    reads = 0
+    while any(writer.poll() is None for writer in writers):
+        for name in ("last", f"round-{reads % ROUNDS}"):
+            found = disk.read(tmp_path / name)
+            assert found is None or found.text in whole
+        reads += 1
+    won = [[int(word) for word in writer.communicate()[0].split()] for writer in writers]
+    assert all(writer.returncode == 0 for writer in writers) and reads > 10
+    assert [sum(column) for column in zip(*won, strict=True)] == [1] * ROUNDS
+    for number in range(ROUNDS):
+        winner = next(n for n in range(WRITERS) if won[n][number])
+        assert (tmp_path / f"round-{number}").read_text() == f"{winner}" * 20000
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_mark_differs_after_each_write(tmp_path):
+    disk, marks = Disk(4), []
+    for _ in range(5):
+        disk.replace(tmp_path / "beat", "the same")
+        marks.append(disk.read(tmp_path / "beat").mark)
+        time.sleep(0.02)
+    assert len(set(marks)) == 5
+    assert disk.read(tmp_path / "beat").mark == marks[-1]
+    assert disk.read(tmp_path / "none") is None
+
+
+def test_the_clock_is_the_disks(tmp_path, monkeypatch):
+    class Server(Disk):
+        def _stamp(self, descriptor):
+            os.utime(descriptor, (5000.0, 5000.0))
+
+    disk = Server(4)
+    assert 5000.0 <= disk.now(tmp_path) < 5002.0 and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(time, "time", lambda: 1 / 0)
+    assert 5000.0 <= disk.now(tmp_path) < 5002.0
+
+
+def test_a_disk_that_hangs_is_lost_in_time(tmp_path):
+    """A pipe without a writer: who opens it hangs, as on a disk whose server is gone."""
+    disk = Disk(0.5)
+    os.mkfifo(tmp_path / "over")
+    for bound in (0.5, 0.0):  # at once, as long as the first call hangs
+        began = time.monotonic()
+        with pytest.raises(LostDiskError, match=r"over.*lost"):
+            disk.read(tmp_path / "over")
+        assert bound <= time.monotonic() - began < bound + 30
+    (tmp_path / "over").write_text("back")  # frees the one that hangs
+    for _ in range(50):
+        time.sleep(0.02)
+        if disk._last.done.is_set():
+            break
+    (tmp_path / "over").unlink()
+    assert disk.read(tmp_path / "over") is None
+
+
+def test_several_threads_share_a_disk(tmp_path):
+    """One looks around while another one ends the workers: a call that has not returned yet is no lost disk."""
+    disk, wrong = Disk(20), []
+
+    def work(name):
+        try:
+            for number in range(100):
+                disk.replace(tmp_path / name, f"{number}")
+                assert disk.read(tmp_path / name).text == f"{number}"
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_disk_that_is_gone_or_refuses_is_lost_in_time(tmp_path):
+    folder, disk = tmp_path / "run", Disk(0.5)
+    folder.mkdir()
+    disk.replace(folder / "beat", "alive")
+    folder.rename(tmp_path / "moved")
+    for call, least in ((disk.replace, 0.3), (disk.publish, 1.8)):
+        began = time.monotonic()
+        with pytest.raises(LostDiskError, match="No such file"):
+            call(folder / "beat", "x")
+        assert least <= time.monotonic() - began < least + 30
+
+
+def test_a_disk_that_comes_back_within_the_bound_is_not_lost(tmp_path, monkeypatch):
+    failures = iter([OSError(errno.EIO, "I/O error")] * 3)
+
+    def replace(*paths):
+        for failure in failures:
+            raise failure
+        shutil.move(*paths)
+
+    monkeypatch.setattr(launch.agent.disk.os, "replace", replace)
+    Disk(2).replace(tmp_path / "beat", "alive")
+    assert (tmp_path / "beat").read_text() == "alive"
+
+
+def test_on_a_full_disk_a_beat_still_shows_life(tmp_path, monkeypatch):
+    disk = Disk(0.3)
+    disk.replace(tmp_path / "beat", "alive")
+    before = disk.read(tmp_path / "beat")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(launch.agent.disk.os, "write", full)
+    time.sleep(0.02)
+    disk.replace(tmp_path / "beat", "still alive")
+    after = disk.read(tmp_path / "beat")
+    assert after.text == "alive" and after.mark != before.mark
+    with pytest.raises(LostDiskError, match="No space left"):
+        disk.replace(tmp_path / "new", "x")
+
+
+def test_a_lost_answer_does_not_make_two_winners_or_none(tmp_path, monkeypatch):
+    """NFS may link, lose the answer, ask again and hear that the name exists."""
+    link = os.link
+
+    def twice(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "exists")
+
+    monkeypatch.setattr(launch.agent.disk.os, "link", twice)
+    assert Disk(4).publish(tmp_path / "plan", "first")
+    monkeypatch.setattr(launch.agent.disk.os, "link", link)
+    assert not Disk(4).publish(tmp_path / "plan", "second")
+    assert (tmp_path / "plan").read_text() == "first"
+
+
+def test_a_disk_without_hard_links_is_refused(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(launch.agent.disk.os, "link", none)
+    with pytest.raises(ClusterError, match="hard links"):
+        Disk(4).publish(Path(tmp_path / "plan"), "x")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small disk, which needs root")
+def test_a_run_that_filled_its_disk_still_says_how_it_ended(tmp_path):
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "none", tmp_path], check=True)
+    try:
+        disk = Disk(0.5)
+        disk.keep_room(tmp_path / "room")
+        disk.replace(tmp_path / "beat", "alive")
+        with pytest.raises(OSError, match="No space"), (tmp_path / "checkpoint").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        disk.replace(tmp_path / "beat", "alive")  # costs nothing of the room
+        assert all(disk.publish(tmp_path / name, "words" * 100) for name in ("end", "over", "verdict"))
+        assert disk.read(tmp_path / "verdict").text == "words" * 100
+        Disk(0.5).keep_room(tmp_path / "later")  # where there is little left, there is none to keep
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)

@@ -1,0 +1,249 @@
+"""The agent of one host, with a stand-in for msrun: what it starts again, what it does not, what it leaves on disk."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.agent.decide import Rules
+from launch.agent.job import Job
+from launch.agent.limits import DEFAULTS, Limits
+from launch.agent.loop import Agent
+from launch.agent.node import start
+from launch.agent.node.notices import Notices
+from launch.run.msrun import ROOT
+from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint.plan import write_seal
+from tools.recipe.load import load_recipe
+from tools.runs.attempts import read_attempts
+
+FAKE = ROOT / "tests/launch/run/fake_msrun.py"
+
+
+def job(run_dir, restarts, said=None, **more):
+    recipe = load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml")
+    recipe["checkpoint"] = {"save_path": str(run_dir / "checkpoint")}
+    rules = Rules(restarts=restarts, first=0.0, hosts=["here"])
+    say = {"say": said.append} if said is not None else {}
+    return Job(
+        recipe, run_dir, "here", ("here",), 1, bind=False, rules=rules, lost_after=60.0, watchful=True, **say, **more
+    )
+
+
+def fake(monkeypatch, *attempts):
+    """Attempt n starts workers that do `attempts[n]`."""
+    commands = iter(attempts)
+
+    def command(recipe, run_dir, *rest):
+        return [sys.executable, str(FAKE), str(run_dir), *next(commands)]
+
+    monkeypatch.setattr(start, "msrun_command", command)
+
+
+def save(run_dir, step):
+    folder = run_dir / "checkpoint" / f"iteration_{step:08d}"
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        (folder / f"mini-model-{rank:07d}-0000002.safetensors").write_bytes(b"weights")
+        write_seal(folder, rank, world_size=2, step=step)
+    (folder / "common.json").write_text("{}")
+    return folder
+
+
+def left(run_dir):
+    """Names of the stand-in's processes that still run."""
+    found = [path.name.rsplit("_", 1) for path in (run_dir / "pids").glob("*_*")]
+    return [name for name, pid in found if psutil.pid_exists(int(pid)) and not zombie(int(pid))]
+
+
+def zombie(pid):
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
+def test_a_killed_worker_is_followed_by_an_attempt_from_the_newest_checkpoint(tmp_path, monkeypatch):
+    fake(monkeypatch, ["ok", "killed"], ["ok", "ok"])
+    saved, said = save(tmp_path, 4), []
+    assert Agent(job(tmp_path, 1, said)).run(0).code == 0
+    first, second = read_attempts(tmp_path)
+    assert (first.plan.resume, first.plan.step) == (None, 0)
+    assert (second.plan.resume, second.plan.step, second.plan.hosts) == (str(saved), 4, ["here"])
+    end = first.ends["here"]
+    assert (end.outcome, end.cause, end.rank, end.code) == ("failed", "signal", 1, -signal.SIGKILL)
+    assert end.log == str(tmp_path / "attempts/0000/logs/worker_1.log")
+    assert (first.verdict.decision, first.verdict.initiator, second.verdict.decision) == ("restart", "here", "done")
+    assert said[1:] == ["tc3: 1 restart in all"] and said[0].startswith(
+        "tc3: attempt 0 ended: here: worker 1 was killed (SIGKILL)"
+    )
+    assert said[0].endswith(f"attempt 1 goes on from step 4: {saved}")
+    assert first.plan.port != second.plan.port and not left(tmp_path)
+
+
+def test_nothing_of_an_attempt_is_overwritten_and_logs_leads_to_the_newest(tmp_path, monkeypatch):
+    fake(monkeypatch, ["ok", "fail"], ["ok", "ok"])
+    said = []
+    assert Agent(job(tmp_path, 1, said)).run(0).code == 0
+    assert "RuntimeError: the first error" in (tmp_path / "attempts/0000/logs/worker_1.log").read_text()
+    assert (tmp_path / "attempts/0001/logs/worker_1.log").read_text() == ""
+    assert os.readlink(tmp_path / "logs") == "attempts/0001/logs"
+    assert "the first error" in said[0] and said[0].endswith("attempt 1 starts from the beginning")
+
+
+def test_it_gives_up_after_as_many_failures(tmp_path, monkeypatch):
+    fake(monkeypatch, *[["ok", "fail"]] * 3)
+    outcome = Agent(job(tmp_path, 1)).run(0)
+    assert (outcome.code, outcome.failure.message) == (1, "worker 1 failed with exit code 1")
+    assert [each.verdict.decision for each in read_attempts(tmp_path)] == ["restart", "give up"]
+
+
+def test_what_the_user_has_to_mend_is_not_tried_again(tmp_path, monkeypatch):
+    fake(monkeypatch, ["user_error", "user_error"])
+    outcome = Agent(job(tmp_path, 5)).run(0)
+    assert (outcome.code, outcome.failure.message) == (2, "plugins.x: no such plugin")
+    attempt = read_attempts(tmp_path)[-1]
+    assert (attempt.number, attempt.verdict.decision, attempt.verdict.cause) == (0, "give up", "user error")
+
+
+class Deaf(Notices):
+    """Hears no signal."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+
+def test_what_keeps_an_attempt_from_being_planned_is_said_to_all(tmp_path):
+    def prepare(plan):
+        raise CheckpointError("iteration_00000004: of another model")
+
+    both = {"hosts": ("here", "there"), "nodes": 2, "patience": 60.0}
+    here = Agent(replace(job(tmp_path, 5), **both), prepare=prepare)
+    there = Agent(replace(job(tmp_path, 5), **both, host="there"), prepare=prepare)
+    for agent in (here, there):  # only the main thread may listen to signals
+        agent.notices = Deaf()
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(agent.run, 0) for agent in (here, there)]
+    raised = [each for each in ends if each.exception()]
+    (told,) = [each.result() for each in ends if each not in raised]
+    assert [type(each.exception()) for each in raised] == [CheckpointError]
+    assert (told.code, told.failure.message) == (2, "iteration_00000004: of another model")
+    (attempt,) = read_attempts(tmp_path)
+    assert (attempt.plan, attempt.verdict.decision, attempt.verdict.cause) == (None, "give up", "user error")
+
+
+def test_a_hang_is_ended_within_the_limit_of_its_phase(tmp_path, monkeypatch):
+    fake(monkeypatch, ["sleep", "stubborn"])
+    limits = dict.fromkeys(DEFAULTS, 2.0)
+    began = time.monotonic()
+    assert Agent(job(tmp_path, 0), limits=Limits(limits, limits)).run(0).code == 1
+    assert time.monotonic() - began < 30
+    end = read_attempts(tmp_path)[0].ends["here"]
+    assert (end.outcome, end.cause, end.phase) == ("failed", "hang", "start") and "limit 2 s" in end.message
+    assert not left(tmp_path)
+
+
+def test_a_stopped_worker_is_the_one_that_hangs(tmp_path, monkeypatch):
+    fake(monkeypatch, ["sleep", "stopped"])
+    limits = dict.fromkeys(DEFAULTS, 4.0)
+    assert Agent(job(tmp_path, 0), limits=Limits(limits, limits)).run(0).code == 1
+    end = read_attempts(tmp_path)[0].ends["here"]
+    assert (end.cause, end.rank) == ("hang", 1) and "worker 1 is stopped" in end.message
+
+
+def test_a_port_that_is_taken_fails_at_once_and_another_is_chosen(tmp_path, monkeypatch):
+    fake(monkeypatch, [], ["ok", "ok"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert Agent(job(tmp_path, 1, port=port)).run(0).code == 0
+    first, second = read_attempts(tmp_path)
+    assert (first.plan.port, first.ends["here"].cause, first.verdict.decision) == (port, "port", "restart")
+    assert second.plan.port != port
+
+
+SOURCE = """
+import sys
+from pathlib import Path
+from tests.launch.agent import test_loop
+from launch.agent.loop import Agent
+import pytest
+with pytest.MonkeyPatch.context() as patch:
+    test_loop.fake(patch, sys.argv[2:])
+    sys.exit(Agent(test_loop.job(Path(sys.argv[1]), 3)).run(0).code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "outcome"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "preempted")], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_a_signal_ends_it_all_and_is_no_reason_to_go_on(tmp_path, number, outcome):
+    process = subprocess.Popen([sys.executable, "-c", SOURCE, str(tmp_path), "sleep", "stubborn"], cwd=ROOT)
+    until = time.monotonic() + 60
+    while len(list((tmp_path / "pids").glob("worker_*"))) < 2:
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    time.sleep(0.5)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 128 + number
+    attempt = read_attempts(tmp_path)[-1]
+    assert attempt.number == 0 and attempt.ends["here"].outcome == outcome
+    assert attempt.verdict.decision == "leave" and not left(tmp_path)
+
+
+def test_at_a_notice_the_ranks_save_and_leave_together(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", SOURCE, str(tmp_path), "heeds", "heeds"], cwd=ROOT)
+    metrics, until = [tmp_path / "metrics" / f"rank_{rank}.jsonl" for rank in range(2)], time.monotonic() + 60
+    while not all(file.exists() and len(file.read_text().splitlines()) > 2 for file in metrics):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 143
+    (attempt,) = read_attempts(tmp_path)
+    end, steps = attempt.ends["here"], [len(file.read_text().splitlines()) for file in metrics]
+    assert (end.outcome, end.phase, end.message) == ("preempted", "save", f"saved on request at step {end.step}")
+    assert steps == [end.step] * 2 and attempt.verdict.decision == "leave" and not left(tmp_path)
+
+
+def test_beats_tell_the_phase_and_the_step(tmp_path, monkeypatch):
+    fake(monkeypatch, ["sleep", "sleep"])
+    limits = dict.fromkeys(DEFAULTS, 2.0)
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    for rank in range(2):
+        (metrics / f"rank_{rank}.jsonl").write_text(json.dumps({"step": 9}) + "\n")  # of before
+    Agent(job(tmp_path, 0), limits=Limits(limits, limits)).run(0)
+    beat = read_attempts(tmp_path)[0].beats["here"]
+    assert (beat.phase, beat.step) == ("start", 0) and 0 <= beat.time - beat.since < 10
+
+
+def test_a_checkpoint_that_holds_all_steps_is_the_end(tmp_path, monkeypatch):
+    fake(monkeypatch, ["ok", "killed"])
+    folder, said = save(tmp_path, 10_000), []
+    (folder / "common.json").write_text(json.dumps({"global_batch_size": 8}))
+    assert Agent(job(tmp_path, 1, said)).run(0).code == 0
+    assert "the run is complete" in said[1]
+    assert Path(tmp_path / "attempts/0001/verdict.json").exists()
+
+
+def test_a_mistake_beside_the_workers_ends_them_and_is_not_hidden(tmp_path, monkeypatch):
+    fake(monkeypatch, ["sleep", "sleep"])
+
+    def show():
+        raise ZeroDivisionError("a mistake")
+
+    with pytest.raises(ZeroDivisionError):
+        Agent(job(tmp_path, 1, show=lambda: nullcontext(show))).run(0)
+    assert not left(tmp_path)

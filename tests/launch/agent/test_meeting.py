@@ -1,0 +1,293 @@
+"""Agents that meet in a folder: who is there, one plan, signs of life, one verdict."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.agent.disk import Disk, LostDiskError
+from launch.agent.meeting import Meeting
+from launch.agent.node.around import Around
+from plugins.errors import ClusterError, DataError
+from tools.runs.attempts import END, Beat, End, Plan, Verdict, file_of, folder_of, read_attempt, write
+
+LOST = 0.8  # seconds; twenty times what a look takes here
+AGENT = """
+import json, sys, time
+from pathlib import Path
+from launch.agent.disk import Disk
+from launch.agent.meeting import Meeting
+from tools.runs.attempts import Plan
+folder, host, lost_after, count = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+meeting = Meeting(folder, host, lost_after=lost_after, disk=Disk(60))
+meeting.come(0)
+def wanted(there):
+    if len(there) < count:
+        return None
+    (folder / f"asked-{host}").touch()
+    if len(list(folder.glob("asked-*"))) == 1:
+        time.sleep(1000)  # the first one is killed here, between claim and plan
+    return Plan(0, meeting.now(), there, 1, host, 1)
+while not (plan := meeting.plan(0, wanted)):
+    time.sleep(0.05)
+print(plan.master)
+"""
+
+
+def meetings(folder, *hosts, lost_after=LOST):
+    """Agents that came; a busy machine's disk is not lost for them."""
+    found = [Meeting(folder, host, lost_after=lost_after, disk=Disk(30)) for host in hosts]
+    for meeting in found:
+        meeting.come(0)
+    return found
+
+
+def plan_of(*hosts):
+    return Plan(0, 1.0, list(hosts), 1, hosts[0], 9000)
+
+
+def until(what, seconds=60.0):
+    """What `what` gives, as soon as that is something; and after how many seconds."""
+    began = time.monotonic()
+    while not (found := what()):
+        assert time.monotonic() - began < seconds
+        time.sleep(0.02)
+    return found, time.monotonic() - began
+
+
+def test_a_planner_that_is_killed_is_followed_by_exactly_one(tmp_path):
+    hosts = [f"node{number}" for number in range(5)]
+    arguments = [[sys.executable, "-c", AGENT, tmp_path, host, "1.0", "5"] for host in hosts]
+    agents = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for words in arguments]
+    (first,), _ = until(lambda: list(tmp_path.glob("asked-*")), 60)
+    killed = hosts.index(first.name.removeprefix("asked-"))
+    assert len(list(tmp_path.glob("asked-*"))) == 1
+    os.kill(agents[killed].pid, signal.SIGKILL)
+    agents[killed].communicate()
+    late = subprocess.Popen([*arguments[killed][:4], "late", "1.0", "5"], stdout=subprocess.PIPE, text=True)
+    told = {agent.communicate(timeout=60)[0].strip() for agent in [*agents, late] if agent is not agents[killed]}
+    assert told == {read_attempt(tmp_path, 0).plan.master} and told.isdisjoint({hosts[killed], ""})
+    assert len(list(tmp_path.glob("asked-*"))) == 2
+    assert sorted(path.name for path in folder_of(tmp_path, 0).glob("claim-plan-*")) == ["claim-plan-0", "claim-plan-1"]
+
+
+def test_a_slow_planner_goes_by_the_plan_of_the_one_that_followed_it(tmp_path):
+    slow, quick = meetings(tmp_path, "a", "b")
+
+    def wanted(there):
+        until(lambda: quick.plan(0, lambda there: plan_of("b", "a")))
+        return plan_of("a", "b")
+
+    plan, _ = until(lambda: slow.plan(0, wanted))
+    assert plan.hosts == quick.plan(0, None).hosts == ["b", "a"]
+    assert len(list(folder_of(tmp_path, 0).glob("claim-plan-*"))) == 2
+
+
+def test_no_plan_and_no_verdict_takes_the_place_of_another_one(tmp_path):
+    """A planner that was stopped between its last look at its claim and its writing is late by any time."""
+    (one,) = meetings(tmp_path, "a")
+
+    def late(name, other, own):
+        write(folder_of(tmp_path, 0) / name, other)
+        return own
+
+    first, second = Verdict(1.0, "restart", "first"), Verdict(2.0, "give up", "second")
+    plan, _ = until(lambda: one.plan(0, lambda there: late("plan.json", plan_of("b", "a"), plan_of("a", "b"))))
+    assert plan.hosts == ["b", "a"]
+    for host in plan.hosts:
+        one.end(0, End(host, 1.0, "done", "end"))
+    assert until(lambda: one.verdict(0, lambda attempt: late("verdict.json", first, second)))[0] == first
+
+
+def test_there_are_those_who_came_and_neither_left_nor_died(tmp_path):
+    here, left, _, waits = meetings(tmp_path, "b", "a", "c", "d/../e:1")
+    assert here.there(0) == ["a", "b", "c", "d/../e:1"]
+    left.gone(0)
+    assert here.there(0) == ["b", "c", "d/../e:1"]
+
+    def look():
+        for meeting in (here, waits):
+            meeting.plan(0, lambda there: None)
+        return "c" not in here.there(0)
+
+    _, seconds = until(look)
+    assert here.there(0) == ["b", "d/../e:1"] and seconds >= 0.7 * LOST
+
+
+@settings(max_examples=50, deadline=None)
+@given(host=st.text(min_size=1, max_size=12), other=st.text(min_size=1, max_size=12))
+def test_any_name_of_a_host_is_a_file_of_its_own(tmp_path_factory, host, other):
+    folder = tmp_path_factory.getbasetemp()
+    try:
+        one, two = file_of(folder, END, host), file_of(folder, END, other)
+    except UnicodeEncodeError:
+        return
+    assert one.parent == folder and one.name.isascii() and "/" not in one.name and "\0" not in one.name
+    assert (one == two) == (host == other)
+
+
+@pytest.mark.parametrize("host", ["", "n" * 181, "節" * 30, "\ud800"])
+def test_what_cannot_be_a_host_is_refused(tmp_path, host):
+    with pytest.raises(ClusterError, match="--host"):
+        Meeting(tmp_path, host)
+
+
+def test_two_agents_of_one_name_are_refused(tmp_path):
+    (first,) = meetings(tmp_path, "node0")
+    second = Meeting(tmp_path, "node0", lost_after=LOST, disk=Disk(30))
+    second.disk.pause = lambda seconds: (time.sleep(seconds), first.plan(0, lambda there: None))
+    with pytest.raises(ClusterError, match="--host node0: an agent of this name is at work"):
+        second.come(0)
+    plan, _ = until(lambda: first.plan(0, plan_of_all))
+    assert plan.hosts == ["node0"] and first.over(0) is None  # which is not disturbed
+
+
+def plan_of_all(there):
+    return plan_of(*there)
+
+
+def test_an_agent_that_comes_back_says_that_its_part_is_over(tmp_path):
+    old, other = meetings(tmp_path, "node0", "node1")
+    until(lambda: other.plan(0, plan_of_all))
+    old.beat(0, Beat("node0", old.now(), "step", 1.0, 7))
+    new = Meeting(tmp_path, "node0", lost_after=LOST, disk=Disk(30))
+    began = time.monotonic()
+    new.come(0)
+    assert time.monotonic() - began >= LOST
+    assert other.over(0) == "node0"
+    end = read_attempt(tmp_path, 0).ends["node0"]
+    assert (end.outcome, end.cause, end.phase, end.step) == ("failed", "lost node", "step", 7)
+    with pytest.raises(ClusterError, match="another agent of node0"):  # it was only stopped, and wakes up
+        old.beat(0, Beat("node0", 1.0, "step", 1.0, 8))
+    with pytest.raises(ClusterError, match="another agent of node0"):
+        old.gone(0)
+    old.gone(1)  # where it never came
+    new.come(0)  # again: nothing new
+    new.beat(0, Beat("node0", new.now(), "start", 1.0))
+
+
+def test_who_comes_back_before_the_plan_takes_part(tmp_path):
+    meetings(tmp_path, "node0")
+    (new,) = meetings(tmp_path, "node0")
+    plan, _ = until(lambda: new.plan(0, plan_of_all))
+    new.come(0)  # it is there already
+    assert plan.hosts == ["node0"] and new.over(0) is None
+
+
+def test_a_silent_host_is_stale_after_a_while_and_one_that_ended_is_not(tmp_path):
+    one, two, three = meetings(tmp_path, "a", "b", "c")
+    for meeting in (one, two, three):
+        meeting.beat(0, Beat(meeting.host, 1.0, "step", 1.0))
+    three.end(0, End("c", 1.0, "done", "end"))
+    began = time.monotonic()
+    while time.monotonic() - began < 2 * LOST:
+        two.beat(0, Beat("b", 1.0, "step", 1.0))
+        assert not one.stale(0, "b") and not one.stale(0, "c")
+        time.sleep(0.02)
+    _, seconds = until(lambda: one.stale(0, "b"))
+    assert seconds >= 0.7 * LOST
+
+
+def test_a_host_that_never_beats_is_stale(tmp_path):
+    (one,) = meetings(tmp_path, "a")
+    _, seconds = until(lambda: one.stale(0, "never"))
+    assert seconds >= 0.7 * LOST
+
+
+def test_the_first_bad_end_stays(tmp_path):
+    one, two = meetings(tmp_path, "a", "b")
+    one.end(0, End("a", 1.0, "told to end", "step"))
+    assert two.over(0) is None
+    one.end(0, End("b", 2.0, "failed", "step", cause="lost node", by="a"))
+    two.end(0, End("b", 3.0, "failed", "step", cause="exit"))
+    one.end(0, End("c", 4.0, "failed", "step"))
+    ends = read_attempt(tmp_path, 0).ends
+    assert one.over(0) == two.over(0) == "b" and ends["b"].by == "a" and ends["c"].time == 4.0
+
+
+@pytest.mark.parametrize("judge", [False, True])
+def test_a_host_that_dies_between_its_end_and_the_word_of_it_is_heard(tmp_path, judge):
+    one, _, three = meetings(tmp_path, "a", "b", "c")
+    plan, _ = until(lambda: one.plan(0, plan_of_all))
+    write(file_of(folder_of(tmp_path, 0), END, "b"), End("b", 1.0, "failed", "step", cause="exit"))
+    if judge:
+        one.end(0, End("a", 1.0, "done", "end"))
+        until(lambda: (three.beat(0, Beat("c", 1.0, "step", 1.0)), one.verdict(0, None), three.over(0))[2])
+    else:
+        around = Around(one, plan, "a")
+        assert (around.look(), around.look()) == (None, "b ended attempt 0")
+
+
+def test_hosts_look_after_the_next_one_and_spares_after_some(tmp_path):
+    plan = plan_of("a", "b", "c")
+    around = {host: Around(None, plan, host) for host in "abcxyz"}
+    assert [around[host]._neighbour() for host in "abc"] == ["b", "c", "a"]
+    assert {around[host]._neighbour() for host in "xyz"} == {"a", "b", "c"}
+    around["a"].finished.add("b")
+    assert around["a"]._neighbour() == "c"
+    assert Around(None, plan_of("a"), "a")._neighbour() is None
+
+
+def test_who_said_that_all_went_well_is_not_lost_afterwards(tmp_path):
+    one, two = meetings(tmp_path, "a", "b")
+    two.end(0, End("b", 1.0, "done", "end"))
+    one.end(0, End("b", 2.0, "failed", "step", cause="lost node", by="a"))
+    assert one.over(0) is None and read_attempt(tmp_path, 0).ends["b"].outcome == "done"
+
+
+def test_the_verdict_waits_for_the_living_and_names_the_dead(tmp_path):
+    one, two, _ = meetings(tmp_path, "a", "b", "c")
+    until(lambda: one.plan(0, plan_of_all))
+    one.end(0, End("a", one.now(), "done", "end"))
+    asked = []
+
+    def decide(attempt):
+        asked.append(attempt)
+        return Verdict(1.0, "restart", "because", "c")
+
+    def look():
+        two.beat(0, Beat("b", 1.0, "step", 1.0, 3))  # works on for long
+        return one.verdict(0, decide) or one.over(0)
+
+    assert until(look)[0] == "c"  # lost
+    found, seconds = until(lambda: (two.beat(0, Beat("b", 1.0, "step", 1.0, 4)), one.verdict(0, decide))[1])
+    assert seconds >= 0.7 * LOST and found.initiator == "c"
+    assert asked[0].ends.keys() == {"a", "c"} and asked[0].beats["b"].step == 4 and len(asked) == 1
+    assert two.verdict(0, decide) == found and len(asked) == 1
+
+
+def test_a_run_that_goes_well_is_judged_when_the_last_one_is_done(tmp_path):
+    one, two = meetings(tmp_path, "a", "b")
+    until(lambda: one.plan(0, plan_of_all))
+    one.end(0, End("a", 1.0, "done", "end"))
+    began = time.monotonic()
+    while time.monotonic() - began < 3 * LOST:
+        two.beat(0, Beat("b", 1.0, "save", 1.0, 3))
+        assert one.verdict(0, lambda attempt: 1 / 0) is None
+        time.sleep(0.02)
+    two.end(0, End("b", 1.0, "done", "end"))
+    assert until(lambda: one.verdict(0, lambda attempt: Verdict(1.0, "done", "all done")))[0].decision == "done"
+
+
+def test_the_clock(tmp_path):
+    assert Meeting(tmp_path / "new", "a").now() == pytest.approx(time.time(), abs=5)
+
+
+def test_a_broken_plan_is_named(tmp_path):
+    (meeting,) = meetings(tmp_path, "a")
+    (folder_of(tmp_path, 0) / "plan.json").write_text("{")
+    with pytest.raises(DataError, match=r"plan\.json: is broken"):
+        meeting.plan(0, plan_of_all)
+
+
+def test_a_disk_that_hangs_ends_the_loop(tmp_path):
+    meeting = Meeting(tmp_path, "a", lost_after=1.0)
+    meeting.come(0)
+    os.mkfifo(folder_of(tmp_path, 0) / "over.json")
+    with pytest.raises(LostDiskError, match=r"over\.json"):
+        meeting.over(0)

@@ -1,0 +1,181 @@
+"""Where a run's time went, against runs whose answer is known, and against a slow reference that asks every moment."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import DataError
+from tests.tools.runs.builders import Builder, random_run
+from tests.tools.runs.reference import tenths
+from tools.runs import goodput
+from tools.runs.attempts import Attempt, End, Plan
+from tools.runs.goodput import WORDS, ledger
+from tools.runs.source import Part, Run, read_run
+
+TENTH = 100_000  # microseconds
+
+
+def kinds(found):
+    return {kind: value / TENTH for kind, value in found.totals().items() if value}
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_time_of_random_runs_is_as_built_and_as_the_reference_says(tmp_path, seed):
+    built = random_run(tmp_path / "run", seed)
+    found = ledger(read_run(tmp_path / "run"))
+    assert kinds(found) == {kind: value for kind, value in built.truth.items() if value}
+    assert kinds(found) == dict(tenths(tmp_path / "run"))
+    assert found.wall == built.wall * TENTH
+    assert (found.kept_steps, found.lost_steps) == (built.kept_steps, built.lost_steps) and built.kept_steps == 60
+    assert found.goodput == pytest.approx(built.truth["kept"] / built.wall)
+    assert [sum(found.totals(frame.number).values()) for frame in found.frames]
+
+
+numbers = st.floats(0, 2000, allow_nan=False)
+
+
+@st.composite
+def wild_runs(draw):
+    """Anything that files could say, in any order: clocks that disagree, steps of no time, spans over each other."""
+    attempts = []
+    for number in range(draw(st.integers(0, 4))):
+        plan = Plan(number, draw(numbers), ["a"], 1, "a", 1, step=draw(st.integers(0, 9)))
+        ends = {"a": End("a", draw(numbers), "failed", "step")} if draw(st.booleans()) else {}
+        attempts.append(Attempt(None, number, plan, {}, ends, None))
+    parts = []
+    for _ in range(draw(st.integers(0 if attempts else 1, 4))):
+        part = Part(draw(st.integers(0, 9)), draw(st.none() | numbers))
+        for step in range(draw(st.integers(1, 6))):
+            part.add({"step": part.start_step + step + 1, "time": draw(numbers), "seconds": draw(numbers)})
+        parts.append(part)
+    spans = [
+        goodput.Span(draw(st.sampled_from(["save", "evaluation"])), 1, begin, begin + draw(numbers))
+        for begin in draw(st.lists(numbers, max_size=5))
+    ]
+    return Run(None, None, parts, spans, attempts)
+
+
+@given(wild_runs())
+def test_whatever_the_files_say_the_kinds_add_up_to_the_wall_time(run):
+    found = ledger(run)
+    assert sum(found.totals().values()) == found.wall
+    assert sum(sum(found.totals(number).values()) for number in {piece.attempt for piece in found.pieces}) == found.wall
+    assert all(value >= 0 for value in found.totals().values())
+    for one, after in zip(found.pieces, found.pieces[1:], strict=False):
+        assert one.end == after.begin and one.begin < one.end
+    ends = {found.pieces[0].begin, found.pieces[-1].end} if found.pieces else {found.frames[0].begin}
+    assert ends == {found.frames[0].begin, found.frames[-1].end}
+    assert found.kept_steps + found.lost_steps == sum(map(len, run.parts))
+
+
+def test_a_run_of_before_times_is_not_known(tmp_path):
+    Builder(tmp_path / "run", 10).plan()
+    for path in (tmp_path / "run" / "attempts").rglob("*.json"):
+        path.unlink()
+    (tmp_path / "run" / "metrics" / "rank_0.jsonl").write_text(
+        json.dumps({"total_steps": 2, "start_step": 0}) + "\n" + json.dumps({"step": 1, "seconds": 2.0}) + "\n"
+    )
+    assert "no times" in ledger(read_run(tmp_path / "run"))
+
+
+def test_of_a_run_without_attempts_gaps_are_not_known(tmp_path):
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    builder.train(7, save=0)
+    builder.spend(500, "stop")
+    builder.saved = 5
+    builder.plan(wait=100)
+    builder.train(10, start=50)
+    built = builder.done(0)
+    for path in (tmp_path / "run" / "attempts").rglob("*.json"):
+        path.unlink()
+    found = ledger(read_run(tmp_path / "run"))
+    truth = built.truth
+    assert kinds(found) == {
+        "kept": truth["kept"], "lost": truth["lost"], "compile": truth["compile"], "between": truth["between"],
+        "save": 7, "unknown": 500 + 100 + 50,
+    }  # fmt: skip
+    assert "without attempts/" in " ".join(found.notes)
+
+
+def test_steps_of_before_times_are_left_out_and_said(tmp_path):
+    builder = Builder(tmp_path / "run", 10)
+    for step in (1, 2):
+        builder.metrics({"step": step, "seconds": 2.0})
+    builder.saved = 2
+    builder.plan()
+    builder.train(10)
+    built = builder.done()
+    found = ledger(read_run(tmp_path / "run"))
+    assert found.wall == built.wall * TENTH and found.kept_steps == 8
+    assert "2 records of steps" in " ".join(found.notes)
+
+
+def without_times(path, steps):
+    """The first lines of a metrics file as they were written before."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in lines[: steps + 1]:
+        del record["time"]
+    path.write_text("".join(json.dumps(record) + "\n" for record in lines))
+
+
+def test_attempts_whose_steps_have_no_times_are_not_known_and_not_of_no_use(tmp_path):
+    builder = Builder(tmp_path / "run", 12)
+    builder.plan()
+    builder.train(7)
+    builder.kill()
+    builder.plan(wait=30)
+    builder.train(12)
+    built = builder.done()
+    metrics = tmp_path / "run" / "metrics" / "rank_0.jsonl"
+    without_times(metrics, 7)
+    found = ledger(read_run(tmp_path / "run"))
+    first, second = (found.totals(number) for number in (0, 1))
+    assert {kind for kind, value in first.items() if value} == {"unknown"} and second["unknown"] == 0
+    assert sum(found.totals().values()) == found.wall == built.wall * TENTH
+    metrics.write_text(metrics.read_text().replace('"time"', '"then"'))
+    assert "no times" in ledger(read_run(tmp_path / "run"))
+
+
+def test_a_run_that_goes_on_ends_at_its_last_sign(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7)
+    builder.spend(25, "stop")
+    builder.beat()
+    built = builder.sum_up()
+    assert ledger(read_run(tmp_path / "run")).wall == built.wall * TENTH
+
+
+def test_an_attempt_that_never_trained_makes_earlier_steps_lost(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7)
+    builder.kill()
+    builder.plan()  # from step 5
+    builder.kill()
+    found = ledger(read_run(tmp_path / "run"))
+    assert (found.kept_steps, found.lost_steps) == (5, 2)
+
+
+def test_one_step_in_all_counts_as_compiling(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(1)
+    found = ledger(read_run(tmp_path / "run"))
+    assert kinds(found) == {"start": 100, "compile": 320}
+    assert "first one counts as compiling" in " ".join(found.notes)
+
+
+def test_nothing_yet(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    assert ledger(read_run(tmp_path)) == "no step"
+    for folder in ("none", "metrics"):
+        with pytest.raises(DataError, match=folder):
+            read_run(tmp_path / folder)
+
+
+def test_every_kind_has_its_words():
+    assert set(WORDS) == set(goodput.Kind.__args__)

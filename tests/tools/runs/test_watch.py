@@ -1,0 +1,240 @@
+"""`tc3 runs watch`: what it says is what the report says, with bounded memory, and it ends as the run does."""
+
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from plugins.errors import DataError
+from tests.tools.runs.builders import Builder, random_run
+from tools.runs import readings
+from tools.runs.attempts import END, End, write
+from tools.runs.cli import runs
+from tools.runs.goodput import ledger
+from tools.runs.source import read_run
+from tools.runs.watch import show
+from tools.runs.watch.kept import Kept
+from tools.runs.watch.status import Watch
+
+
+def run(*arguments):
+    return CliRunner().invoke(runs, ["watch", *map(str, arguments)])
+
+
+def growing(folder, copy, seed):
+    """`folder`'s files arrive in `copy` in the order of their times, some lines at a time."""
+    rng = random.Random(seed)
+    rows = [("metrics/rank_0.jsonl", line) for line in (folder / "metrics/rank_0.jsonl").open()]
+    while rows:
+        size = rng.randrange(1, 9)
+        for name, line in rows[:size]:
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            with (copy / name).open("a") as out:
+                out.write(line)
+        rows = rows[size:]
+        yield
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_goodput_is_the_reports_however_the_lines_arrive(tmp_path, seed):
+    built = random_run(tmp_path / "run", seed)
+    shutil.copytree(tmp_path / "run" / "attempts", tmp_path / "copy" / "attempts")
+    shutil.copytree(tmp_path / "run" / "metrics", tmp_path / "copy" / "metrics", ignore=lambda *_: ["rank_0.jsonl"])
+    watch = Watch(tmp_path / "copy")
+    for _ in growing(tmp_path / "run", tmp_path / "copy", seed):
+        status = watch.look()
+    found = ledger(read_run(tmp_path / "run"))
+    assert status.goodput == pytest.approx(found.goodput, abs=1e-9)
+    assert status.goodput == pytest.approx(built.truth["kept"] / built.wall)
+    assert (status.step, status.total_steps, status.failures) == (60, 60, built.failures)
+    assert status.wall_seconds == pytest.approx(built.wall / 10)
+
+
+def test_a_run_that_goes_on(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7, every=5)
+    builder.spend(25, "stop")
+    builder.beat("evaluation")
+    status = Watch(tmp_path / "run").look()
+    assert (status.state, status.over, status.attempt, status.hosts) == ("running", None, 0, 2)
+    assert (status.phase, status.step, status.loss, status.tokens_per_second) == ("evaluation", 7, 5.0, 500.0)
+    # two steps of 2 s and two gaps of 0.1 s after the save, and 2.5 s since
+    assert status.checkpoint_step == 5 and status.checkpoint_age == pytest.approx(6.7)
+    assert status.failures == 0 and status.last_failure is None
+    assert status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+
+
+def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(7, every=5)
+    watch = Watch(tmp_path / "run")
+    assert watch.look().step == 7
+    builder.kill(host=1, lines=("OSError: [Errno 28] No space left on device",))
+    status = watch.look()
+    assert status.state == "between attempts" and status.step == 7
+    assert status.last_failure == "attempt 0: node1, worker 1, disk full, step 7" and status.failures == 1
+    builder.plan(wait=50)
+    builder.beat("start")
+    status = watch.look()
+    assert (status.state, status.attempt, status.phase, status.step) == ("running", 1, "start", 5)
+    assert status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+    builder.train(9)
+    status = watch.look()
+    assert status.step == 9 and status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+
+
+def test_who_began_it_is_told_anew_when_the_verdict_is_there(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(3)
+    victim = End("node0", builder.time(), "failed", "step", 3, "exit", 0, 1)
+    write(builder.folder() / f"{END}node0.json", victim)
+    watch = Watch(tmp_path / "run")
+    assert "node0" in watch.look().last_failure
+    builder.kill(host=1)
+    status = watch.look()
+    assert "node1" in status.last_failure and status.failures == 1
+
+
+def test_without_attempts_the_end_is_told_by_the_steps(tmp_path):
+    builder = Builder(tmp_path / "run", 20)
+    builder.plan()
+    builder.train(15)
+    shutil.rmtree(tmp_path / "run" / "attempts")
+    watch = Watch(tmp_path / "run")
+    status = watch.look()
+    assert (status.state, status.attempt, status.failures) == ("running", None, None)
+    builder.train(20, start=0, compiling=0)
+    assert watch.look().over == 0
+
+
+def test_memory_and_reading_do_not_grow_with_the_run(tmp_path, monkeypatch):
+    file = tmp_path / "rank_0.jsonl"
+    with file.open("w") as out:
+        out.write(json.dumps({"total_steps": 10**6, "start_step": 0, "time": 1.0}) + "\n")
+        for step in range(1, 8001):
+            out.write(json.dumps({"step": step, "time": 2.0 + step, "seconds": 1.0, "tokens": 10}) + "\n")
+    kept = Kept(file)
+    tracemalloc.start()
+    kept.look()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept.step == 8000 and most < 1 << 18  # the file holds twice that, its records as objects 15 times as much
+    read = []
+    monkeypatch.setattr(readings, "_parse", lambda line: read.append(line) or json.loads(line))
+    for step in range(8001, 8011):
+        with file.open("a") as out:
+            out.write(json.dumps({"step": step, "time": 2.0 + step, "seconds": 1.0, "tokens": 10}) + "\n")
+        kept.look()
+    assert len(read) == 10 and kept.step == 8010
+
+
+def test_once_says_it_and_leaves(tmp_path):
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    builder.train(7, every=5)
+    result = run(tmp_path / "run", "--once")
+    assert result.exit_code == 0
+    for words in ("run: running", "0 on 2 hosts", "7 of 10", "500 tokens/s", "step 5, "):
+        assert words in result.output
+    assert json.loads(run(tmp_path / "run", "--once", "--json").output)["step"] == 7
+    builder.kill(decision="give up")
+    assert run(tmp_path / "run", "--once").exit_code == 1
+    assert run(tmp_path / "run").exit_code == 1  # it is over: nothing to follow
+    with pytest.raises(DataError, match="no such run"):
+        raise run(tmp_path / "none").exception
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_it_follows_to_the_end(tmp_path, terminal):
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    moments = iter(
+        [lambda: builder.train(4), lambda: builder.beat(), lambda: builder.train(10), lambda: builder.done()]
+    )
+    watch, out = Watch(tmp_path / "run"), io.StringIO()
+
+    def look():
+        next(moments)()
+        return watch.look()
+
+    console = Console(file=out, force_terminal=terminal, width=100)
+    assert show.follow(look, console, 0.01, False) == 0
+    assert ("run: done" in out.getvalue()) and ("10 of 10" in out.getvalue())
+    if not terminal:
+        assert len(out.getvalue().splitlines()) == 3  # at first, in another phase, at the end
+
+
+def test_a_silence_is_said():
+    from tools.runs.watch.status import Status
+
+    status = Status("a", "running", None, None, None, None, 0, None, None, None, None, None, None, None, None, None)
+    assert "nothing new" not in show.line(status)
+    assert "nothing new for 5 min" in show.line(Status(**vars(status) | {"quiet": 300.0}))
+
+
+def test_ctrl_c_is_quiet(tmp_path):
+    Builder(tmp_path / "run", 10).plan()
+    command = [sys.executable, "-c", "from tools.runs.cli import runs; runs()", "watch", str(tmp_path / "run")]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ, text=True)
+    first = child.stdout.readline()
+    time.sleep(0.1)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "") and "running" in first
+
+
+def test_prometheus_reads_what_is_written(tmp_path):
+    pytest.importorskip("prometheus_client", reason="prometheus-client is not installed: the extra [metrics]")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    builder.train(7, every=5)
+    builder.beat("save")
+    assert run(tmp_path / "run", "--once", "--prometheus", tmp_path / "new" / "a.prom").exit_code == 0
+    families = text_string_to_metric_families((tmp_path / "new" / "a.prom").read_text())
+    found = {sample.name: sample for family in families for sample in family.samples}
+    status = Watch(tmp_path / "run").look()
+    assert found["tc3_run_step"].value == 7 and found["tc3_run_step"].labels == {"run": "run"}
+    assert found["tc3_run_goodput"].value == pytest.approx(status.goodput)
+    assert found["tc3_run_phase"].labels["phase"] == "save"
+    assert found["tc3_run_state"].labels["state"] == "running"
+    assert os.listdir(tmp_path / "new") == ["a.prom"]
+
+
+def test_without_prometheus_it_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    Builder(tmp_path / "run", 10).plan()
+    for name, words in (("a.prom", r"prometheus-client is not installed .*\[metrics\]"), ("a.txt", "ends in .prom")):
+        with pytest.raises(DataError, match=words):
+            raise run(tmp_path / "run", "--once", "--prometheus", tmp_path / name).exception
+    assert run(tmp_path / "run", "--once").exit_code == 0
+
+
+def test_tensorboard_reads_what_is_written(tmp_path):
+    reason = "tensorboard is not installed"
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=reason)
+    builder = Builder(tmp_path / "run", 10)
+    builder.plan()
+    builder.train(7, every=5, loss=lambda step: float(step))
+    for _ in range(2):  # a second watch replaces what the first one wrote
+        assert run(tmp_path / "run", "--once", "--tensorboard").exit_code == 0
+    found = reader.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    found.Reload()
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, step) for step in range(1, 8)]
+    assert found.Scalars("tokens_per_second")[1].value == 500.0
+    assert found.Scalars("loss")[0].wall_time == pytest.approx(builder.built.moments[2][1] / 10 + 1_700_000_000)
+    assert len(os.listdir(tmp_path / "run" / "tensorboard")) == 1

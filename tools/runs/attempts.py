@@ -1,0 +1,184 @@
+"""The folder of each attempt of a run, `RUN/attempts/0000/` and on: who took part, how it ended, what followed.
+
+Both halves of the form: launches write it, `tc3 runs` reads it. An attempt is one start of a run's workers on all of
+its nodes. Its folder holds
+
+* `plan.json`: what the attempt was given, by one writer, before anything starts;
+* `beat-HOST.json`: the newest sign of life of a node, written again and again while its workers run;
+* `end-HOST.json`: how a node's part ended, by the node itself, or by another one where it can no longer;
+* `verdict.json`: which node began the end, and what was decided, by one writer;
+* `logs/`: msrun's and the workers' logs; `RUN/logs` is a link to those of the newest attempt.
+
+Each file is whole or not there. Times are seconds since 1970 by the clock of the shared disk, which all nodes share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+from urllib.parse import quote, unquote
+
+from tools.files.atomic import atomic_file
+
+Phase = Literal["start", "compile", "first step", "step", "evaluation", "save", "end"]
+Cause = Literal[
+    "exit", "signal", "hang", "user error", "not finite", "spike", "lost node", "lost disk", "port", "never came"
+]
+Outcome = Literal["done", "failed", "told to end", "preempted", "interrupted"]
+Decision = Literal["done", "restart", "spare", "smaller", "give up", "leave"]
+FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "beat-", "end-"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an attempt was given. `hosts` by node rank; `slots`: workers of each; `resume`: a checkpoint's folder."""
+
+    attempt: int
+    time: float
+    hosts: list[str]
+    slots: int
+    master: str
+    port: int
+    spares: list[str] = field(default_factory=list)
+    resume: str | None = None
+    step: int = 0  # steps done before it
+    overrides: list[str] = field(default_factory=list)  # of the recipe, in this attempt: a smaller size
+    compile_cache: str | None = None  # its folder
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A node's sign of life: the phase its workers are in, since when, and the newest step any of them has made."""
+
+    host: str
+    time: float
+    phase: Phase
+    since: float
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class End:
+    """How a node's part ended. `rank` is the worker's of the whole run; `code` negative for a signal."""
+
+    host: str
+    time: float
+    outcome: Outcome
+    phase: Phase
+    step: int = 0
+    cause: Cause | None = None
+    rank: int | None = None
+    code: int | None = None
+    message: str = ""
+    log: str = ""
+    by: str = ""  # the host that wrote it, where that is another one
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Who began the end of an attempt, apart from its victims, and what follows."""
+
+    time: float
+    decision: Decision
+    why: str
+    initiator: str | None = None  # a host; None: nobody knows, or nobody failed
+    rank: int | None = None
+    cause: Cause | None = None
+    victims: list[str] = field(default_factory=list)
+    wait: float = 0.0  # seconds until the next attempt
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What stands in one attempt's folder; what is not there (yet), or is broken, is None or missing."""
+
+    folder: Path
+    number: int
+    plan: Plan | None
+    beats: dict[str, Beat]
+    ends: dict[str, End]
+    verdict: Verdict | None
+
+
+Form = TypeVar("Form", Plan, Beat, End, Verdict)
+
+
+def folder_of(run_dir: Path, number: int) -> Path:
+    """The folder of attempt `number`, from 0 on."""
+    return run_dir / FOLDER / f"{number:04d}"
+
+
+def file_of(folder: Path, start: str, host: str) -> Path:
+    """A host's file in an attempt's folder, `start` being `BEAT` or `END`; any host's name makes a safe one."""
+    return folder / f"{start}{quote(host, safe='')}.json"
+
+
+def numbers(run_dir: Path) -> list[int]:
+    """The attempts that a run has folders of, the oldest first."""
+    return sorted(int(path.name) for path in (run_dir / FOLDER).glob("[0-9]*") if path.name.isdecimal())
+
+
+def write(path: Path, form: Plan | Beat | End | Verdict) -> None:
+    """Write one file of an attempt, whole; another one's of that name is replaced.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    with atomic_file(path) as part:
+        part.write_text(text_of(form), encoding="utf-8")
+
+
+def read(path: Path, kind: type[Form]) -> Form | None:
+    """One file of an attempt; None where it is not there, or of another form. Keys of later versions are left out."""
+    try:
+        return parse(path.read_text(encoding="utf-8"), kind)
+    except (OSError, ValueError):
+        return None
+
+
+def text_of(form: Plan | Beat | End | Verdict) -> str:
+    """What a file of an attempt holds: a line of JSON."""
+    return json.dumps(asdict(form)) + "\n"
+
+
+def parse(text: str, kind: type[Form]) -> Form | None:
+    """The opposite of `text_of`; None where the text is of another form. Keys of later versions are left out."""
+    try:
+        content: Any = json.loads(text)
+        known = {each.name: each.type for each in fields(kind)}
+        values = {key: value for key, value in content.items() if key in known}
+        return kind(**values) if all(_fits(value, str(known[key])) for key, value in values.items()) else None
+    except (ValueError, TypeError, AttributeError):
+        return None
+
+
+def _fits(value: object, wanted: str) -> bool:
+    """Whether a value out of JSON is of a field's type, as that is written in the classes above."""
+    wanted, optional, _ = wanted.partition(" | None")
+    if value is None:
+        return bool(optional)
+    if wanted == "list[str]":
+        return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if wanted in ("int", "float"):
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, str)  # the rest are names
+
+
+def read_attempt(run_dir: Path, number: int) -> Attempt:
+    """Attempt `number` as far as it is written."""
+    folder = folder_of(run_dir, number)
+    beats, ends = _by_host(folder, BEAT, Beat), _by_host(folder, END, End)
+    return Attempt(folder, number, read(folder / PLAN, Plan), beats, ends, read(folder / VERDICT, Verdict))
+
+
+def read_attempts(run_dir: Path) -> list[Attempt]:
+    """All attempts of a run, the oldest first; none for a run of before they were written."""
+    return [read_attempt(run_dir, number) for number in numbers(run_dir)]
+
+
+def _by_host(folder: Path, start: str, kind: type[Form]) -> dict[str, Form]:
+    found = {unquote(path.stem.removeprefix(start)): read(path, kind) for path in sorted(folder.glob(f"{start}*.json"))}
+    return {host: form for host, form in found.items() if form}

@@ -1,0 +1,124 @@
+"""The failures of a run, an attempt each: who began it, by what, and who only fell with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.files.tail import last_lines
+from tools.runs.attempts import Attempt, End
+from tools.runs.causes import UNKNOWN, Found, diagnose
+from tools.runs.source import Run
+
+_WENT_ON = ("restart", "spare", "smaller", "give up")
+_OF_THE_USER = "user error"
+_NO_MACHINE = (_OF_THE_USER, "spike")  # causes that say nothing of the machines
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How an attempt failed.
+
+    Args:
+        time: seconds since 1970; None: nobody wrote it. host, rank: who began it; None: not known. cause: as the
+            launch saw it (a form of `attempts.Cause`). found: what the log of who began it says. victims: host or
+            worker -> what its log says, for those that fell with it.
+    """
+
+    attempt: int
+    time: float | None
+    host: str | None
+    rank: int | None
+    phase: str | None
+    step: int | None
+    cause: str | None
+    message: str
+    found: Found
+    log: Path | None
+    victims: dict[str, str]
+
+    @property
+    def counts(self) -> bool:
+        """Whether it says something of the machines: a recipe that must be mended does not, nor a spike."""
+        return self.name not in _NO_MACHINE
+
+    @property
+    def name(self) -> str:
+        """One word or two: what the log says of a cause of its own, else what the launch saw."""
+        own = not self.found.victim and self.found.name not in (UNKNOWN, _OF_THE_USER)
+        return self.found.name if own else self.cause or self.found.name
+
+
+def failures(run: Run) -> list[Failure]:
+    """Of all attempts, the oldest first; of a run without attempts what its last logs say."""
+    if run.attempts:
+        return [failure_of(one) for one in run.attempts if has_failed(one)]
+    logs = sorted((run.folder / "logs").glob("worker_*.log"))
+    msrun = diagnose(last_lines(run.folder / "logs" / "msrun.log"))
+    if msrun.name != "worker failed" or not logs:
+        return []
+    return [_by_logs(0, logs, None)]
+
+
+def has_failed(attempt: Attempt) -> bool:
+    """Whether an attempt ended badly, by its nodes or its verdict."""
+    outcomes = {end.outcome for end in attempt.ends.values()}
+    went_on = attempt.verdict is not None and attempt.verdict.decision in _WENT_ON
+    return "failed" in outcomes or (went_on and "preempted" not in outcomes)
+
+
+def failure_of(attempt: Attempt) -> Failure:
+    """By the verdict; without one by the first bad end; where neither names anybody, by the logs."""
+    bad = sorted((end for end in attempt.ends.values() if end.outcome == "failed"), key=lambda end: end.time)
+    verdict = attempt.verdict
+    host = verdict.initiator if verdict else bad[0].host if bad else None
+    end = attempt.ends.get(host) if host else None
+    if end is None:
+        time = min((one.time for one in attempt.ends.values()), default=verdict.time if verdict else None)
+        logs = sorted((attempt.folder / "logs").glob("**/worker_*.log"))
+        guess = _by_logs(attempt.number, logs, time)
+        if host is None:
+            return guess
+        message = verdict.why if verdict else ""
+        cause = verdict.cause if verdict else None
+        rank = verdict.rank if verdict else None
+        return Failure(attempt.number, time, host, rank, None, None, cause, message, diagnose([]), None, {})
+    rank = verdict.rank if verdict and verdict.rank is not None else end.rank
+    log = _log_of(attempt, end, rank)
+    found = diagnose(last_lines(log) if log else [])
+    others = [one for one in attempt.ends.values() if one.host != host and one.outcome == "failed"]
+    fell = {one.host: _victim(attempt, one) for one in others}
+    fell |= {name: "told to end" for name in (verdict.victims if verdict else []) if name not in fell}
+    cause = (verdict.cause if verdict else None) or end.cause
+    return Failure(attempt.number, end.time, host, rank, end.phase, end.step, cause, end.message, found, log, fell)
+
+
+def _victim(attempt: Attempt, end: End) -> str:
+    log = _log_of(attempt, end, end.rank)
+    found = diagnose(last_lines(log)) if log else None
+    return found.name if found and found.name != UNKNOWN else end.cause or UNKNOWN
+
+
+def _log_of(attempt: Attempt, end: End, rank: int | None) -> Path | None:
+    """The log that an end names, also after the run's folder was moved; else the worker's."""
+    logs = attempt.folder / "logs"
+    named = [Path(end.log), *logs.glob(f"**/{Path(end.log).name}")] if end.log else []
+    workers = list(logs.glob(f"**/worker_{rank}.log")) if rank is not None else []
+    return next((path for path in [*named, *workers] if path.is_file()), None)
+
+
+def _by_logs(number: int, logs: list[Path], time: float | None) -> Failure:
+    """Nobody wrote who began: one worker alone that says something of its own did, as far as logs can tell."""
+    said = {log: diagnose(last_lines(log)) for log in logs}
+    own = [log for log, found in said.items() if not found.victim and found.name != UNKNOWN]
+    log = own[0] if len(own) == 1 else None
+    victims = {path.stem: found.name for path, found in said.items() if path != log and found.name != UNKNOWN}
+    if log is None:
+        why = (
+            "nothing says who began it: "
+            + ("several logs" if own else "no log")
+            + " of a worker with a cause of its own"
+        )
+        return Failure(number, time, None, None, None, None, None, why, diagnose([]), None, victims)
+    rank = int(log.stem.split("_")[-1]) if log.stem.split("_")[-1].isdecimal() else None
+    return Failure(number, time, None, rank, None, None, None, "by its log alone", said[log], log, victims)

@@ -1,0 +1,228 @@
+"""Where a run's time went: its wall time in pieces without gap or overlap, each of one kind.
+
+    1. Each attempt is a frame, from its plan to its end; a run without attempts has a frame for each start.
+    2. Within a frame, steps, saves and evaluations follow each other as they were written. What lies before the
+       first step is its start; between two steps: data and callbacks; behind the last one: its stop.
+    3. A part's first step compiles: what it takes longer than a usual step is `compile`.
+    4. A step that a later attempt began before was made again: `lost`. All others are `kept`.
+    5. Between two attempts the run waits.
+
+Goodput is what was kept over the wall time: the effective training time ratio of Meta's study of large clusters
+(Kokolis et al. 2024, arXiv 2410.21680). Microseconds as whole numbers throughout, so that the kinds add up exactly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from plugins.spans import Span
+from tools.runs.attempts import Attempt
+from tools.runs.source import Part, Run
+
+Kind = Literal["kept", "lost", "compile", "start", "save", "evaluation", "between", "stop", "waiting", "unknown"]
+WORDS: dict[Kind, str] = {
+    "kept": "steps that stand",
+    "lost": "steps that were made again",
+    "compile": "compiling (beyond a usual step)",
+    "start": "starting",
+    "save": "saving checkpoints",
+    "evaluation": "evaluations",
+    "between": "between steps (data etc.)",
+    "stop": "after an attempt's last step",
+    "waiting": "waiting for the next attempt",
+    "unknown": "not known",
+}
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Microseconds since 1970 of one kind; of steps in a row `between` of them lie between steps."""
+
+    begin: int
+    end: int
+    kind: Kind
+    attempt: int
+    between: int = 0
+
+
+@dataclass
+class Frame:
+    """One attempt on the time line: from its plan to its end, microseconds since 1970."""
+
+    number: int
+    begin: int
+    end: int
+    parts: list[Part] = field(default_factory=list)
+    attempt: Attempt | None = None
+    cut: int = NEVER  # steps beyond it were made again later
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """All of a run's time; `pieces` join without gap."""
+
+    frames: list[Frame]
+    pieces: list[Piece]
+    kept_steps: int
+    lost_steps: int
+    notes: list[str]
+
+    @property
+    def wall(self) -> int:
+        """Microseconds from the first attempt's plan to the end."""
+        return self.frames[-1].end - self.frames[0].begin
+
+    def totals(self, attempt: int | None = None) -> dict[Kind, int]:
+        """Microseconds of each kind, of one attempt or of all."""
+        found: Counter[Kind] = Counter()
+        for piece in self.pieces:
+            if attempt is None or piece.attempt == attempt:
+                found[piece.kind] += piece.end - piece.begin - piece.between
+                found["between"] += piece.between
+        return {kind: found[kind] for kind in WORDS}
+
+    @property
+    def goodput(self) -> float | None:
+        """Kept over all; None for a run of no time."""
+        return self.totals()["kept"] / self.wall if self.wall else None
+
+
+def micro(seconds: float) -> int:
+    """Whole microseconds."""
+    return round(seconds * 1_000_000)
+
+
+def ledger(run: Run) -> Ledger | str:
+    """The time of a run; a sentence where its records cannot tell."""
+    timed = [part for part in run.parts if part.timed]
+    notes = []
+    if old := sum(len(part) for part in run.parts if not part.timed):
+        notes.append(f"{old:,} records of steps are from before steps had times: they and their time are left out")
+    if old and not timed:
+        return "its steps have no times: it was made before tc3 wrote them"
+    frames = _frames(run, timed)
+    if not frames:
+        return "no step"
+    _cut(frames)
+    told = next((frame.begin for frame in frames if frame.parts), 0) if old else 0  # before, steps may lack their times
+    pieces: list[Piece] = []
+    for before, frame in zip([None, *frames], frames, strict=False):
+        if before and before.end < frame.begin:
+            known = frame.attempt and before.attempt
+            pieces.append(Piece(before.end, frame.begin, "waiting" if known else "unknown", frame.number))
+        untold = not frame.parts and frame.begin < min(frame.end, told)
+        pieces += [Piece(frame.begin, frame.end, "unknown", frame.number)] if untold else _pieces(run, frame)
+    if any(frame.attempt is None for frame in frames):
+        notes.append(
+            "without attempts/: starts, stops and waiting are not known; the time counts from the first training"
+        )
+    if timed and run.usual() is None:
+        notes.append("no part has a second step: its first one counts as compiling, how much of it was is not known")
+    kept = sum(step <= frame.cut for frame in frames for part in frame.parts for step in part["step"])
+    return Ledger(frames, pieces, kept, sum(len(p) for f in frames for p in f.parts) - kept, notes)
+
+
+def _frames(run: Run, timed: list[Part]) -> list[Frame]:
+    """Attempts with a plan, in order, each with the parts that began in it; parts from before them stand alone."""
+    planned = sorted((one for one in run.attempts if one.plan), key=lambda one: one.plan.time if one.plan else 0.0)
+    begins = [micro(one.plan.time) for one in planned if one.plan]
+    own: list[list[Part]] = [[] for _ in planned]
+    alone: list[Part] = []
+    for part in timed:
+        at = sum(begin <= micro(part.moment or 0.0) for begin in begins)
+        (own[at - 1] if at else alone).append(part)
+    alone.sort(key=lambda part: part.moment or 0.0)
+    first = planned[0].number - len(alone) if planned else 0
+    frames = [Frame(first + at, micro(part.moment or 0.0), 0, [part]) for at, part in enumerate(alone)]
+    frames += [Frame(a.number, b, 0, parts, a) for a, b, parts in zip(planned, begins, own, strict=True)]
+    for frame, limit in zip(frames, [*(later.begin for later in frames[1:]), NEVER], strict=False):
+        frame.end = max(frame.begin, min(_end(run, frame, limit), limit))
+    return frames
+
+
+def _end(run: Run, frame: Frame, limit: int) -> int:
+    """When an attempt ended: by its nodes, its verdict, or else its last sign before `limit`."""
+    attempt = frame.attempt
+    if attempt and attempt.ends:
+        return micro(max(end.time for end in attempt.ends.values()))
+    if attempt and attempt.verdict:
+        return micro(attempt.verdict.time)
+    signs = [part["time"][-1] for part in frame.parts]
+    signs += [beat.time for beat in attempt.beats.values()] if attempt else []
+    signs += [span.end for span in run.spans if frame.begin <= micro(span.begin) < limit]
+    return max([frame.begin, *map(micro, signs)])
+
+
+def _cut(frames: list[Frame]) -> None:
+    """Steps beyond the lowest start of all later attempts were made again."""
+    lowest = NEVER
+    for frame in reversed(frames):
+        frame.cut = lowest
+        starts = [part.start_step for part in frame.parts]
+        if not starts and frame.attempt and frame.attempt.plan:
+            starts = [frame.attempt.plan.step]
+        lowest = min([lowest, *starts])
+
+
+def _pieces(run: Run, frame: Frame) -> list[Piece]:
+    """One frame, from its begin to its end."""
+    pieces: list[Piece] = []
+    now, seen = frame.begin, False
+
+    def until(end: int, kind: Kind) -> None:
+        """Everything from now to `end` is of `kind`; steps in a row become one piece."""
+        nonlocal now
+        end = min(max(end, now), frame.end)
+        last = pieces[-1] if pieces else None
+        if last and kind == last.kind:
+            pieces[-1] = Piece(last.begin, end, kind, frame.number, last.between)
+        elif end > now:
+            pieces.append(Piece(now, end, kind, frame.number))
+        now = end
+
+    def gap(end: int) -> None:
+        """What lies before the next event: belongs to the steps in a row, or stands alone."""
+        nonlocal now
+        end = min(end, frame.end)
+        if end <= now:
+            return
+        last = pieces[-1] if pieces else None
+        if seen and last and last.kind in ("kept", "lost"):
+            pieces[-1] = Piece(last.begin, end, last.kind, frame.number, last.between + end - now)
+            now = end
+        else:
+            until(end, "between" if seen else "start")
+
+    for begin, end, kind in _events(run, frame):
+        gap(begin)
+        until(end, kind)
+        seen = seen or kind in ("kept", "lost", "compile")
+    if frame.end > now:
+        until(frame.end, "stop" if seen else "start")
+    return pieces
+
+
+def _events(run: Run, frame: Frame) -> Iterator[tuple[int, int, Kind]]:
+    """(begin, end, kind) of steps, saves and evaluations of one frame, by their begin."""
+    spans: list[Span] = [span for span in run.spans if frame.begin <= micro(span.begin) < frame.end]
+    waiting = sorted(spans, key=lambda span: span.begin, reverse=True)
+    for part in frame.parts:
+        usual = run.usual(part)
+        for at, (step, time, seconds) in enumerate(zip(part["step"], part["time"], part["seconds"], strict=True)):
+            end = micro(time)
+            begin = end - micro(seconds if seconds > 0 else 0.0)
+            while waiting and micro(waiting[-1].begin) < begin:
+                span = waiting.pop()
+                yield micro(span.begin), micro(span.end), span.kind
+            if at == 0:
+                compiled = max(begin, end - micro(usual or 0.0))
+                yield begin, compiled, "compile"
+                begin = compiled
+            yield begin, end, "kept" if step <= frame.cut else "lost"
+    while waiting:
+        span = waiting.pop()
+        yield micro(span.begin), micro(span.end), span.kind

@@ -1,0 +1,103 @@
+"""Read what a run writes while it trains: metrics/rank_N.jsonl and metrics/held_out.jsonl. No MindSpore needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+
+
+def loss_rank(recipe: Recipe) -> int:
+    """The rank whose loss is the run's: with pipeline stages the last one's, says MindFormers' MFLossMonitor.
+
+    Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
+    """
+    view = View(recipe)
+    return view.devices - 1 if view.parallel and view.pp > 1 and view.scheduler != "zero_bubble_v" else 0
+
+
+@dataclass
+class Readings:
+    """One rank's steps: `steps[n]` is the record of step n; a resumed part replaces what it repeats."""
+
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    total_steps: int | None = None
+    start_step: int = 0  # steps done before the part that was read last
+    world_size: int = 1
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in one line: the header of a (resumed) part, or a step."""
+        if "total_steps" in record:
+            self.total_steps = record["total_steps"]
+            self.start_step = record.get("start_step", 0)
+            self.world_size = record.get("world_size", 1)
+            self.steps = {step: old for step, old in self.steps.items() if step <= self.start_step}
+        elif "step" in record:
+            self.steps[record["step"]] = record
+
+    @property
+    def last(self) -> dict[str, Any]:
+        """The newest step's record; empty before the first."""
+        return self.steps[max(self.steps)] if self.steps else {}
+
+    def tokens_per_second(self) -> float | None:
+        """Median speed of the steps of the last part, its first (which compiles) left out."""
+        numbers = [step for step in sorted(self.steps) if step > self.start_step][1:]
+        speeds = [
+            self.steps[n]["tokens"] / self.steps[n]["seconds"] for n in numbers if self.steps[n].get("seconds", 0) > 0
+        ]
+        return median(speeds) if speeds else None
+
+
+def read_metrics(file: Path) -> Readings:
+    """Everything in one rank's metrics file; nothing when there is none."""
+    readings = Readings()
+    for record in Follower(file).new_records():
+        readings.add(record)
+    return readings
+
+
+def read_held_out(run_dir: Path) -> dict[int, float]:
+    """step -> loss on the held-back documents; a repeated step counts as last written."""
+    records = Follower(run_dir / "metrics" / "held_out.jsonl").new_records()
+    return {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
+
+
+class Follower:
+    """Reads the complete lines that a JSON-lines file has gained since the last look."""
+
+    def __init__(self, file: Path, from_end: bool = False):
+        """Follow `file`, which need not exist yet; `from_end` skips what it holds now."""
+        self.file = file
+        self.offset = file.stat().st_size if from_end and file.exists() else 0
+
+    def new_records(self) -> list[dict[str, Any]]:
+        """New records; a line that is not JSON (the last one of a killed run) is left out."""
+        return list(self.records())
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The same one after the other, for files that are larger than memory should hold."""
+        if not self.file.exists():
+            return
+        with self.file.open("rb") as lines:
+            lines.seek(self.offset)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    return
+                self.offset += len(line)
+                record = _parse(line)
+                if isinstance(record, dict):
+                    yield record
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,223 @@
+"""The words and tables of a report, for the terminal and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.runs.failures import Failure
+from tools.runs.goodput import WORDS, Kind, Ledger
+from tools.runs.reliability import CONFIDENCE
+from tools.runs.study import SECOND, Study, content
+
+Rows = list[list[str]]
+
+
+def duration(seconds: float | None) -> str:
+    """1 d 3 h, 2 h 5 min, 4 min 10 s, 12.3 s."""
+    if seconds is None:
+        return "not known"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    units = [("d", 86400), ("h", 3600), ("min", 60), ("s", 1)]
+    left = round(seconds)
+    for (name, size), (smaller, part) in pairwise(units):
+        if left >= size:
+            rest = left % size // part
+            return f"{left // size} {name}" + (f" {rest} {smaller}" if rest else "")
+    return f"{left} s"
+
+
+def share(value: float | None) -> str:
+    """As a percentage."""
+    return "not known" if value is None else f"{100 * value:.1f} %"
+
+
+def head(found: Study) -> Rows:
+    """The summary of a run: what, value."""
+    time = found.ledger
+    if isinstance(time, str):
+        usual = ["usual step", duration(found.run.usual())]
+        return [["state", found.state], ["goodput", "not known"], ["wall time", f"not known: {time}"], usual]
+    lost = f", {time.lost_steps:,} made again" if time.lost_steps else ""
+    return [
+        ["state", found.state],
+        ["goodput", share(time.goodput)],
+        ["wall time", duration(time.wall / SECOND)],
+        ["steps that stand", f"{time.kept_steps:,}{lost}"],
+        ["usual step", duration(found.run.usual())],
+        ["attempts", f"{len(time.frames):,}"],
+        ["failures", f"{found.mtbf.failures:,}" if found.mtbf else "not known"],
+    ]
+
+
+def time_rows(studies: Sequence[Study]) -> Rows:
+    """Where the time went: a row a kind that any run spent time on, a column a run."""
+    known = [one.ledger.totals() for one in studies if isinstance(one.ledger, Ledger)]
+    rows = [
+        [words, *(_part(one, kind) for one in studies)]
+        for kind, words in WORDS.items()
+        if any(totals[kind] for totals in known)
+    ]
+    return [*rows, ["all", *(_whole(one) for one in studies)]]
+
+
+def _part(found: Study, kind: Kind) -> str:
+    if isinstance(found.ledger, str):
+        return "not known"
+    value = found.ledger.totals()[kind]
+    return f"{duration(value / SECOND)} ({share(value / found.ledger.wall)})" if value else "-"
+
+
+def _whole(found: Study) -> str:
+    return "not known" if isinstance(found.ledger, str) else duration(found.ledger.wall / SECOND)
+
+
+ATTEMPT_HEADS = ("attempt", "began", "took", "hosts", "steps", "ended", "then")
+
+
+def attempt_rows(found: Study) -> Rows:
+    """A row an attempt; its begin counts from the first one's."""
+    if isinstance(found.ledger, str):
+        return []
+    rows, first = [], found.ledger.frames[0].begin / SECOND
+    for one in content(found)["attempts"]:
+        hosts = one["hosts"]
+        steps = "none" if one["first_step"] is None else f"{one['first_step']:,} to {one['last_step']:,}"
+        nodes = "not known" if hosts is None else f"{len(hosts)}"
+        took, began = duration(one["end"] - one["begin"]), f"+{duration(one['begin'] - first)}"
+        ended = one["state"] or "not known"
+        rows.append([str(one["attempt"]), began, took, nodes, steps, ended, one["decision"] or ""])
+    return rows
+
+
+FAILURE_HEADS = ("attempt", "began with", "cause", "at", "says", "fell with it")
+
+
+def failure_rows(found: Study) -> Rows:
+    """A row a failure: who began it, by what; and the victims apart."""
+    return [[str(one.attempt), who(one), one.name, _where(one), _says(one), _fell(one)] for one in found.failures]
+
+
+def failure_line(one: Failure) -> str:
+    """A failure as sentences."""
+    where, fell = _where(one), _fell(one)
+    began = f"{who(one)} began it" if one.host or one.rank is not None else "who began it is not known"
+    says = _says(one).removeprefix(f"{one.name}: ")
+    begin = f"Attempt {one.attempt} failed{f' ({where})' if where else ''}: {began}. {says} ({one.name})."
+    return begin + (f" With it fell {fell}." if fell else "")
+
+
+def who(one: Failure) -> str:
+    """The host and worker that began it."""
+    parts = [one.host or "", f"worker {one.rank}" if one.rank is not None else ""]
+    return ", ".join(part for part in parts if part) or "not known"
+
+
+def _where(one: Failure) -> str:
+    return f"step {one.step:,}" if one.step else one.phase or ""
+
+
+def _says(one: Failure) -> str:
+    quoted = "; ".join(one.found.lines) if one.found.telling or not one.message else ""
+    words = one.found.words if one.found.name != "unknown" else one.message or one.found.words
+    return f"{words}: {quoted}" if quoted else words
+
+
+def _fell(one: Failure) -> str:
+    shown = [f"{name} ({cause})" for name, cause in list(one.victims.items())[:4]]
+    return ", ".join(shown) + (f" and {len(one.victims) - 4} more" if len(one.victims) > 4 else "")
+
+
+def findings(found: Study) -> list[str]:
+    """Sentences: how often it fails, how often it should save, what to look at."""
+    lines = [_mtbf_line(found), *_saving_lines(found)]
+    lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."
+              for one in _first_of_each(found.failures) if one.found.mend]  # fmt: skip
+    shown = found.spikes[:5]
+    for one in shown:
+        what = "is not finite" if one.above is None else f"{one.value:.4g}, {one.above:.0f} standard deviations up"
+        lines.append(f"Spike at step {one.step:,}: {one.name} {what}{'' if one.stands else ' (made again since)'}.")
+    if len(found.spikes) > len(shown):
+        lines.append(f"{len(found.spikes) - len(shown):,} more spikes are in --json.")
+    lines += [f"Samples of steps {one.first:,} to {one.step:,} were left out: {one.why}." for one in found.skipped]
+    lines += _slow_lines(found)
+    return [*lines, *(f"{note[0].upper()}{note[1:]}." for note in found.notes)]
+
+
+def _slow_lines(found: Study) -> list[str]:
+    """Nothing is said of a run that was not probed."""
+    if found.slow.compared is None:
+        return [f"Slow ranks: {why}." for why in found.slow.unknown]
+    lines = [f"Slow: {one}." for one in found.slow.slow] or [
+        f"No slow rank among {found.slow.compared:,} by its probes."
+    ]
+    return [*lines, *(f"Not compared: {why}." for why in found.slow.unknown)]
+
+
+def _first_of_each(found: Sequence[Failure]) -> list[Failure]:
+    return list({one.found.name: one for one in reversed(found)}.values())
+
+
+def _mtbf_line(found: Study) -> str:
+    known = found.mtbf
+    if known is None:
+        why = "nothing says how the starts of the run ended" if not found.run.attempts else "nor is its time"
+        return f"Mean time between failures: not known ({why})."
+    sure = f"{100 * CONFIDENCE:.0f} %"
+    if known.estimate is None:
+        one_sided = f"{100 * (1 + CONFIDENCE) / 2:.0f} %"
+        bound = f"the mean time between two is above {duration(known.low)} with {one_sided} confidence"
+        return f"No failure in {duration(known.running)} of running: {bound}."
+    of = f"{known.failures} failure{'s' * (known.failures > 1)} in {duration(known.running)} of running"
+    between = f"{duration(known.low)} to {duration(known.high)}"
+    return f"Mean time between failures: {duration(known.estimate)} ({of}; with {sure} confidence {between})."
+
+
+def _saving_lines(found: Study) -> list[str]:
+    known = found.checkpoints
+    used = f"every {known.steps:,} steps, {duration(known.every)} of training" if known.steps and known.every else ""
+    risk = f"Steps since checkpoint {known.newest:,}: {known.at_risk:,}." if known.newest and known.at_risk else ""
+    if known.best is None:
+        return [line for line in (f"Best interval between saves: not known ({known.why}).", risk) if line]
+    best, usual = known.best, found.run.usual() or 1.0
+    upper = duration(best.high) if best.high else "more"
+    return [line for line in (
+        f"A save stops the training for {duration(best.cost)}; used: {used}, which costs {share(best.cost_used)} "
+        "of the time with what failures make again.",
+        f"Best by Daly: every {max(1, round(best.best / usual)):,} steps, {duration(best.best)} "
+        f"({duration(best.low)} to {upper} as far as failures tell), which costs {share(best.cost_best)}.",
+        risk,
+    ) if line]  # fmt: skip
+
+
+def print_text(studies: Sequence[Study], console: Console) -> None:
+    """The report of one run or of several side by side."""
+    console.print(_table(["", *(one.name for one in studies)], side_by_side(studies)))
+    console.print(_table(["where the time went", *(one.name for one in studies)], time_rows(studies)))
+    for one in studies:
+        title = f"{one.run.folder}: " if len(studies) > 1 else ""
+        if rows := attempt_rows(one):
+            console.print(_table(ATTEMPT_HEADS, rows, f"{title}attempts"))
+        for line in [*map(failure_line, one.failures), *findings(one)]:
+            console.print(f"{title}{line}")
+
+
+def side_by_side(studies: Sequence[Study]) -> Rows:
+    """The summaries of several runs, a column a run."""
+    heads = [head(one) for one in studies]
+    names = list(dict.fromkeys(row[0] for rows in heads for row in rows))
+    tables = [{row[0]: row[1] for row in rows} for rows in heads]
+    return [[name, *(table.get(name, "not known") for table in tables)] for name in names]
+
+
+def _table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
+    table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in heads:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,216 @@
+"""Everything that `tc3 runs report` says of one run, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plugins.errors import DataError
+from plugins.spike_guard.ledger import Entry, read_ledger
+from tools.checkpoint.scan import iteration, iterations
+from tools.recipe.view import View
+from tools.runs.attempts import Attempt
+from tools.runs.curve import Spike, spikes
+from tools.runs.failures import Failure, failures, has_failed
+from tools.runs.goodput import NEVER, Ledger, ledger
+from tools.runs.reliability import Mtbf, Saving, mtbf, saving
+from tools.runs.slow import Slow, slow_of
+from tools.runs.source import Run, read_run
+
+SECOND = 1_000_000  # microseconds
+GOES_ON = "between attempts"
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What saving took. `seconds`: the median stop of the training for one; `every`: seconds of steps between two."""
+
+    saves: int
+    seconds: float | None
+    every: float | None
+    steps: int | None
+    newest: int | None
+    at_risk: int | None
+    best: Saving | None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One run. `ledger`: a sentence where its time is not known."""
+
+    run: Run
+    state: str
+    ledger: Ledger | str
+    failures: list[Failure]
+    mtbf: Mtbf | None
+    checkpoints: Checkpoints
+    spikes: list[Spike]
+    slow: Slow
+    skipped: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    name: str = ""  # in tables and pictures
+
+
+def studies(folders: Sequence[Path]) -> list[Study]:
+    """Of several runs, named by their folders, or by the whole paths where two folders have one name."""
+    names = [folder.resolve().name for folder in folders]
+    short = len(set(names)) == len(names)
+    found = [study(folder) for folder in folders]
+    return [replace(one, name=name if short else str(one.run.folder)) for one, name in zip(found, names, strict=True)]
+
+
+def study(folder: Path) -> Study:
+    """Read and judge one run.
+
+    Raises:
+        DataError: as `read_run`.
+    """
+    run = read_run(folder)
+    time = ledger(run)
+    failed = failures(run)
+    known = time if isinstance(time, Ledger) else None
+    running = sum(frame.end - frame.begin for frame in known.frames) / SECOND if known else 0.0
+    told = bool(run.attempts) or (len(run.parts) == 1 and _state(run) == "done")  # else: why it ended stands nowhere
+    found = mtbf(sum(one.counts for one in failed), running) if told else None
+    skipped, notes = _skipped(folder)
+    notes = [*(known.notes if known else []), *notes]
+    saves, jumps, slow = _checkpoints(run, found), _spikes(run), slow_of(folder, run.recipe)
+    return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, folder.resolve().name)
+
+
+def _state(run: Run) -> str:
+    """done, given up, left (preempted), interrupted, failed, unfinished; unknown without attempts."""
+    if run.attempts:
+        return state_of(run.attempts[-1])
+    total = max((part.total_steps or 0 for part in run.parts), default=0)
+    return "done" if total and run.parts[-1]["step"][-1] >= total else "unknown"
+
+
+def state_of(attempt: Attempt) -> str:
+    """How the newest attempt stands."""
+    decision = attempt.verdict.decision if attempt.verdict else None
+    if decision:
+        return {"done": "done", "give up": "given up", "leave": "left"}.get(decision, GOES_ON)
+    outcomes = {end.outcome for end in attempt.ends.values()}
+    for outcome in ("failed", "interrupted", "preempted", "done"):
+        if outcome in outcomes:
+            return outcome
+    return "unfinished"
+
+
+def _spikes(run: Run) -> list[Spike]:
+    """With the last step of each part that was not made again."""
+    cuts = [min([later.start_step for later in run.parts[at + 1 :]], default=NEVER) for at in range(len(run.parts))]
+    return spikes(run.parts, cuts)
+
+
+def _checkpoints(run: Run, found: Mtbf | None) -> Checkpoints:
+    view = View(run.recipe) if run.recipe else None
+    saves: dict[int, float] = {}
+    for span in run.spans:
+        if span.kind == "save":
+            saves[span.step] = saves.get(span.step, 0.0) + span.end - span.begin
+    usual = run.usual()
+    wanted = view.number(("checkpoint", "save_interleaved_steps"), 0) if view else 0
+    steps = wanted or _between(sorted(saves)) or None
+    seconds = median(saves.values()) if saves else None
+    every = steps * usual if steps and usual else None
+    newest = _newest(run, view)
+    last = max((int(part["step"][-1]) for part in run.parts[-1:]), default=0)
+    risk = max(0, last - newest) if newest is not None else None
+    best = saving(seconds, every, found) if seconds and every and found else None
+    return Checkpoints(len(saves), seconds, every, steps, newest, risk, best, _why_unknown(seconds, every, found, best))
+
+
+def _between(steps: list[int]) -> int | None:
+    """Steps between saves, the median."""
+    apart = [later - step for step, later in pairwise(steps)]
+    return round(median(apart)) if apart else None
+
+
+def _newest(run: Run, view: View | None) -> int | None:
+    """The step of the newest checkpoint that is there, or was when it was sealed."""
+    place = view.get(("checkpoint", "save_path")) if view else None
+    there = iterations(Path(place)) if isinstance(place, str) else []
+    return iteration(there[0]) if there else max((span.step for span in run.spans if span.sealed), default=None)
+
+
+def _why_unknown(seconds: float | None, every: float | None, found: Mtbf | None, best: Saving | None) -> str:
+    """Why there is no best interval; empty where there is."""
+    if best:
+        return ""
+    if seconds is None:
+        return "no save was measured"
+    if every is None:
+        return "how long a usual step takes, or how many lie between two saves, is not known"
+    if found is None:
+        return "how often the run failed is not known"
+    return "no failure was seen" if found.estimate is None else "a save took no time"
+
+
+def _skipped(folder: Path) -> tuple[list[Entry], list[str]]:
+    """The ledger of samples that the spike guard left out; what is wrong with it."""
+    try:
+        return read_ledger(folder), []
+    except DataError as error:
+        return [], [f"which samples were left out is not known: {error}"]
+
+
+def content(found: Study) -> dict[str, Any]:
+    """Plain values, fit for JSON: seconds, steps, words; null for what is not known."""
+    time = found.ledger if isinstance(found.ledger, Ledger) else None
+    checkpoints = asdict(found.checkpoints)
+    return {
+        "run": str(found.run.folder),
+        "state": found.state,
+        "goodput": time.goodput if time else None,
+        "wall_seconds": time.wall / SECOND if time else None,
+        "seconds": {kind: value / SECOND for kind, value in time.totals().items()} if time else None,
+        "unknown": None if time else found.ledger,
+        "kept_steps": time.kept_steps if time else None,
+        "lost_steps": time.lost_steps if time else None,
+        "usual_step_seconds": found.run.usual(),
+        "attempts": [_attempt(found, time, frame) for frame in time.frames] if time else [],
+        "failures": [_failure(one) for one in found.failures],
+        "mtbf": asdict(found.mtbf) if found.mtbf else None,
+        "checkpoints": checkpoints,
+        "spikes": [_spike(one) for one in found.spikes],
+        "skipped": [{"step": one.step, "first": one.first, "why": one.why} for one in found.skipped],
+        "slow_ranks": asdict(found.slow),
+        "notes": found.notes,
+    }
+
+
+def _attempt(found: Study, time: Ledger, frame: Any) -> dict[str, Any]:
+    attempt = frame.attempt
+    steps = [step for part in frame.parts for step in (part["step"][0], part["step"][-1])]
+    return {
+        "attempt": frame.number,
+        "begin": frame.begin / SECOND,
+        "end": frame.end / SECOND,
+        "hosts": attempt.plan.hosts if attempt and attempt.plan else None,
+        "resume": attempt.plan.resume if attempt and attempt.plan else None,
+        "first_step": int(steps[0]) if steps else None,
+        "last_step": int(steps[-1]) if steps else None,
+        "state": ("failed" if has_failed(attempt) else state_of(attempt)) if attempt else None,
+        "decision": attempt.verdict.decision if attempt and attempt.verdict else None,
+        "why": attempt.verdict.why if attempt and attempt.verdict else None,
+        "seconds": {kind: value / SECOND for kind, value in time.totals(frame.number).items() if value},
+    }
+
+
+def _failure(one: Failure) -> dict[str, Any]:
+    record = asdict(one) | {"name": one.name, "log": str(one.log) if one.log else None}
+    record["found"] = asdict(one.found)
+    return record
+
+
+def _spike(one: Spike) -> dict[str, Any]:
+    """JSON knows neither NaN nor infinity."""
+    finite = one.above is not None
+    return asdict(one) | {"value": one.value if finite else None, "finite": finite}
