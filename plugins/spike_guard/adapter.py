@@ -1,0 +1,206 @@
+"""`plugins.spike_guard` of a recipe: monitors that end the run at a spike, and a loader that leaves samples out.
+
+Nothing is rolled back in the process. A rank that sees a spike writes the ledger (`ledger.py`) and ends the run, as
+`plugins.finite_loss` does, whose place this takes; the launch starts it again from the newest good checkpoint, with
+what the ledger leaves out in `plugins.spike_guard.skipped` of the effective recipe.
+
+No step costs a collective. With data parallelism the loss and the norm are everybody's, so all ranks write the same
+ledger; in a pipeline the ranks that have the loss decide for it, all for the norm, and one that ends alone ends the
+run. The good steps before this part of the run are read from the rank's own metrics, so the verdict on a step does not
+depend on where the run was interrupted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mindformers.core.callback.callback import MFLossMonitor
+from mindformers.dataset.blended_datasets.blended_dataset import BlendedDataset
+from mindformers.dataset.dataloader.mock_dataloader import BaseMockDataLoader
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_group_size, get_real_rank
+from mindformers.trainer import base_trainer
+from mindspore.dataset import GeneratorDataset
+
+from plugins.errors import DataError, StoppedError
+from plugins.finite_loss import adapter as finite_loss
+from plugins.finite_loss.plan import NORM, Watch
+from plugins.private_hooks import relies_on
+from plugins.spike_guard.ledger import read_ledger, write_ledger
+from plugins.spike_guard.plan import Window, good_steps, what_follows
+from plugins.spike_guard.settings import KEY, LOADER, SETTINGS, Settings, check
+from plugins.spike_guard.skip import Ranges, continued, count, original
+
+__all__ = ["SETTINGS", "enable"]
+
+# how many steps are trained, and what a blend goes on with, is worked out here as MindFormers does it
+relies_on(base_trainer.BaseTrainer, "dataset = dataset.take(int(dataset_info.sizes[0]) // self.global_batch_size)")
+relies_on(BlendedDataset, "dataset_sample_id = self.dataset_sample_index[idx]")
+
+
+def enable(config, settings) -> None:
+    """Guard the run of `config` (a MindFormerConfig), and leave out what it has been told to.
+
+    Raises:
+        RecipeError: settings that are wrong, or a recipe in which the plugin cannot work.
+        DataError, RecipeError: later, when the data is opened and training begins: too few samples to skip any.
+    """
+    chosen = check({**config, "plugins": {**(config.get("plugins") or {}), "spike_guard": settings}})
+    stages, scheduler = _pipeline(config)
+    guard = Guard(chosen, config.output_dir, finite_loss.undefined_of(config), _has_loss(stages, scheduler))
+    finite_loss.put_in(config, guard, guard.end)
+    callback_type, loader_type = MindFormerModuleType.CALLBACK, MindFormerModuleType.DATASET_LOADER
+    losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
+    MindFormerRegister.register_cls(_beginning(losses, guard), callback_type, alias="MFLossMonitor")
+    config.train_dataset.data_loader.guarded = True  # other data sets are read by the same class
+    loader = MindFormerRegister.get_cls(loader_type, LOADER)
+    MindFormerRegister.register_cls(_skipping(loader, guard), loader_type, alias=LOADER)
+
+
+def _pipeline(config) -> tuple[int, Any]:
+    parallel = config.get("parallel_config") or {}
+    options = (config.get("parallel") or {}).get("pipeline_config") or {}
+    return parallel.get("pipeline_stage") or 1, options.get("pipeline_scheduler")
+
+
+def _has_loss(stages: int, scheduler: Any) -> bool:
+    """Whether this rank computes the loss: the last stage does; zero_bubble_v brings it back to the first."""
+    stage = get_real_rank() * stages // get_real_group_size()
+    return stage == (0 if scheduler == "zero_bubble_v" else stages - 1)
+
+
+class Guard(Watch):
+    """Watches for spikes beside what is not finite, and knows what follows.
+
+    Args:
+        settings: see `settings.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether the
+        loss that this rank sees is the run's.
+    """
+
+    def __init__(self, settings: Settings, run_dir: str, undefined: tuple[str, ...], has_loss: bool):
+        super().__init__(1, undefined=undefined)
+        self.settings, self.run_dir, self.has_loss = settings, run_dir, has_loss
+        self.window = Window(settings.window, settings.threshold)
+        self.before = read_ledger(run_dir)
+        self.batch = 0
+        self.spare: Callable[[int], int] | None = None  # see `spare_of`; None on a rank that reads no data
+
+    def begin(self, batch: int, done: int) -> None:
+        """Training begins, of `batch` samples a step, after `done` steps.
+
+        Raises:
+            DataError: the data has too few samples to go back as often as the settings say.
+        """
+        self.batch = batch
+        needed = 0 if self.before else self.settings.rollbacks * self.settings.skip * batch
+        spare = self.spare(needed) if self.spare else needed
+        if spare < needed:
+            raise DataError(
+                f"train_dataset.data_loader.sizes: {spare:,} samples remain behind those that are trained, and "
+                f"{KEY} may leave out {needed:,} more ({self.settings.rollbacks} rollbacks, {self.settings.skip} steps "
+                f"of {batch} samples each): train fewer steps, lower {KEY}.rollbacks, or add data"
+            )
+        metrics = Path(self.run_dir) / "metrics" / f"rank_{get_real_rank()}.jsonl"
+        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+        for readings in good_steps(lines, done, self.settings.window):
+            self._spike(readings)
+
+    def see(self, step, losses, norm, overflow, scale):
+        """As `Watch.see`; then whether the step is a spike."""
+        wrong = super().see(step, losses, norm, overflow, scale)
+        if wrong is None and not overflow and (spike := self._spike({"loss": self.logged, NORM: norm})):
+            self.run.append((step, spike))
+            return self.verdict
+        return wrong
+
+    def _spike(self, readings):
+        return self.window.see(readings if self.has_loss else {NORM: readings[NORM]})
+
+    def end(self, saver, step: int, wrong: str) -> None:
+        """Write the ledger, if the run is to go back, and end it: raises StoppedError."""
+        entry, words = what_follows(step, wrong, self.before, self.settings, self.batch, self.settings.skipped)
+        if entry is None:
+            raise StoppedError(f"{words}; {finite_loss.way_on(saver)}")
+        write_ledger(self.run_dir, [*self.before, entry])
+        raise StoppedError(words)
+
+
+def _beginning(monitor: type[MFLossMonitor], guard: Guard):
+    """A subclass of the loss monitor class `monitor` that tells `guard` when training begins."""
+
+    class GuardedLossMonitor(monitor):
+        def on_train_begin(self, run_context):
+            super().on_train_begin(run_context)
+            guard.begin(self.global_batch_size, self.initial_step or 0)
+
+    return GuardedLossMonitor
+
+
+def _skipping(loader: Any, guard: Guard):
+    """A subclass of the loader class `loader`; where it is not `guarded` it is that one itself."""
+
+    class SkippingDataLoader(loader):
+        def __new__(cls, *, sizes, guarded=False, num_shards=None, shard_id=None, **arguments):
+            stock = super().__new__(cls, sizes=sizes, num_shards=num_shards, shard_id=shard_id, **arguments)
+            if not guarded or isinstance(stock.source, BaseMockDataLoader):
+                return stock
+            skipped, trained = guard.settings.skipped, int(sizes[0])
+            check_enough(stock.source, skipped, trained)
+            guard.spare = lambda wanted: spare_of(stock.source, skipped, trained, wanted)
+            view = Skipping(stock.source, skipped)
+            shards = {"num_shards": num_shards, "shard_id": shard_id}
+            return GeneratorDataset(view, column_names=stock.column_names, shuffle=False, **shards)
+
+    return SkippingDataLoader
+
+
+class Skipping:
+    """A view of a random-access dataset without the samples of `skipped`; those behind its last one fill the end."""
+
+    def __init__(self, source: Any, skipped: Ranges):
+        self.source, self.skipped = source, skipped
+        self.more, self.parts = behind(source, count(skipped))
+
+    def __len__(self) -> int:
+        return len(self.source) + len(self.more) - count(self.skipped)
+
+    def __getitem__(self, item: int) -> Any:
+        sample = original(int(item), self.skipped)
+        if sample < len(self.source):
+            return self.source[sample]
+        part, own = self.more[sample - len(self.source)]
+        return self.parts[part][own]
+
+
+def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
+    """Up to `wanted` samples behind the last of a blend, int64 [n, 2] of (data set, item), and its data sets.
+
+    A data set alone has no more than it says.
+    """
+    blend = getattr(source, "source", source)  # of attention_balance's view
+    parts = getattr(blend, "datasets", [])
+    if not parts or not wanted:
+        return np.empty((0, 2), np.int64), parts
+    counts = np.bincount(np.asarray(blend.dataset_index), minlength=len(parts))
+    return continued(blend.weights, counts.tolist(), [len(part) for part in parts], wanted), parts
+
+
+def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
+    """How many samples, up to `wanted`, are left behind the `trained` ones of `source` without `skipped`."""
+    have = len(source) - count(skipped) - trained
+    if have < wanted:
+        have += len(behind(source, count(skipped) + wanted)[0])
+    return min(have, wanted)
+
+
+def check_enough(source: Any, skipped: Ranges, trained: int) -> None:
+    """Raise DataError when fewer than `trained` samples of `source` remain without `skipped`."""
+    spare = spare_of(source, skipped, trained, 0)
+    if spare < 0:
+        raise DataError(
+            f"{KEY}.skipped: without these {count(skipped):,} samples the data has {trained + spare:,} of the "
+            f"{trained:,} that train_dataset.data_loader.sizes wants: train fewer steps, or add data"
+        )

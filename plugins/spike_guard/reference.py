@@ -1,0 +1,29 @@
+"""The obvious computation of what this plugin does cleverly: sample by sample, step by step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+
+def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
+    """The samples of a run in its order, of data with `total` samples."""
+    out = {sample for first, stop in skipped for sample in range(first, stop)}
+    return [sample for sample in range(total) if sample not in out]
+
+
+def spreads_above(value: float, good: Sequence[float], least: float) -> float:
+    """How many robust standard deviations log `value` lies above the trend of log `good`, by sorting; see `plan`."""
+
+    def middle(values: Iterable[float]) -> float:
+        values = sorted(values)
+        half = len(values) // 2
+        return values[half] if len(values) % 2 else (values[half - 1] + values[half]) / 2
+
+    logs = [math.log(each) for each in good]
+    slopes = [(logs[j] - logs[i]) / (j - i) for j in range(len(logs)) for i in range(j)]
+    slope = min(middle(slopes), 0.0) if slopes else 0.0
+    level = [each - slope * place for place, each in enumerate(logs)]
+    start = middle(level)
+    spread = 1.4826 * middle(abs(each - start) for each in level)
+    return (math.log(value) - start - slope * len(logs)) / max(spread, least)

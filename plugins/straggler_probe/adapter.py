@@ -1,0 +1,73 @@
+"""`plugins.straggler_probe` of a recipe: a callback that probes its own rank every few steps, without a collective.
+
+No hook of MindFormers tells what a rank waits for its batches; but MindSpore's loop fetches a batch between two steps,
+and calls callbacks at the end of the one and the beginning of the other. MindFormers sorts callbacks that it does not
+know behind all others, so that saving and evaluating come before the end of a step that is seen here.
+"""
+
+from __future__ import annotations
+
+import socket
+
+from mindformers.core.callback.callback import MFLossMonitor
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
+from mindformers.tools.utils import get_real_rank
+from mindformers.trainer import base_trainer
+from mindspore.train import model
+from mindspore.train.callback import Callback
+
+from plugins.private_hooks import relies_on
+from plugins.straggler_probe.record import probe_file
+from plugins.straggler_probe.settings import SETTINGS, read
+from plugins.straggler_probe.watch import Watch
+from plugins.straggler_probe.work import of_device
+
+__all__ = ["SETTINGS", "enable"]
+
+relies_on(base_trainer.BaseTrainer.sort_callbacks, "callbacks.append(callback)")
+relies_on(model.Model._train_process, "for next_element in dataset_helper:")
+relies_on(model.Model._train_dataset_sink_process, "for inputs in dataset_helper:")
+
+
+@MindFormerRegister.register(MindFormerModuleType.CALLBACK)
+class StragglerProbe(Callback):
+    """Records probes of this rank, see `watch.Watch`.
+
+    Args:
+        settings: `plugins.straggler_probe.settings.Settings`. device: its type. run_dir: the run's folder.
+    """
+
+    def __init__(self, settings, device, run_dir, **kwargs):
+        super().__init__()
+        self.settings, self.device, self.run_dir = settings, device, run_dir
+
+    def on_train_begin(self, run_context):
+        """Prepare the work, which compiles on an NPU, and find out how many steps were done before."""
+        params = run_context.original_args()
+        monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
+        self.done = monitors[0].initial_step or 0 if monitors else 0
+        rank = get_real_rank()
+        self.watch = Watch(
+            self.settings, probe_file(self.run_dir, rank), rank, socket.gethostname(), self.device,
+            of_device(self.device), not params.dataset_sink_mode,
+        )  # fmt: skip
+
+    def on_train_step_begin(self, run_context):
+        """The batch is there."""
+        self.watch.begin()
+
+    def on_train_step_end(self, run_context):
+        """Probe when due."""
+        self.watch.end(self.done + run_context.original_args().cur_step_num)
+
+
+def enable(config, settings) -> None:
+    """Add the callback to `config` (a MindFormerConfig).
+
+    Raises:
+        RecipeError: an unknown or impossible setting.
+    """
+    device = config.context.device_target
+    config.callbacks.append(
+        {"type": "StragglerProbe", "settings": read(settings), "device": device, "run_dir": config.output_dir}
+    )

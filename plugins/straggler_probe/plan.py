@@ -1,0 +1,255 @@
+"""Which ranks are slower than their peers, and by what. Pure.
+
+Peers are ranks of one group, such as a pipeline stage, with the same type of device and the same work in a probe. Four
+measures of a rank are compared with those of its peers at the same step (`KINDS`):
+
+* device: the time of a piece of work without communication, as a logarithm;
+* data: the share of its time in which it waited for its batches;
+* host: the share of its time in which it was ready to run, but others had its cores;
+* limit: the share of its time in which a limit of its control group (cpu.max, cfs_quota) had stopped it.
+
+Numbered steps, for each measure and group:
+
+1. the difference between a rank and the median of the others, at each probe;
+2. minus what differs for good among healthy ranks: the median of the rank's first probes, but of that no more than four
+   standard deviations of all ranks', so that a rank that is slow from the start is found, too;
+3. the standard deviation of the noise, from differences of successive probes: a rank that becomes slow adds one such
+   difference, and leaves their median alone;
+4. the sequential test of `sequential`, with limits in that deviation, plus what step 2 may err by for the unluckiest of
+   all ranks, and no lower than a floor;
+5. of each rank that it names: since when, until when, and how slow in the median of those probes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from plugins.straggler_probe.record import Record
+from plugins.straggler_probe.sequential import LEVELS, evidence, span, threshold
+
+Kind = Literal["device", "data", "host", "limit"]
+ALARM = 0.05  # chance that a run names any healthy rank, by any measure
+LEAST = 64  # probes of which that is said at least, so that looking at a run that has just begun names nobody lightly
+FIRST, ENOUGH = 24, 8  # probes that tell what differs for good; ranks whose spread of it says something
+WITHIN = 4.0  # standard deviations of it among healthy ranks
+_NORMAL = 1.4826  # makes the median of absolute deviations a standard deviation, of normal noise
+_OF_MEDIAN = 1.2533  # the standard error of a median over that of a mean
+RECOVERED = 5  # probes after the slow ones
+# the least that counts, as a share of the time of the work (device) or of all time (the others)
+FLOORS: dict[Kind, float] = {"device": 0.02, "data": 0.02, "host": 0.05, "limit": 0.05}
+# idle cores of a virtual machine differ by up to 57 % for seconds, and workers on CPU share theirs with everything
+FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, "limit": 0.15}
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that is slower than its peers.
+
+    Args:
+        slower: by which share of its peers' time of the work (device: 0.05 is 5 % slower), or which share of all its
+            time it lost beyond what its peers did (data, host, limit).
+        since, until: the first and the last step of which a probe saw it; until None: up to the last.
+        seen: all of that in words.
+    """
+
+    rank: int
+    host: str
+    kind: Kind
+    slower: float
+    since: int
+    until: int | None
+    seen: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Ranks of which a measure says nothing, neither good nor bad, and why."""
+
+    kind: Kind
+    ranks: tuple[int, ...]
+    why: str
+
+
+class Verdict(NamedTuple):
+    """The slow ranks, the slowest of each kind first; of what nothing is known; and how many ranks were compared."""
+
+    slow: list[SlowRank]
+    unknown: list[Unknown]
+    compared: int
+
+
+def by_stage(ranks: int, stages: int) -> dict[int, int]:
+    """Rank -> its pipeline stage: MindSpore gives a stage successive ranks."""
+    return {rank: rank * stages // ranks for rank in range(ranks)}
+
+
+def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
+    """The ranks of a run that are slower than their peers. A healthy run names any with a chance of `ALARM`.
+
+    That holds for one look at a run, and for any number of looks within its first `LEAST` probes; who looks all the
+    time has that chance once more whenever the number of probes has doubled.
+
+    Args:
+        records: of all ranks, see `record.read_run`.
+        groups: rank -> group whose ranks do the same work, see `by_stage`; a rank without one has no peers. None: all
+            ranks do the same.
+    """
+    peers = _peers(records, groups)
+    if not peers:
+        return Verdict([], [], 0)
+    probes = max(LEAST, len({row.step for series in peers.values() for rows in series.values() for row in rows}))
+    tests = len(KINDS) * sum(len(series) for series in peers.values())
+    limit = threshold(tests, probes, ALARM)
+    slow: list[SlowRank] = []
+    silent: dict[tuple[Kind, str], set[int]] = defaultdict(set)
+    compared: set[int] = set()
+    for (_, device, _), series in peers.items():
+        for kind, value in KINDS.items():
+            known = {own: rows for own, rows in series.items() if all(value(row) is not None for row in rows)}
+            silent[kind, "the host does not see its waits for batches"] |= {own.rank for own in series.keys() - known}
+            if len({own.rank for own in known}) < 2:
+                silent[kind, "no other rank does the same work"] |= {own.rank for own in known}
+                continue
+            compared |= {own.rank for own in known}
+            slow += _of_group(kind, FLOORS_ON_CPU[kind] if device == "CPU" else FLOORS[kind], known, limit)
+    unknown = [Unknown(kind, tuple(sorted(ranks)), why) for (kind, why), ranks in silent.items() if ranks]
+    order = {kind: place for place, kind in enumerate(KINDS)}
+    slow.sort(key=lambda one: (order[one.kind], -one.slower, one.rank))
+    unknown.sort(key=lambda one: (order[one.kind], one.ranks))
+    return Verdict(slow, unknown, len(compared))
+
+
+class Own(NamedTuple):
+    """Whose series of probes it is: a rank on one host. A rank that moved to a spare one begins anew."""
+
+    rank: int
+    host: str
+
+
+Series = dict[Own, list[Record]]
+
+
+def _peers(records: Iterable[Record], groups: Mapping[int, Hashable] | None) -> dict[tuple, Series]:
+    """Group, device and work -> the series of each rank, by step."""
+    found: dict[tuple, Series] = defaultdict(lambda: defaultdict(list))
+    for record in sorted(records, key=lambda record: (record.rank, record.step)):
+        group = 0 if groups is None else groups.get(record.rank, ("alone", record.rank))
+        found[group, record.device, record.work][Own(record.rank, record.host)].append(record)
+    return found
+
+
+def _device(record: Record) -> float:
+    return float(np.log(record.probe))
+
+
+def _data(record: Record) -> float | None:
+    return None if record.data is None else record.data / record.seconds
+
+
+def _host(record: Record) -> float:
+    """Of several threads that wait at once each one's wait counts; the kernel counts that of a limit among it."""
+    return max(0.0, record.waited - record.stopped) / max(record.seconds, record.cpu + record.waited)
+
+
+def _limit(record: Record) -> float:
+    return min(1.0, record.stopped / record.seconds)
+
+
+KINDS: dict[Kind, Callable[[Record], float | None]] = {"device": _device, "data": _data, "host": _host, "limit": _limit}
+
+
+def _of_group(kind: Kind, floor: float, series: Series, enough: float) -> list[SlowRank]:
+    """Steps 1 to 5."""
+    steps = sorted({record.step for rows in series.values() for record in rows})
+    row = {step: place for place, step in enumerate(steps)}
+    values = np.full((len(steps), len(series)), np.nan)
+    for column, rows in enumerate(series.values()):
+        for record in rows:
+            values[row[record.step], column] = KINDS[kind](record)
+    excess, limit, reached = tested(values, float(np.log1p(floor)) if kind == "device" else floor, enough)
+    found = []
+    for column in np.flatnonzero(reached.any(axis=0)):
+        own = list(series)[column]
+        begin, end = _lasts(excess[:, column], int(reached[:, column].argmax()), limit)
+        slower = float(np.nanmedian(excess[begin:, column] if end is None else excess[begin : end + 1, column]))
+        slower = float(np.expm1(slower)) if kind == "device" else slower
+        until = None if end is None else steps[end]
+        seen = _words(kind, slower, steps[begin], until)
+        found.append(SlowRank(own.rank, own.host, kind, slower, steps[begin], until, seen))
+    return found
+
+
+def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray, float, np.ndarray]:
+    """Steps 1 to 4: what `values` [K, N] have above the others', the lowest limit, and where the evidence is enough.
+
+    Args:
+        floor: no limit is below it. enough: see `sequential.threshold`.
+    """
+    excess = above_others(values)
+    spread = noise(excess)
+    excess, error = without_lasting(excess, spread)
+    limits = [max(level.limit * spread + error, floor) for level in LEVELS]
+    return excess, min(limits), evidence(excess, limits) >= enough
+
+
+def above_others(values: np.ndarray) -> np.ndarray:
+    """[K, N] -> minus the median of the others of a row; NaN where a value, or every other one, is missing."""
+    out = np.full(values.shape, np.nan)
+    for place, row in enumerate(values):
+        here = np.flatnonzero(~np.isnan(row))
+        if len(here) < 2:
+            continue
+        order = np.argsort(row[here], kind="stable")
+        ranked = row[here][order]
+        at, others = np.arange(len(here)), len(here) - 1
+        high = ranked[others // 2 + (at <= others // 2)]  # the others without the one at `at`, counted from 0
+        low = ranked[(others - 1) // 2 + (at <= (others - 1) // 2)]
+        out[place, here[order]] = ranked - (low + high) / 2
+    return out
+
+
+def without_lasting(excess: np.ndarray, spread: float) -> tuple[np.ndarray, float]:
+    """[K, N] -> without what differs for good among healthy ranks, and what that may err by for any of them.
+
+    Of few ranks nobody can tell what differs for good, and nothing is taken out.
+    """
+    ranks = excess.shape[1]
+    if ranks < ENOUGH:
+        return excess, 0.0
+    first = np.array([_median(column[~np.isnan(column)][:FIRST]) for column in excess.T])
+    most = WITHIN * _NORMAL * _median(np.abs(first))
+    error = NormalDist().inv_cdf(1 - 1 / ranks) * _OF_MEDIAN * spread / np.sqrt(min(FIRST, len(excess)))
+    return excess - np.clip(first, -most, most), float(error)
+
+
+def noise(excess: np.ndarray) -> float:
+    """Standard deviation of the noise of `excess` [K, N]."""
+    changes = np.abs(np.diff(excess, axis=0))
+    return float(_NORMAL / np.sqrt(2) * _median(changes[~np.isnan(changes)]))
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values)) if len(values) else 0.0
+
+
+def _lasts(excess: np.ndarray, alarm: int, limit: float) -> tuple[int, int | None]:
+    """The first and the last slow probe of a series [K] that raised an alarm at probe `alarm`; None: it goes on."""
+    begin, end = span(excess, limit, LEVELS[0], alarm)
+    return begin, None if np.count_nonzero(~np.isnan(excess[end + 1 :])) < RECOVERED else end
+
+
+def _words(kind: Kind, slower: float, since: int, until: int | None) -> str:
+    what = {
+        "device": f"a fixed piece of work takes {1 + slower:.2f} times as long as on its peers",
+        "data": f"waits {slower:.0%} of its time more for its batches than its peers",
+        "host": f"is ready, but others have its cores, for {slower:.0%} of its time more than its peers",
+        "limit": f"is stopped by a limit of its control group for {slower:.0%} of its time more than its peers",
+    }[kind]
+    when = f"since step {since}" if until is None else f"from step {since} to {until}"
+    return f"{what}, {when}"

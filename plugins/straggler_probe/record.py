@@ -1,0 +1,103 @@
+"""`RUN/metrics/probe_N.jsonl`, a line a probe of rank N: both halves of its form, writing and reading. Pure.
+
+Each rank has a file of its own: a line costs no collective, and a rank that hangs keeps nobody else from writing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from plugins.lines import append_line, read_steps
+
+_START, _END = "probe_", ".jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One probe of one rank, and what passed since the one before it. Times are seconds.
+
+    Args:
+        step: after which it was made. device: type of device, as in `context.device_target`.
+        work: pieces of work, as in the settings. probe: time of that work without communication; what other processes
+            took of its core is taken out.
+        seconds: since the probe before (or the first step's end); all that follows is within them.
+        steps: steps. data: waited for batches; None where the host does not see it (`runner_config.sink_mode: True`).
+        cpu: processor time of all threads of the worker. waited: in which its threads were ready, but had no core.
+        stopped: in which a limit had stopped its control group.
+    """
+
+    step: int
+    rank: int
+    host: str
+    device: str
+    work: int
+    probe: float
+    seconds: float
+    steps: int
+    data: float | None
+    cpu: float
+    waited: float
+    stopped: float
+
+
+def probe_file(run_dir: str | Path, rank: int) -> Path:
+    """Where rank `rank` of a run records its probes."""
+    return Path(run_dir) / "metrics" / f"{_START}{rank}{_END}"
+
+
+def append(path: Path, record: Record) -> None:
+    """Add a line, on a line of its own also where a killed run left half of one."""
+    append_line(path, json.dumps({name: _short(value) for name, value in asdict(record).items()}))
+
+
+def read_run(run_dir: str | Path) -> list[Record]:
+    """The records of all ranks of a run, by rank and step; none where it was not probed.
+
+    Raises:
+        DataError: see `read`.
+    """
+    files = (Path(run_dir) / "metrics").glob(f"{_START}*{_END}")
+    ranks = sorted(int(name) for file in files if (name := file.name[len(_START) : -len(_END)]).isdecimal())
+    return [record for rank in ranks for record in read(probe_file(run_dir, rank))]
+
+
+def read(path: Path) -> list[Record]:
+    """The records of one file, by step; a resumed run replaces what it repeats, half a killed one's line is left out.
+
+    Raises:
+        DataError: a line that is no record.
+    """
+    return read_steps(path, _record)
+
+
+def _short(value: Any) -> Any:
+    return round(value, 7) if isinstance(value, float) else value
+
+
+def _record(content: Any, place: str) -> Record:
+    try:
+        record = Record(**{field.name: content[field.name] for field in fields(Record)})
+        _check(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{place}: no record of a probe ({type(error).__name__}: {error})") from None
+    return record
+
+
+def _check(record: Record) -> None:
+    """Refuse what no run writes: every later computation takes these for granted."""
+    whole: Iterable[Any] = (record.step, record.rank, record.work, record.steps)
+    if not all(type(value) is int and value >= 0 for value in whole):
+        raise ValueError("step, rank, work or steps is no whole number")
+    if not (type(record.host) is str and type(record.device) is str):
+        raise TypeError("host or device is no text")
+    times = (record.probe, record.seconds, record.data or 0.0, record.cpu, record.waited, record.stopped)
+    if not all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in times):
+        raise ValueError("a time is negative or no number")
+    if not record.probe or not record.seconds:
+        raise ValueError("a time is 0")

@@ -1,0 +1,173 @@
+"""What is a spike, and what follows from it."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import DataError, RecipeError
+from plugins.finite_loss.plan import NORM
+from plugins.spike_guard import reference
+from plugins.spike_guard.ledger import Entry, ledger_file, read_ledger, samples_of, write_ledger
+from plugins.spike_guard.plan import Window, good_steps, spreads_above, what_follows
+from plugins.spike_guard.settings import Settings, check, read
+from plugins.spike_guard.words import NO_MORE
+
+GOOD = [3.0, 3.1, 2.9, 3.05, 2.95, 3.02, 2.98, 3.0]
+
+
+@given(st.floats(1e-3, 1e3), st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12))
+def test_the_distance_is_that_of_the_sorted_lists(value, good):
+    assert spreads_above(value, good)[0] == pytest.approx(
+        reference.spreads_above(value, good, 0.01), rel=1e-9, abs=1e-9
+    )
+
+
+def window(good=GOOD, threshold=8.0):
+    found = Window(len(GOOD), threshold)
+    for value in good:
+        assert found.see({"loss": value, NORM: None}) is None
+    return found
+
+
+def test_a_value_far_above_the_last_good_ones_is_a_spike_and_one_below_is_none():
+    assert window().see({"loss": 0.5, NORM: None}) is None
+    words = window().see({"loss": 6.0, NORM: None})
+    assert words == "loss 6 is 41 standard deviations above 2.98, which the last 8 good steps led to"
+    assert window(threshold=50.0).see({"loss": 6.0, NORM: None}) is None
+
+
+def test_a_loss_that_falls_is_compared_with_where_it_falls_to_and_one_that_rises_is_not():
+    falling = [8.0 * 0.95**step * (1.01 if step % 2 else 0.99) for step in range(8)]
+    assert "is 28 standard deviations above 5.307" in window(falling).see({"loss": 8.0, NORM: None})
+    assert "is 11 standard deviations above 4.436" in window([4.0 * 1.03**step for step in range(8)]).see(
+        {"loss": 12.0, NORM: None}
+    )
+
+
+def test_nothing_is_judged_before_there_are_enough_good_steps():
+    assert window(GOOD[:-1]).see({"loss": 1e6, NORM: None}) is None
+
+
+def test_a_spike_does_not_become_part_of_what_is_good():
+    found = window()
+    assert all(found.see({"loss": 6.0, NORM: None}) for _ in range(20))
+
+
+def test_loss_and_norm_are_judged_each_by_its_own_steps():
+    found = Window(4, 8.0)
+    for value in (1.0, 1.01, 0.99, 1.0):
+        assert found.see({"loss": value, NORM: 100 * value}) is None
+    assert found.see({"loss": 1.0, NORM: 300.0}).startswith("global norm 300 is")
+    assert found.see({"loss": 1.0, NORM: math.nan}) is None, "what is not finite is another one's to judge"
+    assert found.see({"loss": 0.0, NORM: 100.0}) is None, "a rank of a pipeline that has no loss"
+
+
+def test_steps_that_differ_by_less_than_a_percent_are_alike():
+    assert window([3.0] * 8).see({"loss": 3.03, NORM: None}) is None
+
+
+def line(step, loss):
+    return json.dumps({"step": step, "loss": loss, "global_norm": 1.0})
+
+
+def test_the_good_steps_before_a_resume_are_those_of_the_parts_that_count():
+    lines = [json.dumps({"total_steps": 9, "start_step": 0}), *(line(step, step) for step in (1, 2, 3, 4, 5))]
+    lines += [json.dumps({"total_steps": 9, "start_step": 2}), line(3, 30), line(4, 40), '{"step": 5, "lo']
+    found = good_steps(lines, 3, 2)
+    assert found == [{"loss": 2, NORM: 1.0}, {"loss": 30, NORM: 1.0}]
+    assert good_steps([], 3, 2) == []
+
+
+def test_a_spike_leaves_out_the_samples_that_its_step_had():
+    entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(), 4, ())
+    assert entry == Entry(5, 5, "step 5: loss is NaN", ((16, 20),))
+    assert words == "spike: step 5: loss is NaN; going back to before step 5, without the samples of step 5"
+    second, _ = what_follows(6, "step 6: loss is NaN", [entry], Settings(), 4, ((16, 20),))
+    assert second.samples == ((24, 28),), "they moved up by a step"
+
+
+def test_with_more_steps_to_skip_those_before_it_are_guilty_too():
+    entry, words = what_follows(5, "step 5: loss is NaN", [], Settings(skip=3), 4, ((12, 16),))
+    assert (entry.first, entry.samples) == (3, ((8, 12), (16, 24)))
+    assert words.endswith("going back to before step 3, without the samples of steps 3 to 5")
+    assert what_follows(2, "", [], Settings(skip=3), 4, ())[0].samples == ((0, 8),)
+
+
+def test_the_same_step_again_is_told_and_the_run_does_not_go_back_for_ever():
+    before = [Entry(5, 5, "", ((16, 20),))]
+    entry, words = what_follows(5, "step 5: loss is NaN", before, Settings(), 4, ((16, 20),))
+    assert entry.samples == ((20, 24),) and "step 5 spiked before, with other samples: they are not the cause" in words
+    entry, words = what_follows(5, "step 5: loss is NaN", before, Settings(rollbacks=1), 4, ((16, 20),))
+    assert entry is None and words.endswith(f"the run has gone back 1 time within 64 steps, and {NO_MORE}")
+
+
+def test_a_long_run_may_go_back_any_number_of_times_but_not_at_one_place():
+    before = [Entry(step, step, "", ((4 * step - 4, 4 * step),)) for step in (5, 500, 510)]
+    rare, often = (Settings(window=20, rollbacks=count) for count in (3, 2))
+    assert what_follows(520, "", before, rare, 4, ())[0] is not None
+    assert what_follows(520, "", before, often, 4, ())[0] is None
+    assert what_follows(900, "", before, often, 4, ())[0] is not None
+
+
+def test_the_ledger_is_read_as_it_was_written(tmp_path):
+    entries = [Entry(5, 4, "step 5: loss is NaN", ((12, 20),)), Entry(9, 9, "more", ((3, 4), (20, 21)))]
+    assert read_ledger(tmp_path) == []
+    write_ledger(tmp_path, entries)
+    assert read_ledger(tmp_path) == entries and [path.name for path in tmp_path.iterdir()] == ["skipped.json"]
+    assert samples_of(entries) == ((3, 4), (12, 21))
+    ledger_file(tmp_path).write_text('{"skipped": [{"step": 1}]}')
+    with pytest.raises(DataError, match=r"skipped\.json: no ledger of left-out samples \('first'\); put back"):
+        read_ledger(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (True, "spike_guard: write `rollbacks: 3` under it"),
+        ({"windw": 8}, r"spike_guard\.windw: no such setting \(did you mean 'window'"),
+        ({"window": 3}, r"window: 3; write a number of steps from 4 on"),
+        ({"threshold": 0}, r"threshold: 0; write a number of standard deviations above 0"),
+        ({"threshold": math.inf}, r"threshold: inf"),
+        ({"skip": 0}, r"skip: 0; write a number of steps, 1 for that of the spike alone"),
+        ({"rollbacks": 0}, r"rollbacks: 0; write how often"),
+        ({"skipped": "x"}, r"skipped: 'x'; write \[\[first, stop\]"),
+        ({"skipped": [[4, 8], [8, 8]]}, r"skipped\[1\]: \[8, 8\]; write \[\[first, stop\]"),
+        ({"skipped": [[4, 8, 9]]}, r"skipped\[0\]: \[4, 8, 9\]"),
+    ],
+)
+def test_settings_that_are_wrong(settings, words):
+    with pytest.raises(RecipeError, match=words):
+        read(settings)
+
+
+def test_settings_that_are_not_written():
+    assert read({}) == Settings() and read({"skipped": [[4, 8], [0, 4]]}).skipped == ((0, 8),)
+
+
+LOADER = {"type": "BlendedMegatronDatasetDataLoader", "shuffle": False}
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({}, None),
+        ({"train_dataset": {"data_loader": {"type": "HFDataLoader"}}}, r"data_loader\.type: .* not of 'HFDataLoader'"),
+        ({"train_dataset": {"data_loader": {**LOADER, "shuffle": True}}}, r"data_loader\.shuffle: which samples"),
+        ({"context": {"mode": 1}}, r"context\.mode: .* is for graph mode"),
+        ({"runner_config": {"epochs": 2}}, r"runner_config\.epochs: a second pass"),
+        ({"runner_config": {"sink_size": 4}}, r"runner_config\.sink_size"),
+        ({"plugins": {"spike_guard": {}, "finite_loss": {"stop_after": 3}}}, r"finite_loss\.stop_after: .* its place"),
+        ({"plugins": {"spike_guard": {}, "finite_loss": False}}, None),
+        ({"callbacks": [{"type": "MFLossMonitor", "per_print_times": 5}]}, r"per_print_times hides steps"),
+    ],
+)
+def test_where_it_cannot_work(more, words):
+    recipe = {"train_dataset": {"data_loader": LOADER}, "plugins": {"spike_guard": {}}, **more}
+    if words is None:
+        assert check(recipe) == Settings()
+        return
+    with pytest.raises(RecipeError, match=words):
+        check(recipe)
