@@ -1,0 +1,85 @@
+"""A model that answers, in a process of its own: started, asked, and ended with us."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from launch.generate.answers import Refused
+from launch.generate.loop import Logits
+from launch.run.msrun import worker_environment
+from plugins.errors import CheckpointError
+from tools.files.tail import last_lines
+from tools.process.signals import terminate_as_interrupt
+from tools.process.waiting import Progressing
+from tools.recipe.dump import dump_recipe
+
+WORKER = Path(__file__).with_name("worker.py")
+LOOK = 0.2  # seconds between looks at whether it still lives
+
+
+@contextmanager
+def model_of(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
+    """The logits behind ids, by the model of a `forward_recipe` with `weights`. Says so while it is being built.
+
+    Raises:
+        CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process
+            failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="tc3-generate-") as folder, terminate_as_interrupt():
+        place, file = Path(folder), Path(folder) / "recipe.yaml"
+        dump_recipe({**recipe, "output_dir": folder}, file)
+        ours, theirs = Pipe()
+        with (place / "log").open("wb") as log, ours, theirs:
+            process = subprocess.Popen(
+                [sys.executable, str(WORKER), str(file), str(weights.absolute()), str(theirs.fileno())],
+                env=worker_environment(1, place),
+                cwd=folder,  # MindSpore leaves files where it stands
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is ours to hear
+            )
+            theirs.close()
+            try:
+                with Progressing("building and compiling the model"):
+                    _begun(process, ours, place / "log")
+
+                def logits(ids: Sequence[int]) -> np.ndarray:
+                    ours.send(list(ids))
+                    found: np.ndarray = _answer(process, ours, place / "log")
+                    return found
+
+                yield logits
+            finally:
+                process.kill()
+                process.wait()
+
+
+def _begun(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
+    """Wait until the model is there."""
+    first = _answer(process, pipe, log)
+    if isinstance(first, Refused):
+        raise CheckpointError(first.reason)
+
+
+def _answer(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> Any:
+    try:
+        while not pipe.poll(LOOK):
+            pass
+        return pipe.recv()
+    except (EOFError, ConnectionError):
+        code = process.wait()
+        last = "\n".join(last_lines(log)[-15:])
+        raise click.ClickException(f"the process with the model ended with exit code {code}:\n{last}") from None

@@ -1,0 +1,122 @@
+"""The process that computes logits: MindFormers' model as it trains on CPU, its forward pass alone.
+
+    python launch/generate/worker.py RECIPE WEIGHTS FD
+
+RECIPE is one of `launch.generate.forward.forward_recipe`, WEIGHTS a checkpoint or Hugging Face folder, FD one end of a
+pipe. Through it goes first `Ready` or `Refused`; then, for each list of ids that comes, the logits behind it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+if str(ROOT) not in sys.path:  # started by path; the repository may not be installed
+    sys.path.insert(0, str(ROOT))
+
+from launch.generate.answers import Ready, Refused  # noqa: E402
+from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
+from launch.workers.lifeline import die_with_parent  # noqa: E402
+from plugins.errors import CheckpointError, TC3Error  # noqa: E402
+from tools.recipe.load import load_recipe  # noqa: E402
+from tools.schema.versions import require_verified  # noqa: E402
+from tools.weights.hugging_face.names import STATE  # noqa: E402
+
+
+class Model:
+    """MindFormers' training model with the weights of a checkpoint."""
+
+    def __init__(self, recipe: Path, weights: Path):
+        from mindspore import Tensor
+
+        self.network = build(recipe)
+        self.length = int(load_recipe(recipe)["model"]["model_config"]["seq_length"])
+        fill(self.network, recipe, weights)
+        self.network.set_train(False)  # it then returns logits
+        # 1 where attention is forbidden, as the dataset has it
+        self.mask = Tensor(np.triu(np.ones((1, 1, self.length, self.length), np.uint8), k=1))
+        self.logits([0])  # compile
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Of the token behind `ids`, at most as many as a training sample: float32 [V].
+
+        What stands to the right of a position does not reach it, so the graph has one shape: ids and then zeros.
+        """
+        from mindspore import Tensor
+
+        sample = np.zeros((1, self.length), np.int32)
+        sample[0, : len(ids)] = ids
+        out: np.ndarray = self.network(Tensor(sample), None, self.mask).asnumpy()
+        return out[len(ids) - 1].copy()
+
+
+def build(recipe: Path) -> Any:
+    """The network of a recipe, by the steps of launch/train.py and of MindFormers' trainer."""
+    from mindformers import MindFormerConfig, build_context
+    from mindformers.models import build_network
+
+    config = MindFormerConfig(str(recipe))
+    build_context(config)
+    from plugins.cpu_backend import adapter
+
+    adapter.enable(config)
+    sections = {"parallel_config": config.parallel_config, "dataset_config": config.train_dataset}
+    return build_network(config.model, default_args=sections)
+
+
+def fill(network: Any, recipe: Path, weights: Path) -> None:
+    """Give every parameter of `network` its value.
+
+    Raises:
+        CheckpointError: `weights` lack one, or have it in another shape.
+    """
+    from mindspore import Tensor
+
+    from launch.generate.weights import reader
+
+    read = reader(weights, load_recipe(recipe))
+    for parameter in network.get_parameters():
+        if parameter.name.endswith(STATE):
+            continue  # counters of training
+        array = read(parameter.name)
+        if array.shape != tuple(parameter.shape):
+            shapes = f"{list(array.shape)}, the recipe's model has {list(parameter.shape)}"
+            raise CheckpointError(f"{weights}: {parameter.name} is {shapes}: weights of another model")
+        parameter.set_data(Tensor(array))
+
+
+def serve(recipe: Path, weights: Path, pipe: Connection) -> None:
+    """Answer until the other end is closed."""
+    try:
+        require_verified()
+        model = Model(recipe, weights)
+    except TC3Error as error:
+        pipe.send(Refused(str(error)))
+        return
+    pipe.send(Ready())
+    while True:
+        try:
+            ids = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(model.logits(ids))
+
+
+def main() -> None:
+    """Serve what argv says."""
+    die_with_parent()
+    recipe, weights, number = sys.argv[1:]
+    with Connection(int(number)) as pipe:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        serve(Path(recipe), Path(weights), pipe)
+
+
+if __name__ == "__main__":
+    run_then_hard_exit(main)

@@ -1,0 +1,125 @@
+"""A weight template for TeleChat3-MoE, so that MindFormers loads Hugging Face's weights as it does those of Qwen3.
+
+MindFormers 1.9.0 looks for `network.template`, a `WeightTemplate` of conversions by name, which it has for qwen3 and
+qwen3_moe (`checkpoint/converter/template.py`). Its decorator makes one of patterns that stand in the class; those
+cannot say what TeleChat3-MoE needs, so the template below is made of every parameter's own name. Why, and what it
+changes of its parent:
+
+* whatever has "experts" in its name is taken for routed experts, the shared one too, which no pattern then fits;
+* how far the optimizer shards is asked of layer 0, which has no experts here;
+* `model.layers.N` of the MTP layer is `mtp.layers.0`, whose number a pattern does not know;
+* a tensor that is missing or unknown is a line in a log: the parameter keeps its random start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mindformers.checkpoint.converter.convert_op import ConcatConvertOp, ConvertOp, ExpertsConvertOp, RenameConvertOp
+from mindformers.checkpoint.converter.template import WeightTemplate
+
+from plugins import telechat3_moe
+from plugins.errors import CheckpointError, RecipeError
+from plugins.hugging_face_weights.plan import Model, copies, rows
+from plugins.private_hooks import relies_on
+from plugins.semi_auto_cpu.chosen import chosen
+
+KEY = "checkpoint.load_path"
+for _line in (
+    "if self.check_weights_for_experts(dst_name):",
+    "self.network_tensor_info[op.mf_names[0].replace('{}', '0')].axis_fragmentations[0]",
+):
+    relies_on(WeightTemplate, _line)
+
+
+class Halves(ConcatConvertOp):
+    """Gate over up, where MindFormers' own operator lets their rows alternate."""
+
+    def _hf_to_mf(self, weights: list) -> list:
+        return [np.concatenate([np.asarray(weight) for weight in weights])]
+
+
+class TeleChat3MoeTemplate(WeightTemplate):
+    """Conversions of one model's parameters, by their full names."""
+
+    def __init__(self, config: Any):
+        """config: MindFormers' TransformerConfig."""
+        self.model = Model(
+            layers=config.num_layers,
+            mtp_layers=config.mtp_num_layers or 0,
+            dense=config.first_k_dense_replace,
+            experts=config.num_moe_experts,
+            latent_query=config.q_lora_rank is not None,
+        )
+        found = rows(self.model)
+        self.parameters = {part: row.mindformers for row in found for part in (*row.parts, *row.stacks)}
+        self.counts = {row.mindformers: len(row.parts) // len(row.stacks) for row in found if row.how == "experts"}
+        pairs = ConcatConvertOp if config.use_interleaved_weight_layout_mlp else Halves
+        kinds: dict[str, type[ConvertOp]] = {"same": RenameConvertOp, "gate_up": pairs, "experts": ExpertsConvertOp}
+        super().__init__([kinds[row.how](list(row.stacks), [row.mindformers]) for row in found])
+        self.set_model_config(config)
+
+    def get_mf_name(self, hf_name: str) -> list[str]:
+        """The parameter that a tensor goes into; raises CheckpointError for one that is of no parameter."""
+        if hf_name in copies(self.model):
+            return [""]  # of no parameter of its own: MindFormers goes on without it
+        if hf_name not in self.parameters:
+            raise CheckpointError(f"{KEY}: {hf_name} is no weight of the recipe's model")
+        return [self.parameters[hf_name]]
+
+    def check_weights_for_experts(self, weight_name: str) -> bool:
+        """Whether it is one of the routed experts, under either name."""
+        return ".mlp.experts." in weight_name
+
+    def check_weights_for_qkv(self, weight_name: str) -> bool:
+        """Latent attention has no merged projection."""
+        return False
+
+    def get_num_moe_experts(self, dst_name: str, src_names_num: int) -> int:
+        """How many tensors of a kind make up a parameter."""
+        return self.counts[dst_name]
+
+    def preprocess_hf_weights(
+        self, src_name: str, parameter: Any, experts_weights: dict, qkv_weights: dict, num_moe_experts: int
+    ) -> tuple[str | None, Any]:
+        """All experts of a kind, one over the other, under their common name; (None, None) until the last one comes."""
+        words = src_name.split(".")
+        number = words.index("experts") + 1
+        index, words[number] = int(words[number]), "stack"
+        stack = ".".join(words)
+        waiting = experts_weights.setdefault(stack, {})
+        waiting[index] = parameter
+        if len(waiting) < num_moe_experts:
+            return None, None
+        del experts_weights[stack]
+        return stack, np.concatenate([waiting[each].asnumpy() for each in range(num_moe_experts)])
+
+    def get_mf_state_dict(self, hf_state_dict: dict) -> dict:
+        """The parameters of this rank; raises CheckpointError where one is missing, or cut as it cannot be made."""
+        wanted = [name for name in self.network_tensor_info if name in self.mf_name_to_converter]
+        missing = [name for name in wanted if not hf_state_dict.keys() >= set(self.mf_name_to_converter[name].hf_names)]
+        if missing:  # looked at here: MindFormers' own words of it end in a TypeError
+            raise CheckpointError(f"{KEY}: no weights for {len(missing)} parameters, such as {missing[0]}")
+        for name in wanted:
+            cuts = tuple(self.network_tensor_info[name].axis_fragmentations or ())
+            halves = isinstance(self.mf_name_to_converter[name], Halves)
+            if (name in self.counts and any(cut > 1 for cut in cuts[1:])) or (halves and cuts[0] > 1):
+                raise CheckpointError(
+                    f"{KEY}: {name} is cut {list(cuts)}, for which MindFormers cannot put it together: "
+                    "`tc3 weights convert` writes weights for every layout"
+                )
+        return dict(super().get_mf_state_dict(hf_state_dict))
+
+
+def enable(config: Any) -> None:
+    """Give the model that is built later the template; `checkpoint.load_path` is a Hugging Face folder.
+
+    Raises:
+        RecipeError: another model, or an optimizer state that is not there.
+    """
+    if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
+        raise RecipeError("checkpoint.no_load_optim: Hugging Face's weights come without an optimizer's state: True")
+    telechat3_moe.use_template(TeleChat3MoeTemplate)
+    if config.context.device_target != "CPU" or chosen(config):
+        telechat3_moe.use_edited_model(config.model.model_config, KEY)

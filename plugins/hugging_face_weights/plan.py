@@ -1,0 +1,131 @@
+"""Which Hugging Face tensors make up which parameter of TeleChat3. Names only, without MindFormers.
+
+MTP is named as in DeepSeek-V3's checkpoints: one more layer, beside the `copies` of embedding and head there.
+`tools/weights/hugging_face/names.py` adds shapes, and what is done to arrays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+STACKED = "stack"  # in the place of an expert's number: what MindFormers calls all of them, one over the other
+_GROUPED = (("linear_proj", "o_proj"),)
+_LATENT = (
+    ("linear_kv_down_proj", "kv_a_proj_with_mqa"),
+    ("kv_layernorm", "kv_a_layernorm"),
+    ("linear_kv_up_proj", "kv_b_proj"),
+    ("linear_proj", "o_proj"),
+)
+_QUERY = (("linear_q_proj", "q_proj"),)
+_LATENT_QUERY = (
+    ("linear_q_down_proj", "q_a_proj"),
+    ("q_layernorm", "q_a_layernorm"),
+    ("linear_q_up_proj", "q_b_proj"),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A parameter: its name, the tensors that it is made of, and how.
+
+    how: `same`; `gate_up` (rows that alternate, or halves, as the model has it); `qkv` (of each group its queries, its
+        key, its value); `experts` (each turned, one over the other; of two kinds side by side), whose `parts` name
+        every expert.
+    """
+
+    mindformers: str
+    parts: tuple[str, ...]
+    how: str = "same"
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """`parts` with experts as one: a name for each kind."""
+        if self.how != "experts":
+            return self.parts
+        return tuple(dict.fromkeys(".".join(_without_number(part)) for part in self.parts))
+
+
+def _without_number(part: str) -> list[str]:
+    words = part.split(".")
+    words[words.index("experts") + 1] = STACKED
+    return words
+
+
+@dataclass(frozen=True)
+class Model:
+    """What names depend on. layers: without MTP. dense: how many layers, from the first, have no experts.
+
+    latent_query: whether latent attention has it; grouped: grouped-query attention in its place.
+    """
+
+    layers: int
+    mtp_layers: int
+    dense: int
+    experts: int
+    latent_query: bool
+    grouped: bool = False
+
+
+def rows(model: Model) -> list[Row]:
+    """Every parameter that is a weight, in the order of the forward pass."""
+    found = [Row("embedding.word_embeddings.weight", (EMBEDDING,))]
+    for number in range(model.layers):
+        found += _layer(model, f"decoder.layers.{number}", number)
+    found.append(Row("decoder.final_layernorm.weight", ("model.norm.weight",)))
+    found.append(Row("output_layer.weight", (HEAD,)))
+    for layer in range(model.mtp_layers):
+        number = model.layers + layer
+        ours, theirs = f"mtp.layers.{layer}", f"model.layers.{number}"
+        found += [Row(f"{ours}.{name}.weight", (f"{theirs}.{name}.weight",)) for name in ("enorm", "hnorm", "eh_proj")]
+        found += _layer(model, f"{ours}.transformer_layer", number)
+        found.append(Row(f"{ours}.final_layernorm.weight", (f"{theirs}.shared_head.norm.weight",)))
+    return found
+
+
+def copies(model: Model) -> dict[str, str]:
+    """What DeepSeek's MTP layers repeat -> the tensor that it repeats; MindFormers has one of each."""
+    ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
+    layers = range(model.layers, model.layers + model.mtp_layers)
+    return {f"model.layers.{layer}.{end}": original for layer in layers for end, original in ends}
+
+
+def _layer(model: Model, ours: str, number: int) -> list[Row]:
+    theirs = f"model.layers.{number}"
+    found = [Row(f"{ours}.input_layernorm.weight", (f"{theirs}.input_layernorm.weight",))]
+    if model.grouped:
+        heads = tuple(f"{theirs}.self_attn.{kind}_proj.weight" for kind in "qkv")
+        found.append(Row(f"{ours}.self_attention.linear_qkv.weight", heads, "qkv"))
+    query = _LATENT_QUERY if model.latent_query else _QUERY
+    for mindformers, hugging_face in _GROUPED if model.grouped else (*query, *_LATENT):
+        found.append(Row(f"{ours}.self_attention.{mindformers}.weight", (f"{theirs}.self_attn.{hugging_face}.weight",)))
+    found.append(Row(f"{ours}.pre_mlp_layernorm.weight", (f"{theirs}.post_attention_layernorm.weight",)))
+    if number < model.dense:
+        return found + _dense(f"{ours}.mlp", f"{theirs}.mlp")
+    experts = [f"{theirs}.mlp.experts.{index}" for index in range(model.experts)]
+    into = tuple(f"{expert}.{name}_proj.weight" for expert in experts for name in ("gate", "up"))
+    return [
+        *found,
+        Row(f"{ours}.mlp.router.weight", (f"{theirs}.mlp.gate.weight",)),
+        Row(f"{ours}.mlp.router.expert_bias", (f"{theirs}.mlp.gate.e_score_correction_bias",)),
+        Row(f"{ours}.mlp.experts.weight1", into, "experts"),
+        Row(f"{ours}.mlp.experts.weight2", tuple(f"{expert}.down_proj.weight" for expert in experts), "experts"),
+        *_dense(f"{ours}.mlp.shared_experts", f"{theirs}.mlp.shared_experts"),
+    ]
+
+
+def _dense(ours: str, theirs: str) -> list[Row]:
+    both = (f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight")
+    return [
+        Row(f"{ours}.linear_fc1.weight", both, "gate_up"),
+        Row(f"{ours}.linear_fc2.weight", (f"{theirs}.down_proj.weight",)),
+    ]
+
+
+def is_hugging_face(folder: Any) -> bool:
+    """Whether MindFormers takes a `checkpoint.load_path` for Hugging Face's (its `is_hf_checkpoint`)."""
+    if not isinstance(folder, str) or not folder or not Path(folder).is_dir():
+        return False
+    return (Path(folder) / "model.safetensors").exists() or any(Path(folder).glob("*model.safetensors.index.json"))

@@ -1,0 +1,1 @@
+"""Packed conversations whose labels are the next token, and nothing behind the last."""

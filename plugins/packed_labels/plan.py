@@ -1,0 +1,131 @@
+"""Conversations packed into samples of full length, each token's label the one that follows it. Pure Python.
+
+MindFormers 1.9.0's PackingHandler moves labels by one place (`dataset/handler/packing_handler.py`), although
+AlpacaInstructDataHandler has done so before: the model is trained to say the token after the next. And what it puts
+behind the last label is the padding token, not the ignored one: each conversation ends in training token 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from plugins.errors import DataError, RecipeError
+from plugins.settings import section_of
+
+KEY = "plugins.packed_labels"
+SETTINGS: tuple[str, ...] = ()
+LOADER = "train_dataset.data_loader"
+PACKING = "PackingHandler"
+# who makes conversations of text, and whether the labels that come from there are those of the next token already
+SHIFTED = {"AlpacaInstructDataHandler": True, "CodeAlpacaInstructDataHandler": False}
+
+
+def read(settings: Any, loader: Mapping[str, Any]) -> bool:
+    """Whether labels arrive at the packing as those of the next token, by a recipe's `train_dataset.data_loader`.
+
+    Raises:
+        RecipeError: a setting, or a loader whose packing this plugin does not know.
+    """
+    section_of(KEY, settings, SETTINGS, f"write {KEY}: {{}}, or False")
+    if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
+        raise RecipeError(f"{KEY}: it mends the {PACKING} of an HFDataLoader that does not stream; take it out")
+    entries = loader.get("handler")
+    handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
+    types = [str(entry.get("type")) for entry in handlers]
+    if PACKING not in types:
+        raise RecipeError(f"{KEY}: {LOADER}.handler has no {PACKING}; take the plugin out")
+    place = types.index(PACKING)
+    if (strategy := handlers[place].get("pack_strategy", "pack")) != "pack":
+        raise RecipeError(
+            f"{LOADER}.handler.{place}.pack_strategy: {strategy!r} gives the lengths of conversations where their ends "
+            "are read; write 'pack'"
+        )
+    makers = [name for name in types[:place] if name in SHIFTED]
+    if len(makers) != 1:
+        known = " or ".join(SHIFTED)
+        raise RecipeError(f"{LOADER}.handler: {KEY} wants one {known} before {PACKING}, to know whose labels it packs")
+    return SHIFTED[makers[0]]
+
+
+def next_token_labels(labels: Sequence[int], shifted: bool, ignore: int) -> list[int]:
+    """Labels of one conversation, [tokens], as those of the next token; the last has none unless text was cut off."""
+    return list(labels) if shifted else [*labels[1:], ignore]
+
+
+def pack(
+    conversations: Iterable[Mapping[str, Sequence[int]]], shifted: bool, seq_length: int, pad: int, ignore: int
+) -> dict[str, list[list[int]]]:
+    """Samples of whole conversations in the order in which they come, as the columns that HFDataLoader reads.
+
+    A conversation that is longer than a sample is left out, and one without a label: its answer was cut away.
+
+    Args:
+        conversations: `input_ids` and `labels` of equal length each, such as the handler before makes them.
+        shifted: whether these labels are those of the next token; else those of the tokens themselves.
+        seq_length: tokens of a sample. pad: token behind the last conversation. ignore: label of what is not learnt.
+
+    Returns:
+        `input_ids` and `labels`, [samples][seq_length]; `actual_seq_len`, [samples][conversations]: where each ends.
+
+    Raises:
+        DataError: labels that are neither, or no sample at all.
+    """
+    columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "actual_seq_len": []}
+    tokens: list[int] = []
+    labels: list[int] = []
+    ends: list[int] = []
+    for number, conversation in enumerate(conversations):
+        own = next_token_labels(conversation["labels"], shifted, ignore)
+        if len(own) > seq_length or all(label == ignore for label in own):
+            continue
+        _check(conversation["input_ids"], own, number, ignore)
+        if len(tokens) + len(own) > seq_length:
+            _add(columns, tokens, labels, ends, seq_length, pad, ignore)
+            tokens, labels, ends = [], [], []
+        tokens += conversation["input_ids"]
+        labels += own
+        ends.append(len(tokens))
+    if tokens:
+        _add(columns, tokens, labels, ends, seq_length, pad, ignore)
+    if not columns["labels"]:
+        raise DataError(f"{LOADER}.data_files: no conversation has an answer within {seq_length:,} tokens")
+    return columns
+
+
+def enough(wanted: int, made: int) -> None:
+    """Refuse to take more samples than there are.
+
+    Raises:
+        DataError: `wanted` are asked for, `made` are there.
+    """
+    if wanted > made:
+        raise DataError(
+            f"{LOADER}.handler: the data makes {made:,} samples, `take` (or plugins.held_out_loss.samples) wants "
+            f"{wanted:,}: take fewer, add data, or train more epochs"
+        )
+
+
+def _check(tokens: Sequence[int], labels: Sequence[int], number: int, ignore: int) -> None:
+    """Hold a conversation to what its labels have to be; the last may be of a token that was cut off."""
+    for place, (after, label) in enumerate(zip(tokens[1:], labels, strict=False)):
+        if label not in (ignore, after):
+            raise DataError(
+                f"{LOADER}.data_files: conversation {number}: the label at token {place} is {label}, the next token is "
+                f"{after}: its handler makes other labels than {KEY} knows"
+            )
+
+
+def _add(
+    columns: dict[str, list[list[int]]],
+    tokens: list[int],
+    labels: list[int],
+    ends: list[int],
+    seq_length: int,
+    pad: int,
+    ignore: int,
+) -> None:
+    rest = seq_length - len(tokens)
+    columns["input_ids"].append(tokens + [pad] * rest)
+    columns["labels"].append(labels + [ignore] * rest)
+    columns["actual_seq_len"].append(ends)

@@ -1,0 +1,87 @@
+"""MindFormers' own way to Hugging Face's weights, with the template, against `tc3 weights convert`: the same bits."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tools.accuracy.reference import frozen, golden
+from tools.accuracy.reference.weights import initial_weights
+from tools.recipe.load import load_recipe
+from tools.weights.convert.prepare import model_of, prepare
+from tools.weights.convert.run import convert
+from tools.weights.hugging_face.config import config_of
+from tools.weights.hugging_face.names import STATE
+from tools.weights.source import INDEX, open_source
+
+pytestmark = pytest.mark.slow
+MTP, COPY = golden.RECIPE, "model.layers.2.embed_tokens.weight"  # of a recipe with an MTP layer, behind two others
+
+
+def written(folder, weights, sizes):
+    """A Hugging Face folder of two files; expert 0 and the others of a layer are apart."""
+    folder.mkdir()
+    where = {name: f"model-{1 + (i % 2):05d}-of-00002.safetensors" for i, name in enumerate(weights)}
+    for file in set(where.values()):
+        save_file({name: weights[name] for name in weights if where[name] == file}, folder / file, {"format": "pt"})
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (folder / "config.json").write_text(json.dumps(config_of(sizes, "bfloat16")))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(forks, tmp_path_factory):
+    """case -> parameters, or the words of a refusal."""
+    folder = tmp_path_factory.mktemp("loaded")
+    sizes = model_of(load_recipe(MTP))
+    weights = {name: array.astype(ml_dtypes.bfloat16) for name, array in initial_weights(sizes, 4).items()}
+    weights[COPY] = weights["model.embed_tokens.weight"]
+    whole = written(folder / "hf", weights, sizes)
+    opened = open_source(whole)
+    plan = prepare(opened, MTP, None, 300_000)
+    convert(opened, folder / "ms", plan.plan, plan.sizes)
+    lost = "model.layers.1.mlp.experts.5.up_proj.weight"
+    short = written(folder / "short", {name: weights[name] for name in weights if name != lost}, sizes)
+    more = written(folder / "more", {**weights, "model.layers.0.self_attn.q_norm.weight": weights[COPY]}, sizes)
+    cases = {"template": whole, "converted": folder / "ms", "short": short, "more": more}
+    found = {}
+    for recipe, chosen in ((MTP, cases), (frozen.RECIPE, {"frozen": frozen.FOLDER})):
+        out = folder / Path(recipe).stem
+        out.mkdir()
+        worker = ("-m", "tests.plugins.hugging_face_weights.load_worker", recipe, out, *chosen.values())
+        done = forks.python(*worker, cwd=folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for number, case in enumerate(chosen):
+            refused = out / f"{number}.txt"
+            found[case] = refused.read_text() if refused.exists() else dict(np.load(out / f"{number}.npz"))
+    return found
+
+
+def weights_of(parameters):
+    assert isinstance(parameters, dict), parameters
+    return {name: array for name, array in parameters.items() if not name.endswith(STATE)}
+
+
+def test_both_ways_give_the_same_bits(loaded):
+    ours, theirs = weights_of(loaded["converted"]), weights_of(loaded["template"])
+    assert ours.keys() == theirs.keys() and any(name.startswith("mtp.") for name in ours)
+    for name, array in ours.items():
+        assert np.isfinite(array).all() and array.tobytes() == theirs[name].tobytes(), name
+
+
+def test_the_frozen_model_of_transformers(loaded, tmp_path):
+    opened = open_source(frozen.FOLDER)
+    plan = prepare(opened, frozen.RECIPE, None, int(5e9))
+    convert(opened, tmp_path / "ms", plan.plan, plan.sizes)
+    (file,) = (tmp_path / "ms").glob("*.safetensors")
+    wanted, found = load_file(file), weights_of(loaded["frozen"])
+    assert wanted.keys() == found.keys()
+    assert all(array.tobytes() == found[name].tobytes() for name, array in wanted.items())
+
+
+def test_what_is_missing_or_unknown_is_refused(loaded):
+    assert "no weights for 1 parameters, such as decoder.layers.1.mlp.experts.weight1" in loaded["short"]
+    assert "model.layers.0.self_attn.q_norm.weight is no weight of the recipe's model" in loaded["more"]

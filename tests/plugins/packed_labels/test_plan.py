@@ -1,0 +1,113 @@
+"""Packing against a slow reference that looks at one token at a time; which loaders it knows."""
+
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.errors import DataError, RecipeError
+from plugins.packed_labels.plan import enough, next_token_labels, pack, read
+
+IGNORE = -100
+ALPACA = {"type": "AlpacaInstructDataHandler", "seq_length": 8}
+PACKING = {"type": "PackingHandler", "seq_length": 8}
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=12)  # of prompt and answer
+
+
+def conversations(sizes):
+    """(prompt, answer) each, of tokens that no two places share."""
+    fresh = count(1)
+    return [tuple([next(fresh) for _ in range(size)] for size in pair) for pair in sizes]
+
+
+def as_made(pairs, shifted):
+    """What AlpacaInstructDataHandler (shifted) and CodeAlpacaInstructDataHandler make of them."""
+    for prompt, answer in pairs:
+        labels = [IGNORE] * len(prompt) + answer
+        yield {"input_ids": prompt + answer, "labels": labels[1:] + [IGNORE] if shifted else labels}
+
+
+@given(SIZES, st.booleans(), st.integers(12, 20))
+def test_each_token_is_labelled_with_the_one_that_follows_it_in_an_answer(sizes, shifted, seq_length):
+    pairs = conversations(sizes)
+    columns = pack(as_made(pairs, shifted), shifted, seq_length, pad=0, ignore=IGNORE)
+    packed = iter(pairs)
+    for tokens, labels, ends in zip(columns["input_ids"], columns["labels"], columns["actual_seq_len"], strict=True):
+        assert len(tokens) == len(labels) == seq_length
+        begin = 0
+        for end in ends:
+            prompt, answer = next(packed)
+            assert tokens[begin:end] == prompt + answer
+            for place in range(begin, end):
+                learnt = len(prompt) <= place + 1 - begin < end - begin
+                assert labels[place] == (tokens[place + 1] if learnt else IGNORE)
+            begin = end
+        assert set(tokens[begin:]) <= {0} and set(labels[begin:]) <= {IGNORE}
+    assert next(packed, None) is None, "each conversation is packed once"
+
+
+@given(SIZES, st.integers(12, 20))
+def test_a_sample_is_closed_when_the_next_conversation_does_not_fit(sizes, seq_length):
+    pairs = conversations(sizes)
+    columns = pack(as_made(pairs, True), True, seq_length, 0, IGNORE)
+    samples = columns["actual_seq_len"]
+    assert all(one[-1] + two[0] > seq_length for one, two in pairwise(samples))
+
+
+def test_what_cannot_be_learnt_is_left_out():
+    long = {"input_ids": [1] * 9, "labels": [1] * 9}
+    cut = {"input_ids": [1] * 4, "labels": [IGNORE] * 4}  # its answer would begin behind the end
+    begun = {"input_ids": [1, 2, 3], "labels": [IGNORE, 3, 4]}  # its last label is of a token that was cut off
+    columns = pack([long, cut, begun], True, 8, 0, IGNORE)
+    assert columns["actual_seq_len"] == [[3]]
+    assert columns["labels"] == [[IGNORE, 3, 4] + [IGNORE] * 5]
+    with pytest.raises(DataError, match="no conversation has an answer within 8 tokens"):
+        pack([long, cut], True, 8, 0, IGNORE)
+
+
+def test_labels_of_another_kind_are_refused():
+    with pytest.raises(DataError, match="conversation 1: the label at token 0 is 3, the next token is 2"):
+        pack([{"input_ids": [1, 2], "labels": [2, IGNORE]}, {"input_ids": [1, 2, 3], "labels": [3, IGNORE, IGNORE]}],
+             True, 8, 0, IGNORE)  # fmt: skip
+
+
+def test_labels_that_are_shifted_stay_and_others_are_shifted_once():
+    assert next_token_labels([5, 6, IGNORE], True, IGNORE) == [5, 6, IGNORE]
+    assert next_token_labels([IGNORE, 5, 6], False, IGNORE) == [5, 6, IGNORE]
+
+
+def loader(*handlers, **more):
+    return {"type": "HFDataLoader", "handler": [*handlers], **more}
+
+
+def test_loaders_that_it_knows():
+    assert read({}, loader(ALPACA, PACKING)) is True
+    assert read({}, loader({"type": "sort"}, {**ALPACA, "type": "CodeAlpacaInstructDataHandler"}, PACKING)) is False
+
+
+@pytest.mark.parametrize(
+    ("settings", "data", "words"),
+    [
+        ({"shift": 1}, loader(ALPACA, PACKING), r"packed_labels\.shift: no such setting"),
+        (True, loader(ALPACA, PACKING), r"packed_labels: write plugins\.packed_labels: \{\}, or False"),
+        ({}, {"type": "BlendedMegatronDatasetDataLoader"}, "mends the PackingHandler of an HFDataLoader"),
+        ({}, loader(ALPACA, PACKING, streaming=True), "does not stream"),
+        ({}, loader(ALPACA), "has no PackingHandler"),
+        ({}, {"type": "HFDataLoader"}, "has no PackingHandler"),
+        ({}, loader(PACKING, ALPACA), "wants one AlpacaInstructDataHandler or"),
+        ({}, loader({"type": "MyHandler"}, PACKING), "wants one AlpacaInstructDataHandler or"),
+        ({}, loader(ALPACA, {**PACKING, "pack_strategy": "truncate"}), r"handler\.1\.pack_strategy: 'truncate'"),
+    ],
+)
+def test_what_it_does_not_know_is_named(settings, data, words):
+    with pytest.raises(RecipeError, match=words):
+        read(settings, data)
+
+
+def test_more_samples_than_there_are_is_said():
+    enough(8, 8)
+    with pytest.raises(DataError, match=r"makes 7 samples, `take`.* wants 8"):
+        enough(8, 7)

@@ -1,0 +1,44 @@
+"""A run goes on with another layout: its losses, weights and moments are those of one that never changed.
+
+Whole chains, with more workers, are in benchmarks/weights/resume_layouts.py; two workers that become one, in
+test_smaller.py.
+"""
+
+import pytest
+import yaml
+
+from tests.training import runs
+from tests.training.test_sharded import run as sharded
+
+pytestmark = pytest.mark.slow
+LOSS, NORM, TENSOR = 1e-6, 1e-5, 1e-5  # relative
+
+
+def follows(run_dir, never, steps, rank=0):
+    """Compare the steps of a run that went on with those of one that never changed, and what both saved at the last."""
+    expected, found = runs.steps(never), runs.steps(run_dir, rank)
+    assert sorted(found) == steps
+    for step, record in found.items():
+        assert record["loss"] == pytest.approx(expected[step]["loss"], rel=LOSS), f"step {step}"
+        assert record["global_norm"] == pytest.approx(expected[step]["global_norm"], rel=NORM), f"step {step}"
+    kinds = runs.apart(*(each / "checkpoint" / f"iteration_{steps[-1]:08d}" for each in (never, run_dir)))
+    assert kinds.pop("expert_bias") == 0.0
+    assert max(kinds.values()) <= TENSOR, kinds
+
+
+def saved(run_dir, step):
+    return str(run_dir / "checkpoint" / f"iteration_{step:08d}")
+
+
+def test_experts_of_two_workers_come_together_on_one(whole_ep2, corpus, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    recipe.write_text(yaml.safe_dump({"base_config": str(runs.TINY), "model": {"model_config": sizes}}))
+    runs.train(recipe, tmp_path / "run", corpus, "--steps", "10", "--resume", saved(whole_ep2, 8))
+    follows(tmp_path / "run", whole_ep2, [9, 10])
+
+
+def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
+    whole = sharded("_tp2", corpus, tmp_path_factory)
+    runs.train(runs.HERE / "sharded_pp2.yaml", tmp_path / "run", corpus, "--resume", saved(whole, 3))
+    follows(tmp_path / "run", whole, [4, 5, 6], rank=1)

@@ -1,0 +1,154 @@
+"""The average of several checkpoints of one model, as TeleChat2 takes it at the end of a training."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint.plan import write_seal
+from tools.checkpoint.names import kind_of
+from tools.checkpoint.stored import METADATA, Stored
+from tools.files.atomic import atomic_folder
+from tools.weights.source import Source
+
+_BALANCE = "expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
+
+
+def average(
+    sources: Sequence[Source],
+    target: Path,
+    shares: Sequence[float] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> int:
+    """Write sum(share x weights) to `target`, in the layout of all `sources`; returns the tensors averaged.
+
+    Sums are taken in float64 and rounded once to the type of the weights. The optimizer's state is left out: an average
+    has none. Counters are those of the last source. A tensor of each source is in memory at a time, and the file that
+    is written.
+
+    Args:
+        sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
+        shares: one for each, that add up to 1; equal ones by default. progress: is told each file's name.
+
+    Raises:
+        CheckpointError: the sources do not fit together, a number is not finite, or `target` exists.
+        DataError: `target` cannot be written.
+    """
+    shares = _shares(sources, shares)
+    _fit(sources, target)
+    last, averaged = sources[-1].stored, set()
+    with atomic_folder(target) as part:
+        for file in (file for file in last.files if "-model-" in file):
+            progress(file)
+            arrays = {}
+            for name in last.files[file]:
+                if _is_averaged(name):
+                    arrays[name] = _mean(sources, shares, file, name)
+                    averaged.add(name)
+                else:
+                    arrays[name] = last.read_from(file, name)
+            save_file(arrays, part / file, {"format": "ms"})
+        _describe(last, part)
+        ranks = sources[-1].ranks
+        for rank in range(ranks):
+            write_seal(part, rank, ranks, sources[-1].step or 0)
+    return len(averaged)
+
+
+def _is_averaged(name: str) -> bool:
+    return kind_of(name) == "weights" or name.endswith(_BALANCE)
+
+
+def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: str) -> np.ndarray:
+    """One tensor of one file; all as they lie, for the layouts are one."""
+    total = None
+    for source, share in zip(sources, shares, strict=True):
+        array = source.stored.read_from(file, name)
+        if not np.isfinite(array.astype(np.float32, copy=False)).all():
+            raise CheckpointError(f"{source.path / file}: {name} has numbers that are not finite: no average of them")
+        wide = array.astype(np.float64) * share
+        total = wide if total is None else total + wide
+    assert total is not None, "there are sources"
+    return total.astype(array.dtype)
+
+
+def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequence[float]:
+    if shares is None:
+        return [1 / len(sources)] * len(sources)
+    if len(shares) != len(sources):
+        raise CheckpointError(f"--weights: {len(shares)} for {len(sources)} checkpoints; one for each")
+    if not all(math.isfinite(share) for share in shares) or not math.isclose(sum(shares), 1, rel_tol=1e-6):
+        raise CheckpointError(f"--weights: {', '.join(map(str, shares))} add up to {sum(shares):g}; they must to 1")
+    return shares
+
+
+def _fit(sources: Sequence[Source], target: Path) -> None:
+    """Refuse what has no average, or would be averaged wrongly."""
+    if target.exists():
+        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+    if len(sources) < 2:
+        raise CheckpointError("an average wants two checkpoints or more")
+    first = sources[0]
+    for source in sources:
+        if source.form != "MindFormers":
+            raise CheckpointError(f"{source.path}: {source.form}; an average is taken of iterations of runs")
+        if reason := source.seal_fault(checksums=False):
+            raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+        if wrong := _difference(_kinds(first), _kinds(source)):
+            raise CheckpointError(
+                f"{source.path}: {wrong}; {first.path} is of another model, or saved in another layout"
+            )
+        if _placed(source) != _placed(first):
+            raise CheckpointError(
+                f"{source.path}: its experts have moved since {first.path}; put both in order with "
+                "`tc3 experts restore-order`"
+            )
+
+
+def _kinds(source: Source) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
+    """(file, name) -> type and shape of the averaged tensors."""
+    return {
+        (file, name): (header.dtype, header.shape)
+        for file, headers in source.stored.files.items()
+        if "-model-" in file
+        for name, header in headers.items()
+        if _is_averaged(name)
+    }
+
+
+def _difference(first: dict, other: dict) -> str:
+    for key in first.keys() | other.keys():
+        if first.get(key) != other.get(key):
+            file, name = key
+            return f"{file}: {name} is {other.get(key, 'not there')}, and {first.get(key, 'not there')}"
+    return ""
+
+
+def _placed(source: Source) -> dict[str, list[int]]:
+    return {module: slots.tolist() for module, slots in source.placements.items()}
+
+
+def _describe(stored: Stored, part: Path) -> None:
+    """common.json as it is, and metadata.json without the optimizer's state."""
+    if (stored.folder / "common.json").exists():
+        shutil.copyfile(stored.folder / "common.json", part / "common.json")
+    if not (stored.folder / METADATA).exists():
+        return
+    content = json.loads((stored.folder / METADATA).read_text("utf-8"))
+    kept = {name for file, headers in stored.files.items() if "-model-" in file for name in headers}
+    content["state_dict_metadata"] = {
+        name: tensor for name, tensor in content["state_dict_metadata"].items() if name in kept
+    }
+    content["storage_data"] = {
+        key: [entry for entry in entries if "-model-" in entry["file_name"]]
+        for key, entries in content["storage_data"].items()
+        if any("-model-" in entry["file_name"] for entry in entries)
+    }
+    (part / METADATA).write_text(json.dumps(content), "utf-8")

@@ -1,0 +1,173 @@
+"""`tc3 weights`: what is in a checkpoint, what sets two apart, their average, Hugging Face's form, another layout."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.errors import CheckpointError
+from tools.process.waiting import Progressing
+from tools.weights.average import average
+from tools.weights.compare import Comparison, compare
+from tools.weights.convert.prepare import DTYPES, prepare
+from tools.weights.convert.run import convert
+from tools.weights.inventory import Group, inventory
+from tools.weights.render import comparison_lines, inventory_table, summary_lines
+from tools.weights.reshard.cli import reshard_command
+from tools.weights.source import Source, open_source
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+PIPED = 200  # columns
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@click.group(context_settings=SETTINGS)
+def weights() -> None:
+    """Look into, average, convert and lay out anew weights: of a run's iteration, or in Hugging Face's form."""
+
+
+weights.add_command(reshard_command)
+
+
+@weights.command("inspect", context_settings=SETTINGS, short_help="What a checkpoint holds, or sets two apart.")
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--values", is_flag=True, help="Read everything: norms, what is not finite, copies, checksums.")
+@click.option("--diff", "other", type=click.Path(path_type=Path), help="Compare with OTHER, whatever its layout.")
+@json_option
+def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
+    """Say what CHECKPOINT holds, from the headers of its files alone: in a second, whatever its size.
+
+    Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
+    to mend first.
+    """
+    source = open_source(checkpoint)
+    if other is not None:
+        comparison = compare(source, open_source(other), _progress())
+        _print_comparison(comparison, checkpoint, other, as_json)
+        sys.exit(not comparison.equal)
+    groups = inventory(source, values, _progress() if values else lambda name: None)
+    fault = source.seal_fault(checksums=values)
+    if as_json:
+        click.echo(json.dumps(_as_dict(source, groups, fault)))
+    else:
+        console = Console(width=None if sys.stdout.isatty() else PIPED)  # names whole in a file
+        for line in summary_lines(source, groups, fault, values):
+            console.print(line, highlight=False, soft_wrap=True)
+        console.print(inventory_table(groups))
+    wrong = any(group.values and (group.values.not_finite or group.values.differing) for group in groups)
+    sys.exit(bool(fault or wrong))
+
+
+@weights.command("average", context_settings=SETTINGS, short_help="The average of checkpoints of one run.")
+@click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to write; a new one.")
+@click.option("--weights", "shares", help="A share for each, that add up to 1: 0.5,0.3,0.2.  [default: equal ones]")
+def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None) -> None:
+    """Write the average of CHECKPOINTS' weights, iterations of one run or of several in one layout.
+
+    Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is what a new run begins
+    with (--set checkpoint.load_path=FOLDER).
+    """
+    given = _numbers(shares) if shares is not None else None
+    tensors = average([open_source(path) for path in checkpoints], target, given, _progress())
+    click.echo(f"{target}: {tensors} tensors, each the average of {len(checkpoints)}")
+
+
+@weights.command("convert", context_settings=SETTINGS, short_help="From and to Hugging Face's form.")
+@click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
+@click.argument("target", metavar="TO", type=click.Path(path_type=Path))
+@click.option("--recipe", type=click.Path(path_type=Path), help="Of the model.  [default: the run's that saved FROM]")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Type of trained weights.  [default: as they are]")
+@click.option(
+    "--file-size", default=5.0, type=click.FloatRange(0, min_open=True), help="GB of a file.", show_default=True
+)
+@click.option("--workers", default=1, type=click.IntRange(1, 256), help="Files written at once.", show_default=True)
+@click.option(
+    "--tokenizer",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Copied beside weights for Hugging Face.",
+)
+@click.option("--dry-run", is_flag=True, help="Compare names, shapes and types by headers alone; write nothing.")
+@json_option
+def convert_command(
+    source: Path,
+    target: Path,
+    recipe: Path | None,
+    dtype: str | None,
+    file_size: float,
+    workers: int,
+    tokenizer: Path | None,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Hugging Face's weights of TeleChat3 to MindFormers', or the other way, whichever FROM is not.
+
+    FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
+    tensor has a place on the other side or is named. Cut short, the same command goes on where it was.
+    """
+    weights_in = open_source(source)
+    if tokenizer and weights_in.form == "Hugging Face":
+        raise click.UsageError("--tokenizer is copied beside weights for Hugging Face: FROM is Hugging Face's")
+    conversion = prepare(weights_in, recipe, DTYPES[dtype] if dtype else None, int(file_size * 1e9))
+    if not dry_run:
+        with Progressing(f"writing {target}", conversion.plan.bytes) as shown:
+            convert(
+                weights_in,
+                target,
+                conversion.plan,
+                conversion.sizes,
+                workers,
+                tokenizer,
+                conversion.ends,
+                lambda done, file: shown.show(f"{file} is written", done),
+            )
+    if as_json:
+        click.echo(json.dumps(conversion.as_dict(source, target)))
+        return
+    for line in conversion.lines(source, target, dry_run, tokenizer is not None):
+        click.echo(line)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(word) for word in text.split(",")]
+    except ValueError:
+        raise CheckpointError(f"--weights {text}: want numbers between commas, such as 0.5,0.3,0.2") from None
+
+
+def _progress() -> Callable[[str], None]:
+    """Names on stderr, where somebody looks at it: each over the last."""
+    if not sys.stderr.isatty():
+        return lambda name: None
+    return lambda name: click.echo(f"\r\033[K{name}", nl=False, err=True)
+
+
+def _print_comparison(comparison: Comparison, a: Path, b: Path, as_json: bool) -> None:
+    if as_json:
+        content = {"equal": comparison.equal, "a": str(a), "b": str(b), **asdict(comparison)}
+        for change in content["changes"]:  # JSON knows neither infinity nor NaN
+            change.update({key: None for key in ("relative", "largest") if not math.isfinite(change[key])})
+        click.echo(json.dumps(content, allow_nan=False))
+        return
+    for line in comparison_lines(comparison, a, b):
+        click.echo(line)
+
+
+def _as_dict(source: Source, groups: list[Group], fault: str | None) -> dict[str, object]:
+    return {
+        "path": str(source.path),
+        "form": source.form,
+        "step": source.step,
+        "ranks": source.ranks,
+        "sealed": source.sealed,
+        "fault": fault,
+        "moved_experts": list(source.placements),
+        "groups": [asdict(group) | {"elements": group.elements} for group in groups],
+    }

@@ -1,0 +1,1 @@
+"""Weights from one form into the other."""

@@ -1,0 +1,1 @@
+"""TeleChat3-MoE as Hugging Face has it: names, shapes and configuration."""

@@ -1,0 +1,168 @@
+"""What TeleChat3-MoE is, in the words of Hugging Face's DeepseekV3Config, and what of it that class cannot say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plugins.errors import RecipeError
+
+MODEL = "model.model_config"
+LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, whatever DeepseekV3Config says
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The reference's model.
+
+    Args:
+        hf: keyword arguments of DeepseekV3Config; of LlamaConfig for a model that `is_dense`.
+        latent_eps: epsilon of the two norms inside latent attention. DeepseekV3Config cannot say it: Hugging Face
+            builds them with LATENT_EPS, MindFormers with rms_norm_eps.
+        interleaved: whether the rows of a dense `linear_fc1` alternate between gate and up.
+        mtp_layers: MTP layers; the class has none, `model.Reference` adds them from its decoder layer.
+        mtp_factor: weight of the MTP loss.
+        aux_coefficient: of the sequence-wise balance loss (DeepSeek-V3 technical report, section 2.1.2).
+        bias_rate: step of the aux-free bias after each training step; 0 leaves the bias alone.
+    """
+
+    hf: dict[str, Any]
+    latent_eps: float
+    interleaved: bool
+    mtp_layers: int
+    mtp_factor: float
+    aux_coefficient: float
+    bias_rate: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; `Sizes(**data)` gives it back."""
+        return asdict(self)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, without MTP."""
+        return int(self.hf["num_hidden_layers"])
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether a layer, counted from 0 with the MTP layers behind, has experts."""
+        return not self.is_dense and layer >= int(self.hf["first_k_dense_replace"])
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is Llama: no experts, and grouped queries in place of latent attention."""
+        return "n_routed_experts" not in self.hf
+
+
+# TransformerConfig field -> keyword of DeepseekV3Config
+_SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "moe_ffn_hidden_size": "moe_intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "shared_expert_num": "n_shared_experts",
+    "num_moe_experts": "n_routed_experts",
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "norm_topk_prob": "norm_topk_prob",
+    "first_k_dense_replace": "first_k_dense_replace",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_head_dim": "qk_nope_head_dim",
+    "qk_pos_emb_head_dim": "qk_rope_head_dim",
+    "v_head_dim": "v_head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+}
+
+
+def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
+    """The reference for a TransformerConfig.
+
+    Args:
+        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+        bias_updated: whether the recipe's callbacks move the router's bias.
+
+    Raises:
+        RecipeError: DeepSeek-V3 in Hugging Face has no such thing.
+    """
+    for holds, key, right in _rules(fields):
+        if not holds:
+            raise RecipeError(f"{MODEL}.{key}: the reference (Hugging Face DeepseekV3) {right}")
+    groups = fields["moe_router_num_groups"] or 1
+    hf = {name: fields[field] for field, name in _SAME.items()}
+    hf.update(
+        num_key_value_heads=fields["num_attention_heads"],
+        n_group=groups,
+        topk_group=fields["moe_router_group_topk"] if groups > 1 else 1,
+        hidden_act="silu",
+        max_position_embeddings=_positions(fields),
+        rope_scaling=_rope_scaling(fields),
+        rope_interleave=True,  # the weights' layout of both; MindFormers takes even and odd columns apart as well
+        attention_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    )
+    return Sizes(
+        hf=hf,
+        latent_eps=fields["layernorm_epsilon"],
+        interleaved=bool(fields["use_interleaved_weight_layout_mlp"]),
+        mtp_layers=fields["mtp_num_layers"] or 0,
+        mtp_factor=fields["mtp_loss_scaling_factor"] or 0.0,
+        aux_coefficient=fields["moe_aux_loss_coeff"] or 0.0,
+        bias_rate=fields["moe_router_bias_update_rate"] if bias_updated else 0.0,
+    )
+
+
+def _positions(fields: Mapping[str, Any]) -> int:
+    """Hugging Face takes YaRN's factor for the attention scale from the ratio of both lengths: make them agree."""
+    if fields["position_embedding_type"] == "rope":
+        return int(fields["seq_length"])
+    return int(fields["max_position_embeddings"] * fields["rotary_scaling_factor"])
+
+
+def _rope_scaling(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """YaRN in DeepseekV3Config's words; None for plain RoPE."""
+    if fields["position_embedding_type"] == "rope":
+        return None
+    return {
+        "rope_type": "yarn",
+        "factor": float(fields["rotary_scaling_factor"]),
+        "original_max_position_embeddings": fields["max_position_embeddings"],
+        "beta_fast": float(fields["beta_fast"]),
+        "beta_slow": float(fields["beta_slow"]),
+        "mscale": float(fields["mscale"]),
+        "mscale_all_dim": float(fields["mscale_all_dim"]),
+    }
+
+
+def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
+    """(holds, key of model_config, what the reference does)."""
+    shared = (fields["shared_expert_num"] or 0) * (fields["moe_ffn_hidden_size"] or 0)
+    plain = fields["position_embedding_type"] == "rope"
+    return [
+        (bool(fields["multi_latent_attention"]), "multi_latent_attention", "has latent attention only: True"),
+        (bool(fields["num_moe_experts"]), "n_routed_experts", "is a mixture of experts"),
+        (bool(fields["qk_layernorm"]), "qk_layernorm", "normalises the latents: True"),
+        (not fields["mla_qkv_concat"], "mla_qkv_concat", "is compared by separate projections: False"),
+        (not fields["use_shared_expert_gating"], "use_shared_expert_gating", "does not gate the shared expert: False"),
+        (not fields["add_bias_linear"], "add_bias_linear", "has no biases: False"),
+        (bool(fields["gated_linear_unit"]), "gated_linear_unit", "has gated layers: True"),
+        (fields["hidden_act"] in ("swiglu", "fusedswiglu"), "hidden_act", "computes SwiGLU: 'swiglu'"),
+        (not fields["hidden_dropout"], "hidden_dropout", "has none: 0.0"),
+        (not fields["attention_dropout"], "attention_dropout", "is run without: 0.0"),
+        (fields["moe_router_score_function"] == "sigmoid", "moe_router_score_function", "scores by 'sigmoid'"),
+        (fields["moe_shared_expert_intermediate_size"] == shared > 0, "moe_shared_expert_intermediate_size",
+         f"has n_shared_experts x moe_intermediate_size = {shared}, and at least one shared expert"),
+        ((fields["mtp_num_layers"] or 0) <= 1, "num_nextn_predict_layers", "is given at most 1 MTP layer"),
+        (not fields["moe_aux_loss_coeff"] or fields["moe_router_load_balancing_type"] == "seq_aux_loss",
+         "moe_router_load_balancing_type", "is given 'seq_aux_loss' alone"),
+        (not fields["moe_z_loss_coeff"], "moe_z_loss_coeff", "has no z-loss: 0.0"),
+        (fields["position_embedding_type"] in ("rope", "yarn"), "position_embedding_type", "knows 'rope' and 'yarn'"),
+        (not plain or fields["rotary_scaling_factor"] in (None, 1, 1.0), "rotary_scaling_factor",
+         "scales nothing without YaRN: 1 (MindFormers would scale the softmax)"),
+        (not fields["calculate_per_token_loss"], "calculate_per_token_loss", "means over all tokens: False"),
+    ]  # fmt: skip

@@ -1,0 +1,112 @@
+"""What weights are, group by group: names that differ in numbers alone are one group."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from tools.checkpoint.names import KINDS, Kind, kind_of
+from tools.weights.source import Source
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class Values:
+    """What reading a group's tensors says.
+
+    Args:
+        norm: L2, in float64. not_finite: numbers that are NaN or infinite; where: the first tensor that has one.
+        differing: tensor -> ranks whose copy is another.
+    """
+
+    norm: float
+    not_finite: int
+    where: str | None
+    differing: dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of one kind, type and shape whose names differ in numbers alone.
+
+    Args:
+        pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
+        cuts: into how many parts each axis is cut; empty where the checkpoint does not say.
+    """
+
+    kind: Kind
+    pattern: str
+    numbers: str
+    dtype: str
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+    names: tuple[str, ...]
+    bytes: int
+    values: Values | None = None
+
+    @property
+    def elements(self) -> int:
+        """Numbers in all its tensors."""
+        return math.prod(self.shape) * len(self.names)
+
+
+def inventory(source: Source, values: bool = False, progress: Callable[[str], None] = lambda name: None) -> list[Group]:
+    """The groups of `source`: weights, then the optimizer's state, then the rest, each in the order of its files.
+
+    Args:
+        values: read all tensors, one at a time, for norms and what is not finite; progress: is told each name then.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, header in source.headers.items():
+        key = (kind_of(name), _NUMBER.sub("*", name), header.dtype, str(header.shape))
+        found.setdefault(key, []).append(name)
+    groups = [_group(source, names, values, progress) for names in found.values()]
+    return sorted(groups, key=lambda group: KINDS.index(group.kind))
+
+
+def _group(source: Source, names: list[str], values: bool, progress: Callable[[str], None]) -> Group:
+    header, tensor = source.headers[names[0]], source.stored.tensors.get(names[0])
+    return Group(
+        kind=kind_of(names[0]),
+        pattern=_NUMBER.sub("*", names[0]),
+        numbers=", ".join(
+            spans(column) for column in zip(*([int(n) for n in _NUMBER.findall(name)] for name in names), strict=True)
+        ),
+        dtype=header.dtype,
+        shape=header.shape,
+        cuts=tensor.cuts if tensor else (),
+        names=tuple(names),
+        bytes=sum(source.headers[name].bytes for name in names),
+        values=_values(source, names, progress) if values else None,
+    )
+
+
+def _values(source: Source, names: list[str], progress: Callable[[str], None]) -> Values:
+    squares, not_finite, where, differing = 0.0, 0, None, {}
+    for name in names:
+        progress(name)
+        array, ranks = source.read(name)
+        wide = array.astype(np.float64)
+        wrong = int(np.count_nonzero(~np.isfinite(wide)))
+        where = where or (name if wrong else None)
+        not_finite += wrong
+        squares += float(np.square(wide[np.isfinite(wide)]).sum())
+        if ranks:
+            differing[name] = ranks
+    return Values(math.sqrt(squares), not_finite, where, differing)
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """`0-2, 5` for 0, 1, 2 and 5."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

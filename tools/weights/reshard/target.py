@@ -1,0 +1,195 @@
+"""How a recipe lays out each tensor: what the estimator knows of cuts and shards, under MindFormers' names.
+
+Over how many ranks a weight is cut and its optimizer's state spread stands in `tools.estimate.sharding` alone. Here it
+is said which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for experts
+one of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from plugins.errors import RecipeError
+from plugins.sealed_checkpoint.router_state import STATE
+from tools.auto.resolve import resolve
+from tools.checkpoint.names import ADAM
+from tools.estimate import sharding
+from tools.estimate.configuration import Configuration
+from tools.estimate.from_recipe import from_recipe
+from tools.model.weights import Weight, weights
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.weights.reshard.layout import Layout, Lying, Shape
+
+_EXPERTS_BIAS = "expert_bias"
+# of tools.model.weights -> of MindFormers' training_graph models, without ".weight" and ".bias"
+_ENDS = {"embedding": "embedding.word_embeddings", "output": "output_layer", "final_norm": "decoder.final_layernorm"}
+_ATTENTION = ("kv_down", "kv_up", "q_down", "q_up", "q", "qkv")
+_LAYER = {name: f"self_attention.linear_{name}_proj" for name in _ATTENTION} | {
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
+    "kv_norm": "self_attention.kv_layernorm",
+    "q_norm": "self_attention.q_layernorm",
+    "k_norm": "self_attention.k_layernorm",
+    "norm_1": "input_layernorm",
+    "norm_2": "pre_mlp_layernorm",
+    "mlp_fc1": "mlp.linear_fc1",
+    "mlp_fc2": "mlp.linear_fc2",
+    "router": "mlp.router",
+    "experts_1": "mlp.experts.weight1",
+    "experts_2": "mlp.experts.weight2",
+    "shared_fc1": "mlp.shared_experts.linear_fc1",
+    "shared_fc2": "mlp.shared_experts.linear_fc2",
+    "shared_gate": "mlp.shared_experts.shared_experts_gate",
+}
+_MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "mtp_norm_2": "final_layernorm"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the new checkpoint: the shape of the whole, and how it lies."""
+
+    shape: Shape
+    layout: Layout
+
+    @property
+    def lying(self) -> Lying:
+        """Its slices."""
+        return self.layout.lying(self.shape)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a run of a recipe holds.
+
+    Args:
+        weights: by name; states: of routers and experts, which are copies on each rank of a stage.
+        world: ranks; stage: ranks of a stage.
+    """
+
+    weights: dict[str, Placed]
+    states: dict[str, Placed]
+    world: int
+    stage: int
+
+    def place(self, name: str, shape: Shape) -> Placed:
+        """Where a tensor of a checkpoint goes: as the weight that its name ends with, or whole to all ranks."""
+        if name in self.states:
+            return Placed(shape, self.states[name].layout)
+        weight = self.weights.get(name) or self.weights.get(name.partition(".")[2])  # a moment has the optimizer's name
+        if weight is None:
+            return Placed(shape, Layout((self.world,), ((),) * len(shape), 0))
+        if weight.shape == shape:
+            return weight
+        return Placed(shape, Layout((self.stage,), ((),) * len(shape), weight.layout.first))
+
+
+def target_of(recipe: Recipe) -> Target:
+    """What a run of `recipe` holds, by rank.
+
+    Raises:
+        RecipeError: it has no model, or one whose weights' names are not known here.
+    """
+    resolved = resolve(recipe)
+    view, config = View(resolved), from_recipe(resolved)
+    if view.cpu_classes:
+        config = replace(config, shard_optimizer=False)  # data parallel alone
+    ranks = config.dp * config.tp * config.cp
+    placed: dict[str, Placed] = {}
+    for stage in range(config.pp):
+        for name, weight in _held(config, stage):
+            placed[name] = Placed(_shape(weight), Layout(*_cut(weight, config), stage * ranks))
+    states = {}
+    for name, item in placed.items():
+        cell, _, last = name.rpartition(".")
+        for state in (state for state, of in STATE.items() if of == last and cell.endswith(_owner(state))):
+            states[f"{cell}.{state}"] = Placed((config.model.experts,), Layout((ranks,), ((),), item.layout.first))
+    return Target(placed, states, config.devices, ranks)
+
+
+def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
+    """What a run of `recipe` would save: name -> its type and place. Weights and moments are kept in fp32."""
+    target = target_of(recipe)
+    names = ["", *ADAM]  # all recipes train with AdamW
+    found = {f"{prefix}{name}": ("F32", item) for name, item in target.weights.items() for prefix in names}
+    biases = {name: item for name, item in target.states.items() if name.endswith(_EXPERTS_BIAS)}
+    return found | {name: ("F32", item) for name, item in biases.items()}
+
+
+def _owner(state: str) -> str:
+    return ".experts" if STATE[state] == "weight1" else ".router"
+
+
+def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
+    """Each weight of a stage under MindFormers' name.
+
+    An embedding that another stage reads, too, is sent there in each step and saved by the first alone.
+    """
+    numbers, mtp = iter(config.layer_numbers(stage)), 0
+    for kind in (kind for chunk in config.stage_kinds(stage) for kind in chunk):
+        if kind in ("dense", "moe"):
+            path, names = f"decoder.layers.{next(numbers)}.", _LAYER
+        elif kind == "mtp":
+            path, names = (
+                f"mtp.layers.{mtp}.",
+                _MTP | {name: f"transformer_layer.{end}" for name, end in _LAYER.items()},
+            )
+            mtp += 1
+        else:
+            path, names = "", _ENDS
+        for weight in weights(config.model, kind, config.shared_whole):
+            yield path + _name(weight, names), weight
+
+
+def _name(weight: Weight, names: dict[str, str]) -> str:
+    plain = weight.name.removesuffix("_bias")
+    if plain not in names:
+        raise RecipeError(f"{weight.name}: nobody has said what MindFormers calls this weight, so it cannot be placed")
+    if weight.split == "experts":
+        return names[plain]
+    return names[plain] + (".bias" if plain != weight.name else ".weight")
+
+
+def _shape(weight: Weight) -> Shape:
+    """MindFormers keeps what is no matrix in one axis."""
+    vector = weight.columns == 1 and not weight.multiplies
+    return (weight.rows,) if vector else (weight.rows, weight.columns)
+
+
+def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int, ...], ...]]:
+    """The matrix of a stage's devices, and by which of its axes each axis of the weight is cut."""
+    every: tuple[int, ...] = (0, 1, 2)
+    devices, cutting = [config.dp, config.cp, config.tp], every[2:]
+    if weight.split == "experts":
+        every = (0, 1)
+        devices, cutting = [config.dp * config.cp * config.tp // config.ep, config.ep], every[1:]
+    if not weight.split:
+        cutting = ()
+    copies = tuple(axis for axis in every if axis not in cutting)
+    rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
+    devices, rows, columns = _shard(devices, rows, columns, copies, sharding.shards(weight, config))
+    return tuple(devices), (rows, columns)[: len(_shape(weight))]
+
+
+def _shard(
+    devices: list[int], rows: tuple[int, ...], columns: tuple[int, ...], copies: tuple[int, ...], shards: int
+) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """Cut the rows over `shards` of the copies too: over neighbours, where these are fewer than all."""
+    inner: list[int] = []
+    for axis in reversed(copies):
+        whole = devices[axis]
+        size = math.gcd(shards, whole)
+        shards //= size
+        if 1 < size < whole:
+            devices = [*devices[:axis], whole // size, size, *devices[axis + 1 :]]
+            rows, columns = (tuple(each + (each > axis) for each in own) for own in (rows, columns))
+            inner = [axis + 1, *(each + 1 for each in inner)]
+        elif size == whole:
+            inner = [axis, *inner]
+        if size < whole or shards == 1:
+            break
+    if shards > 1:  # no part of a matrix of devices; whole copies are as true
+        return devices, rows, columns
+    return devices, rows + tuple(inner), columns

@@ -1,0 +1,143 @@
+"""Weights wherever they lie: an iteration of a run, a Hugging Face folder, or one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint.plan import fault, step_of
+from tools.checkpoint.headers import Header, read_headers
+from tools.checkpoint.scan import is_sealed, iterations
+from tools.checkpoint.slot_order import moved, read_placements
+from tools.checkpoint.stored import Stored, open_stored, rank_of
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"  # where one file holds all of it: transformers writes no index then
+Form = Literal["MindFormers", "Hugging Face", "one file"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that are described by the headers of their files, and read tensor by tensor.
+
+    Args:
+        path: as the user gave it. form: how they are stored.
+    """
+
+    path: Path
+    form: Form
+    stored: Stored
+
+    @cached_property
+    def headers(self) -> dict[str, Header]:
+        """Name -> type, whole shape and bytes of all its parts, copies not counted, of every tensor."""
+        found = {}
+        for name, tensor in self.stored.tensors.items():
+            size = sum(self.stored.files[copies[0][1]][name].bytes for copies in tensor.copies)
+            found[name] = Header(tensor.dtype, tensor.shape, size)
+        for name, files in self.stored.unlisted.items():  # each rank has one of its own
+            found[name] = self.stored.files[files[min(files)]][name]
+        return found
+
+    @cached_property
+    def ranks(self) -> int:
+        """Ranks that wrote here."""
+        return len({rank_of(file) for file in self.stored.files})
+
+    @cached_property
+    def placements(self) -> Mapping[str, np.ndarray]:
+        """Modules whose experts have moved -> int [E], logical expert -> slot."""
+        found = read_placements(self.stored.folder) if self.form == "MindFormers" else {}
+        return {module: found[module] for module in moved(found)}
+
+    @cached_property
+    def step(self) -> int | None:
+        """The training step, where it is known."""
+        folder = self.stored.folder
+        try:
+            return (
+                step_of(folder)
+                if is_sealed(folder)
+                else int(json.loads((folder / "common.json").read_text())["step_num"])
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def seal_fault(self, checksums: bool) -> str | None:
+        """What keeps the seals of a run's checkpoint from holding; None where they hold, or where it has none."""
+        return fault(self.stored.folder, checksums=checksums) if self.sealed else None
+
+    @cached_property
+    def sealed(self) -> bool:
+        """Whether a rank has sealed its part."""
+        return self.form == "MindFormers" and is_sealed(self.stored.folder)
+
+    def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
+        """One whole tensor, experts in logical order, and the ranks whose copy is another."""
+        if name not in self.stored.tensors:
+            by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
+            first = by_rank[min(by_rank)]
+            return first, tuple(rank for rank, each in sorted(by_rank.items()) if each.tobytes() != first.tobytes())
+        array, differing = self.stored.read(name)
+        module = name.rpartition(".")[0]
+        for each, slots in self.placements.items():
+            if (module == each or module.endswith("." + each)) and array.shape[0] % len(slots) == 0 and array.ndim > 1:
+                array = array.reshape(len(slots), -1, *array.shape[1:])[slots].reshape(array.shape)
+        return array, differing
+
+    def bits(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
+        """`read`, of whole numbers of the same width; of the file itself where that holds the tensor as it is."""
+        tensor = self.stored.tensors.get(name)
+        if tensor is None or len(tensor.copies) > 1 or len(tensor.copies[0]) > 1 or self.placements:
+            array, differing = self.read(name)
+            return array.view(f"u{array.dtype.itemsize}"), differing
+        file = tensor.copies[0][0][1]
+        header = self.stored.files[file][name]
+        width = header.bytes // max(1, math.prod(header.shape))
+        if not header.bytes:
+            return np.empty(header.shape, f"u{width or 1}"), ()
+        return np.asarray(np.memmap(self.stored.folder / file, f"u{width}", "r", header.start, header.shape)), ()
+
+
+def open_source(path: Path) -> Source:
+    """Weights at `path`.
+
+    Raises:
+        CheckpointError: nothing there, nothing of a known form, a damaged file, or files that are not as their index
+            says.
+    """
+    if path.is_file():
+        return Source(path, "one file", Stored(path.parent, {path.name: read_headers(path)}))
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if (path / INDEX).exists() or (path / SINGLE).exists():
+        return Source(path, "Hugging Face", _hugging_face(path))
+    if inside := [*iterations(path), *iterations(path / "checkpoint")]:
+        raise CheckpointError(f"{path}: holds checkpoints and is none; name one of them, such as {inside[0]}")
+    return Source(path, "MindFormers", open_stored(path))
+
+
+def _hugging_face(folder: Path) -> Stored:
+    """The files of a Hugging Face folder: those of its index, each tensor where that says."""
+    if not (folder / INDEX).exists():
+        return Stored(folder, {SINGLE: read_headers(folder / SINGLE)})
+    try:
+        where = dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / INDEX}: no index of safetensors ({error!r})") from None
+    files = {file: read_headers(folder / file) for file in sorted(set(where.values()))}
+    for name, file in where.items():
+        if name not in files[file]:
+            raise CheckpointError(f"{folder / file}: holds no {name}, though {INDEX} says so; was it all copied?")
+    for file, headers in files.items():
+        if unknown := [name for name in headers if where.get(name) != file]:
+            raise CheckpointError(f"{folder / file}: holds {unknown[0]}, which {INDEX} does not name there")
+    return Stored(folder, files)
