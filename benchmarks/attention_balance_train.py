@@ -35,12 +35,12 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch.run.readings import read_metrics  # noqa: E402
 from plugins.attention_balance.plan import Cost, Layout, balance, build_gpt_index, epoch_plan  # noqa: E402
 from tools.data.index import map_lengths  # noqa: E402
 from tools.data.synthetic import CORPORA, document_lengths, write_corpus  # noqa: E402
 from tools.imbalance.recipe import setting_of  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
+from tools.runs.readings import read_metrics  # noqa: E402
 
 RECIPE = ROOT / "recipes" / "mini" / "pretrain_eod.yaml"
 LONG = 131_072  # the mixture of documents that is scaled down

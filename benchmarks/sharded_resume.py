@@ -5,7 +5,8 @@
 LAYOUT: tp2, pp2, zero, ep2 (tests/training/sharded_LAYOUT.yaml), by default all. Every process gets SIGKILL at once
 after step 4 of 6; a checkpoint stands at step 3. Losses and norms of each step and each rank must be the same bits, and
 so must every tensor of the last checkpoint. Checkpoints of one layout that go on as another (ACROSS) must follow that
-layout's own run, losses to 1e-5 and global norms to 5e-5 relative. tests/training/test_sharded.py kills and resumes
+layout's own run, losses to 1e-5 and global norms to 5e-5 relative; laid out anew by `tc3 weights reshard` first, they
+must give the same bits as without (OFFLINE). tests/training/test_sharded.py kills and resumes
 tensor parallelism alone.
 """
 
@@ -24,16 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.training import runs
 from tests.training.conftest import prepare
+from tools.recipe.load import load_recipe
+from tools.weights.reshard.prepare import plan_stored
+from tools.weights.reshard.run import folder_in, reshard
+from tools.weights.source import open_source
 
 ALONE = "one"
 LAYOUTS = ("tp2", "pp2", "zero", "ep2")
 ACROSS = ((ALONE, "tp2"), ("tp2", ALONE), ("pp2", "tp2"), ("zero", "pp2"))  # saved by, goes on as
+OFFLINE = (("tp2", "pp2"),)
 STEPS, KILL, SAVED = 6, 4, 3
 LOSS, NORM = 1e-5, 5e-5  # absolute; relative
 
 
-def compare(whole: Path, resumed: Path) -> tuple[int, int]:
-    """(records, tensors) that agree to the bit.
+def compare(whole: Path, resumed: Path, first: int = 1) -> tuple[int, int]:
+    """(records, tensors) that agree to the bit, of the steps from `first` on.
 
     Raises:
         AssertionError: one does not, or is not there.
@@ -42,7 +48,7 @@ def compare(whole: Path, resumed: Path) -> tuple[int, int]:
     records = 0
     for rank in (int(name.removeprefix("rank_")) for name in ranks):
         expected, found = runs.steps(whole, rank), runs.steps(resumed, rank)
-        assert sorted(expected) == sorted(found) == list(range(1, STEPS + 1)), f"rank {rank}: steps {sorted(found)}"
+        assert sorted(expected) == sorted(found) == list(range(first, STEPS + 1)), f"rank {rank}: steps {sorted(found)}"
         for step, record in expected.items():
             runs.same(found[step], record)
             records += 1
@@ -50,10 +56,10 @@ def compare(whole: Path, resumed: Path) -> tuple[int, int]:
     files = sorted((whole / "checkpoint" / f"iteration_{STEPS:08d}").glob("*.safetensors"))
     assert files, "no checkpoint of the last step"
     for file in files:
-        first, second = load_file(file), load_file(resumed / file.relative_to(whole))
-        assert first.keys() == second.keys(), f"{file.name}: other tensors"
-        for name in first:
-            assert np.array_equal(first[name], second[name]), f"{file.name}: {name} differs"
+        one, other = load_file(file), load_file(resumed / file.relative_to(whole))
+        assert one.keys() == other.keys(), f"{file.name}: other tensors"
+        for name in one:
+            assert np.array_equal(one[name], other[name]), f"{file.name}: {name} differs"
             tensors += 1
     return records, tensors
 
@@ -101,6 +107,19 @@ class Runs:
         assert loss <= LOSS and norm <= NORM, f"loss {loss:.1e}, global norm {norm:.1e}"
         return f"loss {loss:.1e}, global norm {norm:.1e} (relative)"
 
+    def offline(self, saved: str, layout: str) -> str:
+        """What two runs have in common that go on from a checkpoint of another layout, as it is and laid out anew."""
+        online, folder = self.folder / f"{saved}_as_{layout}", self.folder / f"{saved}_to_{layout}"
+        checkpoint = self.whole(saved) / "checkpoint" / f"iteration_{SAVED:08d}"
+        if not online.exists():
+            self._resume(layout, online, str(checkpoint))
+        source = open_source(checkpoint)
+        reshard(source, folder, plan_stored(source, load_recipe(self.recipe(layout))).plan)
+        again = folder.with_name(f"{folder.name}_run")
+        self._resume(layout, again, str(folder_in(folder, source)))
+        records, tensors = compare(online, again, SAVED + 1)
+        return f"{records} records of steps and {tensors} tensors are the same bits"
+
     def _resume(self, layout: str, folder: Path, checkpoint: str) -> None:
         runs.train(self.recipe(layout), folder, self.corpus, "--resume", checkpoint)
 
@@ -116,6 +135,11 @@ def main(layouts: tuple[str, ...], across: bool) -> None:
         rows = [(f"{name}: killed after step {KILL}", partial(every.killed, name)) for name in layouts or LAYOUTS]
         rows += [
             (f"{saved}, gone on as {name}", partial(every.across, saved, name)) for saved, name in ACROSS if across
+        ]
+        rows += [
+            (f"{saved}, laid out anew for {name}", partial(every.offline, saved, name))
+            for saved, name in OFFLINE
+            if across
         ]
         for name, try_it in rows:
             try:

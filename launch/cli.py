@@ -16,18 +16,23 @@ from tools.process.waiting import saying
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
     "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
+    "agent": ("launch.agent.cli:agent", "Train on several nodes and go on after failures: one agent a node."),
     "affinity": ("tools.affinity.cli:affinity", "Which cores each worker of this host gets."),
     "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens per step."),
-    "data": ("tools.data.cli:data", "Turn a corpus into a Megatron .bin/.idx and check it."),
+    "data": ("tools.data.cli:data", "Corpora as Megatron .bin/.idx, instructions for fine-tuning."),
     "doctor": ("tools.doctor.cli:doctor", "Is this host fit to train: what slows or ends runs, and what mends it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
     "ep-report": (
         "tools.ep_report.cli:ep_report",
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
+    "experts": ("tools.experts.cli:experts", "Expert loads of a run: what waits, and what moving experts brings."),
+    "generate": ("launch.generate.command:generate", "Let a trained mini go on with a text: see what it has learnt."),
     "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or compare two."),
+    "runs": ("tools.runs.cli:runs", "Where the time of runs went and why they failed; follow one that goes on."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
+    "weights": ("tools.weights.cli:weights", "Look into checkpoints, average, lay out anew, to and from Hugging Face."),
 }
 # group -> command -> module:attribute, for commands whose room lies above their group's
 NESTED = {"data": {"imbalance": "tools.imbalance.cli:imbalance_command"}}

@@ -19,9 +19,17 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
+from launch.workers.cores import stay_on_own_cores, with_bind_file  # noqa: E402
+
+if __name__ == "__main__":
+    stay_on_own_cores()  # before the imports below start threads
+
 from launch.on_cluster.run import of_script  # noqa: E402
 from launch.resume.checkpoints import keep_cost  # noqa: E402
+from launch.resume.skipped import apply_ledger  # noqa: E402
+from launch.run.compile_cache import refuse_own  # noqa: E402
 from launch.run.failure import STOPPED  # noqa: E402
+from launch.workers import stacks  # noqa: E402
 from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
@@ -41,6 +49,7 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     recipe = resolve(recipe, click.echo)
     if run_dir is not None:
         recipe["output_dir"] = str(run_dir)
+    apply_ledger(recipe, run_dir or Path(recipe["output_dir"]))
     checkpoint = recipe.setdefault("checkpoint", {})
     checkpoint["save_path"] = checkpoint.get("save_path") or str(Path(recipe["output_dir"]) / "checkpoint")
     if resume is not None:
@@ -56,6 +65,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
     `when_together` is called with the rank once all ranks are there: one that fails later does not let them wait.
     """
     require_verified()
+    refuse_own(recipe)
     if os.environ.get("MS_ROLE") == "MS_SCHED":  # msrun starts this file for its scheduler, too
         if recipe.get("use_parallel"):
             from mindspore.communication import init
@@ -77,7 +87,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 
     with tempfile.TemporaryDirectory() as folder:  # MindFormers applies its defaults only to a file
         flat = Path(folder) / "recipe.yaml"
-        dump_recipe(recipe, flat)
+        dump_recipe(with_bind_file(recipe), flat)
         config = MindFormerConfig(str(flat))
     if sharded:
         sharded_graph.after_import()
@@ -89,12 +99,13 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
         from plugins.cpu_backend import adapter
 
         adapter.enable(config)
-    from launch.workers import dataset_helpers, metrics
+    from launch.workers import dataset_helpers, metrics, save_on_request
     from plugins import enable_plugins
 
     dataset_helpers.use_this_python()
     metrics.enable(config, host.collectives if sharded else None)
     enable_plugins(config)
+    save_on_request.enable()
     with host.own_errors() if sharded else nullcontext():
         Trainer(config).train()
 
@@ -111,6 +122,7 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     """Train a recipe on this worker."""
     if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers
         die_with_parent()
+        stacks.answer()
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
         if run_dir is None or (run_dir / "recipe.yaml").absolute() == config_path.absolute():

@@ -5,32 +5,44 @@ from __future__ import annotations
 import importlib
 
 from plugins.errors import RecipeError, did_you_mean
+from plugins.hugging_face_weights.plan import is_hugging_face
 
 # recipe key -> module with `enable(config, settings)`, in the order of enabling; sealed checkpoints are always on
 ADAPTERS = {
     "finite_loss": "plugins.finite_loss.adapter",
+    "packed_labels": "plugins.packed_labels.adapter",
     "held_out_loss": "plugins.held_out_loss.adapter",
     "hierarchical_ep": "plugins.hierarchical_ep.adapter",
     "ep_overlap": "plugins.ep_overlap.adapter",
+    "group_aux_loss": "plugins.group_aux_loss.adapter",
+    "expert_balance": "plugins.expert_balance.adapter",
     "attention_balance": "plugins.attention_balance.adapter",
+    "spike_guard": "plugins.spike_guard.adapter",  # what it leaves out it counts in the order of attention_balance
+    "straggler_probe": "plugins.straggler_probe.adapter",  # last: its callback sees the end of a step after all others
 }
 UNWRITTEN: dict[str, dict] = {"finite_loss": {}}  # what is on in a recipe that does not name it, with its settings
+REPLACED = {"finite_loss": "spike_guard"}  # what is off where another one is on, which does its work
 
 
 def enable_plugins(config) -> None:
-    """Switch on what `config.plugins` (of a MindFormerConfig) names, and sealed checkpoints.
+    """Switch on what `config.plugins` (of a MindFormerConfig) names, sealed checkpoints, and where
+    `checkpoint.load_path` holds Hugging Face's weights, what reads them.
 
     `name: False` leaves a plugin off, for a recipe that inherits it from its base, or that wants none of `UNWRITTEN`.
 
     Raises:
         RecipeError: for a plugin that does not exist.
     """
-    importlib.import_module("plugins.sealed_checkpoint.adapter")
+    sealed = importlib.import_module("plugins.sealed_checkpoint.adapter")
+    sealed.SealingCheckpointMonitor.run_dir = config.get("output_dir")
     chosen = config.get("plugins") or {}
     for name in chosen:
         if name not in ADAPTERS:
             raise RecipeError(f"plugins.{name}: no such plugin{did_you_mean(name, list(ADAPTERS))}")
     for name, module in ADAPTERS.items():
         settings = chosen.get(name, UNWRITTEN.get(name, False))
-        if settings is not False:
+        replaced = chosen.get(REPLACED.get(name, ""), False) is not False
+        if settings is not False and not replaced:
             importlib.import_module(module).enable(config, settings)
+    if is_hugging_face((config.get("checkpoint") or {}).get("load_path")):
+        importlib.import_module("plugins.hugging_face_weights.adapter").enable(config)

@@ -2,21 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
+from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_mtp_block_spec,
 )
 from mindformers.parallel_core.training_graph.base_models.gpt.gpt_model import GPTModel
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
+from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
+from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 
+from plugins.errors import RecipeError
+
+# MindFormers' class -> ours for Ascend, which differs in nothing but what plugins edit
+ARCHITECTURES = {"TeleChat3MoeForCausalLM": "EditedTeleChat3MoeForCausalLM"}
 _experts: list[Any] = []
+_router_edits: dict[str, Callable[[Any], None]] = {}
+_templates: list[Callable[[Any], Any]] = []
 
 
 def use_experts(spec) -> None:
     """Make `spec` (a ModuleSpec or class, hook: `MoESubmodules.experts`) the routed experts of models built later."""
     _experts[:] = [spec]
+
+
+def experts():
+    """What `use_experts` was given last."""
+    return _experts[0]
+
+
+def edit_routers(plugin: str, edit: Callable[[Any], None]) -> None:
+    """Call `edit` with each router of models built later, when all else is built: no spec reaches them."""
+    _router_edits[plugin] = edit
+
+
+def apply_router_edits(model) -> None:
+    """What `edit_routers` asked for, in a built model (MTP's routers included)."""
+    for _, cell in model.cells_and_names():
+        if isinstance(cell, TopKRouter):
+            for edit in _router_edits.values():
+                edit(cell)
+
+
+def use_template(make: Callable[[Any], Any]) -> None:
+    """Give models built later a template of Hugging Face's weights: what `make` makes of a TransformerConfig."""
+    _templates[:] = [make]
+
+
+def apply_template(model, config) -> None:
+    """What `use_template` asked for, where MindFormers' `register_hf_weight_template` would put it."""
+    for make in _templates:
+        model.template = make(config)
+
+
+def use_edited_model(model_config, plugin: str) -> None:
+    """Name the class in `architectures` (in place) that builds what the plugins edit; not for the CPU backend.
+
+    Raises:
+        RecipeError: a model that there is no such class of.
+    """
+    known = {**ARCHITECTURES, **{ours: ours for ours in ARCHITECTURES.values()}}
+    unknown = [name for name in model_config.architectures if name not in known]
+    if unknown:
+        raise RecipeError(
+            f"model.model_config.architectures: {plugin} knows {', '.join(ARCHITECTURES)}, not {unknown[0]!r}"
+        )
+    model_config.architectures = [known[name] for name in model_config.architectures]
 
 
 def gpt_model(config, edit_layer=None) -> GPTModel:
@@ -43,3 +98,24 @@ def gpt_model(config, edit_layer=None) -> GPTModel:
         rope_scaling=False,
         mtp_block_spec=get_gpt_mtp_block_spec(config, block) if config.mtp_num_layers else None,
     )
+
+
+class EditedTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
+    """`TrainingTeleChat3MoeForCausalLM` from an edited spec, its routers edited."""
+
+    def __init__(self, config):
+        # not the parent's: it builds the spec and the model in one go
+        TeleChat3MoePreTrainedModel.__init__(self, config, auto_prefix=False)
+        transformer_config = self.convert_to_transformer_config(config, is_mla_model=True)
+        self.model = gpt_model(transformer_config)
+        apply_router_edits(self.model)
+        apply_template(self, transformer_config)
+
+
+@MindFormerRegister.register(MindFormerModuleType.MODELS, legacy=False)
+class EditedTeleChat3MoeForCausalLM:
+    """What `architectures:` names on Ascend when a plugin edits the model (train only)."""
+
+    def __new__(cls, config, *args, **kwargs):
+        """Build the training model."""
+        return EditedTrainingTeleChat3Moe(config)

@@ -140,4 +140,6 @@ def test_every_private_hook_is_listed():
     found = {str(path.relative_to(ROOT)) for path in uses if import_line.search(path.read_text())}
     # these two hold what pynative.py names
     found -= {"launch/workers/accuracy_pynative.py", "tools/accuracy/align/recorder.py"}
-    assert found | {"plugins/cpu_backend/pynative.py", "tools/dryrun/compile/virtual_cluster.py"} == listed
+    # and these rely on what others keep private without replacing it
+    found |= {"plugins/cpu_backend/pynative.py", "tools/dryrun/compile/virtual_cluster.py", "launch/workers/cores.py"}
+    assert found == listed

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["launch/environment.sh", "launch/quickstart", "launch/script_body.sh", "tests/run", ".ci/run"]
-SCRIPTS += sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("launch/scripts/*.sh"))
+SCRIPTS += sorted(
+    str(path.relative_to(ROOT)) for place in ("launch/scripts", "benchmarks") for path in ROOT.glob(f"{place}/**/*.sh")
+)
 CHECKS = {
     "ruff check": ["ruff", "check", "."],
     "ruff format": ["ruff", "format", "--check", "."],

@@ -24,8 +24,8 @@ ROWS = [
     ["tools.check", "tools.ep_report"],
     ["tools.dryrun"],
     ["tools.search"],
-    ["tools.show", "tools.affinity"],
-    ["tools.accuracy", "tools.imbalance", "tools.doctor"],
+    ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
+    ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts"],
     ["launch"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}

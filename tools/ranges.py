@@ -70,11 +70,17 @@ RANGES = {
     "reruns": Range(1, 1_000),
     "seed": Range(0, 2**32 - 1),
     "port": Range(1, 65_535),
+    "restarts": Range(0, 100_000),
+    "spares": Range(0, 100_000),  # hosts beyond those that a run needs
     "rows": Range(1, 1_000),  # of a table, a ranking, a report
     "seconds": Range(0, 1_000_000, whole=False, above=True),
     "memory_gib": Range(0, 10_000, whole=False, above=True),
     "share": Range(0, 1, whole=False),
     "margin": Range(0, 0.9, whole=False),  # of a limit, that is to stay free
+    "generated": Range(1, 100_000),  # tokens behind a prompt
+    "temperature": Range(0, 1_000, whole=False),
+    "top_k": Range(1, 10_000_000),
+    "top_p": Range(0, 1, whole=False, above=True),
     "skew": Range(1, 1_000, whole=False),  # the busiest rank's load over the mean
 }
 
@@ -147,6 +153,9 @@ RECIPE: dict[str, Range] = {
     **dict.fromkeys(("held_out_loss.samples", "held_out_loss.every"), Range(1, 1_000_000_000)),
     "attention_balance.window": RANGES["window"],
     **dict.fromkeys(("attention_balance.per_pair", "attention_balance.per_token"), Range(0, 1e30, whole=False)),
+    **dict.fromkeys(("spike_guard.window", "spike_guard.skip", "spike_guard.rollbacks"), Range(1, 1_000_000)),
+    "spike_guard.threshold": Range(0, 1e6, whole=False, above=True),
+    "spike_guard.skipped": _COUNT,
     **dict.fromkeys(("ep_overlap.chunks", "ep_overlap.stride"), Range(0, 100_000)),
 }
 

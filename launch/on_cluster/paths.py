@@ -34,6 +34,7 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
         yield "--resume", str(Path(resume).absolute())
     if view.megatron and view.has(_DATA_PATH):
         yield from ((".".join(_DATA_PATH), prefix) for prefix in data_prefixes(view.get(_DATA_PATH)))
+    yield from ((".".join((*LOADER, "data_files")), file) for file in view.instruction_files)
     yield from (("plugins.held_out_loss.data_path", prefix) for prefix in held_out(recipe))
     for key in _OTHERS:
         value = view.get(key)

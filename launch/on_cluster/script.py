@@ -6,7 +6,6 @@ The upper part of a script says what runs where and is written here; the lower p
 
 from __future__ import annotations
 
-import re
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from launch.run.msrun import MASTER, ROOT, worker_count
+from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
+from tools.host.names import DEVICES, read_hosts
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import VARIABLE, going_on, unverified_words
 
 BODY = ROOT / "launch" / "script_body.sh"
 SCRIPTS = ROOT / "launch" / "scripts"
 REFERENCES = ("mini/pretrain*.yaml", "telechat3_*/pretrain_*.yaml")  # below recipes/, each with a script in SCRIPTS
-DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
 PORT = 8118  # msrun's own default
 INDENT = " " * 4
 AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
-_HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")
-_LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>\d+))?")
 
 
 @dataclass(frozen=True)
@@ -42,13 +40,17 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout."""
+    """What a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout.
+
+    `bind`: whether workers get cores of their own.
+    """
 
     recipe: str
     run_dir: str
     settings: Sequence[str] = field(default=())
     port: int | None = None
     resume: str = ""
+    bind: bool = True
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
@@ -58,7 +60,7 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
     """
     if hosts_file is not None:
-        hosts, slots = _read_hosts(hosts_file)
+        hosts, slots = read_hosts(hosts_file)
         if len(hosts) * slots != workers:
             found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
             hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""
@@ -69,32 +71,6 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
     if workers % DEVICES:
         raise ClusterError(f"{workers} workers are no whole nodes of {DEVICES}: name hosts and slots with --nodes")
     return Cluster(workers // DEVICES, DEVICES, f"node{{0..{workers // DEVICES - 1}}}")
-
-
-def _read_hosts(path: Path) -> tuple[list[str], int]:
-    """Names and workers a host of a hosts file; `#` starts a comment."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"--nodes {path}: cannot be read: {error}") from None
-    seen: dict[str, int] = {}
-    slots = 0
-    for number, line in enumerate(lines, 1):
-        if not (text := line.split("#")[0].strip()):
-            continue
-        match = _LINE.fullmatch(text)
-        if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
-            raise ClusterError(f"{path}:{number}: want HOST or HOST SLOTS (node0 8), got {text!r}")
-        host, here = match["host"], int(match["slots"] or DEVICES)
-        if host in seen:
-            raise ClusterError(f"{path}:{number}: {host} stands in line {seen[host]} already")
-        if slots and here != slots:
-            wrong = f"{host} has {here} slots, {next(iter(seen))} has {slots}"
-            raise ClusterError(f"{path}:{number}: {wrong}; msrun numbers workers as if every node had as many")
-        seen[host], slots = number, here
-    if not seen:
-        raise ClusterError(f"--nodes {path}: names no host; want a line each: HOST or HOST SLOTS")
-    return list(seen), slots
 
 
 def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
@@ -115,7 +91,8 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
     """What the script is and how it is started."""
     settings = [word for setting in launch.settings for word in ("--set", setting)]
     nodes = ["--nodes", cluster.source] if cluster.source else []
-    command = ["tc3", "train", launch.recipe, *settings, "--script", *nodes, *unverified_words()]
+    unbound = [] if launch.bind else ["--no-bind"]
+    command = ["tc3", "train", launch.recipe, *settings, "--script", *nodes, *unbound, *unverified_words()]
     made_by = " ".join(shlex.join(command).splitlines())
     size = f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
     start = [
@@ -127,7 +104,8 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
         "#!/usr/bin/env bash",
         f"# {size}. Written by: {made_by}",
         *(start if cluster.nodes > 1 else []),
-        "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint).",
+        "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint),",
+        "# BIND (yes, or no: workers get no cores of their own).",
         "# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.",
         "set -euo pipefail",
         "",
@@ -148,6 +126,7 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
         f"SAVE_PATH={shlex.quote(str((recipe.get('checkpoint') or {}).get('save_path') or ''))} # empty: in RUN_DIR",
         _default("MASTER_PORT", str(port)),
         _default("RESUME", launch.resume),
+        _default("BIND", "yes" if launch.bind and not binds_itself(recipe) else "no"),
     ]
     if going_on():
         lines += ["# --unverified: with another MindSpore or MindFormers, too.", f"export {VARIABLE}=1"]

@@ -26,12 +26,12 @@ from tools.checkpoint.scan import (
     scan_checkpoints,
     set_aside,
 )
+from tools.checkpoint.slot_order import TRACKER, refuse_moved
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 
 _WEIGHTS = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 
-_TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
 _SLOW = 1 << 30  # bytes that take seconds to read
 
 
@@ -159,7 +159,8 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
 
 
 def check_load_path(recipe: Recipe) -> None:
-    """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none."""
+    """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none, or with
+    experts in an order that it does not know."""
     path = View(recipe).get(("checkpoint", "load_path"))
     if not isinstance(path, str) or not path or Path(path).is_file():
         return  # one file is of MindFormers' legacy format
@@ -167,8 +168,9 @@ def check_load_path(recipe: Recipe) -> None:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
         raise CheckpointError(f"checkpoint.load_path: {path}: no folder that can be read ({error.strerror})") from None
-    if _TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
+    if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
         raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors)")
+    refuse_moved(Path(path), View(recipe).keeps_placements)
 
 
 def check_save_path(root: Path, resume: bool, force: bool) -> None:

@@ -7,7 +7,6 @@ Other text practically always has other lengths; tokens changed in place, betwee
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ import click
 from launch.run.preflight import data_prefixes
 from plugins.errors import DataError
 from tools.files.atomic import write_atomically
+from tools.files.digest import sample, whole
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, View
 
 DATA_PATH = (*LOADER, "config", "data_path")
-BLOCK, BLOCKS = 1 << 16, 256
-_CHUNK = 1 << 22
 _SLOW = 2 << 30  # bytes of index that take seconds to read
 
 
@@ -35,14 +33,33 @@ def data_file(run_dir: Path) -> Path:
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
     """Of each corpus of a recipe's `data_path` in turn: prefix, bytes of .idx and .bin, sha256 of what is covered.
 
-    Empty for loaders of other kinds.
+    For HFDataLoader of each of its files, and of the tokenizers that make ids of them: file, bytes, sha256 of what is
+    covered. Empty for loaders of other kinds.
 
     Raises:
         DataError: a file is missing or cannot be read.
     """
     view = View(recipe)
     path = view.get(DATA_PATH)
-    return [_digest(prefix) for prefix in data_prefixes(path)] if view.megatron and path is not None else []
+    if not view.megatron:
+        return [_digest_of_file(Path(name)) for name in (*view.instruction_files, *_tokenizers(view))]
+    return [_digest(prefix) for prefix in data_prefixes(path)] if path is not None else []
+
+
+def _tokenizers(view: View) -> list[str]:
+    """What each tokenizer folder of the loader's handlers says about ids; hidden files and the model's are no part."""
+    handlers = view.get((*LOADER, "handler"))
+    sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []
+    folders = [section.get("pretrained_model_dir") for section in sections if isinstance(section, dict)]
+    files = [file for folder in folders if isinstance(folder, str) for file in sorted(Path(folder).glob("tokenizer*"))]
+    return [str(file) for file in files if file.is_file()]
+
+
+def _digest_of_file(path: Path) -> dict[str, Any]:
+    try:
+        return {"prefix": str(path), "bytes": path.stat().st_size, "sample_sha256": sample(path)}
+    except OSError as error:
+        raise DataError(f"{dotted((*LOADER, 'data_files'))}: {path}: cannot be read ({error.strerror})") from None
 
 
 def _digest(prefix: str) -> dict[str, Any]:
@@ -51,30 +68,9 @@ def _digest(prefix: str) -> dict[str, Any]:
         sizes = {"idx_bytes": index.stat().st_size, "bin_bytes": tokens.stat().st_size}
         if sizes["idx_bytes"] > _SLOW:
             click.echo(f"{index}: reading its {sizes['idx_bytes'] / 1e9:.0f} GB, to know this data again", err=True)
-        return {"prefix": prefix, **sizes, "idx_sha256": _whole(index), "bin_sample_sha256": _sample(tokens)}
+        return {"prefix": prefix, **sizes, "idx_sha256": whole(index), "bin_sample_sha256": sample(tokens)}
     except OSError as error:
         raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: cannot be read ({error.strerror})") from None
-
-
-def _whole(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as data:
-        while chunk := data.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-def _sample(path: Path) -> str:
-    """sha256 of `BLOCKS` blocks spread over a file, the first and the last among them; of all where it has no more."""
-    size = path.stat().st_size
-    if size <= BLOCK * BLOCKS:
-        return _whole(path)
-    digest = hashlib.sha256()
-    with path.open("rb") as data:
-        for block in range(BLOCKS):
-            data.seek((size - BLOCK) * block // (BLOCKS - 1))
-            digest.update(data.read(BLOCK))
-    return digest.hexdigest()
 
 
 def keep(recipe: Recipe, run_dir: Path) -> None:
@@ -108,6 +104,9 @@ def _content(digest: dict[str, Any]) -> dict[str, Any]:
 
 def _words(old: dict[str, Any], new: dict[str, Any]) -> str:
     """Which file is another one."""
+    if "bytes" in new:
+        sizes = f" ({old['bytes']:,} bytes then, {new['bytes']:,} now)" if old.get("bytes") != new["bytes"] else ""
+        return f"{new['prefix']} is not what it was{sizes}: the data was prepared anew or replaced"
     same_index = old["idx_sha256"] == new["idx_sha256"]
     file = f"{new['prefix']}.{'bin' if same_index else 'idx'}"
     size = "bin_bytes" if same_index else "idx_bytes"

@@ -7,6 +7,7 @@ as they need as many epochs (and, of several, as long as the last is shuffled ap
 
 from __future__ import annotations
 
+import copy
 import filecmp
 import math
 import os
@@ -19,8 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from launch.resume.skipped import SKIPPED, left_out
 from plugins.attention_balance.settings import COST
 from plugins.errors import DataError
+from plugins.spike_guard.skip import reached, same_until
 from tools.data.blend import read_blend
 from tools.data.index import map_lengths
 from tools.recipe.load import Recipe
@@ -29,6 +32,7 @@ from tools.recipe.view import LOADER, RUNNER, View
 
 CONFIG = (*LOADER, "config")
 SIZES = (*LOADER, "sizes")
+_BALANCE = ("plugins", "attention_balance")
 _MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
 _WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
 _MEGATRON_KEYS = (  # with MindFormers' defaults
@@ -39,7 +43,8 @@ _MEGATRON_KEYS = (  # with MindFormers' defaults
     ((*CONFIG, "train_data_path"), None),
     ((*CONFIG, "add_extra_token_to_sequence"), True),
 )
-_OTHER_KEYS = ((LOADER, None), (("train_dataset", "shuffle"), None), (("seed",), None))
+_OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
+_FILES = (*LOADER, "data_files")
 
 
 class Shuffle(NamedTuple):
@@ -99,6 +104,7 @@ def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
     return found or [
         *_cut_steps(View(before), View(after), step),
         *_changed_windows(View(before), View(after), step),
+        *_changed_skips(before, after, step),
         *_changed_samples(before, after, step),
     ]
 
@@ -112,11 +118,33 @@ def _changed_keys(before: View, after: View) -> Iterator[str]:
         old, new = before.get(path, default), after.get(path, default)
         if old != new:
             yield _difference(path, old, new)
-    if after.megatron:
+    if not after.megatron:
+        yield from _changed_loader(before, after)
+    else:
         path = (*CONFIG, "data_path")
         old, new = before.get(path), after.get(path)
         if not _same_corpora(old, new):
             yield _difference(path, old, new)
+
+
+def _changed_loader(before: View, after: View) -> Iterator[str]:
+    """Loaders of other kinds must stay as they are; of files that have moved, and of more samples, the order stays."""
+    if _order_of(before) != _order_of(after):
+        yield _difference(LOADER, before.get(LOADER), after.get(LOADER))
+    old, new = before.instruction_files, after.instruction_files
+    moved = zip(old, new, strict=False)
+    if len(old) != len(new) or not all(_same_corpus(Path(one), Path(two)) for one, two in moved):
+        yield _difference(_FILES, before.get(_FILES), after.get(_FILES))
+
+
+def _order_of(view: View) -> Any:
+    """A loader's section without the number of samples, and without files, which are compared by what they hold."""
+    loader = copy.deepcopy(view.get(LOADER))
+    if view.instruction_files:
+        loader.pop("data_files")
+    if view.samples:
+        loader["handler"][-1].pop("n")
+    return loader
 
 
 def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
@@ -153,13 +181,13 @@ def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
 
 def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
     """Samples that attention_balance moves within a window of steps: one that is begun must be finished as it was."""
-    *section, _ = path = ("plugins", "attention_balance", "window")
+    *section, _ = path = (*_BALANCE, "window")
     windows = [view.number(path, 1) for view in (before, after)]
     blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
-    done = step * before.global_batch
+    done = reached(step * before.global_batch, left_out(before.recipe))
     if max(windows) == 1 or not any(done % block for block in blocks):
         return
-    sizes = {_samples(before), _samples(after)}
+    sizes = {before.samples, after.samples}
     weights = [((*section, name), before.get((*section, name)), after.get((*section, name))) for name in COST]
     other = [weight for weight in weights if weight[1] not in (None, weight[2])]
     if windows[0] != windows[1]:
@@ -173,11 +201,23 @@ def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
         yield f"step {step} is within the last window ({dotted(path)} {windows[0]}), which more samples would change"
 
 
+def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
+    """Samples that plugins.spike_guard leaves out: of those that are trained, the same ones."""
+    done = step * View(before).global_batch
+    old, new = left_out(before), left_out(after)
+    if not same_until(done, old, new):
+        was, would = ([list(pair) for pair in pairs] or "none" for pairs in (old, new))
+        yield f"{dotted(SKIPPED)} was {was}, would be {would} (RUN/skipped.json says what is left out)"
+    elif (old or new) and View(after).get(_BALANCE) and View(before).global_batch != View(after).global_batch:
+        batches = f"the samples of a step were {View(before).global_batch}, would be {View(after).global_batch}"
+        yield f"{batches}, in whose order {dotted(SKIPPED)} counts"
+
+
 def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
     """The number of samples, where it changes how they are shuffled, or where a pass over them ends."""
     views = View(before), View(after)
     passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
-    old, new = (_samples(view) for view in views)
+    old, new = (view.samples for view in views)
     whole = [count // view.global_batch * view.global_batch for count, view in zip((old, new), views, strict=True)]
     if max(passes) > 1 and whole[0] != whole[1] and step * views[0].global_batch > min(whole):
         yield f"{dotted((*RUNNER, 'epochs'))} {passes[0]} of {old:,} samples would be {passes[1]} of {new:,}"
@@ -198,12 +238,6 @@ def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
             return
 
 
-def _samples(view: View) -> int:
-    """Samples of a pass; 0 where the recipe does not say (it is compared as a key then)."""
-    sizes = view.get(SIZES)
-    return sizes[0] if isinstance(sizes, list) and sizes and type(sizes[0]) is int else 0
-
-
 def _words(shuffle: Shuffle) -> str:
     epochs = f"{shuffle.epochs} epoch{'s' * (shuffle.epochs > 1)} of the data"
     return epochs + " with the last one apart" * shuffle.last_apart
@@ -212,17 +246,17 @@ def _words(shuffle: Shuffle) -> str:
 def all_steps(recipe: Recipe) -> int:
     """Steps that the recipe trains in all; 0 where it does not say."""
     view = View(recipe)
-    return view.number((*RUNNER, "epochs"), 1) * (_samples(view) // view.global_batch)
+    return view.number((*RUNNER, "epochs"), 1) * (view.samples // view.global_batch)
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
     """How many of `wanted` steps the recipe can be trained for in the order that it has; None: it cannot be told."""
     view = View(recipe)
-    own = _samples(view) // view.global_batch
+    own = view.samples // view.global_batch
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:
         return wanted if wanted <= own else None
     try:
-        order = shuffles(recipe, _samples(view))
+        order = shuffles(recipe, view.samples)
         anew = bisect_left(
             range(own, wanted + 1), True, key=lambda steps: shuffles(recipe, steps * view.global_batch) != order
         )

@@ -22,11 +22,10 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
     sys.path.insert(0, str(ROOT))
 
 from launch.run import preflight  # noqa: E402
-from launch.run.command import effective_recipe, steps_overrides  # noqa: E402
+from launch.run.effective import effective_recipe, steps_overrides  # noqa: E402
 from launch.run.failure import Failure  # noqa: E402
 from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
 from launch.run.progress import TrainingProgress  # noqa: E402
-from launch.run.readings import loss_rank  # noqa: E402
 from launch.run.size import Size  # noqa: E402
 from launch.run.supervise import Outcome, supervise  # noqa: E402
 from plugins.errors import ClusterError, DataError, TC3Error  # noqa: E402
@@ -37,6 +36,7 @@ from tools.accuracy.dumps.read import WEIGHTS, open_dump  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
+from tools.runs.readings import loss_rank  # noqa: E402
 
 _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the model is built
 
@@ -140,6 +140,7 @@ def prepare(recipe: Recipe) -> list[str]:
     recipe["plugins"] = {
         **(recipe.get("plugins") or {}),
         "finite_loss": False,
+        "spike_guard": False,
     }  # steps with NaN are to be looked at, too
     recipe["callbacks"] = [each for each in recipe.get("callbacks") or [] if each["type"] != "CheckpointMonitor"]
     return said

@@ -3,50 +3,44 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from launch.agent.decide import Rules
+from launch.agent.job import Job, next_number, own_name
+from launch.agent.loop import Agent
+from launch.agent.node.start import command_of
+from launch.agent.planning import make_plan
 from launch.on_cluster.paths import outside
 from launch.on_cluster.script import Launch, in_checkout, launch_script
-from launch.resume import checkpoints, data_digest
+from launch.resume import checkpoints, data_digest, skipped
 from launch.resume.checkpoint_model import check_model
-from launch.run import preflight
-from launch.run.msrun import check_port, free_port, msrun_command, worker_count, worker_environment
+from launch.run import compile_cache, preflight
+from launch.run.effective import FULL_SIZE, chosen_recipe, effective_recipe, resolved, steps_overrides
+from launch.run.msrun import check_port
 from launch.run.progress import TrainingProgress
-from launch.run.readings import loss_rank
 from launch.run.size import Size
 from launch.run.summary import ResumeCommand, print_failure, print_summary, summarize
-from launch.run.supervise import Outcome, supervise
-from plugins.errors import RecipeError, TC3Error
-from tools.auto.resolve import resolve
-from tools.checkpoint.scan import CheckpointInfo
+from launch.run.supervise import Outcome
+from plugins.errors import TC3Error
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
-from tools.recipe.override import also_changed, apply_overrides
+from tools.recipe.override import apply_overrides
 from tools.recipe.parallel_mini import WORKERS
-from tools.recipe.view import LOADER, RUNNER, View
+from tools.runs.readings import loss_rank
 from tools.schema.versions import require_verified, unverified_option, unverified_words
 
-FULL_SIZE = Size()
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run that has been thought through and not started."""
-
-    recipe: Recipe
-    run_dir: Path
-    workers: int
-    resume: CheckpointInfo | None
-    command: list[str]
+LOST_AFTER = 60.0  # seconds for which the disk of a run on one host may stand still
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -61,9 +55,14 @@ class Plan:
     "--run-dir", type=click.Path(path_type=Path), help="The run's folder.  [default: output/<folder>-<recipe>]"
 )
 @click.option("--force", is_flag=True, help="Start over in a folder that holds a run; its checkpoints are removed.")
+@click.option("--restarts", type=Number("restarts"), default=0, help="Go on after up to so many failures in a row.")
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
+@click.option("--no-bind", is_flag=True, help="Leave it to Linux and MindSpore which cores a worker runs on.")
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
 @click.option("--nodes", type=click.Path(path_type=Path), help="Hosts of --script, a line each: NAME [WORKERS].")
+@click.option(
+    "--compile-cache", "cached", is_flag=True, help="Keep the compiled graph, or load that of an earlier start."
+)
 @click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, all else on stderr.")
@@ -77,9 +76,12 @@ def train(
     resume: str | None,
     run_dir: Path | None,
     force: bool,
+    restarts: int,
     port: int | None,
+    no_bind: bool,
     script: bool,
     nodes: Path | None,
+    cached: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -88,22 +90,17 @@ def train(
     Exit code: 0 trained (or complete already), 1 failed, or stopped for what is not finite, 2 something to mend first,
     130/143 interrupted.
     """
-    if resume == "":
-        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
-    if resume and force:
-        raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
-    if script and mini:
-        raise click.UsageError("--script is for a cluster, --mini for this host: choose one")
+    _refuse_conflicts(resume, force, script, mini, restarts > 0 or cached)
     size = Size.chosen(mini, parallel, workers)
     if script:
-        _script(recipe, overrides, steps, run_dir, nodes, port, resume)
+        _script(recipe, overrides, steps, run_dir, nodes, port, resume, no_bind)
         return
     if nodes:
         raise click.UsageError("--nodes is for --script: without it, a run has this host alone")
     run_dir = (run_dir or size.run_dir(recipe)).absolute()
     flat = effective_recipe(recipe, overrides, steps, run_dir, size, make_layout=not dry_run)
     if dry_run:
-        _dry_run(flat, run_dir, resume, port, force, as_json)
+        _dry_run(flat, run_dir, resume, port, force, as_json, no_bind)
         return
     for check in _checks(flat, run_dir, resume, port, force):
         check()
@@ -112,81 +109,58 @@ def train(
         if force:
             preflight.clear_run_dir(run_dir)
             checkpoints.clear_save_path(saves)
-        plan = make_plan(flat, run_dir, resume, port)
-        if plan.resume:
-            check_model(flat, plan.resume.path)
-            checkpoints.check_data_order(flat, run_dir, plan.resume)
-        if plan.resume and (done := checkpoints.complete(flat, plan.resume)):
+        if resume == "auto":
+            skipped.put_guilty_aside(flat, run_dir, saves)
+        cached = cached or restarts > 0 or compile_cache.FOLDER in os.environ
+        job = replace(make_job(flat, run_dir, resume, port, no_bind, restarts), cached=cached)
+        if job.resume:
+            check_model(flat, job.resume.path)
+            checkpoints.check_data_order(flat, run_dir, job.resume)
+        if job.resume and (done := checkpoints.complete(flat, job.resume)):
             click.echo(done, err=True)
             outcome = Outcome(0)
         else:
-            if plan.resume and resume != "auto":
-                checkpoints.leave_behind(saves, plan.resume)
+            if job.resume and resume != "auto":
+                checkpoints.leave_behind(saves, job.resume)
             dump_recipe(flat, run_dir / "recipe.yaml")
             data_digest.keep(flat, run_dir)
-            outcome = _run(plan, as_json)
-    _report(plan, outcome, partial(_resume_command, recipe, overrides, run_dir, size), steps, as_json)
+            outcome = _run(job, as_json)
+    _report(job, outcome, partial(_resume_command, recipe, overrides, run_dir, size), steps, as_json)
     sys.exit(outcome.code)
 
 
-def effective_recipe(
-    path: Path,
-    overrides: tuple[str, ...],
-    steps: int | None,
-    run_dir: Path,
-    size: Size = FULL_SIZE,
-    make_layout: bool = True,
-) -> Recipe:
-    """The flat recipe that will run: overrides, number of steps, and this run's folders filled in.
-
-    `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
-    """
-    flat = _chosen_recipe(path, overrides, size)
-    flat = _resolved(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
-    flat["output_dir"] = str(run_dir)
-    checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
-    checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")
-    return flat
+def _refuse_conflicts(resume: str | None, force: bool, script: bool, mini: bool, here: bool) -> None:
+    """Raise UsageError for options that exclude each other; `here`: one that is for a run on this host."""
+    if resume == "":
+        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
+    if resume and force:
+        raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
+    if script and mini:
+        raise click.UsageError("--script is for a cluster, --mini for this host: choose one")
+    if script and here:
+        raise click.UsageError("--restarts and --compile-cache are for this host; on a cluster, tc3 agent has both")
 
 
-def _chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
-    """The recipe, or its mini, with the user's overrides."""
-    flat = size.load(path)
-    for override in overrides:
-        if others := also_changed(flat, override):
-            click.echo(f"--set {override} also sets {', '.join(others)} (one value, shared by an anchor)", err=True)
-    return apply_overrides(flat, overrides)
-
-
-def _resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
-
-
-def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
-    """The overrides that make a recipe train `steps` steps: samples of the dataset, one pass over it, the schedule."""
-    if steps is None:
-        return []
-    view = View(recipe)
-    sizes = view.get((*LOADER, "sizes"))
-    if not (isinstance(sizes, list) and sizes and view.has((*RUNNER, "batch_size"))):
-        raise RecipeError(
-            f"{recipe.source}: --steps needs train_dataset.data_loader.sizes and runner_config.batch_size"
-        )
-    found = [f"train_dataset.data_loader.sizes.0={steps * view.global_batch}"]  # stays the first
-    if view.number((*RUNNER, "epochs"), 1) > 1:
-        found.append("runner_config.epochs=1")
-    if view.number(("lr_schedule", "total_steps"), 0):
-        found.append(f"lr_schedule.total_steps={steps}")
-    return found
-
-
-def make_plan(recipe: Recipe, run_dir: Path, resume: str | None, port: int | None) -> Plan:
-    """Everything that `recipe` needs to start: checkpoint to go on from, port, argv."""
+def make_job(
+    recipe: Recipe, run_dir: Path, resume: str | None, port: int | None, no_bind: bool, restarts: int = 0
+) -> Job:
+    """What the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it skips."""
+    skipped.apply_ledger(recipe, run_dir)
     checkpoint = checkpoints.find_checkpoint(resume, checkpoints.save_path(recipe)) if resume else None
     if checkpoint:
         checkpoints.keep_cost(recipe, run_dir, checkpoint.path)
-    command = msrun_command(recipe, run_dir, port or free_port(), checkpoint.path if checkpoint else None)
-    return Plan(recipe, run_dir, worker_count(recipe), checkpoint, command)
+    return Job(
+        recipe,
+        run_dir,
+        hosts=(own_name(),),
+        port=port,
+        resume=checkpoint,
+        first=next_number(run_dir),
+        bind=not no_bind,
+        rules=Rules(restarts=restarts, hosts=[own_name()]),
+        lost_after=LOST_AFTER,
+        watchful=restarts > 0,
+    )
 
 
 def _checks(
@@ -197,6 +171,7 @@ def _checks(
     return [
         require_verified,
         lambda: preflight.check_machine(recipe),
+        lambda: compile_cache.refuse_own(recipe),
         lambda: preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
@@ -209,23 +184,28 @@ def _checks(
     ]
 
 
-def _dry_run(flat: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool, as_json: bool) -> None:
+def _dry_run(
+    flat: Recipe, run_dir: Path, resume: str | None, port: int | None, force: bool, as_json: bool, no_bind: bool
+) -> None:
     """Print the argv; what would stop the run here goes to stderr and does not stop the dry run."""
-    plan = make_plan(flat, run_dir, resume, port)
+    job = make_job(flat, run_dir, resume, port, no_bind)
+    command = command_of(job, make_plan(job, 0 if force else job.first, job.hosts))
+    for sentence in command.cores.said:
+        click.echo(sentence, err=True)
     checks = _checks(flat, run_dir, resume, port, force)
-    if plan.resume:
+    if job.resume:
         checks += [
-            partial(check_model, flat, plan.resume.path),
-            partial(checkpoints.check_data_order, flat, run_dir, plan.resume),
+            partial(check_model, flat, job.resume.path),
+            partial(checkpoints.check_data_order, flat, run_dir, job.resume),
         ]
-        if done := checkpoints.complete(flat, plan.resume):
+        if done := checkpoints.complete(flat, job.resume):
             click.echo(done, err=True)
     for check in checks:
         try:
             check()
         except TC3Error as error:
             click.echo(f"would be refused here: {error}", err=True)
-    click.echo(json.dumps(plan.command) if as_json else shlex.join(plan.command))
+    click.echo(json.dumps(command.argv) if as_json else shlex.join(command.argv))
 
 
 def _script(
@@ -236,6 +216,7 @@ def _script(
     nodes: Path | None,
     port: int | None,
     resume: str | None,
+    no_bind: bool,
 ) -> None:
     """Print the bash script that does on every node what `tc3 train` does on this host.
 
@@ -244,27 +225,32 @@ def _script(
     if resume == "auto":
         raise click.UsageError("--script wants --resume DIR: which checkpoint is the newest is not known yet")
     folder = run_dir or FULL_SIZE.run_dir(recipe)
-    chosen = _chosen_recipe(recipe, overrides)
+    chosen = chosen_recipe(recipe, overrides)
     more = steps_overrides(chosen, steps)
-    flat = _resolved(apply_overrides(chosen, more), make_layout=True)
+    flat = resolved(apply_overrides(chosen, more), make_layout=True)
     preflight.check_sound(flat)
     for line in outside(recipe, flat, resume, run_dir):
         click.echo(f"note: {line}", err=True)
     settings = (*overrides, *more)
     checkpoint = in_checkout(Path(resume)) if resume else ""
     place = in_checkout(folder) if run_dir else str(folder)
-    launch = Launch(in_checkout(recipe), place, settings, port, checkpoint)
+    launch = Launch(in_checkout(recipe), place, settings, port, checkpoint, not no_bind)
     click.echo(launch_script(launch, flat, nodes), nl=False)
 
 
-def _run(plan: Plan, as_json: bool) -> Outcome:
+def _run(job: Job, as_json: bool) -> Outcome:
     """Say what starts, start it, show its progress."""
     console = Console(stderr=as_json)
-    workers = f"{plan.workers} worker{'s' * (plan.workers > 1)}"
-    console.print(f"{plan.recipe.source}: {workers}, run folder {plan.run_dir}", highlight=False, soft_wrap=True)
-    environment = worker_environment(plan.workers, plan.run_dir)
-    with TrainingProgress(plan.run_dir, console, loss_rank(plan.recipe)) as progress:
-        return supervise(plan.command, environment, plan.run_dir, plan.workers, progress.tick)
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    workers = f"{job.slots} worker{'s' * (job.slots > 1)}"
+    say(f"{job.recipe.source}: {workers}, run folder {job.run_dir}")
+
+    @contextmanager
+    def show() -> Iterator[Callable[[], None]]:
+        with TrainingProgress(job.run_dir, console, loss_rank(job.recipe)) as progress:
+            yield progress.tick
+
+    return Agent(replace(job, show=show, say=say)).run(job.first)
 
 
 def _resume_command(
@@ -288,11 +274,11 @@ def _resume_command(
     return [*words, *(word for override in overrides for word in ("--set", override)), *unverified_words()]
 
 
-def _report(plan: Plan, outcome: Outcome, resume_command: ResumeCommand, steps: int | None, as_json: bool) -> None:
+def _report(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None, as_json: bool) -> None:
     """Print how it went: the result on stdout (JSON or lines), a failure's details on stderr."""
-    summary = summarize(plan.run_dir, plan.recipe, outcome, resume_command, steps)
+    summary = summarize(job.run_dir, job.recipe, outcome, resume_command, steps)
     if outcome.code:
-        print_failure(plan.run_dir, outcome, summary)
+        print_failure(job.run_dir, outcome, summary)
     if as_json:
         click.echo(json.dumps(summary))
     elif not outcome.code:

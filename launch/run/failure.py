@@ -7,6 +7,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+from plugins.spike_guard.words import SPIKE
+from tools.files.tail import last_lines
+from tools.runs.attempts import Cause
+
 TAIL = 15  # lines of a log shown
 USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
 STOPPED = "tc3: stopped: "  # begins the last words of a worker that has ended the run for what it saw in training
@@ -20,6 +24,7 @@ class Failure:
     """What ended a run: one message, the log to read, and that log's telling lines.
 
     `user_error`: the message is all, and the user's to mend; `stopped`: it is all, and says what was wrong in training.
+    `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known.
     """
 
     message: str
@@ -28,21 +33,29 @@ class Failure:
     user_error: bool = False
     stopped: bool = False
     has_traceback: bool = False
+    rank: int | None = None
+    code: int | None = None
+    cause: Cause | None = None
 
 
 def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
     """The failure of worker `rank` that ended with exit code `code` (negative: a signal; None: unknown)."""
-    lines = read_lines(log)
+    lines = last_lines(log)
     told = next((line for line in reversed(lines) if line.startswith("tc3: ")), None)
     if told and told.startswith(STOPPED):
-        return Failure(told.removeprefix(STOPPED), log, stopped=True)
+        words = told.removeprefix(STOPPED)
+        why: Cause = "spike" if words.startswith(SPIKE) else "not finite"
+        return Failure(words, log, stopped=True, rank=rank, code=code, cause=why)
     if code in (USER_ERROR, None) and told:
-        return Failure(told.removeprefix("tc3: "), log, user_error=True)
+        message = told.removeprefix("tc3: ")
+        return Failure(message, log, user_error=True, rank=rank, code=code, cause="user error")
     traceback = any(_TRACEBACK in line for line in lines)
     shown = telling_lines(lines)
     if code is not None and code < 0 and not traceback:  # it could not say why: only where it was
         shown = shown[-3:]
-    return Failure(f"worker {rank} {how_it_ended(code)}", log, tuple(shown), has_traceback=traceback)
+    cause: Cause = "signal" if code is not None and code < 0 else "exit"
+    message = f"worker {rank} {how_it_ended(code)}"
+    return Failure(message, log, tuple(shown), has_traceback=traceback, rank=rank, code=code, cause=cause)
 
 
 def how_it_ended(code: int | None) -> str:
@@ -70,18 +83,7 @@ def telling_lines(lines: list[str]) -> list[str]:
     return shown[-TAIL:]
 
 
-def read_lines(log: Path, limit: int = 1 << 20) -> list[str]:
-    """Lines of the last `limit` bytes of a log; none when there is no such file."""
-    try:
-        with log.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - limit))
-            return file.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return []
-
-
 def ends_in_msrun_log(log: Path) -> dict[int, int]:
     """pid -> exit code of the workers that msrun has logged as failed (it logs the first one it sees)."""
-    found = (_MSRUN_END.search(line) for line in read_lines(log))
+    found = (_MSRUN_END.search(line) for line in last_lines(log))
     return {int(match[1]): int(match[2]) for match in found if match}

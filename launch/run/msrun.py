@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,21 @@ from tools.process import huge_pages
 from tools.schema.versions import unverified_words
 
 ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "launch" / "train.py"  # what msrun starts on every worker
 MASTER = "127.0.0.1"
+TOGETHER = 7200  # seconds that nodes may start and compile apart; launch/script_body.sh says why
+NO_CORES: Mapping[str, str] = {}
 PARALLEL_SIZES = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel")
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node among several of a run: its rank, the workers of each, and where the scheduler of all listens."""
+
+    rank: int
+    nodes: int
+    slots: int
+    master: str
 
 
 def worker_count(recipe: Mapping[str, Any]) -> int:
@@ -35,11 +49,22 @@ def worker_count(recipe: Mapping[str, Any]) -> int:
     return count
 
 
-def msrun_command(recipe: Mapping[str, Any], run_dir: Path, port: int, resume: Path | None = None) -> list[str]:
+def msrun_command(
+    recipe: Mapping[str, Any],
+    run_dir: Path,
+    port: int,
+    resume: Path | None = None,
+    options: Sequence[str] = (),
+    logs: Path | None = None,
+    node: Node | None = None,
+    worker: Path = TRAIN,
+) -> list[str]:
     """The exact argv that trains `RUN/recipe.yaml` on this host; one worker takes the same path as many.
 
-    `resume` is one iteration's checkpoint folder. No worker log is tailed to msrun's own output (the number of
-    workers is the value msrun documents for that): the supervisor reads the logs.
+    `resume` is one iteration's checkpoint folder, `options` are further ones of msrun, `logs` the folder of its logs
+    (default: RUN/logs), `node` this one's place where there are several, `worker` the file that every worker runs. No
+    worker log is tailed to msrun's own output (the number of workers is the value msrun documents for that): the
+    supervisor reads the logs.
 
     Raises:
         ClusterError: no msrun stands beside the running Python.
@@ -48,13 +73,16 @@ def msrun_command(recipe: Mapping[str, Any], run_dir: Path, port: int, resume: P
     command = [
         str(_msrun()),
         f"--worker_num={count}",
-        f"--local_worker_num={count}",
-        f"--master_addr={MASTER}",
+        f"--local_worker_num={node.slots if node else count}",
+        *([f"--node_rank={node.rank}"] if node else []),
+        f"--master_addr={node.master if node else MASTER}",
         f"--master_port={port}",
         "--join=True",
-        f"--log_dir={run_dir / 'logs'}",
+        f"--log_dir={logs or run_dir / 'logs'}",
         f"--tail_worker_log={count}",
-        str(ROOT / "launch" / "train.py"),
+        *([f"--cluster_time_out={TOGETHER}"] if node and on_ascend(recipe) else []),
+        *options,
+        str(worker),
         "--config",
         str(run_dir / "recipe.yaml"),
         "--run-dir",
@@ -71,13 +99,25 @@ def _msrun() -> Path:
     return path
 
 
-def worker_environment(workers: int, run_dir: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """`environ` made fit for `workers` workers on this host; what the user has set stays.
+def on_ascend(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe trains on NPUs; MindFormers' own default."""
+    return (recipe.get("context") or {}).get("device_target", "Ascend") == "Ascend"
+
+
+def worker_environment(
+    workers: int,
+    run_dir: Path,
+    environ: Mapping[str, str] = os.environ,
+    cores: Mapping[str, str] = NO_CORES,
+    logs: Path | None = None,
+) -> dict[str, str]:
+    """`environ` made fit for `workers` workers on this host, with what binds them to `cores`; what the user set stays.
 
     msrun starts the first `python` on PATH, so ours is put there. The threads of all workers together do not
     exceed the cores. MindSpore logs errors only; MindFormers' log goes into the run's folder. MindFormers takes a
     node for one of 8 devices unless told, and refuses to save the checkpoint of more.
     """
+    logs = logs or run_dir / "logs"
     threads = max(1, len(os.sched_getaffinity(0)) // workers)
     defaults = {
         "OMP_NUM_THREADS": str(threads),
@@ -85,14 +125,23 @@ def worker_environment(workers: int, run_dir: Path, environ: Mapping[str, str] =
         "PYTHONUNBUFFERED": "1",
         **huge_pages.ENVIRONMENT,
         "DEVICE_NUM_PER_NODE": str(workers),
-        "LOG_MF_PATH": str(run_dir / "logs" / "mindformers"),
+        "LOG_MF_PATH": str(logs / "mindformers"),
     }
     ours = {
         "TC3_SUPERVISED": "1",  # a worker then ends with msrun, whatever ends msrun
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), environ.get("PYTHONPATH", "")])),
     }
-    return {**defaults, **environ, **ours}
+    return {**defaults, **cores, **environ, **ours}
+
+
+def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
+    """What workers of several nodes need besides: launch/script_body.sh sets the same, and says why."""
+    saves = (recipe.get("checkpoint") or {}).get("save_path")
+    shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}
+    if not on_ascend(recipe):
+        return shared
+    return {**shared, "HCCL_CONNECT_TIMEOUT": str(TOGETHER), "ASCEND_PROCESS_LOG_PATH": str(logs / "ascend")}
 
 
 def free_port() -> int:

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.run.readings import read_metrics
 from tools.files.figure import new_figure, save_figure
+from tools.runs.readings import read_metrics
 
 
 def draw_loss_curve(

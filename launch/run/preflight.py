@@ -24,29 +24,37 @@ from tools.data.blend import read_blend
 from tools.data.outputs import read_sidecar
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
 
 MOST_FINDINGS = 5
 MIN_FREE = 1 << 30  # bytes a run must find free for logs and checkpoints
 PARTS = (
     "recipe.yaml",
     "data.json",
+    "skipped.json",
     "logs",
+    "attempts",
     "metrics",
     "checkpoint",
     "strategy",
 )  # what a run's folder holds that --force removes
 LOCK = ".lock"
+AGENTS = "agents of tc3 agent"
 WORKER_MEMORY = 1 * GIB  # of one worker that compiles and runs a toy's sharded graph: 0.5 to 0.9 were seen
 _DATA_PATH = "train_dataset.data_loader.config.data_path"
+_DATA_FILES = "train_dataset.data_loader.data_files"
 _HELD_OUT = "plugins.held_out_loss.data_path"
 
 
-def check_machine(recipe: Mapping[str, Any]) -> None:
-    """Raise ClusterError when the recipe is for Ascend and this host lacks its NPUs (/dev/davinci*)."""
+def check_machine(recipe: Mapping[str, Any], here: int | None = None) -> None:
+    """Raise ClusterError when the recipe is for Ascend and this host lacks its NPUs (/dev/davinci*).
+
+    `here`: workers of this host, one of several.
+    """
     context = recipe.get("context") or {}
     if context.get("device_target", "Ascend") != "Ascend":  # MindFormers' own default
         return
-    wanted = worker_count(recipe)
+    wanted = here or worker_count(recipe)
     visible = len(list(Path("/dev").glob("davinci[0-9]*")))
     if visible < wanted:
         mini = os.path.relpath(ROOT / "recipes" / "mini" / "pretrain.yaml")
@@ -87,8 +95,10 @@ def check_sound(recipe: Recipe) -> None:
 def check_data(recipe: Mapping[str, Any]) -> None:
     """Raise DataError when a Megatron dataset of the recipe has no .bin or .idx file, saying how to make it.
 
-    Also when two of its datasets, the held-out one among them, are known to be of different tokenizers.
+    Also when two of its datasets, the held-out one among them, are known to be of different tokenizers; and when a
+    file of instructions is missing.
     """
+    _check_instructions(recipe)
     loader = (recipe.get("train_dataset") or {}).get("data_loader") or {}
     if loader.get("type") != "BlendedMegatronDatasetDataLoader":
         return
@@ -102,6 +112,22 @@ def check_data(recipe: Mapping[str, Any]) -> None:
             make = _prepare(prefix.removesuffix("_heldout") if key == _HELD_OUT else prefix, recipe)
             raise DataError(f"{key}: {' and '.join(missing)} not found{hint}; make the dataset with: {make}")
     _check_tokenizers(datasets)
+
+
+def _check_instructions(recipe: Mapping[str, Any]) -> None:
+    """HFDataLoader's files where the recipe names them one by one; what else `datasets` can read is left to it."""
+    files = View(Recipe(recipe)).instruction_files
+    if not files:
+        return
+    named = [(_DATA_FILES, file) for file in files] + [(_HELD_OUT, file) for file in held_out(recipe)]
+    for key, file in named:
+        if "://" not in file and not any(letter in file for letter in "*?[") and not Path(file).is_file():
+            known = [str(other) for other in Path(file).parent.glob(f"*{Path(file).suffix}")]
+            output = os.path.normpath(file).removesuffix(".jsonl").removesuffix("_heldout")
+            share = " --held-out 0.05" if held_out(recipe) else ""
+            make = f"tc3 data instructions --input stdlib{share} --output {output}"
+            hint = did_you_mean(os.path.normpath(file), known)
+            raise DataError(f"{key}: {file} not found{hint}; your own conversations, or for a trial: {make}")
 
 
 def _check_tokenizers(datasets: list[tuple[str, str]]) -> None:
@@ -158,8 +184,11 @@ def check_disk(folder: Path) -> None:
         raise ClusterError(f"{folder}: {free / 1e9:.1f} GB free, a run needs {MIN_FREE / 1e9:.1f}: make room first")
 
 
-def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
-    """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else."""
+def check_run_dir(run_dir: Path, resume: bool, force: bool | None) -> None:
+    """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else.
+
+    `force` is None where there is no such option.
+    """
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
@@ -171,9 +200,9 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool) -> None:
         if strange:
             raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
     elif not (resume or force):
+        anew = "" if force is None else "start over with --force (removes its logs, metrics and checkpoints), "
         raise CheckpointError(
-            f"{run_dir}: holds a run already; go on with --resume auto, start over with --force (removes its logs, "
-            "metrics and checkpoints), or choose another --run-dir"
+            f"{run_dir}: holds a run already; go on with --resume auto, {anew}or choose another --run-dir"
         )
 
 
@@ -200,8 +229,10 @@ def _clear(folder: Path) -> None:
 
 
 @contextmanager
-def only_run_in(*folders: Path) -> Iterator[None]:
+def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
     """Hold the locks of a run's folders, which the kernel frees even if we are killed; ClusterError when a run has one.
+
+    `together`: with the agents of other nodes, which keep others out, not each other.
 
     A start that fails in the block leaves neither the locks nor folders that were made for them. A file system without
     locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
@@ -211,7 +242,7 @@ def only_run_in(*folders: Path) -> Iterator[None]:
             made = [each for each in [folder, *folder.parents] if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             held.push(partial(_leave_nothing, made))
-            _lock(folder, held)
+            _lock(folder, held, together)
         yield
 
 
@@ -223,21 +254,24 @@ def _leave_nothing(made: list[Path], kind: type[BaseException] | None, *error: o
                 folder.rmdir()
 
 
-def _lock(folder: Path, held: ExitStack) -> None:
+def _lock(folder: Path, held: ExitStack, together: bool) -> None:
     """Take a folder's lock, write down who has it, and have `held` free it; remove the file where the start fails."""
     path = folder / LOCK
     lock = held.enter_context(path.open("a+"))
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        raise ClusterError(f"{folder}: a run is in progress there (pid {lock.read().strip()})") from None
+        who = lock.read().strip()
+        raise ClusterError(f"{folder}: a run is in progress there ({f'pid {who}' if who else AGENTS})") from None
     except OSError as error:
         click.echo(f"{folder}: its file system has no locks ({error.strerror}): start no second run there", err=True)
     if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):
-        _lock(folder, held)  # a start that failed has removed the file between our opening and locking it
+        _lock(folder, held, together)  # a start that failed has removed the file between our opening and locking it
         return
-    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
     lock.truncate(0)
+    if together:
+        return  # others may hold it, too: it stays
+    held.push(lambda kind, *error: path.unlink(missing_ok=True) if kind else None)
     lock.write(str(os.getpid()))
     lock.flush()

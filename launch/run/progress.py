@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from launch.run.readings import Follower, Readings
+from tools.runs.readings import Follower, Readings
 
 COMPILING = "compiling…"  # until the first step is done
 QUIET = 60.0  # seconds without a line, at most

@@ -13,13 +13,13 @@ import click
 
 from launch.resume.checkpoints import say_reading
 from launch.resume.data_order import all_steps, most_steps
-from launch.run.failure import STOPPED
+from launch.run.failure import STOPPED, Failure
 from launch.run.picture import draw_loss_curve
-from launch.run.readings import loss_rank, read_held_out, read_metrics
 from launch.run.supervise import Outcome
 from tools.checkpoint.scan import iterations, scan_checkpoints
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
+from tools.runs.readings import loss_rank, read_held_out, read_metrics
 
 ResumeCommand = Callable[[Path | None, str], list[str]]
 
@@ -118,20 +118,25 @@ def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
+def complain(failure: Failure) -> None:
+    """What failed, on stderr: the failing worker's last lines, where its log is."""
+    if failure.user_error:
+        click.echo(f"tc3: {failure.message}", err=True)
+        return
+    for line in () if failure.stopped else failure.lines:
+        click.echo(line, err=True)
+    begin = STOPPED if failure.stopped else "tc3: "
+    click.echo(f"{begin}{failure.message}. Log: {failure.log}", err=True)
+
+
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
     """Why a run ended early, on stderr: the failing worker's last lines, where its log is, how to go on."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name
         click.echo(f"tc3: interrupted ({name}); all workers have ended. Logs: {run_dir / 'logs'}", err=True)
-    elif failure.user_error:
-        click.echo(f"tc3: {failure.message}", err=True)
-    elif failure.stopped:
-        click.echo(f"{STOPPED}{failure.message}. Log: {failure.log}", err=True)
     else:
-        for line in failure.lines:
-            click.echo(line, err=True)
-        click.echo(f"tc3: {failure.message}. Log: {failure.log}", err=True)
+        complain(failure)
     if outcome.left:
         click.echo(f"tc3: these processes did not end: {' '.join(map(str, outcome.left))}", err=True)
     if summary["checkpoint"]:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launch.run.failure import Failure, ends_in_msrun_log, read_lines, telling_lines, worker_failure
+from launch.run.failure import Failure, ends_in_msrun_log, telling_lines, worker_failure
 from launch.run.processes import Family, Member, children_now, family_of, has_ended
 from launch.workers.lifeline import adopt_orphans, die_with_parent
+from tools.files.tail import last_lines
 
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants
@@ -44,15 +45,18 @@ def supervise(
     environment: Mapping[str, str],
     run_dir: Path,
     workers: int,
-    tick: Callable[[], None] = lambda: None,
+    tick: Callable[[], Failure | None] = lambda: None,
+    logs: Path | None = None,
+    ends: Callable[[int], bool] = lambda number: True,
 ) -> Outcome:
     """Run `command` (msrun) until its `workers` workers have ended, calling `tick` about five times a second.
 
-    Worker n logs to `RUN/logs/worker_n.log` (msrun does that), msrun itself to `RUN/logs/msrun.log`. On return no
-    descendant runs any more, whatever happened: success, a failing worker, SIGINT, SIGTERM or SIGHUP to us. If we
-    ourselves are killed with SIGKILL, the kernel sends msrun SIGINT, on which it kills its workers.
+    Worker n logs to `worker_n.log` in `logs` (msrun does that; default: RUN/logs), msrun itself to `msrun.log`. On
+    return no descendant runs any more, whatever happened: success, a failing worker, a reason to end that `tick` gave,
+    SIGINT, SIGTERM or SIGHUP to us for which `ends` says so. If we ourselves are killed with SIGKILL, the kernel sends
+    msrun SIGINT, on which it kills its workers.
     """
-    logs = run_dir / "logs"
+    logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     with _signals() as received, (logs / "msrun.log").open("wb") as log:
         before = children_now()
@@ -68,7 +72,8 @@ def supervise(
         family = family_of(root.pid, before)
         code, failure = 1, None
         try:
-            code, failure = _Watch(root, family, logs, workers, received, tick).until_the_end()
+            watch = _Watch(root, family, logs, run_dir / "metrics", workers, received, tick, ends)
+            code, failure = watch.until_the_end()
         finally:
             left = family.kill(grace=0.0 if failure else 2.0)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -102,9 +107,11 @@ class _Watch:
     root: subprocess.Popen
     family: Family
     logs: Path
+    metrics: Path
     workers: int
     received: list[int]
-    tick: Callable[[], None]
+    tick: Callable[[], Failure | None]
+    ends: Callable[[int], bool]
     scanned: float = 0.0
     first_done: float = 0.0  # when the first worker had finished well
     all_done: float = 0.0
@@ -112,15 +119,17 @@ class _Watch:
     def until_the_end(self) -> tuple[int, Failure | None]:
         """(exit code, failure): returns at success, at the first failure, or at a signal."""
         while True:
-            if self.received:
-                return 128 + self.received[0], None
+            while self.received:
+                if self.ends(number := self.received.pop(0)):
+                    return 128 + number, None
             self._scan()
             failure = self._failure(self.family.poll()) or self._msrun_failed() or self._straggling()
             if failure:
                 return (2 if failure.user_error else 1), failure
             if self._finished():
                 return 0, None
-            self.tick()
+            if reason := self.tick():
+                return 1, reason
             time.sleep(POLL)
 
     def _scan(self) -> None:
@@ -177,11 +186,11 @@ class _Watch:
             return None
         ranks = ", ".join(str(member.rank) for member in running)
         message = f"worker {done[0].rank} finished while worker {ranks} still waits: its ranks do not do the same steps"
-        return Failure(message, self._log(done[0]), tuple(telling_lines(read_lines(self._log(done[0])))))
+        return Failure(message, self._log(done[0]), tuple(telling_lines(last_lines(self._log(done[0])))))
 
     def _last_sign(self) -> float:
         """Time of the last write to a log or a metrics file."""
-        files = [*self.logs.glob("worker_*.log"), *self.logs.parent.glob("metrics/*")]
+        files = [*self.logs.glob("worker_*.log"), *self.metrics.glob("*")]
         return max((file.stat().st_mtime for file in files), default=0.0)
 
     def _finished(self) -> bool:
@@ -202,4 +211,4 @@ class _Watch:
 
     def _from_log(self, name: str, message: str) -> Failure:
         log = self.logs / name
-        return Failure(message, log, tuple(telling_lines(read_lines(log))))
+        return Failure(message, log, tuple(telling_lines(last_lines(log))))

@@ -3,7 +3,8 @@
 # Start it on every node, with the checkout, the data and RUN_DIR on a disk that all of them see:
 #   bash SCRIPT [NODE_RANK]      without it the rank is $NODE_RANK, $SLURM_NODEID or the place in HOSTS
 #   srun --nodes=1024 --ntasks-per-node=1 --kill-on-bad-exit=1 bash SCRIPT
-# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint).
+# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint),
+# BIND (yes, or no: workers get no cores of their own).
 # Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.
 set -euo pipefail
 
@@ -23,6 +24,7 @@ fi
 SAVE_PATH='' # empty: in RUN_DIR
 [ -n "${MASTER_PORT:-}" ] || MASTER_PORT=8118
 [ -n "${RESUME:-}" ] || RESUME=''
+[ -n "${BIND:-}" ] || BIND=yes
 
 # ---- from here on the same in every script; the source is launch/script_body.sh
 
@@ -125,6 +127,15 @@ command -v msrun >/dev/null || fail "no msrun on PATH: activate the environment 
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
 # A worker ends with msrun, even when msrun is killed (launch/workers/lifeline.py).
 export TC3_SUPERVISED=1
+# Cores for each worker of this node, by the plan of `tc3 affinity` (docs/affinity.md); without one msrun may choose.
+BINDING=()
+if [ "$BIND" != no ]; then
+    PLANNED=$(python -m launch.run.cores "$SLOTS" "$TARGET" "$LOG_DIR/cores.json") || {
+        echo 'note: no plan of cores for this node' >&2
+        PLANNED=$([ "$TARGET" != Ascend ] || echo 'BINDING=(--bind_core=True)')
+    }
+    eval "$PLANNED"
+fi
 # The workers of a node share its cores.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > SLOTS ? $(nproc) / SLOTS : 1))}
 # MindSpore's errors only: its default, warnings, fills the logs of a large cluster.
@@ -155,10 +166,9 @@ if [ "$TARGET" = Ascend ]; then
     export ASCEND_PROCESS_LOG_PATH=${ASCEND_PROCESS_LOG_PATH:-$LOG_DIR/ascend}
     # As many processes as the hard limit allows, as MindFormers' launcher does: compiling starts many.
     ulimit -S -u "$(ulimit -H -u)"
-    # Workers stay on cores of their own, near their NPU.
-    COMMAND+=(--bind_core=True "--cluster_time_out=${CLUSTER_TIME_OUT:-7200}")
+    COMMAND+=("--cluster_time_out=${CLUSTER_TIME_OUT:-7200}")
 fi
-COMMAND+=("$ROOT/launch/train.py" --config "$RECIPE" --run-dir "$RUN_DIR")
+COMMAND+=(${BINDING[@]+"${BINDING[@]}"} "$ROOT/launch/train.py" --config "$RECIPE" --run-dir "$RUN_DIR")
 COMMAND+=(${SETTINGS[@]+"${SETTINGS[@]}"})
 if [ -n "$RESUME" ]; then
     COMMAND+=(--resume "$RESUME")

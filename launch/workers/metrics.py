@@ -25,12 +25,18 @@ class RecordingLossMonitor(MFLossMonitor):
     """`MFLossMonitor` that also appends to `metrics_file`.
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
-    The first line of a run (or of a resumed part) describes it; each further line is one step.
+    The first line of a run (or of a resumed part) describes it; each further line is one step. `time`: seconds since
+    1970 by this worker's clock, of the first line when its training began, of a step when it was done.
     """
 
     run_dir = "./output"
     seq_length = 0
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
+
+    def on_train_begin(self, run_context):
+        """Remember when the training began: the first line is written after the first step only."""
+        self.began = time.time()
+        super().on_train_begin(run_context)
 
     def on_train_step_begin(self, run_context):
         """Listen to the first step's collectives."""
@@ -53,14 +59,16 @@ class RecordingLossMonitor(MFLossMonitor):
             per_step_seconds, overflow, scaling_sens, time_remain, percent, global_norm,
             main_loss, extra_loss, mtp_loss, indexer_loss,
         )  # fmt: skip
+        now = time.time()
         step = cur_step_num + (cur_epoch_num - 1) * steps_per_epoch
         if not getattr(self, "described", False):
             self.described = True
             self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
-                         "world_size": get_real_group_size(),
+                         "world_size": get_real_group_size(), "time": self.began,
                          "held_bytes": _held_bytes(cb_params.train_network)})  # fmt: skip
         self._write({
             "step": step,
+            "time": now,
             "loss": float(loss),
             "lm_loss": _scalar(main_loss),
             "load_balancing_loss": _scalar(extra_loss),

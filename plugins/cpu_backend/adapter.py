@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from typing import Any
 
 from plugins.cpu_backend import compat
 from plugins.errors import RecipeError
@@ -25,12 +27,19 @@ def enable(config) -> None:
     compat.after_context()
     for module in ("model", "train_step"):
         importlib.import_module(f"plugins.cpu_backend.{module}")
-    data = config.train_dataset.data_loader.get("config") or {}
-    apart = data.get("reset_attention_mask") and data.get("create_attention_mask", True)
-    importlib.import_module("plugins.cpu_backend.layers.attention").follow_documents(bool(apart))
+    apart = documents_apart(config.train_dataset.data_loader)
+    importlib.import_module("plugins.cpu_backend.layers.attention").follow_documents(apart)
     model_config = config.model.model_config
     model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
     config.runner_wrapper.type = WRAPPERS[config.runner_wrapper.type]
+
+
+def documents_apart(loader: Mapping[str, Any]) -> bool:
+    """Whether a `train_dataset.data_loader` delivers masks that keep documents, or packed conversations, apart."""
+    if any(handler.get("type") == "PackingHandler" for handler in loader.get("handler") or []):
+        return not loader.get("create_compressed_eod_mask")
+    data = loader.get("config") or {}
+    return bool(data.get("reset_attention_mask") and data.get("create_attention_mask", True))
 
 
 def check(config) -> None:

@@ -17,7 +17,7 @@ from plugins.cpu_backend.layers.attention import core_attention
 from plugins.cpu_backend.layers.experts import GroupedExperts
 from plugins.cpu_backend.layers.operators import EmbeddingLookup, Outer, TopK
 from plugins.private_hooks import relies_on
-from plugins.telechat3_moe import gpt_model
+from plugins.telechat3_moe import apply_router_edits, apply_template, gpt_model
 
 # attributes that `replace_hard_coded` sets: one that is gone would be set all the same, and read by nobody
 for _owner, _line in (
@@ -53,6 +53,7 @@ def build_gpt(config):
     finally:
         context.set_auto_parallel_context(parallel_mode=mode)
     replace_hard_coded(model, config)
+    apply_router_edits(model)
     return model
 
 
@@ -80,7 +81,9 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
     def __init__(self, config):
         # not the parent's: it builds a GPTModel for Ascend
         TeleChat3MoePreTrainedModel.__init__(self, config, auto_prefix=False)
-        self.model = build_gpt(self.convert_to_transformer_config(config, is_mla_model=True))
+        transformer_config = self.convert_to_transformer_config(config, is_mla_model=True)
+        self.model = build_gpt(transformer_config)
+        apply_template(self, transformer_config)
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
         """As MindFormers, with the expert load averaged over the ranks: each has seen its own tokens only."""

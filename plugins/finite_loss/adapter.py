@@ -10,6 +10,7 @@ rank that stops alone ends the run as any worker does that fails.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +44,42 @@ def enable(config, settings) -> None:
     Raises:
         RecipeError: an unknown or impossible setting.
     """
+    put_in(config, Watch(read(settings), undefined=undefined_of(config)), end)
+
+
+def undefined_of(config) -> tuple[str, ...]:
+    """See `plan.undefined_parts`."""
     stages = (config.get("parallel_config") or {}).get("pipeline_stage") or 1
-    coefficient = config.model.model_config.get("moe_aux_loss_coeff") or 0.0
-    watch = Watch(read(settings), undefined=undefined_parts(stages, coefficient))
+    return undefined_parts(stages, config.model.model_config.get("moe_aux_loss_coeff") or 0.0)
+
+
+def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:
+    """Let `watch` judge the steps of `config`, and keep what it finds wrong out of checkpoints.
+
+    Args:
+        end: raises what ends the run; called with the monitor that saves (or None), the step, and what was wrong.
+    """
     callback_type = MindFormerModuleType.CALLBACK
     losses = MindFormerRegister.get_cls(callback_type, "MFLossMonitor")
-    MindFormerRegister.register_cls(_watching(losses, watch), callback_type, alias="MFLossMonitor")
-    MindFormerRegister.register_cls(_withholding(watch), callback_type, alias="CheckpointMonitor")
+    MindFormerRegister.register_cls(_watching(losses, watch, end), callback_type, alias="MFLossMonitor")
+    MindFormerRegister.register_cls(_withholding(watch, end), callback_type, alias="CheckpointMonitor")
     callbacks = config.callbacks or []
     if not any(each["type"] == "MFLossMonitor" for each in callbacks):
         config.callbacks = [*callbacks, {"type": "MFLossMonitor"}]
 
 
-def _watching(monitor: Any, watch):
+def _watching(monitor: Any, watch, end):
     """A subclass of the loss monitor class `monitor` that ends the run when `watch` says so."""
 
     class FiniteLossMonitor(monitor):
         parts = None
+        logged = None  # the loss in MindFormers' log: a pipeline's or an accumulated one divided by its micro-batches
         done_before = None  # steps before this part of the run
 
         def print_output_info(self, cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch,
                               *more):  # fmt: skip
             """Note what is known here alone: the number of the step, and the parts of the loss (the last four)."""
-            self.parts = more[-4:]
+            self.parts, self.logged = more[-4:], more[0]
             self.done_before = (cur_epoch_num - 1) * steps_per_epoch + cur_step_num - cb_params.cur_step_num
             super().print_output_info(
                 cb_params, cur_epoch_num, origin_epochs, throughput, cur_step_num, steps_per_epoch, *more
@@ -73,35 +87,40 @@ def _watching(monitor: Any, watch):
 
         def on_train_step_end(self, run_context):
             """Log the step, then judge it."""
-            self.parts = None  # steps that are not printed show their sum alone
+            self.parts = self.logged = None  # steps that are not printed show their sum alone
             super().on_train_step_end(run_context)
             params = run_context.original_args()
             loss, overflow, scale, _, norm = callback._get_loss_output(params.net_outputs)
-            watch.scale_falls = _scale_falls(params.train_network)
+            watch.scale_falls, watch.logged = _scale_falls(params.train_network), _number(self.logged)
             named = zip(METRICS, map(_number, [*(self.parts or [None] * 4), loss]), strict=True)
             step = params.cur_step_num + (self.initial_step if self.done_before is None else self.done_before)
             wrong = watch.see(step, dict(named), _number(norm), str(overflow) == "True", _number(scale) or 1.0)
             if wrong:
-                _stop(params, wrong)
+                _stop(params, step, wrong, end)
 
         def on_train_end(self, run_context):
             """A run whose last step is not finite has not ended well, however many are allowed."""
             if watch.run:
-                _stop(run_context.original_args(), watch.verdict)
+                _stop(run_context.original_args(), watch.run[-1][0], watch.verdict, end)
             super().on_train_end(run_context)
 
     return FiniteLossMonitor
 
 
-def _stop(params, wrong):
+def _stop(params, step, wrong, end):
     """End the run, when what was saved before is sealed."""
     savers = [each for each in params.list_callback if isinstance(each, SealingCheckpointMonitor)]
     for each in savers:
         each.seal_alone()
-    raise StoppedError(f"{wrong}; {_way_on(savers[-1] if savers else None)}")
+    end(savers[-1] if savers else None, step, wrong)
 
 
-def _way_on(saver):
+def end(saver, step, wrong):
+    """Say what was `wrong`, and what to go on from."""
+    raise StoppedError(f"{wrong}; {way_on(saver)}")
+
+
+def way_on(saver):
     """What to do, in words."""
     change = "with a lower learning rate or other data: as it was, it would come to the same"
     newest = newest_of_rank(Path(saver.directory), get_real_rank()) if saver and not saver.use_legacy_format else None
@@ -110,7 +129,7 @@ def _way_on(saver):
     return f"resume from iteration {int(newest.name.removeprefix('iteration_'))} ({newest}) {change}"
 
 
-def _withholding(watch):
+def _withholding(watch, end):
     """A class of checkpoint monitors that saves no step which is not finite, and seals no weights that are not."""
 
     class FiniteCheckpointMonitor(SealingCheckpointMonitor):
@@ -125,7 +144,7 @@ def _withholding(watch):
                 if wrong:
                     reason = f"{wrong} is not finite after the update"
                     self.refuse(folder, f"{name}: {reason}")
-                    raise StoppedError(f"step {self.unsealed}: {reason}; {_way_on(self)}")
+                    end(self, self.unsealed, f"step {self.unsealed}: {reason}")
             super().write_seal(folder, expected)
 
     return FiniteCheckpointMonitor

@@ -59,7 +59,8 @@ class Watch:
     Attributes:
         stop_after: so many in a row end the run; scale_falls: whether a loss-scale manager lowers the scale when
             gradients overflow; run: (step, what was wrong) of the steps in a row that were not finite, the last ones;
-        scale_before: the loss scale of the step before; undefined: parts of the loss that nobody is to judge.
+        scale_before: the loss scale of the step before; undefined: parts of the loss that nobody is to judge;
+        logged: the step's loss as the log has it, None where it is not logged.
     """
 
     stop_after: int
@@ -67,6 +68,7 @@ class Watch:
     run: list[tuple[int, str]] = field(default_factory=list)
     scale_before: float = _LEAST_SCALE
     undefined: tuple[str, ...] = ()
+    logged: float | None = None
 
     def see(
         self, step: int, losses: Mapping[str, float | None], norm: float | None, overflow: bool, scale: float

@@ -6,8 +6,8 @@ itself, on the same batches every time, so that its fall is a fair measure of wh
 
 from __future__ import annotations
 
-import copy
 import json
+import time
 
 import numpy as np
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
@@ -17,7 +17,8 @@ from mindspore import Tensor
 from mindspore.train.callback import Callback
 
 from plugins.all_ranks import sum_over_ranks
-from plugins.held_out_loss.plan import check, held_out_file
+from plugins.held_out_loss.plan import check, held_out_file, held_out_loader, of_instructions
+from plugins.spans import Span, note
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
@@ -35,6 +36,7 @@ class HeldOutLoss(Callback):
     def __init__(self, data_loader, columns, batch_size, every, run_dir, **kwargs):
         super().__init__()
         self.every = every
+        self.run_dir = run_dir
         self.path = held_out_file(run_dir)
         ranks = get_real_group_size()
         loader = build_dataset_loader(
@@ -64,22 +66,26 @@ class HeldOutLoss(Callback):
         if step == self.last_step:
             return
         self.last_step = step
+        began = time.time()
         loss = self._loss(params.train_network.network)
         if get_real_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
+            note(self.run_dir, Span("evaluation", step, began, time.time()))
 
     def _loss(self, network):
         """Mean language-model loss over the held-back batches and the ranks.
 
-        The forward pass of training counts the experts' load; those counters are put back.
+        The forward pass of training counts the experts' load; those counters are put back. What it leaves alone, such
+        as where experts live, is not written: the compiled graph may lose sight of a parameter that `set_data` wrote.
         """
         counters = [param for param in network.get_parameters() if not param.requires_grad]
         before = [np.array(param.asnumpy()) for param in counters]
         losses = [float(network(*map(Tensor, batch))[0].asnumpy().reshape(-1)[0]) for batch in self.batches]
         for param, value in zip(counters, before, strict=True):
-            param.set_data(Tensor(value))
+            if not np.array_equal(param.asnumpy(), value):
+                param.set_data(Tensor(value))
         mean = np.mean(losses)
         if get_real_group_size() > 1:
             mean = sum_over_ranks(float(mean)) / get_real_group_size()
@@ -90,20 +96,18 @@ def enable(config, settings) -> None:
     """Add the callback to `config` (a MindFormerConfig).
 
     Args:
-        settings: `data_path`, the prefix of a Megatron .bin/.idx; `samples` to read of it, of `seq_length` tokens;
-            `every`, steps.
+        settings: `data_path`, the prefix of a Megatron .bin/.idx, or a file of HFDataLoader's; `samples` to read of it,
+            of `seq_length` tokens; `every`, steps.
 
     Raises:
         RecipeError: an unknown or impossible setting.
         DataError: there is no such corpus.
     """
-    check(settings, config.runner_config.batch_size * get_real_group_size())
-    loader = copy.deepcopy(config.train_dataset.data_loader)
-    loader.sizes = [settings["samples"], 0, 0]
-    loader.config.data_path = ["1", settings["data_path"]]
+    loader = config.train_dataset.data_loader
+    check(settings, config.runner_config.batch_size * get_real_group_size(), of_instructions(loader))
     config.callbacks.append({
         "type": "HeldOutLoss",
-        "data_loader": loader,
+        "data_loader": held_out_loader(loader, settings),
         "columns": config.train_dataset.input_columns,
         "batch_size": config.runner_config.batch_size,
         "every": settings["every"],

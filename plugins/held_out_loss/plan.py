@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,13 @@ def held_out_file(run_dir: str | Path) -> Path:
     return Path(run_dir) / "metrics" / "held_out.jsonl"
 
 
-def check(settings: Any, global_batch: int) -> None:
+def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
     """Refuse settings that would evaluate nothing or something else.
+
+    Args:
+        settings: the plugin's section.
+        global_batch: samples of a step.
+        instructions: whether `data_path` is a file of HFDataLoader's instead of a Megatron prefix.
 
     Raises:
         RecipeError: a setting that is unknown, missing, or not a number of at least 1 (`samples`: of at least one
@@ -31,9 +37,32 @@ def check(settings: Any, global_batch: int) -> None:
             raise RecipeError(f"{KEY}.{name}: missing; the plugin needs {', '.join(SETTINGS)}")
     for name, least in (("samples", global_batch), ("every", 1)):
         whole_number(KEY, section, name, f"write a number of at least {least}", least)
-    for suffix in (".bin", ".idx"):
+    command = "instructions" if instructions else "prepare"
+    for suffix in ("",) if instructions else (".bin", ".idx"):
         if not Path(settings["data_path"] + suffix).is_file():
             raise DataError(
                 f"{KEY}.data_path: there is no {settings['data_path']}{suffix}; "
-                "`tc3 data prepare --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off"
+                f"`tc3 data {command} --held-out 0.05 ...` writes one, `held_out_loss: False` leaves the plugin off"
             )
+
+
+def held_out_loader(loader: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """A `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
+
+    Megatron's loader reads another corpus. HFDataLoader another file, through the same handlers: conversations are
+    packed, and prompts masked, as in training.
+    """
+    own = copy.deepcopy(loader)
+    if not of_instructions(loader):
+        own["sizes"] = [settings["samples"], 0, 0]
+        own["config"]["data_path"] = ["1", settings["data_path"]]
+        return own
+    own["data_files"] = settings["data_path"]
+    handlers = [handler for handler in own.get("handler") or [] if handler["type"] not in ("take", "shuffle")]
+    own["handler"] = [*handlers, {"type": "take", "n": settings["samples"]}]
+    return own
+
+
+def of_instructions(loader: Any) -> bool:
+    """Whether a data loader reads files of its own form, of which one is held out, and no Megatron prefixes."""
+    return bool(loader.get("type") == "HFDataLoader")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
@@ -14,8 +13,6 @@ from plugins.hierarchical_ep import settings as reader
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.semi_auto_cpu.chosen import chosen
 
-# MindFormers' class -> ours, which differs in nothing but where its experts come from
-ARCHITECTURES = {"TeleChat3MoeForCausalLM": "RoutedTeleChat3MoeForCausalLM"}
 _current: list[reader.Settings] = []
 
 
@@ -68,14 +65,7 @@ def _on_ascend(settings, model_config) -> None:
     from plugins.hierarchical_ep.graph.ascend import Net, Rows
     from plugins.hierarchical_ep.graph.experts import RoutedExperts
 
-    unknown = [name for name in model_config.architectures if name not in ARCHITECTURES]
-    if unknown:
-        raise RecipeError(
-            f"model.model_config.architectures: plugins.hierarchical_ep knows {', '.join(ARCHITECTURES)}, "
-            f"not {unknown[0]!r}"
-        )
-    importlib.import_module("plugins.hierarchical_ep.graph.model")
-    model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
+    telechat3_moe.use_edited_model(model_config, "plugins.hierarchical_ep")
     net = Net(settings.ranks)
     net.create_groups(settings.topology, settings.rank)
     params = {"settings": settings, "net": net, "rows": Rows(), "streams": 2}

@@ -1,8 +1,9 @@
-"""The routers' biases in the metadata of a sharded checkpoint, so that a resume finds them.
+"""The routers' biases and where experts live in the metadata of a sharded checkpoint, so that a resume finds them.
 
 MindFormers 1.9.0 writes metadata.json from MindSpore's list of sharded parameters, and loads by it
 (`checkpoint/sharded_tensor.py`). The biases of aux-loss-free balancing are no part of that list: every rank saves them,
-none loads them, and training goes on from biases of zero. They are copies on all ranks of a stage.
+none loads them, and training goes on from biases of zero. The placements of plugins.expert_balance fare alike: tokens
+would go to other experts than before. All of these are copies on all ranks of a stage.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ from typing import Any
 
 from plugins.private_hooks import replace
 
-STATE = ("expert_bias", "expert_load")
+# what is not listed -> what is, of the same cell
+STATE = {"expert_bias": "weight", "expert_load": "weight", "placement": "weight1"}
 Entries = dict[str, list]  # name -> [layout, type, whole shape], as MindSpore lists a rank's parameters
 
 
 def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
-    """`entries` of a rank and those of the routers that it has, copied as far as their router's weight is known."""
-    missing = [item for item in parameters if item.name.split(".")[-1] in STATE and item.name not in entries]
+    """`entries` of a rank, and the state of the routers and experts that it has: those whose weight is listed."""
     added = {}
-    for item in missing:
-        weight = entries.get(f"{item.name.rpartition('.')[0]}.weight")
+    for item in parameters:
+        cell, _, name = item.name.rpartition(".")
+        if name not in STATE or item.name in entries:
+            continue
+        weight = entries.get(f"{cell}.{STATE[name]}")
         if weight is not None:  # otherwise the layer is another stage's
             added[item.name] = [copied_like(weight[0]), item.dtype, tuple(item.shape)]
     return {**entries, **added}

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.tools.checkpoint.saved import of_two_ranks
 from tools.data.prepare import PrepareOptions, prepare
 from tools.data.sources import Corpus
+from tools.recipe.load import load_recipe
 
+ROOT = Path(__file__).parents[2]
 TEXTS = [
     f"Document {number}: {'the quick brown fox jumps over the lazy dog. ' * (number % 7 + 1)}" for number in range(40)
 ]
@@ -122,6 +125,27 @@ def corpus_of_mini(folder: Path) -> None:
     _prepared(folder, "output/data/stdlib", 0.3)
 
 
+def checkpoint_of_mini(folder: Path) -> None:
+    """saved/iteration_00000004: what two ranks save of recipes/mini/pretrain.yaml, unsealed."""
+    of_two_ranks(folder / "saved" / "iteration_00000004", load_recipe(ROOT / "recipes" / "mini" / "pretrain.yaml"))
+
+
+def checkpoint_without_experts(folder: Path) -> None:
+    """The same, without the file of the second rank, which has half of the experts."""
+    checkpoint_of_mini(folder)
+    _second(folder).unlink()
+
+
+def cut_checkpoint(folder: Path) -> None:
+    """The same, that file without its last bytes."""
+    checkpoint_of_mini(folder)
+    _second(folder).write_bytes(_second(folder).read_bytes()[:-9])
+
+
+def _second(folder: Path) -> Path:
+    return folder / "saved" / "iteration_00000004" / "mini-model-0000001-0000002.safetensors"
+
+
 def cut_corpus_of_mini(folder: Path) -> None:
     """The same, its .bin without its last half."""
     corpus_of_mini(folder)
@@ -228,3 +252,37 @@ def dumps_without_tensors(folder: Path) -> None:
         rank = folder / name / "step0" / "rank0"
         rank.mkdir(parents=True)
         (rank / "dump.json").write_text(json.dumps(content))
+
+
+def checkpoints(folder: Path) -> None:
+    """a, b: iterations of two ranks, sealed; wide: of four; cut: with half a file; nan: with a number that is none."""
+    from plugins.sealed_checkpoint.plan import write_seal
+    from tests.tools.checkpoint.saved import Saved, numbered
+
+    for name, ranks in (("a", 2), ("b", 2), ("wide", 4), ("cut", 2), ("nan", 2)):
+        saved = Saved(folder / name / "iteration_00000002", ranks)
+        whole = numbered(4, 2) * (np.nan if name == "nan" else 1)
+        saved.put("linear.weight", whole, (ranks, 1), [[rank] for rank in range(ranks)])
+        path = saved.write()
+        for rank in range(ranks):
+            write_seal(path, rank, ranks, 2)
+    file = next((folder / "cut").rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+def weights_of_mini(folder: Path) -> None:
+    """w: weights of the mini that nobody has trained, with a tokenizer beside them."""
+    from safetensors.numpy import save_file
+
+    from tests.inputs.rows import ROOT
+    from tools.accuracy.reference.weights import initial_weights
+    from tools.data.tokenizer import train
+    from tools.recipe.load import load_recipe
+    from tools.weights.convert.prepare import model_of
+    from tools.weights.hugging_face.names import to_mindformers
+
+    sizes = model_of(load_recipe(ROOT / "recipes" / "mini" / "pretrain.yaml"))
+    train(["def read(self):"], 300, folder / "w")
+    save_file(
+        to_mindformers(initial_weights(sizes, 0), sizes), folder / "w" / "weights-model-0000000-0000001.safetensors"
+    )

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from launch import cli
-from launch.run import command as train_command
+from launch.agent.node import part
 from launch.run import preflight
 from launch.run.supervise import Outcome
 from plugins.attention_balance.plan import Cost
@@ -64,10 +65,9 @@ def save():
     def save(root, step, sealed=True):
         folder = Path(root) / f"iteration_{step:08d}"
         folder.mkdir(parents=True)
-        (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights %d" % step)
-        for name in ("common.json", "metadata.json"):
-            (folder / name).write_text("{}")
-        (folder / "mini-opt-0000000-0000001.safetensors").write_bytes(b"moments %d" % step)
+        for kind in ("model", "opt"):
+            save_file({kind: np.array([step])}, folder / f"mini-{kind}-0000000-0000001.safetensors")
+        (folder / "common.json").write_text("{}")
         if sealed:
             write_seal(folder, 0, world_size=1, step=step)
         return folder
@@ -86,7 +86,7 @@ def runs(workplace, monkeypatch):
 
     runs = Runs()
 
-    def supervise(command, environment, run_dir, workers, tick):
+    def supervise(command, environment, run_dir, workers, tick, logs, ends):
         assert (run_dir / "recipe.yaml").exists(), "the effective recipe is saved before anything runs"
         runs.append(command)
         if runs.steps:
@@ -99,7 +99,7 @@ def runs(workplace, monkeypatch):
         tick()
         return runs.outcome
 
-    monkeypatch.setattr(train_command, "supervise", supervise)
+    monkeypatch.setattr(part, "supervise", supervise)
     return runs
 
 

@@ -1,17 +1,22 @@
 """Cards and catalogue: complete, true to the recipes, current."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from launch.run.command import FULL_SIZE
+from launch.on_cluster.script import Launch, launch_script
+from launch.run.effective import FULL_SIZE
 from plugins.errors import RecipeError
 from tests.recipes.oracles import RECIPES, ROOT, all_recipes, load
 from tests.recipes.test_numbers import CARDS, ENTRIES
 from tools.catalogue import __main__ as command
 from tools.catalogue.cards import assumptions, load_card, load_cards
+from tools.catalogue.measures import MEASURES, ROLES
 from tools.catalogue.table import catalogue
+from tools.doctor import cli as doctor  # its import enters every check
+from tools.doctor.checks import CHECKS
 
 ASSUMED = [(card, *row) for card in CARDS.values() for row in assumptions(card)]
 CONFLICTS = [(card, conflict) for card in CARDS.values() for conflict in card.conflicts]
@@ -133,6 +138,9 @@ def test_a_context_stage_goes_on_from_the_one_before():
         if "context" in name or "finetune" in name:
             origin = load(name)["checkpoint"]["load_path"].removesuffix("/checkpoint")
             stages = list((RECIPES / name).parent.glob("[pc][ro]*_*.yaml"))
+            if name == "mini/finetune.yaml":  # begins with what a newcomer has
+                assert f"--run-dir {Path(origin)})" in (ROOT / "launch" / "quickstart").read_text()
+                continue
             assert (ROOT / origin).resolve() in [(ROOT / FULL_SIZE.run_dir(path)).resolve() for path in stages], name
             assert origin in [load(str(path.relative_to(RECIPES)))["output_dir"] for path in stages], name
 
@@ -142,6 +150,36 @@ def test_only_mini_recipes_claim_to_have_trained():
         claims = {item["claim"] for item in entry.status}
         assert ("trained-on-cpu-mini" in claims) == (entry.kind == "mini")
         assert ("modelled" in claims) == (entry.kind == "modelled") == bool(entry.why)
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+def test_a_card_says_what_its_launches_do_to_a_host(card):
+    """A launch applies what its script does; `tc3 doctor` checks what it has a check for, less those of NPUs on CPU."""
+    launched = [entry for entry in card.entries if entry.kind != "modelled"]
+    assert bool(card.host_measures) == (card.kind != "modelled")
+    for entry in launched:
+        recipe = load(str(entry.file.relative_to(RECIPES)))
+        on_cpu = recipe["context"].get("device_target") == "CPU"
+        checked = {name for name in CHECKS if not (on_cpu and CHECKS[name].npu)}
+        text = launch_script(Launch("r.yaml", "run"), recipe)
+        bound = "] || BIND=yes\n" in text and "python -m launch.run.cores" in text
+        applies = {"core_binding"} if bound else set()
+        wanted = {name: "applied" if name in applies else "checked" for name in MEASURES}
+        assert card.host_measures == {
+            name: role
+            for name, role in wanted.items()
+            if role == "applied" or checked.intersection(MEASURES[name].checks)
+        }
+
+
+def test_the_measures_are_those_of_the_page_and_of_the_checks():
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    assert doctor.MODULES
+    for name, measure in MEASURES.items():
+        assert measure.role in ROLES and set(measure.checks) <= set(CHECKS), name
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert f"| {measure.gain} |" in row and f"| {measure.role}" in row, row
+        assert all(f"`{check}`" in row for check in measure.checks), row
 
 
 def test_the_catalogue_is_current():
@@ -165,6 +203,8 @@ def test_only_yaml_beside_the_catalogue():
         ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "no such recipe"),
         ("    devices: 256\n", "", "devices: missing"),
         ("    other_at: *acceptance\n", "", "conflicts[0].other_at: missing"),
+        ("isolation: checked", "isolation: done", "host_measures.isolation: 'done', expected one of applied, checked"),
+        ("idle_threshold:", "idle_treshold:", "unknown key (did you mean 'idle_threshold'?)"),
         ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "no such recipe"),
     ],
 )

@@ -89,7 +89,12 @@ def graph(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_dp2(corpus, tmp_path_factory):
-    return shared(tmp_path_factory, "tiny_dp2", trained(runs.TINY_DP2, corpus))
+    def make(folder):
+        (folder / "graph").mkdir()
+        cores = runs.train_and_watch(runs.TINY_DP2, folder / "run", corpus, **runs.compiled_once(folder / "graph"))
+        (folder / "cores.json").write_text(json.dumps(cores))
+
+    return shared(tmp_path_factory, "tiny_dp2", make)
 
 
 @pytest.fixture(scope="session")
@@ -102,3 +107,13 @@ def whole_dp2(tiny_dp2):
 def graph_dp2(tiny_dp2, tmp_path_factory):
     """Environment of runs that share the graph of `whole_dp2`."""
     return graph_of(tiny_dp2, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def whole_ep2(corpus, tmp_path_factory):
+    """Ten steps of two workers that share the experts."""
+
+    def make(folder):
+        runs.train(runs.HERE / "tiny_ep2.yaml", folder / "run", corpus, "--steps", "10")
+
+    return shared(tmp_path_factory, "tiny_ep2", make) / "run"

@@ -1,5 +1,6 @@
 """Start training runs as a user does, and read what they wrote."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,9 +13,11 @@ import numpy as np
 import psutil
 from safetensors.numpy import load_file, save_file
 
-from launch.run.readings import read_metrics
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tools.checkpoint.scan import iteration
+from tools.runs.readings import read_metrics
+from tools.weights.compare import compare
+from tools.weights.source import open_source
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -23,18 +26,14 @@ TC3 = str(Path(sys.executable).with_name("tc3"))
 
 
 def arguments(recipe, run_dir, corpus, *more):
-    """argv of `tc3 train`."""
-    data = f"train_dataset.data_loader.config.data_path.1={corpus}"
-    return [TC3, "train", str(recipe), "--run-dir", str(run_dir), "--set", data, *more]
+    """argv of `tc3 train`; `corpus` None: the recipe names its data."""
+    data = ["--set", f"train_dataset.data_loader.config.data_path.1={corpus}"] if corpus else []
+    return [TC3, "train", str(recipe), "--run-dir", str(run_dir), *data, *more]
 
 
 def compiled_once(folder):
-    """Environment for runs of the very same graph: the first compiles it (most of a short run), the others load it.
-
-    Not for graphs that call host functions (attention within documents, experts over several workers): MindSpore knows
-    these by their address in the process that compiled.
-    """
-    return {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(folder)}
+    """Environment for runs of the very same graph: the first compiles it (most of a short run), the others load it."""
+    return {"TC3_COMPILE_CACHE": str(folder)}
 
 
 def dying(**when):
@@ -55,10 +54,10 @@ def start(recipe, run_dir, corpus, *more, **environment):
     )
 
 
-def train(recipe, run_dir, corpus, *more, expect=0, **environment):
-    """Train to the end; returns the printed text."""
+def train(recipe, run_dir, corpus, *more, expect=0, within=600, **environment):
+    """Train to the end, in at most `within` seconds; returns the printed text."""
     run = start(recipe, run_dir, corpus, *more, **environment)
-    text, _ = run.communicate(timeout=600)
+    text, _ = run.communicate(timeout=within)
     assert run.returncode == expect, f"exit code {run.returncode}\n{text}"
     return text
 
@@ -84,11 +83,45 @@ def processes_of(run_dir):
     return found
 
 
+def kill_worker(run_dir, rank):
+    """SIGKILL to one worker of a run."""
+    for process in processes_of(run_dir):
+        environ = process.environ()
+        if environ.get("MS_ROLE") == "MS_WORKER" and environ["RANK_ID"] == str(rank):
+            process.kill()
+
+
 def kill_all(run_dir):
     """SIGKILL to every process of a run at once, as a machine that goes down."""
     for process in processes_of(run_dir):
         process.kill()
     psutil.wait_procs(processes_of(run_dir), timeout=10)
+
+
+def train_and_watch(recipe, run_dir, corpus, **environment):
+    """Train to the end; returns rank -> thread -> its allowed cores, as /proc last said of each thread it ever had."""
+    run = start(recipe, run_dir, corpus, **environment)
+    threads = {}
+    while run.poll() is None:
+        for process in processes_of(run_dir):
+            with contextlib.suppress(psutil.Error):
+                environ = process.environ()
+                if environ.get("MS_ROLE") == "MS_WORKER":
+                    threads.setdefault(environ["RANK_ID"], {}).update(allowed_cores(process.pid))
+        time.sleep(0.3)
+    assert run.returncode == 0, run.communicate()[0]
+    run.stdout.close()
+    return threads
+
+
+def allowed_cores(pid):
+    """Thread -> Cpus_allowed_list, of every thread of a process."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):  # it has ended
+            status = dict(line.split(":\t", 1) for line in (task / "status").read_text().splitlines() if ":\t" in line)
+            found[task.name] = status["Cpus_allowed_list"]
+    return found
 
 
 def train_and_kill(recipe, run_dir, corpus, step, **environment):
@@ -126,3 +159,26 @@ def same(first, second, keys=("loss", "lm_loss", "mtp_loss", "load_balancing_los
     for key in keys:
         undefined = first[key] != first[key] and second[key] != second[key]  # NaN: 0/0 of MindFormers in a pipeline
         assert first[key] == second[key] or undefined, f"step {first['step']}: {key} {first[key]} is not {second[key]}"
+
+
+def apart(first, second):
+    """Kind of tensor -> by how much one differs at most between two checkpoints, in whatever layouts they are stored.
+
+    Of weights and moments the L2 norm of the difference over that of the first; of the routers' biases the largest
+    difference. Counters, which hold the last step's loads, are left out. AssertionError where either has a tensor that
+    the other has not.
+    """
+    found = compare(open_source(first), open_source(second))
+    kinds = dict.fromkeys(["weights", "adam_m", "adam_v", "expert_bias"], 0.0)
+    counters = ("expert_load", "fi_accu")
+    strange = [name for names in found.only for name in names if not name.endswith(counters)]
+    assert not strange and not found.other, f"{strange[:3]} {found.other[:3]}"
+    assert sum(name.startswith("adam_v.") for name in (*found.same, *(each.name for each in found.changes))) > 10
+    for change in found.changes:
+        beginning, end = change.name.split(".", 1)[0], change.name.rsplit(".", 1)[-1]
+        if end not in counters:
+            kind = end if end in kinds else beginning if beginning in kinds else "weights"
+            value = change.largest if kind == "expert_bias" else change.relative
+            assert value == value, f"{change.name} is not finite"
+            kinds[kind] = max(kinds[kind], value)
+    return kinds

@@ -70,8 +70,8 @@ def test_the_mini_recipe_has_the_curve_of_one_worker(corpus, tmp_path_factory):
     check_same_curve(one, four, MINI_STEPS)
 
 
-def test_global_dispatch_has_the_curve_of_one_worker_and_resumes_to_the_bit(one_worker, corpus, tmp_path):
-    two = train(TINY_EP2, tmp_path, corpus, TINY_STEPS)
+def test_global_dispatch_has_the_curve_of_one_worker_and_resumes_to_the_bit(one_worker, whole_ep2, corpus, tmp_path):
+    two = whole_ep2
     check_same_curve(one_worker, two, TINY_STEPS)
     check_dry_run(two)
     checkpoint = two / "checkpoint" / "iteration_00000008"

@@ -9,11 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from launch.run.compile_cache import prepare
+from launch.run.effective import effective_recipe
 from launch.run.msrun import free_port
-from launch.run.readings import read_held_out
 from tests.training import runs
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
+from tools.runs.attempts import read_attempts
+from tools.runs.readings import read_held_out
 
 pytestmark = pytest.mark.slow
 GOLDEN = Path(__file__).parent / "golden" / "tiny.txt"
@@ -66,6 +69,24 @@ def test_killed_in_training_it_goes_on_to_the_same_losses(whole, graph, corpus, 
     assert sorted(resumed) == list(range(1, 13))
     for step, record in resumed.items():
         runs.same(record, expected[step])
+
+
+def test_a_killed_worker_is_started_again_and_comes_to_the_same_losses(whole, graph, corpus, tmp_path):
+    run_dir = tmp_path / "run"
+    run = runs.start(runs.TINY, run_dir, corpus, "--restarts", "1", **graph)
+    runs.wait_for_step(run, run_dir, 6)
+    runs.kill_worker(run_dir, 0)
+    text, _ = run.communicate(timeout=600)
+    assert run.returncode == 0 and runs.processes_of(run_dir) == [], text
+    assert "worker 0 was killed (SIGKILL)" in text and "attempt 1 goes on from step" in text
+    expected, got = runs.steps(whole), runs.steps(run_dir)
+    assert sorted(got) == list(range(1, 13))
+    for step, record in got.items():
+        runs.same(record, expected[step])
+    first, second = read_attempts(run_dir)
+    assert (first.verdict.decision, second.verdict.decision) == ("restart", "done")
+    (end,) = first.ends.values()
+    assert (end.cause, end.rank, end.phase) == ("signal", 0, "step") and end.step >= 6 > second.plan.step >= 4
 
 
 def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, graph, corpus, tmp_path):
@@ -134,7 +155,10 @@ def test_msrun_by_hand_trains_the_same(whole, graph, corpus, tmp_path):
     command = ["msrun", "--worker_num=1", "--local_worker_num=1", f"--master_port={free_port()}", "--join=True"]
     command += [f"--log_dir={tmp_path}/logs", "launch/train.py", "--config", str(runs.TINY)]
     command += ["--run-dir", str(tmp_path / "run"), "--set", data]
-    env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}", **graph}
+    flat = effective_recipe(runs.TINY, (data,), None, tmp_path / "run")
+    cache = prepare(flat, tmp_path / "run", tmp_path, 1, [0], {**os.environ, **graph})
+    assert cache.loaded
+    env = {**os.environ, "PATH": f"{Path(runs.TC3).parent}:{os.environ['PATH']}", **cache.environment}
     done = subprocess.run(command, cwd=runs.ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, (tmp_path / "logs" / "worker_0.log").read_text()[-2000:]
     expected, got = runs.steps(whole), runs.steps(tmp_path / "run")

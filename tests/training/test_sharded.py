@@ -8,11 +8,15 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 
+from plugins.expert_balance.record import load_file
+from plugins.expert_balance.record import read as read_loads
 from tests.training import runs
 from tests.training.conftest import shared
 from tools.accuracy.collectives.compare import DIFFERS, compare_run
 from tools.dryrun.executed import calls_file
+from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
 STEPS = [1, 2, 3, 4, 5, 6]
@@ -44,6 +48,26 @@ def test_losses_and_norms_equal_those_of_one_process(layout, rank, alone, corpus
         assert alone[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
         assert record["loss"] == pytest.approx(alone[step]["loss"], abs=1e-5), f"step {step}"
         assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
+
+
+def test_experts_that_change_ranks_leave_the_losses_alone(corpus, tmp_path_factory, tmp_path):
+    """Shuffled after each other step, by the graph's own AlltoAllV; against the same run without the plugin."""
+    recipe = tmp_path / "recipe.yaml"
+    plugins = {"expert_balance": {"every": 2, "method": "random"}}
+    recipe.write_text(yaml.safe_dump({"base_config": str(runs.HERE / "sharded_ep2.yaml"), "plugins": plugins}))
+    runs.train(recipe, tmp_path / "run", corpus)
+    expected, moved = runs.steps(run("_ep2", corpus, tmp_path_factory)), runs.steps(tmp_path / "run")
+    assert sorted(moved) == STEPS
+    for step, record in moved.items():
+        assert record["loss"] == pytest.approx(expected[step]["loss"], abs=1e-6), f"step {step}"
+        assert record["global_norm"] == pytest.approx(expected[step]["global_norm"], rel=1e-6), f"step {step}"
+    loads = read_loads(load_file(tmp_path / "run"))
+    config = load_recipe(recipe)["model"]["model_config"]
+    choices = 4 * config["seq_length"] * config["num_experts_per_tok"]
+    assert [load.step for load in loads] == STEPS
+    assert all((load.tokens.sum(1) == choices).all() for load in loads), "of the whole batch"
+    assert [load.moved is not None for load in loads] == [False, True] * 3
+    assert all(load.moved.experts > 0 for load in loads if load.moved)
 
 
 def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_factory, tmp_path, monkeypatch):

@@ -4,10 +4,19 @@ Two workers killed in training, and compiled anew when they go on, are in test_a
 """
 
 import json
+import signal
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from launch.workers import leave_request
 from tests.training import runs
+from tools.affinity.plan import make_plan
+from tools.affinity.topology import read_host
+from tools.host.cores import compress
+from tools.host.root import Root
+from tools.runs.attempts import folder_of, read_attempt
 
 pytestmark = pytest.mark.slow
 
@@ -26,6 +35,18 @@ def test_ranks_report_the_same_numbers(whole_dp2):
     assert sorted(first) == sorted(second)
     for step in first:
         runs.same(first[step], second[step])
+
+
+def test_every_thread_of_a_worker_stays_on_its_cores(tiny_dp2):
+    """As /proc said while they trained: the plan's cores, of all threads that MindSpore, NumPy and we start."""
+    plan = make_plan(read_host(Root()), 2, None)
+    if not plan.binds:
+        pytest.skip("one core cannot be divided")
+    seen = json.loads((tiny_dp2 / "cores.json").read_text())
+    assert {rank: set(threads.values()) for rank, threads in seen.items()} == {
+        str(worker.rank): {compress(worker.cores)} for worker in plan.workers
+    }
+    assert all(len(threads) > 10 for threads in seen.values()), "it looked while they trained"
 
 
 def test_the_scheduler_starts_no_mindformers(whole_dp2):
@@ -66,3 +87,27 @@ def test_the_only_checkpoint_kept_is_there_until_all_ranks_have_sealed_the_next(
     runs.train(runs.TINY_DP2, run_dir, corpus, *one, expect=1, **hook, **graph_dp2)
     assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
     assert runs.checkpoints(run_dir) == [4]
+
+
+def test_at_a_preemption_notice_both_save_at_the_step_asked_for_and_leave(whole_dp2, graph_dp2, corpus, tmp_path):
+    """Another node has asked for step 8 already. What is saved equals, file by file, what a run saves that goes on."""
+    run_dir = tmp_path / "run"
+    seldom = ("--set", "checkpoint.save_interleaved_steps=100", "--restarts", "1")
+    run = runs.start(runs.TINY_DP2, run_dir, corpus, *seldom, **graph_dp2)
+    runs.wait_for_step(run, run_dir, 1)
+    attempt = folder_of(run_dir, 0)
+    (attempt / leave_request.CLAIM).touch()
+    (attempt / leave_request.FILE).write_text('{"step": 8}')
+    run.send_signal(signal.SIGTERM)
+    text, _ = run.communicate(timeout=120)
+    assert run.returncode == 143 and "compile cache: loads" in text
+    assert read_attempt(run_dir, 0).ends.popitem()[1].outcome == "preempted"
+    assert sorted(runs.steps(run_dir)) == sorted(runs.steps(run_dir, 1)) == list(range(1, 9))
+    assert runs.checkpoints(run_dir) == [8] and runs.processes_of(run_dir) == []
+    saved, expected = (folder / "checkpoint" / "iteration_00000008" for folder in (run_dir, whole_dp2))
+    files = sorted(path.name for path in expected.glob("*.safetensors"))
+    assert files == sorted(path.name for path in saved.glob("*.safetensors"))
+    for name in files:
+        left, right = load_file(saved / name), load_file(expected / name)
+        assert left.keys() == right.keys()
+        assert all(np.array_equal(left[key], right[key], equal_nan=True) for key in left)

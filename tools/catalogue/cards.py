@@ -10,13 +10,17 @@ from typing import Any
 import yaml
 
 from plugins.errors import RecipeError, did_you_mean
+from tools.catalogue.measures import MEASURES, ROLES
 
 CARD = "card.yaml"
 KINDS = ("full", "mini", "modelled")
 CLAIMS = ("trained-on-cpu-mini", "compiled-virtual-", "modelled", "assumed")  # a trailing dash wants a number
 _CARD_KEYS = {"model", "name_billion", "kind", "summary", "recipes", "assumed", "sources"}
 _ENTRY_KEYS = {"stage", "devices", "layout", "global_batch_size", "status"}
-_OPTIONAL = {"card": {"parameters", "why", "conflicts"}, "entry": {"kind", "why", "assumed", "parameters"}}
+_OPTIONAL = {
+    "card": {"parameters", "why", "conflicts", "host_measures"},
+    "entry": {"kind", "why", "assumed", "parameters"},
+}
 _CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"}
 
 
@@ -65,6 +69,7 @@ class Card:
     entries: list[Entry]
     why: str = ""
     conflicts: list[Conflict] = field(default_factory=list)
+    host_measures: dict[str, str] = field(default_factory=dict)  # of section 6: applied or checked; none: not launched
 
 
 def load_cards(recipes: Path) -> list[Card]:
@@ -117,6 +122,7 @@ def load_card(path: Path) -> Card:
         entries=entries,
         why=raw.get("why", ""),
         conflicts=[_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
+        host_measures=_host_measures(path, raw.get("host_measures") or {}),
     )
 
 
@@ -149,6 +155,15 @@ def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) ->
         why=body.get("why", card.get("why", "")),
         parameters=body.get("parameters", card.get("parameters", 0)),
     )
+
+
+def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
+    """Which measures of section 6 a launch of these recipes applies, and which are only checked."""
+    _check_keys(path, "host_measures", raw, set(), set(MEASURES))
+    for name, role in raw.items():
+        if role not in ROLES:
+            raise RecipeError(f"{path}: host_measures.{name}: {role!r}, expected one of {', '.join(ROLES)}")
+    return raw
 
 
 def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:

@@ -16,6 +16,8 @@ A recipe is a native MindFormers YAML: `base_config:` pulls shared sections from
 stock MindFormers. Layouts read data x tensor x context x pipeline (x interleaved) parallel, and the expert-parallel
 degree inside them. The card of a folder names the sources, lists under `assumed` what no public source states, with
 the reasoning, and under `conflicts` what two sources state differently: both values, and why the recipe has its own.
+Under `host_measures` stands which measures of the report's section 6 a launch applies, and which `tc3 doctor` only
+checks; what they gained there, and who acts, is in [doctor.md](../docs/doctor.md#section-6-of-the-report).
 
 What a status says: **trained-on-cpu-mini** was trained on CPU by the command given; **compiled-virtual-N** compiled
 for N virtual devices; **modelled** serves search and comparison only, MindFormers cannot run it as published;

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
-from tools.check.heads import check_heads
+from tools.check.layers.heads import check_heads
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built

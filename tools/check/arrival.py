@@ -29,6 +29,7 @@ def check_arrival(view: View, schema: Schema, built: Built, found: Findings) -> 
         found.error(path, f"{wrong}; MindFormers refuses both", "keep one of them", rule="converter_conflict")
     for key in built.unread:
         _unread(key, view, schema, built, found)
+    _inert(view, schema, built, found)
     batch = view.get((*MODEL, "batch_size"))
     if type(batch) is int and batch != view.batch and view.has((*RUNNER, "batch_size")):
         right = f"write {view.batch}, or an anchor of that key"
@@ -55,6 +56,17 @@ def _unread(key: str, view: View, schema: Schema, built: Built, found: Findings)
         return
     wrong = f"{value!r} does not reach the model: MindFormers builds it with {target} = {arrived!r}"
     found.error(path, wrong, f"write {target}: {value}", rule=rule)
+
+
+def _inert(view: View, schema: Schema, built: Built, found: Findings) -> None:
+    """Keys that ask for something, and arrive in a field of which nothing becomes: no code that trains reads it."""
+    transformer = schema.data["transformer"]
+    defaults = {**transformer["fields"], **transformer["mla_fields"]}
+    for name in transformer["unread"]:
+        path, value = built.origin.get(name), built.fields.get(name)
+        if path is not None and view.has(path) and value and value != defaults[name]["default"]:
+            wrong = f"has no effect: nothing that trains reads TransformerConfig.{name}"
+            found.warning(path, wrong, "leave it out", rule="inert")
 
 
 def same(written: Any, arrived: Any) -> bool:

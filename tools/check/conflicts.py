@@ -7,6 +7,7 @@ from typing import Any
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.check.cpu import check_cpu
 from tools.check.differences import modelled
+from tools.check.layers.relocation import check_relocation
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -82,10 +83,7 @@ def _router(view: View, built: Built, found: Findings) -> None:
         wrong = "the aux-free bias needs the sigmoid score"
         right = "moe_router_score_function: sigmoid"
         found.error(_m("moe_router_enable_expert_bias"), wrong, right, rule="expert_bias_sigmoid")
-    for key in ("print_expert_load", "enable_expert_relocation"):
-        if fields.get(key) and dispatcher != DEFAULT_DISPATCHER:
-            only = f"works with the {DEFAULT_DISPATCHER} dispatcher only, not {dispatcher}"
-            found.error(_m(key), only, rule="relocation")
+    check_relocation(view, built, found)
     if dispatcher == DISPATCHER_OF["hierarchical"]:
         ep, node = built.number("expert_model_parallel_size", 1), built.number("npu_nums_per_device", 1)
         if ep < node:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError
+from plugins.errors import CheckpointError, DataError
+from tools.checkpoint.slot_order import refuse_moved
 from tools.data.blend import read_blend
 from tools.data.index import IndexReader
 from tools.data.outputs import read_sidecar
@@ -35,15 +36,29 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         value = view.get(path)
         if isinstance(value, str) and value and not Path(value).exists():
             missing(path, f"{value}: no such file or folder here")
+    _weights(view, found)
     folder = view.get(("pretrained_model_dir",))
     if isinstance(folder, str) and folder and not Path(folder).is_dir():
         missing(("pretrained_model_dir",), f"{folder}: no such folder here")
+    for name in view.instruction_files:
+        if "://" not in name and not any(letter in name for letter in "*?[") and not Path(name).is_file():
+            missing((*LOADER, "data_files"), f"{name}: no such file here")
     if view.megatron:
         split = view.get((*_CONFIG, "split"))
         if isinstance(split, str) and re.fullmatch(r"[0.,\s]+", split):
             found.error((*_CONFIG, "split"), f"{split!r} leaves nothing to train on", "'1, 0, 0'")
         for prefix, share in _corpora(view.get(_PATH), found):
             _dataset(prefix, share, view, built, found, missing)
+
+
+def _weights(view: View, found: Findings) -> None:
+    """Weights to begin with, whose experts may stand in an order that this recipe does not know."""
+    value = view.get(_CHECKPOINTS[0])
+    try:
+        if isinstance(value, str) and value and Path(value).is_dir():
+            refuse_moved(Path(value), view.keeps_placements)
+    except CheckpointError as error:
+        found.error(_CHECKPOINTS[0], str(error))
 
 
 def _speed_up(view: View, found: Findings) -> None:

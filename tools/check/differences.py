@@ -55,6 +55,8 @@ def _auxiliary_loss(view: View, built: Built, found: Findings) -> None:
         return
     if view.on_cpu and not view.parallel:
         return  # plugins.cpu_backend takes it sample by sample
+    if view.get(("plugins", "group_aux_loss")) not in (None, False):
+        return  # asked for: it is taken over the EP group's tokens
     kind = built.fields.get("moe_router_load_balancing_type")
     if kind == "gbs_aux_loss":
         return  # its shares of experts are those of all ranks

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from plugins.attention_balance import settings as attention_balance
 from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
+from plugins.expert_balance import limits as expert_limits
+from plugins.expert_balance import settings as expert_balance
 from plugins.finite_loss import plan as finite_loss
+from plugins.group_aux_loss import settings as group_aux_loss
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.packed_labels import plan as packed_labels
+from plugins.spike_guard import settings as spike_guard
+from plugins.straggler_probe import settings as straggler_probe
+from tools.check.layers.relocation import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
-from tools.recipe.view import MODEL, PARALLEL, View
+from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
-_FINITE = ("plugins", "finite_loss")
+_FINITE, _GROUP_LOSS = ("plugins", "finite_loss"), ("plugins", "group_aux_loss")
+_EXPERTS, _PROBE = ("plugins", "expert_balance"), ("plugins", "straggler_probe")
+_SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
 
 
@@ -33,11 +43,33 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         _ep_overlap(view, built, found)
     if view.get(_BALANCE) not in (None, False):
         _attention_balance(view, found)
+    _packed_labels(view, found)
     if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
         wrong = "it evaluates data-parallel ranks alone, and the step as a whole"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
     if view.get(_FINITE, False) is not False:
-        _settings(_FINITE, finite_loss.read, view, found)
+        _settings(_FINITE, finite_loss.read, view.get(_FINITE), found)
+    if view.get(_PROBE) not in (None, False):
+        _settings(_PROBE, straggler_probe.read, view.get(_PROBE), found)
+    if view.get(_SPIKES) not in (None, False):
+        _settings(_SPIKES, spike_guard.check, view.recipe, found)
+    if view.get(_GROUP_LOSS) not in (None, False):
+        _group_aux_loss(view, built, found)
+    if view.get(_EXPERTS) not in (None, False):
+        _expert_balance(view, built, found)
+
+
+def _packed_labels(view: View, found: Findings) -> None:
+    """MindFormers' packing moves labels of conversations once too often; in streams it packs in another way."""
+    if view.get(_PACKED) not in (None, False):
+        loader = view.get(LOADER)
+        read = partial(packed_labels.read, loader=loader if isinstance(loader, dict) else {})
+        _settings(_PACKED, read, view.get(_PACKED), found)
+    elif view.packs and not view.flag((*LOADER, "streaming")):
+        handlers = [item.get("type") for item in view.get((*LOADER, "handler")) if isinstance(item, dict)]
+        path = (*LOADER, "handler", handlers.index(packed_labels.PACKING))
+        wrong = "trains each token on the one after the next, and the last of a conversation on the padding token"
+        found.error(path, wrong, f"{packed_labels.KEY}: {{}}", rule="packed_labels")
 
 
 def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
@@ -57,7 +89,7 @@ def _hierarchical_ep(view: View, built: Built, found: Findings) -> None:
     usual = hierarchical_ep.DEFAULT_DISPATCHER
     if view.get(dispatcher, usual) != usual:
         found.error(dispatcher, "plugins.hierarchical_ep takes this place", repr(usual))
-    for key in ("print_expert_load", "enable_expert_relocation"):
+    for key in MINDFORMERS_OWN:
         if built.fields.get(key):
             found.error((*MODEL, key), "plugins.hierarchical_ep has no expert relocation", "False")
     if view.cpu_classes and view.ep != view.devices:
@@ -82,10 +114,46 @@ def _attention_balance(view: View, found: Findings) -> None:
         _refused(_BALANCE, error, found)
 
 
-def _settings(section: KeyPath, read: Callable[[Any], Any], view: View, found: Findings) -> None:
-    """What the plugin's own reader refuses."""
+def _group_aux_loss(view: View, built: Built, found: Findings) -> None:
+    if not built.number("num_moe_experts"):
+        found.error(_GROUP_LOSS, "the model has no experts", "leave the plugin out")
+        return
+    kind = built.fields.get("moe_router_load_balancing_type", group_aux_loss.DEFAULT_KIND)
+    coefficient = built.fields.get("moe_aux_loss_coeff")
     try:
-        read(view.get(section))
+        group_aux_loss.read(view.get(_GROUP_LOSS))
+        group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
+    except RecipeError as error:
+        key, _, wrong = str(error).partition(": ")
+        found.error(tuple(key.split(".")), wrong)
+
+
+def _expert_balance(view: View, built: Built, found: Findings) -> None:
+    if not built.number("num_moe_experts"):
+        found.error(_EXPERTS, "the model has no experts", "leave the plugin out")
+        return
+    try:
+        expert_limits.check(
+            expert_balance.read(view.get(_EXPERTS)),
+            counts=bool(built.fields.get("moe_router_enable_expert_bias")),
+            expert_parallel=view.ep if view.devices > 1 else 1,
+            optimizer=str(view.get(("optimizer", "type"))),
+            sharded=None if view.cpu_classes else _sharded(view, built),
+        )
+    except RecipeError as error:
+        _refused(_EXPERTS, error, found)
+
+
+def _sharded(view: View, built: Built) -> expert_limits.Sharded:
+    ranks, stages = (view.dp * view.tp * view.cp, view.pp) if view.devices > 1 else (1, 1)
+    weights = str(built.fields.get("params_dtype") or "float32").lower()
+    return expert_limits.Sharded(stages, ranks, view.on_cpu, weights, view.accumulation)
+
+
+def _settings(section: KeyPath, read: Callable[[Any], Any], settings: Any, found: Findings) -> None:
+    """What the plugin's own reader refuses of what it reads."""
+    try:
+        read(settings)
     except RecipeError as error:
         _refused(section, error, found)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from tools.model.architecture import Model, model_of
 from tools.model.flops import FORMULA, flops_per_token
 from tools.model.weights import active_parameters, parameters, stage_parameters
-from tools.recipe.view import LOADER, View
+from tools.recipe.view import View
 from tools.schema.converter import Built
 from tools.schema.stages import Layers, layers_of, runs_back, stage_layers_of
 
@@ -61,9 +61,9 @@ def _stage_parameters(view: View, built: Built, model: Model) -> list[int]:
 
 def _own_budget(view: View, tokens: int) -> int | None:
     """Tokens that the recipe itself asks for: its samples, or its schedule."""
-    sizes, epochs = view.get((*LOADER, "sizes")), view.number(("runner_config", "epochs"), 1)
-    if view.megatron and isinstance(sizes, list) and sizes and type(sizes[0]) is int and view.global_batch:
-        return epochs * (sizes[0] // view.global_batch) * tokens or None
+    epochs = view.number(("runner_config", "epochs"), 1)
+    if view.samples and view.global_batch:
+        return epochs * (view.samples // view.global_batch) * tokens or None
     steps = view.get(("lr_schedule", "total_steps"))
     return steps * tokens if type(steps) is int and steps > 0 else None
 

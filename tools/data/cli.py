@@ -33,6 +33,14 @@ VOCAB_HELP = f"Ids of the tokenizer that `bytes` trains.  [default: {DEFAULT_VOC
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
 DTYPE_HELP = "Type of the stored ids. auto: uint16 below 65,500 ids, else int32."
 WORKERS_HELP = "Processes that encode; the output is the same for any number.  [default: the cores]"
+INSTRUCTIONS_INPUT = (
+    "Python sources: a file, a folder with its sub-folders, or stdlib, the standard library; repeat it for more."
+)
+INSTRUCTIONS_OUTPUT = "Writes PREFIX.jsonl: instruction, input and output, a line each. Its folder is created."
+INSTRUCTIONS_HELD_OUT = (
+    "Keep the functions of this share of the modules out of PREFIX and write them as PREFIX_heldout.jsonl: of stdlib,"
+    " with the same seed, those that `tc3 data prepare` holds out."
+)
 
 
 @click.group(context_settings=SETTINGS)
@@ -97,6 +105,36 @@ def prepare(
     with terminate_as_interrupt(), TerminalReporter() as reporter:
         summary = run(options, reporter)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(output, summary))
+
+
+@data.command(context_settings=SETTINGS, short_help="Make instructions of Python sources, for fine-tuning.")
+@click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INSTRUCTIONS_INPUT)
+@click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=INSTRUCTIONS_OUTPUT)
+@click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=INSTRUCTIONS_HELD_OUT)
+@click.option(
+    "--seed", type=Number("seed"), default=1234, help="Decides which modules --held-out takes, and the order."
+)
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
+def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: Any) -> None:
+    """Make instructions of Python sources: a function's signature, answered by the first paragraph of its docstring.
+
+    The same input gives the same file on every machine. It is what MindFormers' AlpacaInstructDataHandler reads.
+    """
+    from tools.data.instructions import Options, write
+    from tools.data.skips import Skips
+
+    if flags["held_out"] == 1:
+        raise click.UsageError("--held-out 1 leaves nothing to train on; a share below 1, such as 0.05")
+    options = Options(corpus=Corpus(inputs, globs=("*.py",)), output=output, **flags)
+    with terminate_as_interrupt(), TerminalReporter() as reporter:
+        reporter.start("reading Python sources", 0)
+        summary = write(options, Skips(reporter=reporter))
+    if as_json:
+        click.echo(json.dumps(summary, indent=2))
+        return
+    for split in options.files():
+        click.echo(f"{summary[split]['file']}: {summary[split]['instructions']:,} instructions")
 
 
 @data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx with its sidecar and its sources.")

@@ -148,6 +148,12 @@ class Configuration:
             return [[self.model.last_kind]]
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
 
+    def layer_numbers(self, stage: int) -> list[int]:
+        """The decoder layers of a stage, counted from 0, in the order of `stage_kinds`."""
+        firsts = _first_layers(self.layers, self.schedule)
+        spans = [(row[stage], self.layers[chunk][stage]) for chunk, row in enumerate(firsts)]
+        return [first + place for first, count in spans for place in range(count)]
+
     @property
     def head_parts(self) -> int:
         """Parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
@@ -187,13 +193,11 @@ class Configuration:
 @lru_cache(maxsize=1024)
 def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
     """[chunks][stages] kinds: embedding first, MTP and head on the last chunk."""
-    found: list[list[tuple[str, ...]]] = [[()] * len(layers[0]) for _ in layers]
-    first = 0
-    for chunk, row in enumerate(layers):
-        order = range(len(row))
-        for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
-            found[chunk][stage] = model.pattern[first : first + row[stage]]
-            first += row[stage]
+    firsts = _first_layers(layers, schedule)
+    found = [
+        [model.pattern[first : first + count] for first, count in zip(*rows, strict=True)]
+        for rows in zip(firsts, layers, strict=True)
+    ]
     found[0][0] = ("embedding", *found[0][0])
     turned = is_v_shaped(schedule) and len(layers) % 2 == 0
     end, before = (0, 1) if turned else (len(layers[0]) - 1, len(layers[0]) - 2)
@@ -202,6 +206,19 @@ def _kinds(model: Model, layers: Table, schedule: str) -> tuple[tuple[tuple[str,
     place = before if not layers[-1][end] and len(layers[0]) > 1 else end
     found[-1][place] = (*found[-1][place], *["mtp"] * model.mtp)
     return tuple(tuple(row) for row in found)
+
+
+@lru_cache(maxsize=1024)
+def _first_layers(layers: Table, schedule: str) -> Table:
+    """[chunks][stages] the number of the first layer there."""
+    found = [[0] * len(row) for row in layers]
+    first = 0
+    for chunk, row in enumerate(layers):
+        order = range(len(row))
+        for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
+            found[chunk][stage] = first
+            first += row[stage]
+    return tuple(map(tuple, found))
 
 
 def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:

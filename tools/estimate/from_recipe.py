@@ -71,7 +71,7 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
         shared_beside=fields.get("moe_shared_expert_overlap") is True,
         shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
         shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
-        shard_threshold=1024 * view.number((*shard, "parallel_optimizer_threshold"), 64),
+        shard_threshold=1024 * _shard_threshold(view),
         shard_size=_shard_size(view),
         flash=fields.get("use_flash_attention") is not False,
         overlap_dp=True,
@@ -102,6 +102,12 @@ def _shard_size(view: View) -> int:
     """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
+
+
+def _shard_threshold(view: View) -> int:
+    """KiB below which the optimizer shards no weight; 0 shards all of them."""
+    value = view.get(("parallel", "parallel_optimizer_config", "parallel_optimizer_threshold"))
+    return value if type(value) is int and value >= 0 else 64
 
 
 def recompute_of(view: View, layers: Table) -> Recompute:

@@ -1,1 +1,1 @@
-"""Files that commands leave behind: whole or not there, and pictures that are the same for the same numbers."""
+"""Files that commands leave behind, whole or not there; pictures alike for the same numbers; the ends of logs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,28 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder beside `path` to write into; it becomes `path`, which may not exist, when the block ends well.
+
+    When the block is left by an exception, Ctrl-C too, nothing stays.
+
+    Raises:
+        DataError: it cannot be written there.
+    """
+    target = Path(path)
+    part = target.with_name(f".{os.getpid()}.{target.name}")
+    try:
+        part.mkdir(parents=True)
+        try:
+            yield part
+            part.rename(target)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
 

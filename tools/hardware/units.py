@@ -1,6 +1,7 @@
 """What sizes and number types are called: GiB, and two names for each type."""
 
 GIB = 1 << 30  # bytes
+MIB = 1 << 20
 
 # the short name, which hardware files and searches use -> the one of recipes, MindSpore and NumPy
 LONG = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

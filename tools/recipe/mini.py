@@ -17,10 +17,12 @@ from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.parallel_mini import keep_strategy
+from tools.recipe.view import View
 
 CORPUS = "output/data/stdlib"  # the corpus of launch/quickstart
 
 SEQ_LENGTH = 128
+CONVERSATIONS = 512  # tokens of a sample of packed conversations: two or three, with what Alpaca's template says
 VOCABULARY = 2048
 BATCH = 4  # samples per step
 WORKERS = 4  # of a recipe with expert-parallel dispatch; one otherwise
@@ -96,7 +98,7 @@ MODEL_ON_CPU: dict[str, Any] = {
 
 
 def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None) -> dict[str, Any]:
-    """A flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix).
+    """A flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on instructions beside it.
 
     With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`parallel_mini`).
 
@@ -109,17 +111,15 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
         raise RecipeError(
             f"model.model_config.model_type: --mini shrinks 'telechat3_moe' recipes, not {model.get('model_type')!r}"
         )
-    for name, section in ON_CPU.items():
-        mini[name] = {**mini.get(name, {}), **copy.deepcopy(section)}
-    for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
-        mini["parallel"].pop(name, None)
-    for name in ASCEND_ONLY:
-        mini.pop(name, None)
-    mini.update(copy.deepcopy(TOP_LEVEL), context=copy.deepcopy(CONTEXT))
-    shrink_model(model)
+    packs = View(recipe).packs
+    if packs and workers is not None:
+        raise RecipeError(f"{recipe.source}: --parallel has no data of packed conversations; --mini alone trains them")
+    leave_ascend(mini)
+    shrink_model(model, CONVERSATIONS if packs else SEQ_LENGTH)
     if workers is None and (mini.get("plugins") or {}).get("hierarchical_ep"):
         spread_experts(mini, model)
-    shrink_data(mini, model, data_path, steps)
+    shrink = shrink_instructions if packs else shrink_data
+    shrink(mini, model, data_path, steps)
     shrink_schedules(mini, steps)
     mini["runner_config"].pop("gradient_accumulation_steps", None)  # 1: a step is one small batch
     shrink_callbacks(mini, model)
@@ -150,7 +150,18 @@ def load_mini(
     return mini
 
 
-def shrink_model(model: dict[str, Any]) -> None:
+def leave_ascend(recipe: dict[str, Any]) -> None:
+    """Make a recipe (in place) one for a single CPU process, its model apart (`MODEL_ON_CPU`)."""
+    for name, section in ON_CPU.items():
+        recipe[name] = {**recipe.get(name, {}), **copy.deepcopy(section)}
+    for name in ("pipeline_config", "parallel_optimizer_config", "strategy_ckpt_config"):
+        recipe["parallel"].pop(name, None)
+    for name in ASCEND_ONLY:
+        recipe.pop(name, None)
+    recipe.update(copy.deepcopy(TOP_LEVEL), context=copy.deepcopy(CONTEXT))
+
+
+def shrink_model(model: dict[str, Any], length: int = SEQ_LENGTH) -> None:
     """Scale a `model_config` down in place. Ratios that define the architecture are kept where a size is an integer."""
     hidden, seq_length = model["hidden_size"], model["seq_length"]
     for key in ("intermediate_size", "moe_intermediate_size", "moe_shared_expert_intermediate_size"):
@@ -171,8 +182,8 @@ def shrink_model(model: dict[str, Any]) -> None:
         if model.get(key):
             model[key] //= 4 * HEAD_SCALE
     # MindFormers' YaRN takes max_position_embeddings as the length that was trained before the extension
-    model["max_position_embeddings"] = max(1, model["max_position_embeddings"] * SEQ_LENGTH // seq_length)
-    model["seq_length"] = SEQ_LENGTH
+    model["max_position_embeddings"] = max(1, model["max_position_embeddings"] * length // seq_length)
+    model["seq_length"] = length
     model["vocab_size"] = min(VOCABULARY, model["vocab_size"])
     model.update(MODEL_ON_CPU)
 
@@ -200,6 +211,23 @@ def shrink_data(mini: dict[str, Any], model: dict[str, Any], data_path: str, ste
         # the same documents, as a full mask: attention ends at the end of a document
         config.update(create_compressed_eod_mask=False, reset_attention_mask=True)
     config.update(seq_length=model["seq_length"], create_attention_mask=True, data_path=["1", data_path], eod=0)
+    dataset.update(input_columns=COLUMNS, construct_args_key=list(COLUMNS), num_parallel_workers=1)
+    mini["train_dataset_task"]["dataset_config"] = dataset
+
+
+def shrink_instructions(mini: dict[str, Any], model: dict[str, Any], data_path: str, steps: int) -> None:
+    """Point HFDataLoader at the instructions and the tokenizer beside `data_path`, with full masks."""
+    dataset = mini["train_dataset"]
+    loader = dataset["data_loader"]
+    loader.update(data_files=f"{data_path}_instructions.jsonl", create_compressed_eod_mask=False)
+    loader.update(create_attention_mask=True, use_broadcast_data=False)
+    handlers = [handler for handler in loader["handler"] if handler["type"] != "take"]
+    for handler in handlers:
+        if "seq_length" in handler:
+            handler["seq_length"] = model["seq_length"]
+        if handler.get("tokenizer"):
+            handler["tokenizer"] = {"pretrained_model_dir": f"{data_path}_tokenizer", "padding_side": "right"}
+    loader["handler"] = [*handlers, {"type": "take", "n": steps * BATCH}]
     dataset.update(input_columns=COLUMNS, construct_args_key=list(COLUMNS), num_parallel_workers=1)
     mini["train_dataset_task"]["dataset_config"] = dataset
 

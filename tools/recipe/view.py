@@ -145,6 +145,38 @@ class View:
         )
 
     @cached_property
+    def samples_key(self) -> KeyPath | None:
+        """Where the recipe says how many samples a pass has; None where it does not, and the data decides.
+
+        Megatron's loader has `sizes`; HFDataLoader takes so many of what its handlers make, where the last says so.
+        """
+        handlers = self.get((*LOADER, "handler"))
+        if self.megatron:
+            return (*LOADER, "sizes", 0)
+        last = handlers[-1] if isinstance(handlers, list) and handlers else None
+        takes = isinstance(last, dict) and last.get("type") == "take"
+        return (*LOADER, "handler", len(handlers) - 1, "n") if takes else None
+
+    @cached_property
+    def samples(self) -> int:
+        """Samples of a pass over the data; 0 where the recipe does not say."""
+        count: Any = self.recipe
+        try:
+            for key in self.samples_key or ("",):
+                count = count[key]
+        except (KeyError, IndexError, TypeError):
+            return 0
+        return count if type(count) is int and count > 0 else 0
+
+    @cached_property
+    def instruction_files(self) -> list[str]:
+        """The files of HFDataLoader's `data_files` where it is one path, or a list of them."""
+        files = self.get((*LOADER, "data_files"))
+        named = [files] if isinstance(files, str) else files
+        fits = isinstance(named, list) and all(isinstance(name, str) for name in named)
+        return [*named] if fits and self.get((*LOADER, "type")) == "HFDataLoader" else []
+
+    @cached_property
     def node(self) -> int:
         """Devices of a node, for what communicates inside and between nodes."""
         return self.number((*MODEL, "npu_nums_per_device"), DEVICES_PER_NODE)
@@ -173,6 +205,11 @@ class View:
     def cpu_classes(self) -> bool:
         """Whether it runs there data parallel, through this repository's classes for CPU (plugins/cpu_backend)."""
         return self.on_cpu and not self.sharded_on_cpu
+
+    @cached_property
+    def keeps_placements(self) -> bool:
+        """Whether its layers know where each expert lives (plugins/expert_balance)."""
+        return self.get(("plugins", "expert_balance")) not in (None, False)
 
     @cached_property
     def megatron(self) -> bool:

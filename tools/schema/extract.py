@@ -84,7 +84,7 @@ def extract() -> dict[str, Any]:
         "sections": _sections(site),
         "typed": {section: registered(registry, site) for section, registry in _TYPED.items()},
         "handlers": handlers(site),
-        "transformer": transformer(),
+        "transformer": transformer(site),
         "models": models(site),
         "intended": _intended(),
         "choices": _choices(),

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tools.schema.kinds import spec_of
-from tools.schema.reads import reads
+from tools.schema.reads import reads, unread
 
+_MEANT_OTHERWISE = {"untie_embeddings_and_output_weights"}  # read by its opposite, which `tools.check.arithmetic` knows
 _LOSS_SCALES = ("AdaptiveLossScaleUpdateCell", "DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell")
 
 
@@ -156,8 +157,9 @@ def _closure(function: Any) -> dict[str, Any]:
     return found
 
 
-def transformer() -> dict[str, Any]:
-    """Fields of both TransformerConfig classes, the keys that no converter reports, and the registered models."""
+def transformer(site: Path) -> dict[str, Any]:
+    """Fields of both TransformerConfig classes, those that nothing which trains reads, the keys that no converter
+    reports, and the registered models."""
     from mindformers.parallel_core.transformer_config import MLATransformerConfig, TransformerConfig
     from mindformers.parallel_core.transformer_config_utils import DEFAULT_WHITE_KEY
     from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
@@ -167,9 +169,18 @@ def transformer() -> dict[str, Any]:
     return {
         "fields": plain,
         "mla_fields": {name: spec for name, spec in mla.items() if plain.get(name) != spec},
+        "unread": unread({*plain, *mla} - _MEANT_OTHERWISE, _training(site / "mindformers")),
         "not_reported": sorted(DEFAULT_WHITE_KEY),
         "architectures": sorted(known),
     }
+
+
+def _training(package: Path) -> list[Path]:
+    """MindFormers' sources without what a training from a recipe never runs, and without the list of all fields."""
+    never = [package / name for name in ("modules", "pynative", "parallel_core/inference")]
+    listing = package / "parallel_core" / "transformer_config_utils.py"
+    files = (file for file in package.rglob("*.py") if file != listing)
+    return [file for file in files if not any(file.is_relative_to(folder) for folder in never)]
 
 
 def _fields(cls: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "template_key": ("mindformers/tools/register/template.py", "gets an unexpected key: {key}"),
     "converter_unmapped": ("mindformers/parallel_core/config_converter.py", "missing_keys.add(src_key)"),
     "converter_conflict": ("mindformers/parallel_core/config_converter.py", '"Mapping Conflicts",'),
+    "inert": (_CONFIG, "class TransformerConfig:"),
     "config_ignored": ("mindformers/models/model_config_utils.py", "merge_kwargs.pop(param_name, None)"),
     "context_excluded": (
         "mindformers/core/context/build_context.py",
@@ -28,6 +29,10 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "speed_up_json": (
         "mindformers/core/context/build_context.py",
         "if not json_path or not os.path.isfile(json_path):",
+    ),
+    "packed_labels": (
+        "mindformers/dataset/handler/packing_handler.py",
+        "data[k] += sample[k][1:] + [config.pad_token]",
     ),
     "affinity_list": ("mindformers/core/context/build_context.py", "if not isinstance(affinity_cpu_list, dict):"),
     "run_mode": ("mindformers/core/context/validators.py", "if run_mode is not None and run_mode not in members:"),
@@ -81,6 +86,11 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "moe_tp_sequence": (_MOE + "moe_layer.py", "if self.tp > 1 and not self.use_seq_parallel:"),
     "dispatcher": (_MOE + "ffn.py", 'f"Unsupported moe_token_dispatcher_type: "'),
     "relocation": (_MOE + "ffn.py", "if self.config.print_expert_load or self.config.enable_expert_relocation:"),
+    "relocation_order": (_MOE + "moe_layer.py", "new_local_expert_sorted_indices = np.argsort("),
+    "relocation_adamw": (_TRAINER, 'if config.optimizer.type != "AdamW":'),
+    "relocation_sharded": (_TRAINER, '"is currently not supported with Optimizer Parallelism. '),
+    "relocation_groups": (_TRAINER, "if transformer_config.moe_router_num_groups > 1:"),
+    "relocation_saves": (_TRAINER, '"is currently not supported with CheckpointMonitor. "'),
     "balancing": (
         _MOE + "router.py",
         "if self.moe_router_load_balancing_type not in self.SUPPORTED_LOAD_BALANCING_TYPES:",

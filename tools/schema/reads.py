@@ -41,6 +41,18 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
     return dict(found)
 
 
+def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
+    """Those of `names` that no file reads as an attribute of anything, nor has as a text, sorted."""
+    left = set(names)
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                left.discard(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                left.discard(node.value)
+    return sorted(left)
+
+
 def _chain(node: ast.AST) -> Chain | None:
     """``config.a.get("b")`` as ``("config", "a", "b")``; None for anything else."""
     if isinstance(node, ast.Name):

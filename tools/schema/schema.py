@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins import ADAPTERS
-from tools.schema import values
+from tools.schema import plugin_values, values
 from tools.schema.kinds import spec_of
 from tools.schema.values import Spec
 
@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("schema.json")
 DEFAULT_MODEL = "telechat3_moe"
 _INJECTED = ("parallel_config", "init_method", "output_layer_init_method", "activation_func", "MAX_PATTERN_LEN")
 
-_HF_METHODS = ("rename_column", "remove_columns", "sort", "shuffle", "flatten")  # of datasets.Dataset
+_HF_METHODS = ("rename_column", "remove_columns", "sort", "shuffle", "flatten", "take")  # of datasets.Dataset
 _TOKENIZER = (
     *("type", "auto_register", "vocab_file", "tokenizer_file", "add_bos_token", "add_eos_token", "bos_token"),
     *("eos_token", "pad_token", "unk_token", "model_max_length"),
@@ -211,8 +211,8 @@ def _only_config(task: Shape) -> Shape:
 
 
 def _plugin(name: str) -> Shape:
-    """A plugin's settings: the adapter's SETTINGS, with types from `values`; `False` leaves the plugin off."""
-    known = values.PLUGINS.get(name, {})
+    """A plugin's settings: the adapter's SETTINGS, with types from `plugin_values`; `False` leaves the plugin off."""
+    known = plugin_values.PLUGINS.get(name, {})
     names = _settings(ADAPTERS[name])
     keys = {key: Shape(known.get(key, {})) for key in names or known}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from plugins.attention_balance.samples.cost import UNITS
-from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DISPATCHERS
 from tools.hardware.units import BOTH, LONG
 
@@ -283,16 +281,4 @@ MODEL: dict[str, Spec] = {
     "model_type": {"types": ["str"]},
     "checkpoint_name_or_path": {"types": ["null", "str"]},
     **_bools("norm_topk_prob", "use_past"),
-}
-
-PLUGINS: dict[str, dict[str, Spec]] = {
-    "finite_loss": _least(1, "stop_after"),
-    "held_out_loss": {"data_path": {"types": ["str"]}, **_least(1, "samples", "every")},
-    "hierarchical_ep": {"mode": {"types": ["str"], "enum": ["auto", *MODES]}, "hardware": {"types": ["str"]}},
-    "attention_balance": {
-        **_least(1, "window"),
-        **_least(0, "per_pair", "per_token", types=("float", "int")),
-        "unit": _enum(*UNITS),
-    },
-    "ep_overlap": {"chunks": {"types": ["list", "str"]}, **_least(0, "stride")},
 }

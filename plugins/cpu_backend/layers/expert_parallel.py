@@ -42,7 +42,7 @@ class CpuRoutedExperts(RoutedExperts):
 
     def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
         """As the parent's."""
-        return super().forward_func(tokens, probs, routing_map, self.share(w1), self.share(w2))
+        return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
 
     def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
         """SwiGLU: rows [R, h] sorted by expert, cumulative counts [E], w1 [E, h, 2H], w2 [E, H, h] -> [R, h]."""

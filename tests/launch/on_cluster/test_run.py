@@ -12,14 +12,15 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from launch.on_cluster.script import PORT, SCRIPTS, Launch, launch_script
+from launch.on_cluster.script import PORT, SCRIPTS
 from launch.run.command import train
+from launch.run.cores import of_host
 from launch.run.msrun import ROOT
+from tests.launch.on_cluster.scripts import MINI, ascend, generate
 
-MINI = "recipes/mini/pretrain_dp2.yaml"
 ENVIRONMENT = (
     *("HCCL_CONNECT_TIMEOUT", "ASCEND_PROCESS_LOG_PATH", "LOG_MF_PATH", "TC3_SUPERVISED", "PYTHONPATH"),
-    *("SHARED_PATHS", "DEVICE_NUM_PER_NODE"),
+    *("SHARED_PATHS", "DEVICE_NUM_PER_NODE", "TC3_CORES", "OMP_NUM_THREADS"),
 )
 FAKE = f"""#!{sys.executable}
 import json, os, subprocess, sys, time
@@ -43,24 +44,6 @@ sys.exit(int(os.environ.get("CODE", "0")))
 """
 
 
-def ascend(**sizes):
-    return {"use_parallel": True, "parallel_config": sizes}
-
-
-def generate(recipe, hosts=None, **launch):
-    return launch_script(Launch(**{"recipe": MINI, "run_dir": "output/x", **launch}), recipe, hosts)
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    def write(text):
-        path = tmp_path / "hosts.txt"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 @pytest.fixture
 def start(tmp_path):
     """Start a script with a stand-in for msrun and no variables of a cluster manager or other tests: the process."""
@@ -68,7 +51,7 @@ def start(tmp_path):
     folder.mkdir()
     (folder / "msrun").write_text(FAKE)
     (folder / "msrun").chmod(0o755)
-    foreign = ("SLURM", "NODE_RANK", "MASTER", *ENVIRONMENT)
+    foreign = ("SLURM", "NODE_RANK", "MASTER", "BIND", *ENVIRONMENT)
     clean = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
 
     def start(text, *arguments, **environment):
@@ -80,6 +63,7 @@ def start(tmp_path):
             "TC3_ROOT": str(ROOT),
             "RUN_DIR": str(tmp_path / "run dir"),
             "RECORD": str(tmp_path / "record"),
+            "BIND": "no",  # half a second for each script
             **environment,
         }
         command = ["bash", str(script), *arguments]
@@ -154,6 +138,48 @@ def test_the_mini_script_runs_on_one_node(run, tmp_path):
     assert environment["TC3_SUPERVISED"] == "1"
     assert environment["LOG_MF_PATH"] == f"{tmp_path}/run dir/logs/node_0/mindformers"
     assert environment["HCCL_CONNECT_TIMEOUT"] is None, "nothing of Ascend's on CPU"
+    assert environment["TC3_CORES"] is None
+
+
+def test_workers_on_cpu_get_this_hosts_cores(run, tmp_path):
+    code, record, err = run((SCRIPTS / "mini-pretrain_dp2.sh").read_text(), BIND="")
+    assert code == 0, err
+    planned = of_host(2, True, tmp_path / "cores.json")
+    assert record["environment"]["TC3_CORES"] == planned.environment.get("TC3_CORES")
+    assert planned.said and all(f"note: {sentence}\n" in err for sentence in planned.said)
+    assert not [word for word in record["argv"] if word.startswith("--bind")]
+
+
+PLANNER = """#!/bin/sh
+[ "$*" = "-m launch.run.cores 8 Ascend $RUN_DIR/logs/node_1/cores.json" ] || exit 9
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "options", "cores", "threads"),
+    [
+        (
+            "echo 'BINDING=(--bind_numa=/r/cores.json)'; echo export OMP_NUM_THREADS=18",
+            ["--bind_numa=/r/cores.json"],
+            None,
+            "18",
+        ),
+        ("echo \"export TC3_CORES='0-3,8 4-7'\"; echo export OMP_NUM_THREADS=4", [], "0-3,8 4-7", "4"),
+        ("echo 'BINDING=()'", [], None, None),
+        ("exit 1", ["--bind_core=True"], None, None),
+    ],
+    ids=["by msrun", "by each worker", "more workers than cores", "no plan"],
+)
+def test_on_ascend_the_plan_is_made_where_the_workers_start(run, tmp_path, answer, options, cores, threads):
+    (tmp_path / "bin" / "python").write_text(PLANNER % answer)
+    (tmp_path / "bin" / "python").chmod(0o755)
+    code, record, err = run(generate(ascend(data_parallel=16)), "1", ASCEND_HOME_PATH="/cann", BIND="yes")
+    assert code == 0, err
+    assert [word for word in record["argv"] if word.startswith("--bind")] == options
+    assert ("no plan of cores for this node" in err) == (answer == "exit 1")
+    environment = record["environment"]
+    assert environment["TC3_CORES"] == cores and threads in (None, environment["OMP_NUM_THREADS"])
 
 
 def test_mindformers_may_save_the_checkpoint_of_many_nodes(run, hosts, tmp_path, monkeypatch):
@@ -225,11 +251,12 @@ def test_what_is_wrong_on_a_node_is_one_line_and_code_2(run, hosts, tmp_path):
         assert (code, record) == (2, None) and err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-def test_on_ascend_cores_are_bound_and_timeouts_are_long(run, tmp_path):
+def test_on_ascend_timeouts_are_long(run, tmp_path):
     text = generate({**ascend(data_parallel=16)})
     code, record, err = run(text, "1", ASCEND_HOME_PATH="/cann", HCCL_CONNECT_TIMEOUT="")
     assert code == 0, err
-    assert {"--bind_core=True", "--cluster_time_out=7200", "--node_rank=1"} <= set(record["argv"])
+    assert {"--cluster_time_out=7200", "--node_rank=1"} <= set(record["argv"])
+    assert not [word for word in record["argv"] if word.startswith("--bind")], "BIND=no"
     assert record["environment"]["HCCL_CONNECT_TIMEOUT"] == "7200"
     assert record["environment"]["ASCEND_PROCESS_LOG_PATH"] == f"{tmp_path}/run dir/logs/node_1/ascend"
     kept = run(text, "1", ASCEND_HOME_PATH="/cann", HCCL_CONNECT_TIMEOUT="300")[1]["environment"]
@@ -275,8 +302,9 @@ def test_msrun_itself_understands_the_arguments(run, monkeypatch):
         ((SCRIPTS / "mini-pretrain.sh").read_text(), []),
         (generate(ascend(data_parallel=16)), ["1"]),
     ]:
-        argv = run(text, *arguments, ASCEND_HOME_PATH="/cann")[1]["argv"]
+        argv = run(text, *arguments, ASCEND_HOME_PATH="/cann", BIND="yes")[1]["argv"]
         monkeypatch.setattr(sys, "argv", ["msrun", *argv])
         parsed = get_args()
         assert parsed.join is True and parsed.task_script == f"{ROOT}/launch/train.py"
-        assert parsed.node_rank == int(bool(arguments)) and parsed.bind_core is bool(arguments)
+        assert parsed.node_rank == int(bool(arguments))
+        assert bool(parsed.bind_core or parsed.bind_numa) is bool(arguments), "without NPUs here msrun chooses"

@@ -1,4 +1,4 @@
-"""The text of the launch scripts, and what they refuse; test_script_run.py runs them."""
+"""The text of the launch scripts, and what they refuse; test_run.py runs them."""
 
 import os
 import subprocess
@@ -12,26 +12,7 @@ from launch.on_cluster.script import SCRIPTS, Launch, cluster_for, launch_script
 from launch.run.command import train
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError
-
-MINI = "recipes/mini/pretrain_dp2.yaml"
-
-
-def ascend(**sizes):
-    return {"use_parallel": True, "parallel_config": sizes}
-
-
-def generate(recipe, hosts=None, **launch):
-    return launch_script(Launch(**{"recipe": MINI, "run_dir": "output/x", **launch}), recipe, hosts)
-
-
-@pytest.fixture
-def hosts(tmp_path):
-    def write(text):
-        path = tmp_path / "hosts.txt"
-        path.write_text(text)
-        return path
-
-    return write
+from tests.launch.on_cluster.scripts import MINI, ascend, generate
 
 
 def test_the_scripts_of_the_reference_layouts_are_current():
@@ -131,6 +112,14 @@ def test_what_lies_outside_the_checkout_is_said_for_every_node_needs_it(tmp_path
         "note: --resume: /shared/iteration_00000005",
         "note: train_dataset.data_loader.config.data_path: ../corpus",
     ]
+
+
+def test_binding_can_be_switched_off():
+    recipe = ascend(data_parallel=2)
+    assert "] || BIND=yes\n" in generate(recipe)
+    assert "] || BIND=no\n" in generate({**recipe, "context": {"affinity_config": {"device_0": {}}}}), "it has its own"
+    text = CliRunner().invoke(train, [str(ROOT / MINI), "--script", "--no-bind"]).stdout
+    assert "] || BIND=no\n" in text and text.splitlines()[1].endswith(f"tc3 train {MINI} --script --no-bind")
 
 
 def test_a_node_without_the_recipe_says_so(tmp_path):

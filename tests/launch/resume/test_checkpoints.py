@@ -43,7 +43,8 @@ def test_the_recipe_of_another_run_is_compared_too(train, trained, save):
 
 def test_a_named_checkpoint_that_is_not_whole_is_refused(train, runs, trained, save):
     folder = trained / "checkpoint" / "iteration_00000050"
-    (folder / "mini-model-0000000-0000001.safetensors").write_bytes(b"weights 51")
+    weights = folder / "mini-model-0000000-0000001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     code, _, err = train(TOY, "--resume", str(folder))
     assert code == 2 and "not a whole checkpoint: mini-model-0000000-0000001.safetensors does not match" in err
     killed = save(trained / "checkpoint", 70, sealed=False)

@@ -3,13 +3,14 @@
 import pytest
 
 from launch.resume import data_digest
+from tools.files import digest
 from tools.recipe.load import Recipe
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
     """A .bin of 256 blocks and their gaps; blocks made small."""
-    monkeypatch.setattr(data_digest, "BLOCK", 4)
+    monkeypatch.setattr(digest, "BLOCK", 4)
     (tmp_path / "x.idx").write_bytes(b"index")
     (tmp_path / "x.bin").write_bytes(bytes(256 * 8))
     return tmp_path / "x"
@@ -56,3 +57,25 @@ def test_a_missing_file_is_said_and_stops_nothing(tmp_path, capsys):
     data_digest.keep(recipe("nowhere"), tmp_path)
     assert "nowhere.idx: cannot be read (No such file" in capsys.readouterr().err
     assert not (tmp_path / "data.json").exists()
+
+
+def test_files_of_instructions_and_their_tokenizer_count(tmp_path):
+    data, folder = tmp_path / "a.jsonl", tmp_path / "tokenizer"
+    folder.mkdir()
+    data.write_text("one")
+    for name in ("tokenizer.json", "tokenizer_config.json", "model.safetensors"):
+        (folder / name).write_text(name)
+    handler = {"type": "AlpacaInstructDataHandler", "tokenizer": {"pretrained_model_dir": str(folder)}}
+    told = Recipe({"train_dataset": {"data_loader": {"type": "HFDataLoader", "data_files": str(data),
+                                                     "handler": [handler]}}})  # fmt: skip
+    data_digest.keep(told, tmp_path)
+    (folder / "model.safetensors").write_text("other")
+    assert data_digest.replaced(tmp_path, told) == []
+    data.write_text("three")
+    assert data_digest.replaced(tmp_path, told) == [
+        f"{data} is not what it was (3 bytes then, 5 now): the data was prepared anew or replaced"
+    ]
+    data.write_text("one")
+    (folder / "tokenizer.json").write_text("tokenizer_json")
+    (changed,) = data_digest.replaced(tmp_path, told)
+    assert changed.startswith(f"{folder / 'tokenizer.json'} is not what it was: the")

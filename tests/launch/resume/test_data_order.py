@@ -6,7 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from launch.resume import data_order
-from launch.resume.data_order import Shuffle, differences, most_steps, shuffle_of, shuffles
+from launch.resume.data_order import Shuffle, all_steps, differences, most_steps, shuffle_of, shuffles
 from plugins.attention_balance.samples.gpt_index import build_gpt_index
 from plugins.errors import DataError
 from tools.recipe.load import Recipe
@@ -126,3 +126,24 @@ def test_a_loader_of_another_kind_must_stay_as_it_is():
     assert differences(other(path="a"), other(path="a"), 5) == []
     assert differences(other(path="a"), other(path="b"), 5) == ["train_dataset.data_loader has changed"]
     assert "type was 'HFDataLoader', would be" in differences(other(), recipe(), 5)[0]
+
+
+def instructions(file="a.jsonl", samples=8, **loader):
+    handlers = [{"type": "AlpacaInstructDataHandler"}, {"type": "PackingHandler"}, {"type": "take", "n": samples}]
+    data = {"type": "HFDataLoader", "data_files": str(file), "handler": handlers, **loader}
+    return Recipe({"train_dataset": {"data_loader": data}, "runner_config": {"batch_size": 4}, "seed": 1})
+
+
+def test_more_instructions_keep_the_order_and_so_does_a_file_that_has_moved(tmp_path):
+    for name, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    a, b, c = (tmp_path / f"{name}.jsonl" for name in "abc")
+    assert differences(instructions(a), instructions(b, 80), 2) == []
+    assert differences(instructions(a), instructions(c), 2) == [
+        f"train_dataset.data_loader.data_files was {str(a)!r}, would be {str(c)!r}"
+    ]
+    assert differences(instructions(a), instructions(a, split="test"), 2) == ["train_dataset.data_loader has changed"]
+    assert all_steps(instructions(a)) == 2
+    more_epochs = instructions(a, 80) | {"runner_config": {"batch_size": 4, "epochs": 2}}
+    (found,) = differences(instructions(a) | {"runner_config": {"batch_size": 4, "epochs": 3}}, Recipe(more_epochs), 5)
+    assert "epochs 3 of 8 samples would be 2 of 80" in found

@@ -4,6 +4,7 @@ usage: fake_msrun.py RUN_DIR ACTION...   (one action for each worker)
 Every process writes its pid into RUN_DIR/pids. Actions: see `ACTIONS`.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -21,13 +22,32 @@ ACTIONS = {
     "fail_later": "time.sleep(1.5)\nraise RuntimeError('lost connection to the others')",
     "fail_at_once": "raise RuntimeError('the first error')",
     "user_error": "time.sleep(0.5); print('tc3: plugins.x: no such plugin'); sys.exit(2)",
+    "stopped": f"time.sleep(0.5); os.kill(os.getpid(), signal.SIGSTOP); {SLEEP}",
     "killed": "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)",
+    "heeds": (  # steps, and at the step that it is asked for it agrees with the others, and leaves
+        f"sys.path.insert(0, {str(Path(__file__).parents[3])!r})\nfrom tests.launch.run.fake_msrun import heed\nheed()"
+    ),
     "detach": f"subprocess.Popen(['setsid', sys.executable, '-c', note('child') + {SLEEP!r}]); {SLEEP}",
     "orphan": (  # its child's parent ends at once
         f"subprocess.Popen([sys.executable, '-c', 'import subprocess, sys; subprocess.Popen([sys.executable, \"-c\", '"
         f" + repr(note('orphan') + {SLEEP!r}) + '], start_new_session=True)']).wait(); {SLEEP}"
     ),
 }
+
+
+def heed():
+    """A worker that makes a step in 0.2 s until it is asked to save and leave."""
+    from launch.workers.leave_request import VARIABLE, agree, requested
+
+    file, rank = Path(os.environ[VARIABLE]), int(os.environ["RANK_ID"])
+    metrics = file.parents[2] / "metrics" / f"rank_{rank}.jsonl"
+    metrics.parent.mkdir(exist_ok=True)
+    for step in range(1, 500):
+        time.sleep(0.2)
+        with metrics.open("a") as out:
+            out.write(json.dumps({"step": step, "seconds": 0.2}) + "\n")
+        if requested(file) == step and agree(file.parent, rank, 2):
+            return
 
 
 def note(name):

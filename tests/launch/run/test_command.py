@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 from launch import cli
+from launch.agent.node import start
 from launch.resume import checkpoints
 from launch.run import preflight
+from launch.run.cores import Cores
 from launch.run.failure import Failure
 from launch.run.msrun import ROOT
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError
+from tests.tools.checkpoint.saved import Saved, numbered
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.load import load_recipe
 
@@ -36,6 +39,19 @@ def test_what_a_dry_run_prints_is_what_a_run_starts(train, runs):
     _, out, _ = train("mini/toy.yaml", "--dry-run", "--json", "--port", "45011")
     assert train("mini/toy.yaml", "--port", "45011")[0] == 0
     assert runs == [json.loads(out)]
+
+
+def test_workers_get_cores_unless_they_shall_not(train, runs, workplace, monkeypatch):
+    planned = Cores(("--bind_numa=cores.json",), {}, ("cores: worker 0: 5",), (workplace / "cores.json", {"a": 1}))
+    monkeypatch.setattr(start, "of_launch", lambda recipe, workers, file: planned)
+    _, out, err = train("mini/toy.yaml", "--dry-run")
+    assert "--bind_numa=cores.json" in shlex.split(out) and "cores: worker 0: 5" in err
+    assert not (workplace / "cores.json").exists()
+    _, out, _ = train("mini/toy.yaml")
+    assert "--bind_numa=cores.json" in runs[0] and "cores: worker 0: 5\n" in out
+    assert json.loads((workplace / "cores.json").read_text()) == {"a": 1}
+    _, out, _ = train("mini/toy.yaml", "--force", "--no-bind")
+    assert "--bind_numa=cores.json" not in runs[1] and "cores:" not in out
 
 
 def test_a_dry_run_of_an_ascend_recipe_works_without_npus_and_says_what_is_missing(train, workplace):
@@ -134,13 +150,16 @@ def test_a_run_that_fails_before_its_first_step_has_no_picture(train, runs):
     assert (code, summary["picture"], summary["final_loss"], summary["steps"]) == (1, None, None, 0)
 
 
-def test_resume_auto_takes_the_newest_complete_checkpoint_and_names_the_skipped(train, runs, workplace, monkeypatch):
+def test_resume_auto_takes_the_newest_complete_checkpoint_and_names_the_skipped(
+    train, runs, workplace, save, monkeypatch
+):
     root = workplace / "output" / "mini-toy" / "checkpoint"
-    found = (CheckpointInfo(root / "iteration_2", 2), [(root / "iteration_3", "truncated")])
+    found = (CheckpointInfo(root / "iteration_00000002", 2), [(root / "iteration_3", "truncated")])
     monkeypatch.setattr(checkpoints, "scan_checkpoints", lambda given: found if given == root else (None, []))
     train("mini/toy.yaml")
+    folder = save(root, 2)
     code, _, err = train("mini/toy.yaml", "--resume", "auto")
-    assert code == 0 and runs[-1][-2:] == ["--resume", str(root / "iteration_2")]
+    assert code == 0 and runs[-1][-2:] == ["--resume", str(folder)]
     assert f"skipping checkpoint {root / 'iteration_3'}: truncated" in err and "going on from step 2" in err
 
 
@@ -233,10 +252,11 @@ def test_folders_that_cannot_be_read_are_named(train, runs, workplace, monkeypat
 
 
 def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, monkeypatch):
-    folder = save(workplace / "stock", 2, sealed=False)
-    shapes = {"decoder.norm.weight": [8], "adam_m.decoder.norm.weight": [8], "router.expert_bias": [4]}
-    metadata = {"state_dict_metadata": {name: {"global_shape": shape} for name, shape in shapes.items()}}
-    (folder / "metadata.json").write_text(json.dumps(metadata))
+    checkpoint = Saved(workplace / "stock" / "iteration_00000002", 1)
+    for name, size in {"decoder.norm.weight": 8, "adam_m.decoder.norm.weight": 8, "router.expert_bias": 4}.items():
+        checkpoint.put(name, numbered(size), (1,), [[0]])
+    folder = checkpoint.write()
+    (folder / "common.json").write_text("{}")
     for wanted, code in ((8, 0), (9, 2)):
         monkeypatch.setattr("launch.resume.checkpoint_model._weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")

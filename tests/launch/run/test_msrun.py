@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.msrun import ROOT, check_port, free_port, msrun_command, worker_count, worker_environment
+from launch.run.msrun import (
+    ROOT,
+    TOGETHER,
+    Node,
+    check_port,
+    cluster_environment,
+    free_port,
+    msrun_command,
+    worker_count,
+    worker_environment,
+)
 from plugins.errors import ClusterError, RecipeError
 
 SIZES = {"data_parallel": 4, "model_parallel": 8, "pipeline_stage": 16, "context_parallel": 2, "expert_parallel": 4}
@@ -54,6 +64,9 @@ def test_the_command_is_exact():
         "/c/iteration_3",
     ]
     assert msrun_command({}, Path("/r"), 5000)[-1] == "/r"
+    bound = msrun_command(recipe, Path("/r"), 5000, Path("/c/iteration_3"), ("--bind_numa=/f.json",))
+    train = command.index(str(ROOT / "launch" / "train.py"))
+    assert bound == [*command[:train], "--bind_numa=/f.json", *command[train:]]
 
 
 def test_a_python_without_msrun_is_named(monkeypatch, tmp_path):
@@ -103,3 +116,30 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
 def test_a_port_that_msrun_does_not_take_is_refused(port):
     with pytest.raises(ClusterError, match="from 1024 to 65535"):
         check_port(port)
+
+
+def test_a_node_of_several_starts_what_the_launch_script_starts(tmp_path):
+    """Both say the same to msrun and to the workers; the script in bash, for it runs where nothing is installed."""
+    body = (ROOT / "launch" / "script_body.sh").read_text()
+    recipe = {"use_parallel": True, "parallel_config": {"data_parallel": 16}, "checkpoint": {"save_path": "/saves"}}
+    node, logs = Node(1, 2, 8, "node0"), tmp_path / "logs"
+    command = msrun_command(recipe, Path("/r"), 5000, logs=logs, node=node)
+    for name in ("worker_num", "local_worker_num", "node_rank", "master_addr", "master_port", "join", "log_dir"):
+        assert f"--{name}=" in body and any(word.startswith(f"--{name}=") for word in command)
+    assert {"--worker_num=16", "--local_worker_num=8", "--node_rank=1", "--master_addr=node0"} <= set(command)
+    assert (
+        f"--cluster_time_out={TOGETHER}" in command and f"--cluster_time_out=${{CLUSTER_TIME_OUT:-{TOGETHER}}}" in body
+    )
+    environment = worker_environment(8, Path("/r"), {}, logs=logs) | cluster_environment(recipe, Path("/r"), logs)
+    for name in (
+        "HCCL_CONNECT_TIMEOUT",
+        "ASCEND_PROCESS_LOG_PATH",
+        "SHARED_PATHS",
+        "DEVICE_NUM_PER_NODE",
+        "LOG_MF_PATH",
+    ):
+        assert f"export {name}=" in body and name in environment
+    assert f"HCCL_CONNECT_TIMEOUT=${{HCCL_CONNECT_TIMEOUT:-{environment['HCCL_CONNECT_TIMEOUT']}}}" in body
+    assert (environment["SHARED_PATHS"], environment["DEVICE_NUM_PER_NODE"]) == ("/r,/saves", "8")
+    on_cpu = {**recipe, "context": {"device_target": "CPU"}}
+    assert list(cluster_environment(on_cpu, Path("/r"), logs)) == ["SHARED_PATHS"]

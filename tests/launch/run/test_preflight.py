@@ -254,3 +254,19 @@ def test_sharded_workers_that_this_host_has_no_memory_for_are_not_started(monkey
         preflight.check_memory(recipe)
     preflight.check_memory(load_recipe(MINI.parent / "pretrain_tp2.yaml"))
     preflight.check_memory(load_recipe(MINI))
+
+
+def test_instructions_that_are_missing_say_how_to_make_them(tmp_path):
+    data = tmp_path / "talk.jsonl"
+    recipe = {"train_dataset": {"data_loader": {"type": "HFDataLoader", "data_files": str(data)}},
+              "plugins": {"held_out_loss": {"data_path": str(tmp_path / "talk_heldout.jsonl")}}}  # fmt: skip
+    command = f"tc3 data instructions --input stdlib --held-out 0.05 --output {tmp_path / 'talk'}"
+    for key in ("train_dataset.data_loader.data_files: ", "plugins.held_out_loss.data_path: "):
+        with pytest.raises(DataError) as caught:
+            preflight.check_data(recipe)
+        assert str(caught.value).startswith(key) and str(caught.value).endswith(command)
+        data.touch()
+    (tmp_path / "talk_heldout.jsonl").touch()
+    preflight.check_data(recipe)
+    recipe["train_dataset"]["data_loader"]["data_files"] = str(tmp_path / "part-*.jsonl")
+    preflight.check_data(recipe)  # patterns and addresses are for the loader

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from launch.run import supervise as module
+from launch.run.failure import Failure
 from launch.run.msrun import free_port, msrun_command, worker_environment
 from launch.run.supervise import supervise
 
@@ -107,6 +108,39 @@ def test_msrun_that_cannot_start_workers_is_reported_with_its_own_words(tmp_path
     outcome = supervise(command, os.environ, tmp_path, 1)
     assert (outcome.code, outcome.failure.message) == (1, "msrun ended with code 1")
     assert outcome.failure.lines == ("no such option --worker_nun",)
+
+
+def test_who_looks_on_may_end_the_run_and_says_why(tmp_path):
+    reason = Failure("hang: nothing moved", tmp_path / "log", cause="hang")
+
+    def tick():
+        return reason if len(started(tmp_path)) == 4 else None
+
+    outcome = supervise(fake_msrun(tmp_path, "sleep", "stubborn"), os.environ, tmp_path, 2, tick)
+    assert (outcome.code, outcome.failure, outcome.left) == (1, reason, ()) and not running(tmp_path)
+
+
+def test_a_signal_may_be_a_notice_and_the_run_goes_on(tmp_path):
+    asked = []
+
+    def ends(number):
+        asked.append(number)
+        return len(asked) > 1
+
+    def tick():
+        if len(asked) < 2 and len(started(tmp_path)) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    logs = tmp_path / "elsewhere"
+    (tmp_path / "logs").mkdir()  # the stand-in's own
+    outcome = supervise(fake_msrun(tmp_path, "sleep"), os.environ, tmp_path, 1, tick, logs, ends)
+    assert (outcome.code, asked) == (143, [signal.SIGTERM] * 2) and (logs / "msrun.log").exists()
+    assert not running(tmp_path)
+
+
+def test_a_failure_names_the_worker_and_its_code(tmp_path):
+    outcome = run(tmp_path, "sleep", "killed")
+    assert (outcome.failure.rank, outcome.failure.code, outcome.failure.cause) == (1, -signal.SIGKILL, "signal")
 
 
 @pytest.mark.parametrize("action", ["detach", "orphan"])

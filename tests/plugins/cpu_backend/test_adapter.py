@@ -74,3 +74,17 @@ def test_the_recipe_file_itself_stays_stock():
     recipe = load_recipe(ROOT / "recipes/mini/pretrain.yaml")
     assert recipe["model"]["model_config"]["architectures"] == ["TeleChat3MoeForCausalLM"]
     assert recipe["runner_wrapper"]["type"] == "MFTrainOneStepCell"
+
+
+@pytest.mark.parametrize(
+    ("loader", "apart"),
+    [
+        ({"config": {"reset_attention_mask": True, "create_attention_mask": True}}, True),
+        ({"config": {"reset_attention_mask": False}}, False),
+        ({"type": "HFDataLoader", "handler": [{"type": "PackingHandler"}]}, True),
+        ({"type": "HFDataLoader", "handler": [{"type": "AlpacaInstructDataHandler"}]}, False),
+        ({"type": "HFDataLoader"}, False),
+    ],
+)
+def test_documents_and_packed_conversations_are_kept_apart(loader, apart):
+    assert adapter.documents_apart(loader) is apart

@@ -18,7 +18,7 @@ def watch():
 
 @pytest.fixture
 def saving(tmp_path, watch):
-    return Run(tmp_path, adapter._withholding(watch))
+    return Run(tmp_path, adapter._withholding(watch, adapter.end))
 
 
 def test_a_step_that_is_not_finite_is_not_saved_and_the_next_is(saving, watch, tmp_path):
@@ -69,7 +69,7 @@ class Training:
 
     def __init__(self, watch, folder, manager=None):
         self.saving = Run(folder)
-        self.monitor = adapter._watching(Logging, watch)()
+        self.monitor = adapter._watching(Logging, watch, adapter.end)()
         self.params = self.saving.params
         self.params.train_network.loss_scaling_manager = manager
 
@@ -77,11 +77,12 @@ class Training:
         return self.params
 
     def step(self, number, loss=1.0, norm=1.0, overflow=False, scale=1.0, parts=(1.0, 1.0, 1.0, 0.0)):
+        logged = np.array([loss], np.float32)
         tensors = (Tensor([value], dtype) for value, dtype in [(loss, None), (norm, None)])
         loss, norm = tensors
         self.params.cur_step_num = number
         self.params.net_outputs = (loss, Tensor(overflow), Tensor(scale), Tensor(0.1), norm)
-        self.params.printed = ("...", "...", *(np.array([part], np.float32) for part in parts))
+        self.params.printed = (logged, "...", *(np.array([part], np.float32) for part in parts))
         self.monitor.on_train_step_end(self)
 
 

@@ -29,6 +29,18 @@ def test_biases_are_copies_where_their_router_is():
     assert tuple(known["tensor_map"]) == (-1,)
 
 
+def test_where_experts_live_is_a_copy_beside_their_weights():
+    layout = Layout((2, 4), ("dp_ex_ep", "ep"), list(range(8)))("ep", "None")
+    entries = {"decoder.layers.3.mlp.experts.weight1": [layout, "float32", (2048, 64)]}
+    placements = [
+        SimpleNamespace(name=f"decoder.layers.{layer}.mlp.experts.placement", dtype="int32", shape=(16,))
+        for layer in (2, 3)
+    ]
+    copied, kind, shape = add_router_state(entries, placements)["decoder.layers.3.mlp.experts.placement"]
+    assert (kind, shape, tuple(copied.to_dict()["tensor_map"])) == ("int32", (16,), (-1,))
+    assert len(add_router_state(entries, placements)) == 2, "layer 2 is another stage's"
+
+
 def test_what_is_listed_stays():
     layout = Layout((2,), ("dp",))("None")
     names = [f"{ROUTER.format(0)}.{name}" for name in ("weight", "expert_bias", "expert_load")]

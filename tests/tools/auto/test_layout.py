@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from launch.run.command import effective_recipe
+from launch.run.effective import effective_recipe
 from launch.train import build_config
 from plugins.errors import RecipeError
 from tools.auto.layout import even_layout, inputs_of

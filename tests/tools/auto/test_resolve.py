@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.cli import tc3
-from launch.run.command import effective_recipe
+from launch.run.effective import effective_recipe
 from launch.train import build_config
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES

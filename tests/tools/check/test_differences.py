@@ -47,6 +47,7 @@ def test_the_norm_of_mtp_in_a_pipeline(changes, told):
         ([*ONE_SAMPLE, (KIND, "sub_seq_aux_loss")], "each of 2 parts of a sequence"),
         ([*CP2, (KIND, "gbs_aux_loss")], None),
         ([*CP2, (COEFFICIENT, 0.0)], None),
+        ([(("plugins", "group_aux_loss"), True)], None),  # asked to be taken over a group's samples
     ],
 )
 def test_the_auxiliary_loss(changes, words):

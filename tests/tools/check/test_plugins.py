@@ -1,6 +1,7 @@
 """Rules about the `plugins:` section of EP recipes."""
 
 import pytest
+import yaml
 
 from tools.check import check_recipe
 from tools.recipe.load import load_recipe
@@ -80,3 +81,101 @@ def test_after_how_many_steps_that_are_not_finite_a_run_stops(settings, key, wor
         recipe["plugins"]["finite_loss"] = settings
     found = {finding.key: f"{finding.wrong}; {finding.right}" for finding in check_recipe(recipe).errors}
     assert words in found[key] if key else found == {}, found
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "words"),
+    [
+        ({}, "", ""),
+        (False, "", ""),
+        ({"every": 20, "work": 2}, "", ""),
+        ({"every": 0}, "plugins.straggler_probe.every", "steps between probes, from 1 on"),
+        ({"work": 1.5}, "plugins.straggler_probe.work", "a number of pieces of work, from 1 on"),
+        ({"evry": 5}, "plugins.straggler_probe.evry", "did you mean 'every'"),
+        (True, "plugins.straggler_probe", "write every, work under it"),
+    ],
+)
+def test_how_often_ranks_are_probed(settings, key, words):
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    recipe["plugins"]["straggler_probe"] = settings
+    found = {finding.key: f"{finding.wrong}; {finding.right}" for finding in check_recipe(recipe).errors}
+    assert words in found[key] if key else found == {}, found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "key", "words"),
+    [
+        (OVERLAP, [], "", ""),
+        (FULL, [], "", ""),
+        (OVERLAP, ["model.model_config.moe_aux_loss_coeff=0.0"], "model.model_config.moe_aux_loss_coeff", "above 0"),
+        (OVERLAP, ["model.model_config.moe_router_load_balancing_type=gbs_aux_loss"],
+         "model.model_config.moe_router_load_balancing_type", "'seq_aux_loss'"),
+        (FULL, ["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False", "plugins.ep_overlap=False"],
+         "parallel_config.expert_parallel", "share"),
+    ],
+)  # fmt: skip
+def test_the_auxiliary_loss_of_a_group_needs_one_to_widen(recipe, changes, key, words):
+    recipe = apply_overrides(load_recipe(recipe), changes)
+    recipe["plugins"]["group_aux_loss"] = True
+    report = check_recipe(recipe)
+    found = {finding.key: f"{finding.wrong}; {finding.right}" for finding in report.errors}
+    assert words in found[key] if key else found == {}, found
+
+
+def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
+    recipe = load_recipe(OVERLAP)
+    recipe["plugins"]["group_aux_loss"] = {"ranks": 4}
+    found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
+    assert "write True" in found["plugins.group_aux_loss"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ([], "", ""),
+        (["plugins.spike_guard.window=3"], "plugins.spike_guard.window", "a number of steps from 4 on"),
+        (["plugins.spike_guard.threshold=-1.0"], "plugins.spike_guard.threshold", "standard deviations above 0"),
+        (["plugins.spike_guard.skipped=[[8, 4]]"], "plugins.spike_guard.skipped", "[[first, stop], ...]"),
+        (["plugins.finite_loss={stop_after: 3}"], "plugins.spike_guard", "takes its place"),
+        (
+            ["runner_config.epochs=2"],
+            "plugins.spike_guard",
+            "runner_config.epochs: a second pass would begin elsewhere",
+        ),
+        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "data_loader.shuffle: which samples"),
+    ],
+)
+def test_what_the_spike_guard_needs(changes, key, words):
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    recipe["plugins"].update(
+        spike_guard={"window": 64, "threshold": 16.0, "skip": 1, "rollbacks": 3, "skipped": []}, finite_loss={}
+    )
+    for change in changes:
+        where, _, value = change.partition("=")
+        *path, last = where.split(".")
+        section = recipe
+        for name in path:
+            section = section[name]
+        section[last] = yaml.safe_load(value)
+    found = {finding.key: f"{finding.wrong}; {finding.right}" for finding in check_recipe(recipe).errors}
+    assert words in found.get(key, "") if key else found == {}, found
+
+
+def test_labels_of_packed_conversations_are_those_of_the_next_token():
+    for name in ("mini/finetune", *(f"telechat3_{size}/finetune_4k" for size in ("105b", "438b", "1119b"))):
+        recipe = load_recipe(f"recipes/{name}.yaml")
+        assert {finding.key for finding in check_recipe(recipe).errors} == set(), name
+        recipe["plugins"]["packed_labels"] = False
+        (finding,) = check_recipe(recipe).errors
+        assert finding.key == "train_dataset.data_loader.handler.1"
+        assert "the one after the next" in finding.wrong and "plugins.packed_labels: {}" in finding.right
+        assert "packing_handler.py:" in finding.source
+
+
+def test_what_the_plugin_for_labels_cannot_mend_is_named():
+    packing = "train_dataset.data_loader.handler.1"
+    found = errors("recipes/mini/finetune.yaml", f"{packing}.pack_strategy=truncate")
+    assert "lengths of conversations where their ends are read" in found["plugins.packed_labels"]
+    on = load_recipe("recipes/mini/pretrain.yaml")
+    on["plugins"]["packed_labels"] = {}
+    assert "of an HFDataLoader" in {each.key: each.wrong for each in check_recipe(on).errors}["plugins.packed_labels"]

@@ -6,6 +6,12 @@ import math
 import numpy as np
 from safetensors.numpy import save_file
 
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.weights.hugging_face.names import table
+from tools.weights.hugging_face.sizes import sizes_of
+
 
 class Saved:
     """A checkpoint folder as MindFormers writes it, slice by slice."""
@@ -46,3 +52,19 @@ class Saved:
 
 def numbered(*shape):
     return np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def of_two_ranks(folder, recipe):
+    """What two ranks save of a recipe's model, unsealed, all zeros: experts are cut in two, the rest is copied."""
+    checkpoint = Saved(folder, 2)
+    for each in table(sizes_of(convert(View(recipe), load_schema()).fields, bias_updated=False)):
+        cut = ".experts." in each.mindformers
+        cuts = (1 + cut, *(1,) * (len(each.shape) - 1))
+        ranks = [[0], [1]] if cut else [[0, 1]]
+        checkpoint.put(each.mindformers, np.zeros(each.shape, np.float32), cuts, ranks)
+        for prefix in ("adam_m", "adam_v") if each.trained else ():
+            moment = f"{prefix}.{each.mindformers}"
+            checkpoint.put(moment, np.zeros(each.shape, np.float32), cuts, ranks, kind="opt")
+    checkpoint.put("global_step", np.zeros(1, np.int32), (1,), [[0, 1]], kind="opt")
+    (folder / "common.json").write_text('{"step_num": 4, "global_step": 4, "global_batch_size": 8}')
+    return checkpoint.write()

@@ -62,8 +62,10 @@ def interrupted_worker():
 
 
 def test_workers_do_not_hear_ctrl_c_and_end_by_sigterm() -> None:
+    before = set(psutil.Process().children())
     results = ordered_map(interrupted_worker, range(20), workers=2)
     assert next(results) == 0
-    workers = [each for each in psutil.Process().children() if "spawn_main" in " ".join(each.cmdline())]
+    started = set(psutil.Process().children()) - before  # on a busy machine one may not have become Python's yet
+    workers = [each for each in started if "resource_tracker" not in " ".join(each.cmdline())]
     assert list(results) == list(range(1, 20)) and len(workers) == 2
-    assert psutil.wait_procs(workers, timeout=5)[1] == []
+    assert psutil.wait_procs(workers, timeout=60)[1] == []

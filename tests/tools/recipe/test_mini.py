@@ -7,7 +7,8 @@ import pytest
 
 from plugins.errors import RecipeError
 from tools.recipe.load import load_recipe
-from tools.recipe.mini import derive_mini
+from tools.recipe.mini import BATCH, CONVERSATIONS, derive_mini
+from tools.recipe.view import View
 
 ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = Path(find_spec("mindformers").origin).parents[1] / "configs/telechat3_moe/pretrain_telechat3_105b_a4b_4k.yaml"
@@ -106,3 +107,21 @@ def test_a_model_without_cpu_classes_is_refused():
     recipe["model"]["model_config"]["model_type"] = "telechat3"
     with pytest.raises(RecipeError, match=r"model_config\.model_type: --mini shrinks 'telechat3_moe'"):
         derive_mini(recipe, "corpus")
+
+
+@pytest.mark.parametrize("size", ["105b", "438b", "1119b"])
+def test_packed_conversations_stay_so(size):
+    recipe = load_recipe(ROOT / f"recipes/telechat3_{size}/finetune_4k.yaml")
+    mini = derive_mini(recipe, "some/corpus", steps=7)
+    view, small = View(mini), mini["model"]["model_config"]
+    assert view.packs and view.samples == 7 * BATCH and small["seq_length"] == CONVERSATIONS
+    loader = mini["train_dataset"]["data_loader"]
+    assert view.instruction_files == ["some/corpus_instructions.jsonl"]
+    alpaca, packing, _ = loader["handler"]
+    assert alpaca["seq_length"] == packing["seq_length"] == CONVERSATIONS
+    assert alpaca["tokenizer"]["pretrained_model_dir"] == "some/corpus_tokenizer"
+    assert not loader["create_compressed_eod_mask"] and loader["create_attention_mask"]
+    assert mini["plugins"]["packed_labels"] == {}
+    assert mini["run_mode"] == "finetune" and mini["optimizer"] == recipe["optimizer"]
+    with pytest.raises(RecipeError, match="--parallel has no data of packed conversations"):
+        derive_mini(recipe, "some/corpus", workers=4)

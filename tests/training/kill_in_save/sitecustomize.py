@@ -1,7 +1,10 @@
-"""Test only: on PYTHONPATH of a worker, kill it with SIGKILL half-way through writing a chosen checkpoint file.
+"""Test only: on PYTHONPATH of a worker, kill it with SIGKILL half-way through writing a chosen checkpoint file, or in a
+move of experts.
 
 TC3_TEST_KILL is `rank:n`: the n-th safetensors file (1 is the first) that rank writes.
 TC3_TEST_KILL_SEAL is `rank:n`: the n-th file that rank reads to seal it, when all of its save are written.
+TC3_TEST_KILL_MOVE is `rank:n`: before the n-th tensor that rank writes when experts move, all of a layer at hand.
+TC3_TEST_SET_DATA: no kill; tensors of experts that move are written by `Parameter.set_data`, which is wrong.
 """
 
 import os
@@ -49,7 +52,40 @@ def _arm_seal():
     module.checksum = checksum_or_die
 
 
+def _callback():
+    while not hasattr(sys.modules.get("plugins.expert_balance.callback"), "assign"):
+        time.sleep(0.05)
+    return sys.modules["plugins.expert_balance.callback"]
+
+
+def _set_data():
+    module = _callback()
+    from mindspore import Tensor
+
+    module.assign = lambda parameter, value: parameter.set_data(Tensor(value, parameter.dtype))
+
+
+def _arm_move():
+    rank, number = map(int, os.environ["TC3_TEST_KILL_MOVE"].split(":"))
+    if int(os.environ.get("RANK_ID", 0)) != rank or os.environ.get("MS_ROLE") != "MS_WORKER":
+        return
+    module = _callback()
+    assign, written = module.assign, []
+
+    def assign_or_die(parameter, value):
+        written.append(parameter.name)
+        if len(written) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        assign(parameter, value)
+
+    module.assign = assign_or_die
+
+
 if "TC3_TEST_KILL" in os.environ:
     threading.Thread(target=_arm, daemon=True).start()
 if "TC3_TEST_KILL_SEAL" in os.environ:
     threading.Thread(target=_arm_seal, daemon=True).start()
+if "TC3_TEST_KILL_MOVE" in os.environ:
+    threading.Thread(target=_arm_move, daemon=True).start()
+if "TC3_TEST_SET_DATA" in os.environ and os.environ.get("MS_ROLE") == "MS_WORKER":
+    threading.Thread(target=_set_data, daemon=True).start()

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import RecipeError
-from tools.accuracy.reference.sizes import Sizes, sizes_of
 from tools.auto.resolve import resolve
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
@@ -18,6 +17,7 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, MODEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
+from tools.weights.hugging_face.sizes import Sizes, sizes_of
 
 BIAS = "TopkBiasBalanceCallback"
 WATCHERS = ("CheckpointMonitor",)
@@ -66,7 +66,13 @@ def is_mini(path: Path) -> bool:
 
 
 def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """The recipe on one worker with the same global batch; the sections it shares with `recipe` are copies."""
+    """The recipe on one worker with the same global batch; the sections it shares with `recipe` are copies.
+
+    Raises:
+        RecipeError: a plugin without which it would be another computation.
+    """
+    if (recipe.get("plugins") or {}).get("group_aux_loss"):
+        raise RecipeError("plugins.group_aux_loss: the reference balances each sample by itself: False")
     view = View(recipe)
     plain = copy.deepcopy(dict(recipe))
     samples = view.global_batch

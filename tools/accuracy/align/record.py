@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from tools.accuracy.reference.hyper import Hyper
-from tools.accuracy.reference.names import table, to_hugging_face
-from tools.accuracy.reference.sizes import Sizes
+from tools.weights.hugging_face.names import table, to_hugging_face
+from tools.weights.hugging_face.sizes import Sizes
 
 Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")

@@ -17,11 +17,11 @@ from tools.accuracy.align import record as align_record
 from tools.accuracy.align.recipe import write
 from tools.accuracy.align.record import Arrays, Record
 from tools.accuracy.reference.hyper import Hyper
-from tools.accuracy.reference.names import to_mindformers
 from tools.accuracy.reference.run import MISSING
-from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import nudged
 from tools.process import child
+from tools.weights.hugging_face.names import to_mindformers
+from tools.weights.hugging_face.sizes import Sizes
 
 ROOT = Path(__file__).resolve().parents[3]
 REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong

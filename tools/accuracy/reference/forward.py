@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from tools.accuracy.reference.names import Arrays
-from tools.accuracy.reference.sizes import Sizes
+from tools.weights.hugging_face.names import Arrays
+from tools.weights.hugging_face.sizes import Sizes
 
 
 class Forward:

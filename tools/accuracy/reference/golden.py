@@ -18,9 +18,9 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from tools.accuracy.align.record import Record
-from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import checksum
 from tools.data.index import IndexWriter
+from tools.weights.hugging_face.sizes import Sizes
 
 HERE = Path(__file__).resolve().parents[3] / "tests" / "tools" / "accuracy" / "reference" / "golden"
 RECIPE, FILE = HERE / "hf_mini.yaml", HERE / "hf_mini.npz"

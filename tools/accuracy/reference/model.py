@@ -15,8 +15,8 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-from tools.accuracy.reference.names import Arrays
-from tools.accuracy.reference.sizes import Sizes
+from tools.weights.hugging_face.names import Arrays
+from tools.weights.hugging_face.sizes import Sizes
 
 Loads = Mapping[int, np.ndarray]
 _ATTENTION = "tc3_traced"

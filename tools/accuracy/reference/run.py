@@ -25,8 +25,8 @@ def main(job_file: str, out_file: str) -> int:
         return MISSING
     from tools.accuracy.reference.hyper import Hyper
     from tools.accuracy.reference.model import Reference
-    from tools.accuracy.reference.sizes import Sizes
     from tools.accuracy.reference.train import run, single_steps
+    from tools.weights.hugging_face.sizes import Sizes
 
     with np.load(job_file) as file:
         stored = {name: file[name] for name in file.files}

@@ -9,7 +9,7 @@ import torch
 
 from tools.accuracy.reference.hyper import Hyper
 from tools.accuracy.reference.model import Loads, Reference
-from tools.accuracy.reference.names import Arrays
+from tools.weights.hugging_face.names import Arrays
 
 PARTS = ("loss", "lm_loss", "mtp_loss", "aux_loss")
 BIAS = "e_score_correction_bias"

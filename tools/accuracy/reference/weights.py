@@ -6,8 +6,8 @@ import zlib
 
 import numpy as np
 
-from tools.accuracy.reference.names import Arrays, hugging_face_shapes
-from tools.accuracy.reference.sizes import Sizes
+from tools.weights.hugging_face.names import Arrays, hugging_face_shapes
+from tools.weights.hugging_face.sizes import Sizes
 
 SMALL = 0.02  # the recipes' initializer_range, or twice that
 # queries, keys and logits of order 1, so that attention is far from uniform and its scale and positions matter
@@ -21,11 +21,11 @@ def initial_weights(sizes: Sizes, seed: int) -> Arrays:
     are small elsewhere: with unit variance throughout, rounding alone moves the twentieth loss by 1e-3, because
     tokens change experts.
     """
-    return {name: _draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
+    return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
 
 
-def _draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """One weight; it depends on its name, shape and the seed only."""
+def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """One weight under Hugging Face's name, float32; it depends on name, shape and seed only."""
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         values = SMALL * normal

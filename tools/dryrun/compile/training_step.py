@@ -24,7 +24,8 @@ from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
-_DATA_PLUGINS = ("attention_balance", "held_out_loss")  # they choose and read samples: nothing of them is in the graph
+# they choose and read samples: nothing of them is in the graph
+_DATA_PLUGINS = ("attention_balance", "held_out_loss", "packed_labels", "spike_guard")
 
 
 class _Reached(Exception):

@@ -7,9 +7,9 @@ import numpy as np
 from tools.accuracy.align.record import Record
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.hyper import Hyper
-from tools.accuracy.reference.names import table
-from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import initial_weights
+from tools.weights.hugging_face.names import table
+from tools.weights.hugging_face.sizes import Sizes
 
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,

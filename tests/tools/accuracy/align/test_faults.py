@@ -12,8 +12,8 @@ from tools.accuracy.align.recipe import alone, load
 from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.hyper import hyper_of
-from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import initial_weights
+from tools.weights.hugging_face.sizes import Sizes
 
 MODEL = cases.sizes(mtp=0)
 ROPE = MODEL.hf["qk_rope_head_dim"]

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.tools.accuracy.dumps.dump_writer import write_dump
@@ -59,7 +59,9 @@ def neighbours(values, dtype, rng):
     """Each value rounded up or down to a number of `dtype`, by chance."""
     near = rounded(values, dtype)
     step = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype]
-    other = rounded((near + np.sign(values - near) * step * np.abs(near)).astype(np.float32), dtype)
+    _, exponent = np.frexp(np.minimum(np.abs(near), np.abs(values)))  # below a power of two numbers lie closer
+    apart = np.where(near == 0, 0.0, np.ldexp(step, exponent - 1))
+    other = rounded((near + np.sign(values - near) * apart).astype(np.float32), dtype)
     return np.where(rng.random(values.shape) < 0.5, near, other).astype(near.dtype)
 
 
@@ -82,6 +84,7 @@ KINDS = {
     st.integers(0, 2**32 - 1),
     st.booleans(),
 )
+@example(2332, "all equal", "bfloat16", 1031, False)
 def test_independent_rounding_is_no_factor(folder, size, kind, dtype, seed, nearest):
     rng = np.random.default_rng(seed)
     exact = KINDS[kind](rng, size).astype(np.float64)

@@ -60,7 +60,7 @@ def test_a_dump_is_deterministic_and_does_nothing_else():
     said = accuracy_dump.prepare(recipe)
     assert recipe == {
         "train_precision_sync": True,
-        "plugins": {"held_out_loss": False, "ep_overlap": {"chunks": 2}, "finite_loss": False},
+        "plugins": {"held_out_loss": False, "ep_overlap": {"chunks": 2}, "finite_loss": False, "spike_guard": False},
         "callbacks": [{"type": "MFLossMonitor"}],
     }
     assert len(said) == 2 and not accuracy_dump.prepare(recipe)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from launch.run.command import steps_overrides
+from launch.run.effective import steps_overrides
 from launch.run.msrun import worker_count
 from plugins.errors import RecipeError
 from tests.training.runs import ROOT

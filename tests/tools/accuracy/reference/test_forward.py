@@ -8,8 +8,8 @@ import pytest
 from tests.tools.accuracy.align.cases import YARN, sizes, tokens
 from tools.accuracy.reference import golden
 from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.sizes import Sizes
 from tools.accuracy.reference.weights import checksum, initial_weights
+from tools.weights.hugging_face.sizes import Sizes
 
 
 def test_it_computes_the_golden_logits():

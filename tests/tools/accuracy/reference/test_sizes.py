@@ -71,6 +71,13 @@ def test_documents_are_refused():
         reference_sizes(alone(recipe, 20))
 
 
+def test_the_auxiliary_loss_of_a_group_is_refused():
+    recipe = load(RECIPES / "mini" / "pretrain_ep4.yaml", (), None, 20)
+    recipe["plugins"]["group_aux_loss"] = True
+    with pytest.raises(RecipeError, match=r"plugins\.group_aux_loss: the reference balances each sample"):
+        alone(recipe, 20)
+
+
 def test_one_worker_keeps_the_global_batch():
     for name in ("pretrain_dp2", "pretrain_ep4"):
         recipe = load(RECIPES / "mini" / f"{name}.yaml", (), None, 20)

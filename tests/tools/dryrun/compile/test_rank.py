@@ -27,8 +27,10 @@ def compile_rank(forks, folder, *arguments, rank=RANK):
 
 @pytest.fixture(scope="module")
 def deredundency(forks, tmp_path_factory):
-    """The report on rank RANK, which two tests read."""
-    return compile_rank(forks, tmp_path_factory.mktemp("deredundency"), *DEREDUNDENCY)
+    """The report on rank RANK, which three tests read."""
+    group_loss = ("--plugins", json.dumps({"group_aux_loss": True}))
+    kind = ("--set", "model.model_config.moe_router_load_balancing_type=seq_aux_loss")
+    return compile_rank(forks, tmp_path_factory.mktemp("deredundency"), *DEREDUNDENCY, *group_loss, *kind)
 
 
 def counted(report, role, source=DISPATCHER):
@@ -50,6 +52,12 @@ def test_alltoall_exchanges_over_the_ep_group(forks, tmp_path):
     sizes = [item["attributes"]["block_size"] for item in report["collectives"] if item["op"] == "AlltoAllV"]
     assert sizes == [HIDDEN, 1, HIDDEN] * 2 + [HIDDEN, HIDDEN]
     assert EP in [ranks for _, ranks in report["groups"]]
+
+
+def test_the_auxiliary_loss_of_a_group_gathers_over_the_ep_group(deredundency):
+    """`plugins.group_aux_loss`: the shares of experts, once, also where the layer is recomputed."""
+    calls = [item for item in deredundency["collectives"] if item["ranks"] == EP]
+    assert [(item["op"], item["role"]) for item in calls] == [("AllGather", "forward")]
 
 
 def test_deredundency_gathers_between_nodes_and_exchanges_inside(deredundency):

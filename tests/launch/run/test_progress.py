@@ -1,7 +1,6 @@
-"""Metrics: read while they are written, across resumes; the bar, the plain lines and the picture made of them."""
+"""What is made of metrics while they are written: the bar, the plain lines and the picture."""
 
 import io
-import json
 
 import pytest
 from rich.console import Console
@@ -9,88 +8,12 @@ from rich.console import Console
 from launch.run import progress
 from launch.run.picture import draw_loss_curve
 from launch.run.progress import TrainingProgress
-from launch.run.readings import Follower, loss_rank, read_held_out, read_metrics
-from tools.recipe.load import Recipe
-
-
-def step(number, loss=5.0, seconds=0.5):
-    return {"step": number, "loss": loss, "lm_loss": loss - 1, "tokens": 100, "seconds": seconds}
-
-
-def header(total, start=0):
-    return {"total_steps": total, "start_step": start, "world_size": 2}
+from tests.tools.runs.metrics import append, empty, header, step
 
 
 @pytest.fixture
 def metrics(tmp_path):
-    path = tmp_path / "metrics" / "rank_0.jsonl"
-    path.parent.mkdir()
-    path.touch()
-    return path
-
-
-def append(path, *records):
-    with path.open("a") as out:
-        out.writelines(json.dumps(record) + "\n" for record in records)
-
-
-def test_a_resumed_part_replaces_what_it_repeats(metrics):
-    append(metrics, header(10), *(step(n, loss=n) for n in range(1, 8)))
-    append(metrics, header(20, start=5), step(6, loss=60))
-    readings = read_metrics(metrics)
-    assert [(n, record["loss"]) for n, record in sorted(readings.steps.items())] == [
-        *((n, n) for n in range(1, 6)),
-        (6, 60),
-    ]
-    assert (readings.total_steps, readings.start_step, readings.last["loss"]) == (20, 5, 60)
-
-
-def test_speed_is_the_median_without_the_compiling_step(metrics):
-    append(metrics, header(9, start=4), step(5, seconds=50), step(6, seconds=1), step(7, seconds=2), step(8, seconds=9))
-    assert read_metrics(metrics).tokens_per_second() == 50.0
-
-
-def test_the_speed_of_one_step_is_not_known(metrics):
-    append(metrics, header(9), step(1))
-    assert read_metrics(metrics).tokens_per_second() is None
-
-
-def test_a_follower_waits_for_whole_lines_and_leaves_out_broken_ones(tmp_path):
-    file = tmp_path / "x.jsonl"
-    follower = Follower(file)
-    assert follower.new_records() == []
-    file.write_bytes(b'{"step": 1}\n{"st')
-    assert follower.new_records() == [{"step": 1}]
-    with file.open("ab") as out:
-        out.write(b'ep": 2}\n{"step": {"step": 3}\n7\n')
-    assert follower.new_records() == [{"step": 2}]
-    assert Follower(file, from_end=True).new_records() == []
-
-
-def test_held_out_losses_count_as_last_written(tmp_path, metrics):
-    append(tmp_path / "metrics" / "held_out.jsonl", *({"step": 0, "held_out_loss": loss} for loss in (7.0, 6.5)))
-    assert read_held_out(tmp_path) == {0: 6.5}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "rank"),
-    [
-        ({}, 0),
-        ({"use_parallel": True, "parallel_config": {"data_parallel": 4}}, 0),
-        ({"use_parallel": True, "parallel_config": {"data_parallel": 2, "pipeline_stage": 4}}, 7),
-        ({"use_parallel": False, "parallel_config": {"pipeline_stage": 4}}, 0),
-        (
-            {
-                "use_parallel": True,
-                "parallel_config": {"pipeline_stage": 4},
-                "parallel": {"pipeline_config": {"pipeline_scheduler": "zero_bubble_v"}},
-            },
-            0,
-        ),
-    ],
-)
-def test_the_loss_is_that_of_the_rank_that_has_it(recipe, rank):
-    assert loss_rank(Recipe(recipe)) == rank
+    return empty(tmp_path)
 
 
 def test_the_progress_follows_the_rank_it_is_told(tmp_path):

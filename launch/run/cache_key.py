@@ -1,0 +1,159 @@
+"""What a compiled graph depends on, as one key: runs of the same key may load each other's graphs.
+
+MindSpore's compile cache compares source files that it finds from the script that was started, and nothing else: with
+another `routed_scaling_factor` it trains the graph of the old one, in silence. So everything that is not known to stay
+out of the graph belongs into the key; what is too much in it costs a compilation, what is missing a wrong model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from launch.resume import data_digest
+from launch.run.msrun import ROOT
+from tools.files.digest import whole
+from tools.recipe.load import Recipe
+
+# of the recipe: folders of this run, and what is read by callbacks between steps alone
+NOT_IN_THE_GRAPH = (
+    "output_dir",
+    "checkpoint.save_path",
+    "checkpoint.load_path",
+    "checkpoint.save_interleaved_steps",
+    "checkpoint.save_max",
+    "checkpoint.prefix",
+    "checkpoint.async_save",
+    "plugins.finite_loss",
+    "plugins.spike_guard",
+)
+SOURCES = ("launch", "plugins", "tools")
+PACKAGES = ("mindspore", "mindformers")  # whose Python sources count, too: people edit them in place
+VERSIONS = ("mindspore", "mindformers", "numpy", "PyYAML", "safetensors", "transformers", "te", "hccl")
+VARIABLES = (
+    "MS_", "MSDEV", "MINDSPORE_", "MF_", "ASCEND_", "HCCL_", "LCCL_", "GE_", "TE_", "ATB_", "AKG_", "DVM_", "GRAPH_",
+    "PIPELINE_", "PARALLEL_", "ENABLE_", "DISABLE_", "EXPERIMENTAL_", "GROUP_", "RUN_MODE", "CUSTOM_", "SYMBOLIC_",
+    "VLLM_", "RUNTIME_MODE",
+)  # fmt: skip
+OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, logs, patience
+    "MS_ROLE", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_WORKER_IP", "MS_NODE_TIMEOUT",
+    "MS_TOPO_TIMEOUT", "MS_RECEIVE_MSG_TIMEOUT", "MS_DIAGNOSTIC_DATA_PATH", "MS_COMPILER_CACHE_ENABLE",
+    "MS_COMPILER_CACHE_PATH", "ASCEND_PROCESS_LOG_PATH", "ASCEND_WORK_PATH", "ASCEND_RT_VISIBLE_DEVICES",
+}  # fmt: skip
+
+
+def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Everything that goes into the key, by what it is of; what it is alike for is loaded.
+
+    Args:
+        recipe: flat and effective, `auto` resolved.
+        world: workers of all nodes; `on_this_node`: of this one. Ranks have folders of their own in the cache.
+
+    Raises:
+        DataError: a corpus cannot be read.
+        OSError: a source file cannot.
+    """
+    return {
+        "recipe": dict(_settings(recipe)),
+        "files": {value: whole(Path(value)) for value in _files_named(recipe)},
+        "data": data_digest.digests(recipe),
+        "workers": [world, on_this_node],
+        "sources": _sources([ROOT / top for top in SOURCES], ROOT),
+        "packages": {name: _package(name) for name in PACKAGES},
+        "versions": {name: _version(name) for name in VERSIONS},
+        "python": [platform.python_version(), platform.machine()],
+        "environment": {name: _value(environ[name]) for name in sorted(environ) if _counts(name)},
+    }
+
+
+def key_of(found: Mapping[str, Any]) -> str:
+    """The key, 32 hexadecimal digits, of `parts`."""
+    return hashlib.sha256(_text(found).encode()).hexdigest()[:32]
+
+
+def differences(found: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Which parts two keys differ in, with the recipe's keys and the variables by name."""
+    said = []
+    for name in found:
+        mine, yours = found[name], other.get(name)
+        if _text(mine) == _text(yours):
+            continue
+        if isinstance(mine, dict) and isinstance(yours, dict):
+            said += [key for key in sorted({*mine, *yours}) if mine.get(key) != yours.get(key)]
+        else:
+            said.append(name)
+    return said
+
+
+def _text(found: Any) -> str:
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf that may be seen in the graph; empty mappings are leaves."""
+    if path in NOT_IN_THE_GRAPH:
+        return
+    if isinstance(value, Mapping) and value:
+        for key in value:
+            yield from _settings(value[key], f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _files_named(value: Any) -> Iterator[str]:
+    """Files that the recipe names: a table or a placement may decide what is computed."""
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _files_named(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _files_named(each)
+    elif isinstance(value, str) and 0 < len(value) < 1024 and os.path.isfile(value):  # corpora are named by prefix
+        yield value
+
+
+def _sources(folders: Iterable[Path], above: Path) -> str:
+    """One digest of the names and contents of the source files in `folders`."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in (".pyc", ".so", ".o") or "__pycache__" in path.parts or not path.is_file():
+                continue
+            digest.update(f"{path.relative_to(above)}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _package(name: str) -> str | None:
+    """One digest of an installed package's Python sources; it is not imported."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    digest, folder = hashlib.sha256(), Path(spec.origin).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _counts(variable: str) -> bool:
+    return variable.startswith(VARIABLES) and variable not in OF_ONE_LAUNCH
+
+
+def _value(value: str) -> str:
+    """A variable's value; of one that names a folder the real one, for `latest` may point elsewhere tomorrow."""
+    return os.path.realpath(value) if value.startswith("/") and os.path.isdir(value) else value

@@ -1,0 +1,278 @@
+"""MindSpore's compile cache, made safe: folders by key, digests of what is in them, published whole.
+
+The folder of all caches is `output/compile_cache` of the checkout, or `TC3_COMPILE_CACHE`; with several nodes it must
+be one that they share. A key's folder (`cache_key`) has a folder `rank_N` for each rank, as MindSpore makes them, with
+`SEAL` in it: sha256 of each file. MindSpore itself only ever sees a folder of this attempt: a copy, checked, of all its
+ranks, or an empty one that it fills. What it has written is published by one rename a rank, once steps have been made
+with it. So a run that is killed while MindSpore writes, or a full disk, leaves nothing that another one loads.
+
+`KEPT` keys stay, those used last; of others the folders are removed when a new one is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launch.run import cache_key
+from launch.run.msrun import ROOT
+from plugins.errors import ClusterError, DataError, RecipeError
+from plugins.semi_auto_cpu.chosen import chosen
+from tools.files.atomic import atomic_file
+from tools.files.digest import whole
+from tools.recipe.load import Recipe
+from tools.recipe.view import LOADER, View
+
+FOLDER = "TC3_COMPILE_CACHE"  # names the folder of all caches
+KEY = "TC3_COMPILE_CACHE_KEY"  # of a worker: this cache is ours
+KEPT = 4
+SEAL, PARTS, HOST_FUNCTIONS = "seal.json", "key.json", "host_functions"
+OWN = ("MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH", "MS_DEV_FORCE_USE_COMPILE_CACHE")
+OWN_KEYS = ("enable_compile_cache", "compile_cache_path")
+MARKS = (b"pyfunc", b"PyExecute", b"PyInterpret")  # in a graph: functions of the process that compiled it
+
+
+def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse MindSpore's own compile cache, which trains the graph of another recipe in silence.
+
+    Raises:
+        ClusterError: a variable turns it on, or says where it is.
+        RecipeError: the recipe's `context` does.
+    """
+    instead = (
+        "MindSpore's cache does not know the recipe and trains the graph of an earlier one in silence; "
+        "take it out, and use tc3 train --compile-cache, which knows its graphs by all that they depend on"
+    )
+    named = [name for name in OWN if environ.get(name) and KEY not in environ]
+    if named:
+        raise ClusterError(f"{named[0]}={environ[named[0]]}: {instead}")
+    context = recipe.get("context") or {}
+    keys = [key for key in OWN_KEYS if context.get(key)]
+    if keys:
+        raise RecipeError(f"context.{keys[0]}: {context[keys[0]]}: {instead}")
+
+
+def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why a recipe's graph cannot be loaded by another process, or not be told from others; None where it can."""
+    view, here = View(recipe), "by their address in the process that compiled"
+    if chosen(recipe):
+        return f"a sharded graph on CPU calls functions of this repository, which MindSpore knows {here}"
+    if view.get(("context", "device_target")) == "CPU":
+        data = (*LOADER, "config")
+        if view.get(("parallel_config", "expert_parallel"), 1) != 1:
+            return f"expert parallelism on CPU calls Python functions, which MindSpore knows {here}"
+        if view.get((*data, "reset_attention_mask")) and view.get((*data, "create_attention_mask"), True):
+            return f"attention within documents calls Python functions on CPU, which MindSpore knows {here}"
+    if not view.megatron:
+        return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
+    if environ.get("REGISTER_PATH") or _has_key(recipe, "auto_register"):
+        return "auto_register brings code that the key does not know"
+    return None
+
+
+def _has_key(value: Any, key: str) -> bool:
+    """Whether a mapping within `value` has `key`."""
+    if isinstance(value, Mapping):
+        return key in value or any(_has_key(each, key) for each in value.values())
+    return isinstance(value, list | tuple) and any(_has_key(each, key) for each in value)
+
+
+@dataclass
+class CompileCache:
+    """The compile cache of one attempt on this node.
+
+    `environment`: what its workers get (nothing: they compile without a cache). `said`: a line for the user, or "".
+    """
+
+    said: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    loaded: bool = False
+    key: Path = Path()  # the key's folder
+    own: Path = Path()  # of this attempt
+    ranks: Sequence[int] = ()
+    metrics: Path = Path()
+    parts: Mapping[str, Any] = field(default_factory=dict)  # that the key is of
+    _seen: dict[int, float] = field(default_factory=dict)  # rank -> time of the first step after what was written
+    _kept: set[int] = field(default_factory=set)
+
+    def keep(self) -> None:
+        """Publish what a rank of this node has compiled, once two steps were made with it; call it now and then.
+
+        One rank a call, for who calls has other things to look after. Never raises: a cache that cannot be kept
+        costs the next start its time.
+        """
+        rank = next((each for each in self.ranks if self.environment and self._is_due(each)), None)
+        if rank is not None:
+            self._kept.add(rank)
+            self._publish(rank)
+
+    def close(self, ended_well: bool) -> None:
+        """After the workers: publish what is not yet, if they `ended_well`; remove the attempt's own folder."""
+        if self.environment:
+            for rank in self.ranks:
+                if ended_well:
+                    self._publish(rank)
+                _remove(self.own / f"rank_{rank}")
+            with contextlib.suppress(OSError):
+                self.own.rmdir()  # another node's ranks may be in it
+
+    def _publish(self, rank: int) -> None:
+        with contextlib.suppress(OSError, DataError):
+            _publish(self.own / f"rank_{rank}", self.key, rank, self.parts)
+
+    def _is_due(self, rank: int) -> bool:
+        """Not published yet, and two steps have been made since it was written: whatever writes it has ended."""
+        if rank in self._kept:
+            return False
+        try:
+            step = (self.metrics / f"rank_{rank}.jsonl").stat().st_mtime
+            written = max(file.stat().st_mtime for file in _files(self.own / f"rank_{rank}"))
+        except (OSError, ValueError):
+            return False
+        if (seen := self._seen.get(rank, 0.0)) > written:
+            return step > seen
+        self._seen[rank] = step  # counts once it is later than `written`
+        return False
+
+
+def prepare(
+    recipe: Recipe,
+    run_dir: Path,
+    attempt: Path,
+    world: int,
+    ranks: Sequence[int],
+    environ: Mapping[str, str] = os.environ,
+) -> CompileCache:
+    """The compile cache of an attempt that starts now on this node.
+
+    Args:
+        recipe: flat and effective.
+        attempt: the attempt's folder; MindSpore reads and writes `attempt/compile_cache`.
+        world: workers of all nodes; `ranks`: those that this node starts.
+
+    Never raises: where the cache cannot be used, `said` tells why, and the workers compile without.
+    """
+    if why := unfit(recipe, environ):
+        return CompileCache(f"no compile cache: {why}")
+    own = attempt / "compile_cache"
+    try:
+        found = cache_key.parts(recipe, world, len(ranks), environ)
+        name = cache_key.key_of(found)
+        key = root(environ) / name
+        if (key / HOST_FUNCTIONS).exists():
+            return CompileCache("no compile cache: the graph calls functions of Python, as an earlier run has found")
+        _forget_earlier(run_dir, own, ranks)
+        loaded = _load(key, own, world, ranks)
+        if loaded:
+            os.utime(key)  # those used last stay
+    except (OSError, DataError) as error:
+        return CompileCache(f"no compile cache: {error}")
+    said = f"compile cache: loads the graph of an earlier start ({key})" if loaded else f"compile cache: writes {key}"
+    environment = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(own), KEY: name}
+    return CompileCache(said, environment, loaded, key, own, ranks, run_dir / "metrics", found)
+
+
+def root(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of all caches."""
+    return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
+
+
+def _forget_earlier(run_dir: Path, own: Path, ranks: Sequence[int]) -> None:
+    """Remove what earlier attempts that were killed have left of these ranks; make room for this one."""
+    for rank in ranks:
+        for left in {*run_dir.glob(f"attempts/*/compile_cache/rank_{rank}"), own / f"rank_{rank}"}:
+            _remove(left)
+        (own / f"rank_{rank}").mkdir(parents=True)
+
+
+def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
+    """Copy the ranks of this node; False, and none, unless all ranks of the world are there and these are whole.
+
+    With some ranks that load and others that compile, they might not do the same things in the same order.
+    """
+    if not all((key / f"rank_{rank}" / SEAL).exists() for rank in range(world)):
+        return False
+    for rank in ranks:
+        if not _copy(key / f"rank_{rank}", own / f"rank_{rank}"):
+            for each in ranks:
+                _remove(own / f"rank_{each}")
+                (own / f"rank_{each}").mkdir(parents=True)
+            _remove(key / f"rank_{rank}")
+            return False
+    return True
+
+
+def _copy(source: Path, target: Path) -> bool:
+    """Copy the files of a sealed folder; False when one is not what was sealed."""
+    try:
+        sealed = json.loads((source / SEAL).read_text(encoding="utf-8"))
+        for name, digest in sealed.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+            if whole(target / name) != digest:
+                return False
+        return bool(sealed)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
+    """Put what MindSpore has written for a rank in the key's folder, sealed, whole or not at all.
+
+    Raises:
+        OSError, DataError: the disk is full, or does not let us.
+    """
+    files = _files(own)
+    key.mkdir(parents=True, exist_ok=True)
+    if not (key / PARTS).exists():
+        with atomic_file(key / PARTS) as part:
+            part.write_text(json.dumps(found, sort_keys=True, indent=1, default=str), encoding="utf-8")
+    if any(mark in file.read_bytes() for file in files if file.suffix == ".mindir" for mark in MARKS):
+        (key / HOST_FUNCTIONS).touch()
+        return
+    sealed = {str(file.relative_to(own)): whole(file) for file in files}
+    target, part = key / f"rank_{rank}", key / f".{_us()}.rank_{rank}"
+    if not sealed or _sealed(target) == sealed:
+        return
+    try:
+        for name in sealed:
+            (part / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(own / name, part / name)
+        (part / SEAL).write_text(json.dumps(sealed, indent=1), encoding="utf-8")
+        _remove(target)  # of another attempt, or broken: for a moment there is none, and one that starts now compiles
+        part.rename(target)
+    finally:
+        _remove(part)
+    _remove_old(key.parent)
+
+
+def _sealed(folder: Path) -> Any:
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads((folder / SEAL).read_text(encoding="utf-8"))
+    return None
+
+
+def _remove_old(caches: Path) -> None:
+    """Remove all keys but the `KEPT` that were used last. Other folders are not ours."""
+    keys = [path.parent for path in caches.glob(f"*/{PARTS}")]
+    for key in sorted(keys, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        _remove(key)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _us() -> str:
+    return f"{socket.gethostname()}.{os.getpid()}"

@@ -1,0 +1,52 @@
+"""Keep a worker on the cores that its host's plan gives it; `launch/run/cores.py` makes the plan.
+
+Standard library only: it runs before NumPy, OpenMP and MindSpore start threads, which stay where their parent is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from tools.host.cores import expand
+
+CORES = "TC3_CORES"  # lists of cores by local rank, with blanks between: "0-3,8 4-7,9"
+BIND_FILE = "MSRUN_BIND_FILE"  # msrun sets it where it has bound the worker by a file
+FOR_MINDSPORE = "MSRUN_CPU_LIST"  # MindSpore binds the thread that calls it to these (runtime/thread_bind_core.py)
+
+
+def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Bind this process, if it is a worker that a launch has cores for; where that fails it says so and goes on.
+
+    MindFormers asks MindSpore to bind every worker (`build_context._setup_affinity`). On control groups of version 1
+    MindSpore would then move the main thread to its own choice of cores, so it is told ours.
+    """
+    lists = environ.get(CORES, "").split()
+    if not lists or environ.get("MS_ROLE") != "MS_WORKER":  # msrun starts its scheduler with the same command
+        return
+    try:
+        cores = expand(lists[int(environ["DEVICE_ID"])])  # msrun's number of a worker on its host
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        print(f"note: {CORES}={environ[CORES]}: this worker stays where it was started ({error})", flush=True)
+        return
+    environ[FOR_MINDSPORE] = str(cores)
+
+
+def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The recipe, binding threads by the file by which msrun has bound the process, unless it says itself how.
+
+    Without it MindFormers lets MindSpore move the main thread elsewhere. It takes a string for a file by its ending.
+    """
+    file, context = environ.get(BIND_FILE, ""), recipe.get("context") or {}
+    if not file.endswith(".json") or binds_itself(recipe):
+        return recipe
+    return {**recipe, "context": {**context, "affinity_config": file}}
+
+
+def binds_itself(recipe: Mapping[str, Any]) -> bool:
+    """Whether a recipe has its own idea of cores, which a launch then leaves alone."""
+    context = recipe.get("context") or {}
+    return any(context.get(key) for key in ("affinity_config", "affinity_cpu_list"))

@@ -1,0 +1,138 @@
+"""A request to save at one step and leave, and how all ranks come to do so, or none: files in the attempt's folder.
+
+Where a node is to go soon (SIGTERM), its agent names a step that no rank can have passed by then. Ranks look at the
+end of each step, in a file that is there from the beginning (what an NFS client remembers as absent it may not look for
+again; what it opens is fresh). No step costs a collective.
+
+A rank may still hear of it too late, when a disk is slow. To save takes collectives, in which the others would wait for
+it for ever. So ranks that have reached the step first put a file each, and wait for one decision, which is a file too,
+and by a hard link only one: "save", by rank 0 once all ranks are there, or "go on", by anyone after `PATIENCE` seconds.
+The rank that was late meanwhile waits in its next step's collectives, where the others then join it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+VARIABLE = "TC3_SAVE_REQUEST"  # of a worker: the request's file
+FILE, CLAIM, FOLDER, DECISION = "save_at.json", "save_claim", "save", "decision"
+SAVE, GO_ON = "save", "go on"
+AHEAD = 1.0  # seconds that a request may take until all ranks see it
+PATIENCE = 20.0  # seconds that ranks wait for each other, at the end of one step
+POLL = 0.05
+TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
+
+
+def environment(attempt: Path) -> dict[str, str]:
+    """What tells the workers of an attempt where a request would stand; the file is made, empty."""
+    file = attempt / FILE
+    attempt.mkdir(parents=True, exist_ok=True)
+    file.touch()
+    return {VARIABLE: str(file)}
+
+
+def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
+    """Ask all ranks to save at a step and leave; returns the step, which may be that of another node's request.
+
+    `ranks`: of this node, whose newest step is known here; no rank is more than a step ahead of another.
+
+    None where there is nothing to save, for no step has been made in this attempt, or nobody can be asked.
+    """
+    file = attempt / FILE
+    try:
+        began = file.stat().st_mtime
+        (attempt / f"{CLAIM}.now").touch()
+        now = (attempt / f"{CLAIM}.now").stat().st_mtime  # by the clock that times the metrics
+        files = (run_dir / "metrics" / f"rank_{rank}.jsonl" for rank in ranks)
+        steps = [found for each in files if (found := _newest(each, began))]
+        if not steps:
+            return requested(file)
+        step, seconds, made = max(steps)
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(attempt / CLAIM, os.O_CREAT | os.O_EXCL))
+            with file.open("r+", encoding="utf-8") as out:  # in place, see above; one write
+                out.write(json.dumps({"step": step + _ahead(now - made, seconds)}) + "\n")
+        until = time.monotonic() + AHEAD
+        while (named := requested(file)) is None and time.monotonic() < until:
+            time.sleep(POLL)  # another node has claimed it, and writes
+        return named
+    except OSError:
+        return None
+
+
+def requested(file: Path) -> int | None:
+    """The step that a request names; None while there is none, or half of one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return int(json.loads(file.read_text(encoding="utf-8"))["step"])
+    return None
+
+
+def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> bool:
+    """At the end of the step that was asked for: whether all ranks save now; all of them get the same answer."""
+    folder = attempt / FOLDER
+    decision, own = folder / DECISION, folder / f"rank_{rank}"
+    missing = set(range(world))
+    until = time.monotonic() + patience
+    while True:
+        with contextlib.suppress(OSError):  # a disk that fails for good is the agent's to notice
+            folder.mkdir(parents=True, exist_ok=True)
+            own.write_text("")  # again and again: who writes into a folder is told what is new in it
+            if decision.exists():
+                return decision.read_text() == SAVE
+            if rank == 0:
+                missing = {each for each in missing if not (folder / f"rank_{each}").exists()}
+                if not missing:
+                    _decide(decision, SAVE, rank)
+            if time.monotonic() > until:
+                _decide(decision, GO_ON, rank)
+        if not decision.exists():
+            time.sleep(POLL)
+
+
+def saved_at(attempt: Path) -> int | None:
+    """The step at which all ranks of an attempt that has ended well saved and left; None where nobody asked."""
+    with contextlib.suppress(OSError):
+        if (attempt / FOLDER / DECISION).read_text() == SAVE:
+            return requested(attempt / FILE)
+    return None
+
+
+def _decide(decision: Path, word: str, rank: int) -> None:
+    part = decision.with_name(f".{DECISION}_{rank}")
+    part.write_text(word)
+    with contextlib.suppress(FileExistsError):
+        os.link(part, decision)
+
+
+def _ahead(since: float, seconds: float) -> int:
+    """How many steps after the newest one known: the first that cannot have ended `AHEAD` seconds from now.
+
+    Args:
+        since: seconds since that step ended; `seconds`: of the shortest of the last steps.
+    """
+    return max(1, math.ceil((max(since, 0.0) + AHEAD) / max(seconds, 1e-3)))
+
+
+def _newest(metrics: Path, began: float) -> tuple[int, float, float] | None:
+    """(newest step, seconds of the shortest of the last ones, when it was made); None where this attempt has none."""
+    made = metrics.stat().st_mtime if metrics.exists() else 0.0
+    if made <= began:
+        return None
+    with metrics.open("rb") as text:
+        text.seek(max(0, os.fstat(text.fileno()).st_size - TAIL))
+        lines = text.read().splitlines()
+    steps = [each for each in map(_record, lines) if each]
+    return (steps[-1][0], min(seconds for _, seconds in steps), made) if steps else None
+
+
+def _record(line: bytes) -> tuple[int, float] | None:
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        found = json.loads(line)
+        return int(found["step"]), float(found["seconds"])
+    return None

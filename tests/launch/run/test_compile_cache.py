@@ -1,0 +1,277 @@
+"""The compile cache's folders: what is loaded, what is published, what is refused. MindSpore is a function here."""
+
+import copy
+import json
+import os
+import shutil
+import sys
+
+import pytest
+
+from launch.run import cache_key, compile_cache
+from launch.run.compile_cache import KEPT, KEY, prepare, refuse_own, unfit
+from launch.run.effective import effective_recipe
+from plugins.errors import ClusterError, RecipeError
+from tests.training import runs
+from tools.recipe.override import apply_overrides
+
+GRAPH = "graph_cache/compile_cache_0.mindir"
+FACTOR = "model.model_config.routed_scaling_factor=1.7"
+
+
+@pytest.fixture(autouse=True)
+def few_sources(monkeypatch):
+    """All sources take 0.3 s to read."""
+    monkeypatch.setattr(cache_key, "SOURCES", ("launch/run",))
+    monkeypatch.setattr(cache_key, "PACKAGES", ())
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for end in (".bin", ".idx"):
+        (folder / f"tiny{end}").write_bytes(b"tokens")
+    data = f"train_dataset.data_loader.config.data_path.1={folder}/tiny"
+    return effective_recipe(runs.TINY, (data,), None, tmp_path_factory.mktemp("run"))
+
+
+class Starts:
+    """Starts of a run on one node, whose workers compile with a cache."""
+
+    def __init__(self, folder):
+        self.folder, self.number = folder, 0
+        self.environ = {"TC3_COMPILE_CACHE": str(folder / "caches")}
+
+    def begin(self, recipe, ranks=(0,), world=None, **environ):
+        attempt = self.folder / "attempts" / f"{self.number:04d}"
+        self.number += 1
+        return prepare(recipe, self.folder, attempt, world or len(ranks), ranks, {**self.environ, **environ})
+
+    def compiled(self, cache, graph=b"graph", ranks=None):
+        """As MindSpore writes it."""
+        for rank in cache.ranks if ranks is None else ranks:
+            file = cache.own / f"rank_{rank}" / GRAPH
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.unlink(missing_ok=True)
+            file.write_bytes(graph)
+            os.utime(file, (1000, 1000))
+
+    def step(self, rank, time):
+        file = self.folder / "metrics" / f"rank_{rank}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.touch()
+        os.utime(file, (time, time))
+
+    def trained(self, recipe, graph=b"graph", **more):
+        cache = self.begin(recipe, **more)
+        if not cache.loaded:
+            self.compiled(cache, graph)
+        cache.close(ended_well=True)
+        return cache
+
+
+@pytest.fixture
+def starts(tmp_path):
+    return Starts(tmp_path)
+
+
+def test_the_second_start_loads_what_the_first_compiled(recipe, starts):
+    first = starts.trained(recipe)
+    second = starts.begin(recipe)
+    assert (first.loaded, second.loaded) == (False, True)
+    assert (second.own / "rank_0" / GRAPH).read_bytes() == b"graph"
+    assert second.environment["MS_COMPILER_CACHE_PATH"] == str(second.own) != str(first.own)
+    assert "loads" in second.said and not first.own.exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        FACTOR,
+        "seed=7",
+        "lr_schedule.total_steps=13",
+        "runner_wrapper.max_grad_norm=0.7",
+        "context.jit_config.jit_level=O1",
+    ],
+)
+def test_another_recipe_has_another_cache(recipe, starts, override):
+    starts.trained(recipe)
+    other = apply_overrides(recipe, [override])
+    assert not starts.begin(other).loaded and starts.begin(recipe).loaded
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["checkpoint.save_max=1", "checkpoint.save_interleaved_steps=2", "checkpoint.save_path=/elsewhere", "output_dir=/x",
+     "checkpoint.load_path=/elsewhere"],
+)  # fmt: skip
+def test_folders_and_savings_are_not_of_the_graph(recipe, starts, override):
+    starts.trained(recipe)
+    assert starts.begin(apply_overrides(recipe, [override])).loaded
+
+
+def test_other_workers_variables_and_files_have_another_cache(recipe, starts, tmp_path):
+    starts.trained(recipe)
+    assert not starts.begin(recipe, world=2).loaded
+    assert not starts.begin(recipe, MS_DEV_SIDE_EFFECT_LOAD_ELIM="3").loaded
+    assert starts.begin(recipe, MS_SCHED_PORT="5000", HOSTNAME="other").loaded
+    table = tmp_path / "table.json"
+    table.write_text("1")
+    named = copy.deepcopy(recipe)
+    named["parallel"]["table"] = str(table)
+    starts.trained(named)
+    assert starts.begin(named).loaded
+    table.write_text("2")
+    assert not starts.begin(named).loaded
+
+
+def test_sources_of_the_repository_and_of_mindformers_count(recipe, monkeypatch, tmp_path):
+    (tmp_path / "launch").mkdir()
+    source = tmp_path / "launch" / "train.py"
+    package = tmp_path / "mindformers" / "__init__.py"
+    package.parent.mkdir()
+    monkeypatch.setattr(cache_key, "ROOT", tmp_path)
+    monkeypatch.setattr(cache_key, "SOURCES", ("launch",))
+    monkeypatch.setattr(cache_key, "PACKAGES", ("mindformers",))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mindformers", raising=False)  # else its own place is known
+    keys = set()
+    for ours, theirs in (("1", "1"), ("2", "1"), ("2", "2"), ("2", "2")):
+        source.write_text(ours)
+        package.write_text(theirs)
+        keys.add(cache_key.key_of(cache_key.parts(recipe, 1, 1, {})))
+    assert len(keys) == 3
+
+
+def test_it_is_published_once_two_steps_were_made_with_it(recipe, starts):
+    cache = starts.begin(recipe, ranks=(0, 1))
+    starts.compiled(cache)
+    for time, there in ((900, []), (1001, []), (1001, []), (1002, ["rank_0"]), (1003, ["rank_0", "rank_1"])):
+        for rank in (0, 1):
+            starts.step(rank, time)
+        cache.keep()
+        assert sorted(path.name for path in cache.key.glob("rank_*")) == there
+    assert starts.begin(recipe, ranks=(0, 1)).loaded
+
+
+def test_a_run_killed_while_it_is_written_leaves_nothing_to_load(recipe, starts):
+    cache = starts.begin(recipe)
+    starts.compiled(cache, graph=b"gra")  # and no `close`
+    again = starts.begin(recipe)
+    assert not again.loaded and not list(again.own.rglob("*.mindir"))
+    assert not (cache.own / "rank_0").exists(), "nor does it take up the disk"
+
+
+@pytest.mark.parametrize("damage", ["short", "changed", "gone", "no seal", "broken seal"])
+def test_a_damaged_one_is_compiled_anew_and_replaced(recipe, starts, damage):
+    folder = starts.trained(recipe).key / "rank_0"
+    {
+        "short": lambda: (folder / GRAPH).write_bytes(b"gra"),
+        "changed": lambda: (folder / GRAPH).write_bytes(b"grapf"),
+        "gone": (folder / GRAPH).unlink,
+        "no seal": (folder / "seal.json").unlink,
+        "broken seal": lambda: (folder / "seal.json").write_text("{"),
+    }[damage]()
+    again = starts.trained(recipe)
+    assert not again.loaded and "writes" in again.said
+    assert starts.begin(recipe).loaded
+
+
+def test_all_ranks_load_or_none(recipe, starts):
+    both = starts.trained(recipe, ranks=(0, 1))
+    assert starts.begin(recipe, ranks=(0, 1)).loaded
+    shutil.rmtree(both.key / "rank_1")
+    cache = starts.begin(recipe, ranks=(0, 1))
+    assert not cache.loaded and not list(cache.own.rglob("*.mindir"))
+
+
+def test_nodes_share_a_key(recipe, starts):
+    """Two nodes with one worker each publish their own ranks, and each loads its own."""
+    for rank in (0, 1):
+        starts.trained(recipe, ranks=(rank,), world=2)
+    cache = starts.begin(recipe, ranks=(1,), world=2)
+    assert cache.loaded and [path.name for path in cache.own.glob("*")] == ["rank_1"]
+
+
+def test_a_full_disk_changes_nothing(recipe, starts, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    cache = starts.begin(recipe)
+    starts.compiled(cache)
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache.shutil, "copyfile", full)
+        cache.close(ended_well=True)
+    assert not list(cache.key.glob("*rank_0*"))
+    starts.trained(recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr(compile_cache.shutil, "copyfile", full)
+        assert not starts.begin(recipe).loaded
+    monkeypatch.setattr(compile_cache, "_load", full)
+    cache = starts.begin(recipe)
+    assert cache.environment == {} and "No space left" in cache.said
+
+
+def test_the_keys_used_last_stay(recipe, starts):
+    keys = []
+    for seed in range(KEPT + 2):
+        cache = starts.trained(apply_overrides(recipe, [f"seed={seed}"]))
+        os.utime(cache.key, (1000 + seed, 1000 + seed))
+        keys.append(cache.key)
+    foreign = cache.key.parent / "mine"
+    foreign.mkdir()
+    starts.begin(apply_overrides(recipe, ["seed=2"]))  # used again: the youngest
+    starts.trained(apply_overrides(recipe, ["seed=99"]))
+    assert [key.exists() for key in keys] == [False, False, True, False, True, True] and foreign.exists()
+
+
+def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts):
+    first = starts.trained(recipe, graph=b"...func_type pyfunc...")
+    assert not list(first.key.glob("rank_*"))
+    second = starts.begin(recipe)
+    assert second.environment == {} and "calls functions of Python" in second.said
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tiny", None),
+        ("tiny_dp2", None),
+        ("tiny_ep2", "expert parallelism"),
+        ("tiny_eod", "attention within documents"),
+        ("sharded_tp2", "sharded graph"),
+    ],
+)
+def test_recipes_whose_graphs_call_functions_run_without(name, words, tmp_path):
+    said = unfit(effective_recipe(runs.HERE / f"{name}.yaml", (), None, tmp_path), {})
+    assert said is None if words is None else words in said
+
+
+def test_code_from_elsewhere_runs_without(recipe):
+    assert unfit(recipe, {"REGISTER_PATH": "/mine"})
+    assert unfit({**recipe, "callbacks": [{"type": "Mine", "auto_register": "mine.Mine"}]}, {})
+
+
+@pytest.mark.parametrize(
+    "name", ["MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH", "MS_DEV_FORCE_USE_COMPILE_CACHE"]
+)
+def test_a_users_own_cache_is_refused(recipe, name):
+    refuse_own(recipe, {})
+    with pytest.raises(ClusterError, match=f"{name}=1: .*--compile-cache"):
+        refuse_own(recipe, {name: "1"})
+    refuse_own(recipe, {name: "1", KEY: "of a worker that we started"})
+
+
+def test_nor_may_the_recipe_turn_it_on(recipe):
+    for setting in ("enable_compile_cache", "compile_cache_path"):
+        changed = copy.deepcopy(recipe)
+        changed["context"][setting] = True
+        with pytest.raises(RecipeError, match=f"context.{setting}: .*--compile-cache"):
+            refuse_own(changed, {})
+
+
+def test_the_key_says_what_it_is_of(recipe, starts):
+    key = starts.trained(recipe).key
+    said = json.loads((key / "key.json").read_text())
+    other = cache_key.parts(apply_overrides(recipe, [FACTOR]), 2, 1, starts.environ)
+    assert cache_key.differences(other, said) == ["model.model_config.routed_scaling_factor", "workers"]

@@ -1,0 +1,1 @@
+"""Rules of a layer: the heads of its attention, the balance of its experts."""

@@ -1,0 +1,185 @@
+"""A checkpoint that many ranks wrote, as whole tensors that are read when they are asked for.
+
+MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`) writes for every rank a safetensors file of weights
+and one of the optimizer's state, and a metadata.json: `state_dict_metadata` gives for each tensor its whole shape, into
+how many slices each axis is cut (`axis_fragmentations`) and the slices that exist ("chunk"), `storage_data` the files
+and ranks that hold a slice. What is called `global_offset` is one number, the slice's place in row-major order. A
+checkpoint of one process has no metadata.json. Pure NumPy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401 (NumPy learns what bfloat16 is)
+import numpy as np
+from safetensors import safe_open
+
+from plugins.errors import CheckpointError
+from tools.checkpoint.headers import Header, read_headers
+
+METADATA = "metadata.json"
+BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of a checkpoint.
+
+    Args:
+        dtype: as safetensors writes it; shape: of the whole; cuts: into how many parts each axis is cut.
+        copies: by slice, in row-major order: (rank, file) of all that hold it, by rank.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+    copies: tuple[tuple[tuple[int, str], ...], ...]
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of a slice."""
+        return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that hold a part of it."""
+        return tuple(sorted({rank for copies in self.copies for rank, _ in copies}))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One iteration's folder: what each file holds, by name."""
+
+    folder: Path
+    files: Mapping[str, Mapping[str, Header]]
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of which the checkpoint says how it lies, every slice of it there.
+
+        Raises:
+            CheckpointError: a slice or a tensor is missing, or has another shape than the metadata say.
+        """
+        metadata = self.folder / METADATA
+        if not metadata.exists():
+            if len({rank_of(name) for name in self.files}) > 1:
+                raise CheckpointError(
+                    f"{self.folder}: several ranks wrote here, and {METADATA}, which says how, is missing"
+                )
+            return {
+                name: Tensor(header.dtype, header.shape, (1,) * len(header.shape), (((0, file),),))
+                for file, headers in self.files.items()
+                for name, header in headers.items()
+            }
+        listed, storage = _read_metadata(metadata)
+        held = {name for headers in self.files.values() for name in headers}
+        return {
+            name: self._tensor(name, tensor, storage)
+            for name, tensor in listed.items()
+            if name in held or not name.startswith(BUFFERS)
+        }
+
+    @cached_property
+    def unlisted(self) -> dict[str, dict[int, str]]:
+        """Name -> rank -> file of what ranks wrote without saying how it lies: counters, the biases of routers."""
+        found: dict[str, dict[int, str]] = {}
+        for file, headers in self.files.items():
+            for name in headers.keys() - self.tensors.keys():
+                found.setdefault(name, {})[rank_of(file)] = file
+        return found
+
+    def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
+        """The whole of one tensor, and the ranks whose copy of a slice is not, bit by bit, that of the first."""
+        tensor = self.tensors[name]
+        whole, differing = None, set()
+        for place, copies in enumerate(tensor.copies):
+            first = self.read_from(copies[0][1], name)
+            if len(tensor.copies) == 1:
+                whole = first
+            else:
+                whole = np.empty(tensor.shape, first.dtype) if whole is None else whole
+                index = np.unravel_index(place, tensor.cuts)
+                spans = (slice(i * size, (i + 1) * size) for i, size in zip(index, tensor.part, strict=True))
+                whole[tuple(spans)] = first
+            differing |= {rank for rank, file in copies[1:] if self.read_from(file, name).tobytes() != first.tobytes()}
+        assert whole is not None, "every tensor has a slice"
+        return whole, tuple(sorted(differing))
+
+    def read_from(self, file: str, name: str) -> np.ndarray:
+        """What one file holds of a tensor."""
+        with safe_open(self.folder / file, "np") as tensors:
+            array: np.ndarray = tensors.get_tensor(name)
+        return array
+
+    def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
+        """One tensor of metadata.json: all its slices are there once, and have one shape."""
+        shape, cuts = tuple(tensor["global_shape"]), tuple(tensor["axis_fragmentations"])
+        slices = {_place(chunk): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
+        part = tuple(length // count for length, count in zip(shape, cuts, strict=True))
+        even = tuple(length * count for length, count in zip(part, cuts, strict=True)) == shape
+        if not even or slices.keys() != set(range(math.prod(cuts))) or set(slices.values()) != {part}:
+            found = f"slices {sorted(slices)} of shapes {sorted(set(slices.values()))}"
+            raise CheckpointError(
+                f"{self.folder}: {name} {list(shape)}, cut {list(cuts)}: {found} do not make up the whole"
+            )
+        copies = tuple(self._copies(name, place, part, storage) for place in range(len(slices)))
+        return Tensor(self.files[copies[0][0][1]][name].dtype, shape, cuts, copies)
+
+    def _copies(
+        self, name: str, place: int, shape: tuple[int, ...], storage: Mapping[str, Any]
+    ) -> tuple[tuple[int, str], ...]:
+        entries = storage.get(str((name, (place,))), [])
+        if not entries:
+            raise CheckpointError(f"{self.folder}: {name}: no file is named that holds slice {place}")
+        for entry in entries:
+            file = entry["file_name"]
+            if name not in self.files.get(file, {}):
+                gone = "; the file is not there" * (file not in self.files)
+                raise CheckpointError(
+                    f"{self.folder / file}: holds no {name}, though {METADATA} says so{gone}; was it all copied?"
+                )
+            if (found := self.files[file][name].shape) != shape:
+                raise CheckpointError(f"{self.folder / file}: {name} is {list(found)}; a slice of it is {list(shape)}")
+        return tuple(sorted((int(entry["storage_rank"]), entry["file_name"]) for entry in entries))
+
+
+def open_stored(folder: Path) -> Stored:
+    """A checkpoint by the headers of its files.
+
+    Args:
+        folder: MindFormers' `iteration_*`.
+
+    Raises:
+        CheckpointError: it holds no safetensors, or one that is damaged.
+    """
+    files = {path.name: read_headers(path) for path in sorted(folder.glob("*.safetensors"))}
+    if not files:
+        raise CheckpointError(f"{folder}: no safetensors; give an iteration's folder, such as checkpoint/iteration_*")
+    return Stored(folder, files)
+
+
+def rank_of(name: str) -> int:
+    """The rank in a file's name, which ends in `-<rank>-<world size>.safetensors`."""
+    words = name.removesuffix(".safetensors").split("-")
+    return int(words[-2]) if len(words) > 2 and words[-2].isdecimal() else 0
+
+
+def _read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    try:
+        content = json.loads(file.read_text())
+        return content["state_dict_metadata"], content["storage_data"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint ({error!r})") from None
+
+
+def _place(chunk: Mapping[str, Any]) -> int:
+    """Which slice it is, counted in row-major order."""
+    (place,) = chunk["global_offset"]
+    return int(place)

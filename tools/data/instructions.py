@@ -1,0 +1,143 @@
+"""Instructions from Python sources: a function's signature is the question, what its docstring says first the answer.
+
+Every machine has such data: the standard library. Which documents are held out is decided as `tc3 data prepare` does
+(`tools.data.sampling.held_out`): from the same Python files, with the same seed and share, the modules of the held-out
+instructions are those that neither the tokenizer nor the pre-training of that corpus has seen.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.data.outputs import HELD_OUT, split_name
+from tools.data.sampling import held_out
+from tools.data.skips import Skips
+from tools.data.sources import Corpus
+from tools.files.atomic import keep_existing, write_atomically
+
+INSTRUCTION = "Say what this Python function does."
+SHORTEST, LONGEST = 12, 300  # characters of an answer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `tc3 data instructions` is asked for: as `tc3 data prepare`'s options of these names."""
+
+    corpus: Corpus
+    output: Path
+    held_out: float = 0.0
+    seed: int = 1234
+    force: bool = False
+
+    def files(self) -> dict[str, Path]:
+        """Where each split goes."""
+        splits = ("train", HELD_OUT) if self.held_out else ("train",)
+        return {split: self.output.parent / f"{split_name(self.output.name, split)}.jsonl" for split in splits}
+
+
+@dataclass
+class _Found:
+    rows: dict[str, list[dict[str, str]]] = field(default_factory=lambda: {"train": [], HELD_OUT: []})
+    documents: int = 0
+    without: int = 0  # documents that are no Python
+
+
+def write(options: Options, skips: Skips) -> dict[str, Any]:
+    """Write the instructions as JSON lines of `instruction`, `input` and `output`; returns the counts.
+
+    The order is a shuffle that depends on the instructions and the seed alone. An answer that training data has word
+    for word is no held-out one.
+
+    Raises:
+        DataError: input that is missing or holds no documented function, output that exists or cannot be written.
+    """
+    files = options.files()
+    for path in files.values():
+        keep_existing("--output", path, options.force)
+    found = _collect(options, skips)
+    known = {row["output"] for row in found.rows["train"]}
+    found.rows[HELD_OUT] = [row for row in found.rows[HELD_OUT] if row["output"] not in known]
+    for split in files:
+        if not found.rows[split]:
+            raise DataError(
+                f"--input {' '.join(options.corpus.inputs)}: {found.documents} documents, and the {split} split has no "
+                "function with a docstring; wants Python sources, such as stdlib"
+            )
+    summary: dict[str, Any] = {"documents": found.documents, "no_python": found.without, "held_out": options.held_out}
+    for split, path in reversed(files.items()):  # training data last: who finds it, finds what is held out, too
+        rows = sorted(found.rows[split], key=lambda row: _place(row, options.seed))
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(path, text)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        summary[split] = {"file": str(path), "instructions": len(rows), "sha256": digest}
+    return summary
+
+
+def _collect(options: Options, skips: Skips) -> _Found:
+    found, seen = _Found(), set()
+    for document in options.corpus.documents(skips):
+        split = HELD_OUT if held_out(options.seed, found.documents, options.held_out) else "train"
+        found.documents += 1
+        try:
+            for row in instructions_of(document.text, _module(Path(document.where))):
+                if (key := tuple(row.values())) not in seen:
+                    seen.add(key)
+                    found.rows[split].append(row)
+        except (SyntaxError, ValueError, RecursionError):
+            found.without += 1
+    return found
+
+
+def _module(path: Path) -> str:
+    """What a file is imported as, without the packages around it."""
+    return path.parent.name if path.stem == "__init__" else path.stem
+
+
+def _place(row: dict[str, str], seed: int) -> bytes:
+    """Where a row stands in the shuffle."""
+    return hashlib.sha256(f"{seed}\n{row['input']}\n{row['output']}".encode()).digest()
+
+
+def instructions_of(source: str, module: str) -> Iterator[dict[str, str]]:
+    """An instruction for each public function and method of a module whose docstring begins with a usable paragraph.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError: `source` is no Python that can be parsed here.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes in other people's strings
+        tree = ast.parse(source)
+    for scope, node in _functions(tree.body, ()):
+        answer = _answer(ast.get_docstring(node, clean=False))
+        if answer:
+            name = ".".join((module, *scope, node.name))
+            question = f"{name}({ast.unparse(node.args)})"
+            yield {"instruction": INSTRUCTION, "input": question, "output": answer}
+
+
+def _functions(
+    body: list[ast.stmt], scope: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Public functions of a module and of its public classes, with the classes around them."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            yield scope, node
+        elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _functions(node.body, (*scope, node.name))
+
+
+def _answer(docstring: str | None) -> str:
+    """The first paragraph of a docstring on one line; empty where it is too short, too long, or no sentence."""
+    paragraph = inspect.cleandoc(docstring or "").split("\n\n")[0]
+    answer = " ".join(paragraph.split())
+    fits = SHORTEST <= len(answer) <= LONGEST and answer[0].isalpha() and " " in answer
+    return answer if fits else ""
