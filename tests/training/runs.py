@@ -95,7 +95,7 @@ def kill_all(run_dir):
     """SIGKILL to every process of a run at once, as a machine that goes down."""
     for process in processes_of(run_dir):
         process.kill()
-    psutil.wait_procs(processes_of(run_dir), timeout=10)
+    psutil.wait_procs(processes_of(run_dir), timeout=30)
 
 
 def train_and_watch(recipe, run_dir, corpus, **environment):

@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_no_process(graph, corpus, tmp_path):
     runs.wait_for_step(run, run_dir, 2)
     assert runs.processes_of(run_dir)
     run.send_signal(signal.SIGINT)
-    run.communicate(timeout=10)
+    run.communicate(timeout=60)
     assert run.returncode == 130
     assert runs.processes_of(run_dir) == []
 

@@ -70,9 +70,9 @@ def test_the_clock_is_the_disks(tmp_path, monkeypatch):
             os.utime(descriptor, (5000.0, 5000.0))
 
     disk = Server(4)
-    assert 5000.0 <= disk.now(tmp_path) < 5002.0 and list(tmp_path.iterdir()) == []
+    assert 5000.0 <= disk.now(tmp_path) < 5060.0 and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(time, "time", lambda: 1 / 0)
-    assert 5000.0 <= disk.now(tmp_path) < 5002.0
+    assert 5000.0 <= disk.now(tmp_path) < 5060.0
 
 
 def test_a_disk_that_hangs_is_lost_in_time(tmp_path):
@@ -85,10 +85,7 @@ def test_a_disk_that_hangs_is_lost_in_time(tmp_path):
             disk.read(tmp_path / "over")
         assert bound <= time.monotonic() - began < bound + 30
     (tmp_path / "over").write_text("back")  # frees the one that hangs
-    for _ in range(50):
-        time.sleep(0.02)
-        if disk._last.done.is_set():
-            break
+    assert disk._last.done.wait(60)
     (tmp_path / "over").unlink()
     assert disk.read(tmp_path / "over") is None
 
@@ -116,7 +113,7 @@ def test_several_threads_share_a_disk(tmp_path):
 def test_a_disk_that_is_gone_or_refuses_is_lost_in_time(tmp_path):
     folder, disk = tmp_path / "run", Disk(0.5)
     folder.mkdir()
-    disk.replace(folder / "beat", "alive")
+    Disk(20).replace(folder / "beat", "alive")  # a busy machine's disk may need longer
     folder.rename(tmp_path / "moved")
     for call, least in ((disk.replace, 0.3), (disk.publish, 1.8)):
         began = time.monotonic()
@@ -139,9 +136,9 @@ def test_a_disk_that_comes_back_within_the_bound_is_not_lost(tmp_path, monkeypat
 
 
 def test_on_a_full_disk_a_beat_still_shows_life(tmp_path, monkeypatch):
-    disk = Disk(0.3)
-    disk.replace(tmp_path / "beat", "alive")
-    before = disk.read(tmp_path / "beat")
+    disk, patient = Disk(0.3), Disk(20)  # a busy machine's disk may need longer
+    patient.replace(tmp_path / "beat", "alive")
+    before = patient.read(tmp_path / "beat")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")

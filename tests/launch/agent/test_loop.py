@@ -158,7 +158,7 @@ def test_a_hang_is_ended_within_the_limit_of_its_phase(tmp_path, monkeypatch):
 
 def test_a_stopped_worker_is_the_one_that_hangs(tmp_path, monkeypatch):
     fake(monkeypatch, ["sleep", "stopped"])
-    limits = dict.fromkeys(DEFAULTS, 4.0)
+    limits = dict.fromkeys(DEFAULTS, 8.0)  # in which it has to start, and stop
     assert Agent(job(tmp_path, 0), limits=Limits(limits, limits)).run(0).code == 1
     end = read_attempts(tmp_path)[0].ends["here"]
     assert (end.cause, end.rank) == ("hang", 1) and "worker 1 is stopped" in end.message
@@ -197,7 +197,7 @@ def test_a_signal_ends_it_all_and_is_no_reason_to_go_on(tmp_path, number, outcom
         time.sleep(0.1)
     time.sleep(0.5)
     process.send_signal(number)
-    assert process.wait(timeout=20) == 128 + number
+    assert process.wait(timeout=60) == 128 + number
     attempt = read_attempts(tmp_path)[-1]
     assert attempt.number == 0 and attempt.ends["here"].outcome == outcome
     assert attempt.verdict.decision == "leave" and not left(tmp_path)
@@ -210,7 +210,7 @@ def test_at_a_notice_the_ranks_save_and_leave_together(tmp_path):
         assert time.monotonic() < until and process.poll() is None
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=30) == 143
+    assert process.wait(timeout=60) == 143
     (attempt,) = read_attempts(tmp_path)
     end, steps = attempt.ends["here"], [len(file.read_text().splitlines()) for file in metrics]
     assert (end.outcome, end.phase, end.message) == ("preempted", "save", f"saved on request at step {end.step}")

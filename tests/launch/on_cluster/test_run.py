@@ -29,11 +29,11 @@ environment = {{name: os.environ.get(name) for name in {ENVIRONMENT}}}
 with open(out + ".part", "w") as file:
     json.dump({{"argv": sys.argv[1:], "environment": environment, "cwd": os.getcwd()}}, file)
 if "WORKER" in os.environ:
-    code = "import time; time.sleep(60)"
+    code = "import time; print(flush=True); time.sleep(60)"
     if "STUBBORN" in os.environ:
         code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + code
-    worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    time.sleep(0.3)
+    worker = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+    worker.stdout.readline()  # it has started, and may be deaf now
     open(os.environ["WORKER"], "w").write(str(worker.pid))
     os.replace(out + ".part", out)
     worker.wait()
@@ -282,16 +282,16 @@ def test_an_interrupted_script_leaves_no_process_behind(start, tmp_path, number,
     worker = tmp_path / "worker"
     text = (SCRIPTS / "mini-pretrain.sh").read_text()
     process = start(text, WORKER=str(worker), **({"STUBBORN": "1"} if stubborn else {}))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not (tmp_path / "record").exists():
         assert time.monotonic() < deadline and process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     below = psutil.Process(process.pid).children(recursive=True)
     assert int(worker.read_text()) in {child.pid for child in below}
     send(process.pid, number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == code and "interrupted: ending 2 processes" in err
-    assert psutil.wait_procs(below, timeout=2)[1] == []
+    assert psutil.wait_procs(below, timeout=30)[1] == []
 
 
 @pytest.mark.slow

@@ -19,7 +19,10 @@ ACTIONS = {
     "sleep": SLEEP,
     "stubborn": f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}",
     "fail": "time.sleep(0.5)\ndef deep():\n    raise RuntimeError('the first error')\ndeep()",
-    "fail_later": "time.sleep(1.5)\nraise RuntimeError('lost connection to the others')",
+    "fail_later": (  # once another worker has failed
+        "while 'the first error' not in Path(os.environ['LOGS'], 'worker_1.log').read_text(): time.sleep(0.05)\n"
+        "time.sleep(1)\nraise RuntimeError('lost connection to the others')"
+    ),
     "fail_at_once": "raise RuntimeError('the first error')",
     "user_error": "time.sleep(0.5); print('tc3: plugins.x: no such plugin'); sys.exit(2)",
     "stopped": f"time.sleep(0.5); os.kill(os.getpid(), signal.SIGSTOP); {SLEEP}",
@@ -75,19 +78,24 @@ def start(run_dir, role, rank, action):
 
 def main():
     """Start, then wait as msrun does."""
-    run_dir = Path(sys.argv[1])
-    os.environ["PIDS"] = str(run_dir / "pids")
-    (run_dir / "pids").mkdir(parents=True, exist_ok=True)
-    (run_dir / "pids" / f"msrun_{os.getpid()}").touch()
-    scheduler = start(run_dir, "MS_SCHED", 0, SLEEP)
-    workers = [start(run_dir, "MS_WORKER", rank, ACTIONS[action]) for rank, action in enumerate(sys.argv[2:])]
+    run_dir, started = Path(sys.argv[1]), []
 
     def interrupted(number, frame):
-        for process in [*workers, scheduler]:
+        for process in started:
             process.kill()
         sys.exit(0)
 
     signal.signal(signal.SIGINT, interrupted)
+    pids = run_dir / "pids"
+    os.environ.update(PIDS=str(pids), LOGS=str(run_dir / "logs"))
+    pids.mkdir(parents=True, exist_ok=True)
+    (pids / f"msrun_{os.getpid()}").touch()
+    started.append(scheduler := start(run_dir, "MS_SCHED", 0, SLEEP))
+    for rank, action in enumerate(sys.argv[2:]):
+        started.append(start(run_dir, "MS_WORKER", rank, ACTIONS[action]))
+    workers = started[1:]
+    while not all(list(pids.glob(f"*_{process.pid}")) for process in started):  # none is killed before it is on record
+        time.sleep(0.02)
     while True:
         time.sleep(0.3)
         codes = [worker.poll() for worker in workers]

@@ -18,7 +18,7 @@ from launch.run.supervise import supervise
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-GONE_WITHIN = 10  # seconds, from the failure or the signal
+GONE_WITHIN = 25  # seconds, from the failure or the signal; the stand-in for msrun notices after 30
 
 
 def fake_msrun(run_dir, *actions):
@@ -41,7 +41,7 @@ def running(run_dir):
     return [name for name, pid in pids.items() if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not happen in time"
@@ -193,8 +193,6 @@ def test_a_signal_to_us_ends_everything(tmp_path, number, code):
 
 def test_sigkill_to_us_ends_everything_too(tmp_path):
     process = supervisor(tmp_path, "sleep", "sleep")
-    wait_until(lambda: psutil.Process(started(tmp_path)["msrun"]).num_fds() > 0)
-    time.sleep(0.5)  # msrun sets its handler after it has started the workers
     process.kill()
     process.wait()
     wait_until(lambda: not running(tmp_path), GONE_WITHIN)
@@ -224,7 +222,8 @@ rank, role = os.environ["RANK_ID"], os.environ["MS_ROLE"]
 open(os.path.join({pids!r}, f"{{role}}{{rank}}_{{os.getpid()}}"), "w").close()
 if role == "MS_SCHED":
     sys.exit(0)
-time.sleep(1)
+while len(os.listdir({pids!r})) < 3:  # msrun starts them one after another
+    time.sleep(0.05)
 {body}
 """
 
@@ -243,7 +242,7 @@ def test_under_the_real_msrun(tmp_path, monkeypatch, body, code):
     command = msrun_command(recipe, tmp_path, free_port())
     command[command.index(str(ROOT / "launch" / "train.py"))] = str(script)
     outcome = supervise(command, worker_environment(2, tmp_path), tmp_path, 2)
-    assert outcome.code == code
+    assert outcome.code == code, outcome; print(outcome)
     if code:
         assert outcome.failure.lines[-1] == "RuntimeError: worker one broke"
     assert set(started(tmp_path)) == {"MS_SCHED0", "MS_WORKER0", "MS_WORKER1"} and not running(tmp_path)

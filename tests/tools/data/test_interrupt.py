@@ -46,9 +46,9 @@ def test_an_interrupted_run(tmp_path: Path, long_corpus: Path, tokenizer_folder:
         os.killpg(process.pid, number)  # Ctrl-C reaches the whole group
     else:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode != 0 and "Traceback" not in errors
-    _, alive = psutil.wait_procs(children, timeout=10)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert alive == []
     left = [path.name for path in folder.iterdir()]
     if number == signal.SIGKILL:  # nobody could clean up, but nothing carries the name

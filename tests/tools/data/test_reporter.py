@@ -40,11 +40,10 @@ def test_without_a_terminal_quick_work_says_nothing(capsys) -> None:
 
 def test_work_that_goes_on_after_ctrl_c_is_left_behind() -> None:
     """Rust panicked, with a backtrace, when it came back to an interpreter that was torn down."""
-    code = "import time; from tools.process.signals import interruptibly; print('on', flush=True); "
-    code += "interruptibly(lambda: time.sleep(600))"
+    code = "import time; from tools.process.signals import interruptibly; "
+    code += "interruptibly(lambda: (time.sleep(0.5), print('on', flush=True), time.sleep(600)))"  # it waits by now
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout and process.stdout.readline() == b"on\n"
-    time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(30) == 130
     process.stdout.close()

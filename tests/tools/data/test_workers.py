@@ -85,5 +85,5 @@ def test_workers_end_when_their_parent_is_killed() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    _, alive = psutil.wait_procs(workers, timeout=10)
+    _, alive = psutil.wait_procs(workers, timeout=30)
     assert alive == []

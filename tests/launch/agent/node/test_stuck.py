@@ -37,7 +37,7 @@ def worker(tmp_path):
             code = CODE.format(answer=answer)
             process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=file, stderr=file)
         started.append(process)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while "ready" not in log.read_text():
             assert time.monotonic() < until and process.poll() is None, log.read_text()
             time.sleep(0.02)
@@ -61,7 +61,7 @@ def test_a_stopped_worker_is_found(worker):
     process = worker(5)
     assert stopped() is None
     process.send_signal(signal.SIGSTOP)
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while stopped() is None and time.monotonic() < until:
         time.sleep(0.02)
     assert stopped() == 5

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from plugins.cpu_backend.network import mailbox
 from plugins.errors import ClusterError
 from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
 
@@ -37,14 +38,15 @@ def test_a_send_leaves_before_its_mesh_closes():
             mesh[1].receive(0, 1, "here")
 
 
-def test_a_send_to_a_rank_that_is_gone_neither_raises_nor_keeps_close_waiting():
+def test_a_send_to_a_rank_that_is_gone_neither_raises_nor_keeps_close_waiting(monkeypatch):
+    monkeypatch.setattr(mailbox, "PATIENCE", 60.0)
     with meshes(2) as mesh:
         mesh[1].close()
         begin = time.monotonic()
         for _ in range(3):
             mesh[0].send(1, 1, np.ones(1 << 20), "lost")
         mesh[0].close()
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 15
 
 
 def test_an_exchange_hands_over_whatever_its_peer_sent():
@@ -56,13 +58,13 @@ def test_an_exchange_hands_over_whatever_its_peer_sent():
 
 
 def test_a_rank_that_waits_tells_the_others_and_takes_it_back():
-    with meshes(3, timeout=1.6) as mesh, ThreadPoolExecutor(2) as pool:
+    with meshes(3, timeout=2.4) as mesh, ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(mesh[1].receive, 2, 4, "rank 1, supper")
-        time.sleep(0.6)
+        time.sleep(0.9)  # more than the quarter of the time after which it tells
         mesh[2].send(1, 4, np.ones(1), "supper")
         waiting.result(20)
         late = pool.submit(mesh[0].receive, 1, 9, "rank 0, breakfast")
-        with pytest.raises(ClusterError, match=r"^rank 0, breakfast: no end after 1.6 s; rank 1 has not come$"):
+        with pytest.raises(ClusterError, match=r"^rank 0, breakfast: no end after 2.4 s; rank 1 has not come$"):
             late.result(20)
         both = [pool.submit(mesh[1].receive, 2, 5, "rank 1, lunch"), pool.submit(mesh[0].receive, 1, 8, "rank 0, tea")]
         with pytest.raises(ClusterError, match=r"rank 1 has not come \(it waits in lunch\)$"):

@@ -116,14 +116,14 @@ sys.executable = sys.argv[1] + "/python"
 equivalence_runs.train({"callbacks": []}, pathlib.Path(sys.argv[1], "run"))
 """
     ours = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL)
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not mark.exists():
         assert time.monotonic() < until and ours.poll() is None
         time.sleep(0.02)
     time.sleep(0.5)  # the child may run before whoever started it knows of it
     ours.terminate()
-    assert ours.wait(timeout=10) != 0
-    until = time.monotonic() + 2
+    assert ours.wait(timeout=30) != 0
+    until = time.monotonic() + 30
     while left := psutil.pid_exists(number := int(mark.read_text())):
         if time.monotonic() > until:
             psutil.Process(number).kill()
