@@ -141,6 +141,10 @@ class _Watch:
     def _failure(self, ended: list[Member]) -> Failure | None:
         """The failure of the first worker that ended badly; of several at once the one whose log tells most."""
         logged = self._ask_msrun(ended)
+        if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
+            logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
+            told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
+            return max(told, key=_tells, default=None)
         failures = [
             (worker_failure(self._log(member), member.rank, member.code), member.process.pid in logged)
             for member in ended
@@ -150,10 +154,6 @@ class _Watch:
             return max(failures, key=lambda pair: (*_tells(pair[0]), pair[1]))[0]
         if any(member.rank is None and member.failed for member in ended) and self._running():
             return self._from_log("scheduler.log", "msrun's scheduler failed")
-        if set(logged) - set(self.family.members):  # it ended before we had seen it
-            logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
-            told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
-            return max(told, key=_tells, default=None)
         return None
 
     def _ask_msrun(self, ended: list[Member]) -> dict[int, int]:

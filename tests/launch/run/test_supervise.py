@@ -103,6 +103,17 @@ def test_workers_that_write_may_outlast_the_one_that_finished(tmp_path, monkeypa
     assert ticks[-1] - ticks[0] > 3
 
 
+def test_one_that_failed_before_we_saw_it_is_named_not_those_that_msrun_killed_for_it(tmp_path):
+    (tmp_path / "msrun.log").write_text("Worker process 4242 exit with exception. Error code: 1.\n")
+    (tmp_path / "worker_0.log").write_text("fine so far\n")
+    (tmp_path / "worker_1.log").write_text("Traceback (most recent call last):\nRuntimeError: no such module\n")
+    killed = module.Member(psutil.Process(), 0, ended=True, code=-signal.SIGKILL)
+    family = module.Family(os.getpid(), members={killed.process.pid: killed})
+    watch = module._Watch(None, family, tmp_path, tmp_path, 2, [], lambda: None, lambda number: True)
+    failure = watch._failure([killed])
+    assert (failure.rank, failure.code, failure.lines[-1]) == (1, 1, "RuntimeError: no such module")
+
+
 def test_msrun_that_cannot_start_workers_is_reported_with_its_own_words(tmp_path):
     command = [sys.executable, "-c", "raise SystemExit('no such option --worker_nun')"]
     outcome = supervise(command, os.environ, tmp_path, 1)
@@ -242,7 +253,7 @@ def test_under_the_real_msrun(tmp_path, monkeypatch, body, code):
     command = msrun_command(recipe, tmp_path, free_port())
     command[command.index(str(ROOT / "launch" / "train.py"))] = str(script)
     outcome = supervise(command, worker_environment(2, tmp_path), tmp_path, 2)
-    assert outcome.code == code, outcome; print(outcome)
+    assert outcome.code == code
     if code:
         assert outcome.failure.lines[-1] == "RuntimeError: worker one broke"
     assert set(started(tmp_path)) == {"MS_SCHED0", "MS_WORKER0", "MS_WORKER1"} and not running(tmp_path)

@@ -134,9 +134,9 @@ init()
 peers.connect()
 # each chunk is compiled by itself: four of them once, where most can go wrong
 for mode, halves in zip(MODES, ((2, 1), (1, 2), (2, 1)), strict=True):
-    for chunks in ((1, 1), halves):
-        check(*layer(mode, chunks), mode, f"{mode} {chunks}")
-check(*layer("deduplicated", (1, 1), rows=SpareRows()), "deduplicated", "deduplicated, a row to oneself")
+    check(*layer(mode, halves), mode, f"{mode} {halves}")
+for mode, rows in (("global", Rows()), ("hierarchical", Rows()), ("deduplicated", SpareRows())):
+    check(*layer(mode, (1, 1), rows=rows), mode, f"{mode}, {type(rows).__name__}")
 for mode, chunks in (("hierarchical", (2, 2)), ("deduplicated", (1, 2))):
     padded = layer(mode, chunks, pad=True, recompute=True)
     check(*padded, mode, f"{mode} {chunks}, padded and recomputed", exact_bytes=False)
