@@ -1,8 +1,4 @@
-"""Fine-tuning trains the answers of packed conversations, from weights that were Hugging Face's, and survives a kill.
-
-What it computed of steps 5 to 7 before the kill is what it must compute after it, from the checkpoint of step 4. That
-converted weights begin a run as own ones do: test_converted.py.
-"""
+"""Fine-tuning trains the answers of packed conversations, from own weights and Hugging Face's, and survives a kill."""
 
 import json
 import subprocess
@@ -63,24 +59,27 @@ def recipe(talk, tmp_path):
     return make
 
 
-def test_answers_are_learnt_from_converted_weights_and_alike_after_a_kill(whole, recipe, tmp_path):
+def test_answers_are_learnt_alike_from_converted_weights_and_after_a_kill(whole, recipe, tmp_path):
     weights = whole / "checkpoint" / "iteration_00000012"
+    runs.train(recipe(weights), tmp_path / "own", None)
+    expected, held_out = runs.steps(tmp_path / "own"), read_held_out(tmp_path / "own")
+    assert sorted(expected) == list(range(1, 9)) and sorted(held_out) == [0, 8]
+    assert held_out[8] < held_out[0] - 0.5, "the answers of functions that are never trained on"
+
     for source, target, more in (
         (weights, tmp_path / "hf", ()),
         (tmp_path / "hf", tmp_path / "ms", ("--recipe", str(whole / "recipe.yaml"))),
     ):
         subprocess.run([runs.TC3, "weights", "convert", str(source), str(target), *more], check=True)
-    run_dir, tuned = tmp_path / "run", recipe(tmp_path / "ms")
-    runs.train_and_kill(tuned, run_dir, None, step=6)
-    before = runs.steps(run_dir)
-    assert 6 <= max(before) < 8
-    text = runs.train(tuned, run_dir, None, "--resume", "auto")
+    run_dir = tmp_path / "converted"
+    runs.train_and_kill(recipe(tmp_path / "ms"), run_dir, None, step=5)
+    assert 5 <= max(runs.steps(run_dir)) < 8
+    text = runs.train(recipe(tmp_path / "ms"), run_dir, None, "--resume", "auto")
     assert "going on from step 4" in text
-    after = runs.steps(run_dir)
-    assert sorted(after) == list(range(1, 9))
-    for step, record in before.items():
-        runs.same(after[step], record)
-    assert after[6]["seconds"] != before[6]["seconds"], "it is of the resume"
-    held_out = read_held_out(run_dir)
-    assert sorted(held_out) == [0, 4, 8], "a resume evaluates what it goes on from"
-    assert held_out[8] < held_out[0] - 0.5, "the answers of functions that are never trained on"
+    got = runs.steps(run_dir)
+    assert sorted(got) == list(range(1, 9))
+    for step, record in got.items():
+        runs.same(record, expected[step])
+    again = read_held_out(run_dir)
+    assert sorted(again) == [0, 4, 8], "a resume evaluates what it goes on from"
+    assert {step: again[step] for step in held_out} == held_out

@@ -1,6 +1,5 @@
-"""MindSpore's sharded graph on CPU workers: each layout trains as one process does, and goes on from a checkpoint.
+"""MindSpore's sharded graph on CPU workers: each layout trains as one process does, and goes on after a kill.
 
-Runs that are killed: test_one_worker.py, test_two_workers.py, test_attention_balance.py.
 benchmarks/RESULTS.md has further layouts; `tc3 accuracy equivalence` compares gradients and optimizer state, too.
 """
 
@@ -91,15 +90,14 @@ def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_fact
     assert other[0].startswith(f"reported, not executed: {lost[0]} of "), other
 
 
-def test_a_run_without_its_newest_checkpoint_goes_on_to_the_same_bits(corpus, tmp_path_factory, tmp_path):
-    whole, run_dir = run("_tp2", corpus, tmp_path_factory), tmp_path / "run"
-    shutil.copytree(whole, run_dir)
-    shutil.rmtree(run_dir / "checkpoint" / "iteration_00000006")
-    text = runs.train(runs.HERE / "sharded_tp2.yaml", run_dir, corpus, "--resume", "auto")
+def test_a_killed_run_goes_on_to_the_same_bits(corpus, tmp_path_factory, tmp_path):
+    expected = runs.steps(run("_tp2", corpus, tmp_path_factory))
+    recipe, run_dir = runs.HERE / "sharded_tp2.yaml", tmp_path / "run"
+    runs.train_and_kill(recipe, run_dir, corpus, step=4)
+    assert runs.processes_of(run_dir) == []
+    text = runs.train(recipe, run_dir, corpus, "--resume", "auto")
     assert "going on from step 3" in text
-    expected, resumed = runs.steps(whole), runs.steps(run_dir)
+    resumed = runs.steps(run_dir)
     assert sorted(resumed) == STEPS
     for step, record in resumed.items():
         runs.same(record, expected[step])
-    again = [step for step in STEPS if resumed[step]["seconds"] != expected[step]["seconds"]]
-    assert again == [4, 5, 6], "the others are of the run before"
