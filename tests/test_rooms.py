@@ -21,7 +21,7 @@ ROWS = [
     ["tools.estimate"],
     ["tools.placement"],
     ["tools.auto"],
-    ["tools.check", "tools.ep_report"],
+    ["tools.check", "tools.ep_report", "tools.profile"],
     ["tools.dryrun"],
     ["tools.search"],
     ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
