@@ -22,7 +22,7 @@ ROWS = [
     ["tools.placement"],
     ["tools.auto"],
     ["tools.check", "tools.ep_report"],
-    ["tools.dryrun"],
+    ["tools.dryrun", "tools.profile"],
     ["tools.search"],
     ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
     ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts"],

@@ -29,6 +29,7 @@ PURPOSE = {
     "check": "will MindFormers run it as written?",
     "auto": "the values that “auto” stands for",
     "ep_report": "expert dispatch and overlap",
+    "profile": "profiled steps by term",
     "placement": "layers to stages, and what recomputes",
     "estimate": "the seconds and bytes of a step, predicted",
     "model": "layers, weights and FLOPs: the only formulas",

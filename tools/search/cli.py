@@ -16,6 +16,7 @@ from tools.placement.instance_file import read_instance, with_margin
 from tools.ranges import Number
 from tools.search.calibrate_cli import calibrate_command
 from tools.search.command import space_command
+from tools.search.explain_cli import explain
 from tools.search.layout_cli import layout
 from tools.search.progress import PlanProgress
 from tools.search.validate_cli import validate
@@ -126,5 +127,6 @@ def pipeline(
 
 
 search.add_command(calibrate_command)
+search.add_command(explain)
 search.add_command(layout)
 search.add_command(validate)

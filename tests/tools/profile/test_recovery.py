@@ -1,0 +1,86 @@
+"""Efficiencies that made a trace are found in it again."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.tools.profile.traces import Trace
+from tools.estimate.efficiency import cluster, efficiency_of
+from tools.estimate.from_recipe import from_recipe
+from tools.profile.fit import fit
+from tools.profile.modelled import whole
+from tools.profile.study import study
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+
+ROOT = Path(__file__).parents[3]
+HARDWARE = cluster("atlas_800t_a2")
+START = efficiency_of(HARDWARE)
+FACTORS = dict.fromkeys(("matmul", "half_size", "attention", "memory", "link"), (0.75, 1.25))
+SECONDS = dict.fromkeys(("layer_s", "moe_s", "step_s"), (0.3, 3.0))
+
+
+@cache
+def run_of(**changes):
+    recipe = load_recipe(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml")
+    config = from_recipe(apply_overrides(recipe, ["parallel_config.micro_batch_num=4"]))
+    return replace(config, **changes)
+
+
+def perturbed(factors):
+    changed = {name: getattr(START, name) * factor for name, factor in factors.items()}
+    return replace(START, **{**changed, "link": min(changed.get("link", START.link), 1.1)})
+
+
+def found_in(folder, config, truth, stage=1, scoped=True):
+    rank = stage * (config.devices // config.pp)
+    Trace(config, HARDWARE, truth, stage, scoped).build().write(folder, rank)
+    seen = study(folder, config)
+    assert seen.stage == stage
+    assert sum(seen.measured.terms.values()) == pytest.approx(seen.measured.seconds, rel=1e-9)
+    return seen, fit(seen.profile, seen.measured, config, HARDWARE, START, seen.stage)
+
+
+@settings(
+    max_examples=5,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes and says little here
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(factors=st.fixed_dictionaries({name: st.floats(*span) for name, span in {**FACTORS, **SECONDS}.items()}))
+def test_perturbed_efficiencies_are_recovered_to_one_percent(factors, tmp_path_factory):
+    truth = perturbed(factors)
+    _, found = found_in(tmp_path_factory.mktemp("trace"), run_of(), truth)
+    assert set(found.fitted) >= {"matmul", "half_size", "attention", "memory", "link", "moe_s", "step_s"}
+    for name in found.fitted:
+        assert getattr(found.efficiency, name) == pytest.approx(getattr(truth, name), rel=0.01), name
+    assert sum(found.after.values()) == pytest.approx(found.measured.seconds, rel=0.001)
+
+
+def test_what_is_hidden_is_told_from_the_speed_of_links(tmp_path):
+    truth = replace(perturbed({"link": 0.8}), hidden=0.3)
+    seen, found = found_in(tmp_path, run_of(cp=2, dp=2), truth)
+    model = whole(seen.config, HARDWARE, truth, seen.stage)
+    assert seen.measured.whole["cp"] == pytest.approx(model["cp"], rel=1e-3)
+    assert seen.measured.terms["cp"] == pytest.approx(0.7 * model["cp"], rel=1e-3)
+    assert found.efficiency.link == pytest.approx(truth.link, rel=0.01)
+    assert found.efficiency.hidden == pytest.approx(0.3, abs=0.003)
+
+
+def test_without_scopes_the_host_is_one_term_and_it_is_said_which_parameters_that_hides(tmp_path):
+    seen, found = found_in(tmp_path, run_of(), perturbed({"moe_s": 1.2}), scoped=False)
+    assert not seen.measured.scoped
+    together = {"layer_s", "moe_s", "step_s"}
+    assert len(together & set(found.fitted)) == 1
+    assert all("host's time is one" in found.kept[name] for name in together - set(found.fitted))
+    assert sum(found.after.values()) == pytest.approx(seen.measured.seconds, rel=0.001)
+
+
+def test_a_parameter_that_nothing_depends_on_keeps_its_value(tmp_path):
+    _, found = found_in(tmp_path, run_of(), START)
+    assert found.kept["matmul_fp8"] == "no term depends on it"
+    assert found.efficiency.matmul_fp8 == START.matmul_fp8

@@ -1,0 +1,220 @@
+"""MindSpore's profile of an Ascend device: the CSV files of ASCEND_PROFILER_OUTPUT (tests/tools/profile/SOURCES.md).
+
+    kernel_details.csv    Step ID (with a schedule), Name, Type, Accelerator Core, Start Time(us), Duration(us), and
+                          from level 1 on Input Shapes and Output Shapes ("4096,2560;2560,7680"); op_summary's own
+                          names of these columns are taken, too
+    op_statistic.csv      OP Type, Core Type, Count, Total Time(us): where there are no kernels, their sums by type
+    step_trace_time.csv   Step, Computing, Communication(Not Overlapped), Overlapped, Free; the first, second and last
+                          make the step
+    communication.json    whose keys name a collective's group, and profiler_metadata.json beside the folder, which
+                          lists that group's ranks
+
+Versions differ in further columns, which are left alone, and in tabs around numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import DataError
+from tools.profile.kernels import Kernel, Profile, Shapes, Step
+
+FOLDER = "ASCEND_PROFILER_OUTPUT"
+KERNELS, STATISTIC, TRACE = "kernel_details.csv", "op_statistic.csv", "step_trace_time.csv"
+_US = 1e-6
+_NAMES = {  # our name -> the profiler's, of kernel_details.csv or op_summary
+    "name": ("Name", "Op Name"),
+    "kind": ("Type", "OP Type"),
+    "core": ("Accelerator Core", "Task Type", "Core Type"),
+    "start": ("Start Time(us)", "Task Start Time(us)"),
+    "seconds": ("Duration(us)", "Task Duration(us)"),
+}
+_TRACE = ("Computing", "Communication(Not Overlapped)", "Free")
+Row = dict[str, str]
+
+
+def read_ascend(folder: Path, steps: int | None = None) -> Profile:
+    """The profile of one device.
+
+    Args:
+        folder: an ASCEND_PROFILER_OUTPUT.
+        steps: that the files hold, where they do not say it.
+
+    Raises:
+        DataError: neither kernels nor their sums are there, or a column that is needed is missing.
+    """
+    lengths = _lengths(folder / TRACE)
+    rank = _rank(folder)
+    if (folder / KERNELS).is_file():
+        rows = _rows(folder / KERNELS)
+        ranks = _groups(folder)
+        by_step: dict[str, list[Kernel]] = defaultdict(list)
+        origin = _time(rows[0], f"{folder / KERNELS}:2")
+        for number, row in enumerate(rows, 2):
+            step = next((row[key].strip() for key in ("Step ID", "Step Id") if row.get(key)), "")
+            by_step[step].append(_kernel(row, f"{folder / KERNELS}:{number}", ranks, origin))
+        found = [_step(kernels, lengths.get(name)) for name, kernels in by_step.items()]
+        notes = [] if any(kernel.inputs for kernel in found[0].kernels) else ["no shapes: profile at level 1 for them"]
+        if len(found) == 1:
+            alone = _divided(found[0], steps or max(1, len(lengths)), sum(lengths.values()))
+            return Profile(str(folder), "Ascend", alone, steps or max(1, len(lengths)), rank=rank, notes=tuple(notes))
+        middle = sorted(found, key=lambda step: step.seconds)[len(found) // 2]
+        return Profile(str(folder), "Ascend", middle, len(found), rank=rank, notes=tuple(notes))
+    if (folder / STATISTIC).is_file():
+        return _from_sums(folder, steps or max(1, len(lengths)), lengths, rank)
+    raise DataError(f"{folder}: holds neither {KERNELS} nor {STATISTIC}: profile with level 0 or more")
+
+
+def _rows(path: Path) -> list[Row]:
+    """A table, its header without blanks.
+
+    Raises:
+        DataError: it is not text, or has no rows.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [{(key or "").strip(): value or "" for key, value in row.items() if isinstance(value, str | None)}
+                    for row in csv.DictReader(file)]  # fmt: skip
+    except (UnicodeDecodeError, csv.Error, OSError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
+    if not rows:
+        raise DataError(f"{path}: has no rows")
+    return rows
+
+
+def _column(row: Row, name: str, place: str) -> str:
+    for column in _NAMES[name]:
+        if column in row:
+            return row[column].strip()
+    raise DataError(f"{place.rsplit(':', 1)[0]}: no column {_NAMES[name][0]!r}; it has {', '.join(row)}")
+
+
+def _number(text: str, place: str, column: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not 0 <= number < 1e18:
+        raise DataError(f"{place}: {column}: want a number of microseconds, got {text!r}")
+    return number
+
+
+def _time(row: Row, place: str) -> Decimal:
+    """A start: microseconds since 1970 have more digits than a float."""
+    text = _column(row, "start", place)
+    _number(text, place, _NAMES["start"][0])
+    return Decimal(text)
+
+
+def _kernel(row: Row, place: str, ranks: dict[str, tuple[int, ...]], origin: Decimal) -> Kernel:
+    name, kind, core = (_column(row, key, place) for key in ("name", "kind", "core"))
+    seconds = _number(_column(row, "seconds", place), place, _NAMES["seconds"][0]) * _US
+    start = float(_time(row, place) - origin) * _US
+    short = name.rsplit("/", 1)[-1]
+    inputs, outputs = (shapes_of(row.get(key, "")) for key in ("Input Shapes", "Output Shapes"))
+    return Kernel(name, kind, core, start, seconds, inputs, outputs, ranks.get(short, ()))
+
+
+def shapes_of(text: str) -> Shapes:
+    """Shapes from "4096,2560;2560,7680": tensors by semicolons; () for N/A."""
+    found = []
+    for part in text.replace('"', "").split(";"):
+        sizes = part.strip().strip("[]()")
+        if re.fullmatch(r"\d+(\s*,\s*\d+)*", sizes):
+            found.append(tuple(int(size) for size in sizes.split(",")))
+        elif sizes in ("", "N/A"):
+            found.append(())
+    return tuple(found) if any(found) else ()
+
+
+def _step(kernels: Iterable[Kernel], seconds: float | None) -> Step:
+    """Kernels from the step's begin; without a summary it is as long as they are."""
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    first = ordered[0].start
+    moved = tuple(replace(kernel, start=kernel.start - first) for kernel in ordered)
+    return Step(moved, seconds or max(kernel.start + kernel.seconds for kernel in moved))
+
+
+def _divided(step: Step, steps: int, seconds: float) -> Step:
+    """One of several steps that the files do not tell apart: all of it, each second a share of one."""
+    shrunk = tuple(
+        replace(kernel, start=kernel.start / steps, seconds=kernel.seconds / steps) for kernel in step.kernels
+    )
+    return Step(shrunk, (seconds or step.seconds) / steps, steps)
+
+
+def _lengths(path: Path) -> dict[str, float]:
+    """Step -> seconds, as the summary has them; {} without one."""
+    if not path.is_file():
+        return {}
+    rows = _rows(path)
+    for column in _TRACE:
+        if column not in rows[0]:
+            raise DataError(f"{path}: no column {column!r}; it has {', '.join(rows[0])}")
+    return {
+        row.get("Step", "").strip(): _US * sum(_number(row[column], f"{path}:{number}", column) for column in _TRACE)
+        for number, row in enumerate(rows, 2)
+    }
+
+
+def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | None) -> Profile:
+    path, kernels = folder / STATISTIC, []
+    for number, row in enumerate(_rows(path), 2):
+        place = f"{path}:{number}"
+        kind, core = (_column(row, key, place) for key in ("kind", "core"))
+        if "Total Time(us)" not in row:
+            raise DataError(f"{path}: no column 'Total Time(us)'; it has {', '.join(row)}")
+        seconds = _number(row["Total Time(us)"], place, "Total Time(us)") * _US / steps
+        count = row.get("Count", "1").strip()
+        kernels.append(Kernel(kind, kind, core, 0.0, seconds, count=max(1, int(count) if count.isdigit() else 1)))
+    rows = _rows(folder / TRACE) if lengths else []
+    shown, hidden = (
+        sum(_number(row.get(column, "0"), str(folder / TRACE), column) for row in rows) * _US / steps
+        for column in ("Communication(Not Overlapped)", "Overlapped")
+    )
+    step = Step(tuple(kernels), sum(lengths.values()) / steps, steps)
+    note = f"no {KERNELS}: sums by type of {STATISTIC}; communication by its group, gaps by layer are unknown"
+    return Profile(
+        str(folder), "Ascend", step, steps, timed=False, rank=rank, exposed=(shown, hidden), notes=(note,)
+    )  # fmt: skip
+
+
+def _rank(folder: Path) -> int | None:
+    """Of profiler_info_N.json beside the folder, or of a folder rank_N above it."""
+    names = [path.name for path in folder.parent.glob("profiler_info_*.json")]
+    names += [part.name + ".json" for part in folder.resolve().parents if re.fullmatch(r"rank_\d+", part.name)]
+    return next((int(found[1]) for found in (re.search(r"_(\d+)\.json$", name) for name in names) if found), None)
+
+
+def _groups(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Collective -> the global ranks of its group, as far as the two JSON files tell."""
+    groups = _json(folder.parent / "profiler_metadata.json").get("parallel_group_info", {})
+    every_group = groups.items() if isinstance(groups, dict) else ()
+    listed = {name: value.get("global_ranks") for name, value in every_group if isinstance(value, dict)}
+    members = {name: tuple(ranks) for name, ranks in listed.items() if isinstance(ranks, list)}
+    found: dict[str, tuple[int, ...]] = {}
+    for step in _json(folder / "communication.json").values():
+        for every in step.values() if isinstance(step, dict) else ():
+            for key in every if isinstance(every, dict) else ():
+                name, _, group = str(key).partition("@")
+                if group in members:
+                    found[name] = members[group]
+    return found
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise DataError(f"{path}: is not JSON: {' '.join(str(error).split())}") from None
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,255 @@
+"""Efficiencies from one profiled step, each from the terms that speak of it.
+
+1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
+2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
+   optimizer (memory), each communication with what is hidden included and without (links, hidden), the host's time;
+3. *choice*: only parameters that move these numbers, and each in a way of its own (a QR decomposition with pivots of
+   their derivatives). The others keep their values, and it is said why.
+
+The pipeline's waiting follows from the others. What is not attributed stands in `step_s`, so that the step is whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from scipy.linalg import qr
+from scipy.optimize import least_squares
+
+from plugins.errors import DataError
+from tools.estimate.configuration import Configuration
+from tools.estimate.efficiency import NAMES, Efficiency
+from tools.estimate.layer_model import Matmul
+from tools.estimate.published.calibrate import BOUNDS
+from tools.estimate.time_model import TimeModel
+from tools.hardware import Hardware
+from tools.profile.attribute import HOST, Measured
+from tools.profile.kernels import Profile
+from tools.profile.kinds import COMPUTE, OTHER, term_of
+from tools.profile.modelled import modelled, whole
+from tools.profile.shapes import matmul_of
+
+TELLING = 1e-3  # of the step: a parameter that is a factor e off must move the terms by that much
+APART = 0.02  # of its own movement, which no other parameter can imitate
+_STEP = 1e-4
+_WIDE = {  # of a CPU: what nobody fuses, and a host that is the device
+    "memory": (1e-4, 1.0),
+    "attention": (1e-3, 1.0),
+    "matmul": (1e-2, 1.0),
+    "layer_s": (1e-6, 1.0),
+    "moe_s": (1e-6, 1.0),
+}
+Numbers = Callable[[Efficiency], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was found.
+
+    Args:
+        efficiency: fitted where `fitted` says so, else as it was.
+        kept: parameter -> why the profile cannot tell it.
+        before, after: `TERMS` -> modelled seconds with the efficiencies of the start and of the fit.
+        measured: the profile's.
+    """
+
+    efficiency: Efficiency
+    fitted: tuple[str, ...]
+    kept: dict[str, str]
+    before: dict[str, float]
+    after: dict[str, float]
+    measured: Measured
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return asdict(self)
+
+
+class Products(TimeModel):
+    """A model that is asked for single matmuls."""
+
+    def product(self, config: Configuration, matmul: Matmul) -> float:
+        """Seconds of a product."""
+        return self._matmul(config, matmul)
+
+
+def fit(
+    profile: Profile,
+    measured: Measured,
+    config: Configuration,
+    hardware: Hardware,
+    start: Efficiency,
+    stage: int | None,
+) -> Fit:
+    """Fit `start` to a profiled step of `config`.
+
+    Args:
+        stage: of the pipeline, that was profiled; None: unknown, the slowest is taken.
+
+    Raises:
+        DataError: nothing in the profile tells any parameter.
+    """
+    bounds = {**BOUNDS, **(_WIDE if profile.device == "CPU" else {})}
+    bounds = {name: bounds[name] for name in NAMES if name in bounds}
+    numbers = _numbers(profile, measured, config, hardware, stage)
+    left = bounds if measured.scoped else _one_host(numbers, start, bounds)
+    names, kept = _choose(numbers, start, left)
+    kept |= {name: "without scopes in names the host's time is one" for name in bounds if name not in left}
+    if not names:
+        raise DataError(f"{profile.source}: its terms tell none of {', '.join(bounds)}")
+    best = _solve(numbers, start, names, bounds)
+    for name in names:
+        value, span = getattr(best, name), bounds[name]
+        if min(abs(value - bound) for bound in span) < 1e-6 * span[1]:
+            kept[name] = "fitted, but it stands at the end of its range: the model lacks something there"
+    before, after = (modelled(config, hardware, values, stage) for values in (start, best))
+    return Fit(best, tuple(names), kept, before, after, measured)
+
+
+def _numbers(
+    profile: Profile, measured: Measured, config: Configuration, hardware: Hardware, stage: int | None
+) -> Numbers:
+    """What is off, in shares of the step, as a function of efficiencies."""
+    products = _products(profile, config)
+    weights = np.array([seconds for _, seconds in products]) / measured.seconds
+    raw = {name: seconds for name, seconds in measured.whole.items() if name != "pipeline"}
+
+    def off(values: Efficiency) -> np.ndarray:
+        model = modelled(config, hardware, values, stage)
+        terms = [model[name] - measured.terms[name] for name in (*COMPUTE, "tp", "cp", "ep", "data")]
+        terms += _host(model, measured)
+        if raw:
+            open_ = whole(config, hardware, values, stage)
+            terms += [open_[name] - raw[name] for name in raw if name in open_]
+        found = np.array(terms) / measured.seconds
+        return np.concatenate([found, _relative(config, hardware, values, products, weights)])
+
+    return off
+
+
+def _one_host(
+    numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """The bounds with one parameter of the host, the one that moves the step most: gaps do not say whose they are."""
+    host = [name for name in ("layer_s", "moe_s", "step_s") if name in bounds]
+    moves = np.linalg.norm(_derivatives(numbers, start, host, bounds), axis=0)
+    return {name: span for name, span in bounds.items() if name not in host or name == host[int(moves.argmax())]}
+
+
+def _host(model: Mapping[str, float], measured: Measured) -> list[float]:
+    """The host's seconds apart where names tell them, else together."""
+    names = [[name] for name in HOST] if measured.scoped else [list(HOST)]
+    names[-1] = [*names[-1], OTHER]
+    return [sum(model[name] - measured.terms[name] for name in every) for every in names]
+
+
+def _products(profile: Profile, config: Configuration) -> list[tuple[Matmul, float]]:
+    """Each product's seconds, by shape; a gradient's counts with the product that it belongs to."""
+    found: dict[tuple[float, float, float, float], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for kernel in profile.step.kernels:
+        matmul = matmul_of(kernel) if term_of(kernel, config) == "matmul" else None
+        if matmul and kernel.seconds:
+            least, middle, most = sorted((matmul.rows, matmul.columns, matmul.depth))
+            key = (least, middle, most, matmul.times)
+            found[key][0] += kernel.seconds
+            found[key][1] += kernel.count
+    return [
+        (Matmul(rows, columns, depth, times * count), seconds)
+        for (rows, columns, depth, times), (seconds, count) in sorted(found.items())
+    ]
+
+
+def _relative(
+    config: Configuration,
+    hardware: Hardware,
+    values: Efficiency,
+    products: Sequence[tuple[Matmul, float]],
+    weights: Any,
+) -> np.ndarray:
+    """How shapes are off each other: logarithms without their mean, by their share of the step."""
+    if len(products) < 2:
+        return np.zeros(0)
+    times = Products(hardware, values)
+    logs = np.array([np.log(times.product(config, matmul) / seconds) for matmul, seconds in products])
+    result: np.ndarray = weights * (logs - np.average(logs, weights=weights))
+    return result
+
+
+def _choose(
+    numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
+) -> tuple[list[str], dict[str, str]]:
+    """The parameters that the terms tell apart, and why not the others."""
+    names = list(bounds)
+    moves = _derivatives(numbers, start, names, bounds)
+    sizes = np.linalg.norm(moves, axis=0)
+    kept = {name: "no term depends on it" if size < 1e-9 else f"it moves no term by {TELLING:.1%} of the step"
+            for name, size in zip(names, sizes, strict=True) if size < TELLING}  # fmt: skip
+    left = [index for index in range(len(names)) if names[index] not in kept]
+    if not left:
+        return [], kept
+    scaled = moves[:, left] / sizes[left]
+    _, triangle, order = qr(scaled, mode="economic", pivoting=True)
+    own = np.abs(np.diag(triangle))
+    rank = int((own > APART).sum())
+    chosen = [left[index] for index in order[:rank]]
+    for index in order[rank:]:
+        shares = np.linalg.lstsq(scaled[:, order[:rank]], scaled[:, index], rcond=None)[0]
+        alike = names[chosen[int(np.abs(shares).argmax())]]
+        kept[names[left[index]]] = f"the profile cannot tell it from {alike}"
+    return [names[index] for index in sorted(chosen)], kept
+
+
+def _plain(values: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]) -> np.ndarray:
+    """Coordinates: logarithms, of shares that may be 0 the share itself; inside the bounds."""
+    low, high = _limits(names, bounds)
+    at = [getattr(values, name) if not bounds[name][0] else np.log(max(getattr(values, name), 1e-12)) for name in names]
+    return np.clip(np.array(at, float), low + 1e-9, high - 1e-9)
+
+
+def _with(
+    values: Efficiency, names: Sequence[str], at: np.ndarray, bounds: Mapping[str, tuple[float, float]]
+) -> Efficiency:
+    changed: dict[str, Any] = {
+        name: float(np.exp(x)) if bounds[name][0] else float(x) for name, x in zip(names, at, strict=True)
+    }
+    return replace(values, **changed)
+
+
+def _limits(names: Sequence[str], bounds: Mapping[str, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [bounds[name] if not bounds[name][0] else tuple(np.log(bounds[name])) for name in names]
+    low, high = np.array(pairs, float).T
+    return low, high
+
+
+def _derivatives(
+    numbers: Numbers, start: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]
+) -> np.ndarray:
+    """[numbers, parameters], by steps that stay inside the bounds."""
+    at, (low, high) = _plain(start, names, bounds), _limits(names, bounds)
+    columns = []
+    for index in range(len(names)):
+        ahead, behind = at.copy(), at.copy()
+        ahead[index], behind[index] = min(at[index] + _STEP, high[index]), max(at[index] - _STEP, low[index])
+        moved = numbers(_with(start, names, ahead, bounds)) - numbers(_with(start, names, behind, bounds))
+        columns.append(moved / (ahead[index] - behind[index]))
+    return np.array(columns).T
+
+
+def _solve(
+    numbers: Numbers, start: Efficiency, names: Sequence[str], bounds: Mapping[str, tuple[float, float]]
+) -> Efficiency:
+    found = least_squares(
+        lambda at: numbers(_with(start, names, at, bounds)),
+        _plain(start, names, bounds),
+        bounds=_limits(names, bounds),
+        x_scale="jac",
+        xtol=1e-9,
+        ftol=1e-12,
+        gtol=1e-12,
+        max_nfev=300,
+    )
+    return _with(start, names, found.x, bounds)
