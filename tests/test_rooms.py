@@ -25,7 +25,7 @@ ROWS = [
     ["tools.dryrun"],
     ["tools.search"],
     ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
-    ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts"],
+    ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts", "tools.fusion"],
     ["launch"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
