@@ -1,6 +1,6 @@
 """Random graphs for MindSpore's passes: cells of elementwise operators, reductions, casts, and what DVM does not take.
 
-    python tests/tools/fusion/random_graphs.py FOLDER FIRST LAST     compiles the cells of these seeds
+    python tests/tools/fusion/random_graphs.py FOLDER SEED ...     compiles the cells of these seeds
 
 The passes write their texts into FOLDER/SEED; MindSpore then fails to build kernels of DVM, which is expected.
 """
@@ -8,11 +8,15 @@ The passes write their texts into FOLDER/SEED; MindSpore then fails to build ker
 import importlib.util
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
 ROWS, COLUMNS = 64, 128
 LONG = 1000  # seeds from here on are single long chains, past the largest kernel
+KNOTS = 2000  # seeds from here on are knots of short chains and transposes
+TIGHT = (2148, 2429, 2578, 2807, 2880, 3506, 4321, 5197, 5392, 5403, 5611, 5949)  # on which depth before width shows
+SEEDS = (*range(240), *range(LONG, LONG + 3), *range(KNOTS, KNOTS + 60), *TIGHT)  # those that are committed
 HEAD = "import mindspore as ms\nfrom mindspore import ops\n\n\nclass Net(ms.nn.Cell):\n    def construct(self, x, y):\n"
 TYPES = ("float32", "float16", "float64", "int32", "int64")  # float64 and int64 are none of DVM's
 UNARY = ("exp", "abs", "sqrt", "neg", "square")
@@ -64,10 +68,31 @@ class Cell:
             self.add(f"{name} {rng.choice('+-*')} {self.alike(self.full, dtype)}", dtype)
 
 
+def tie(cell):
+    """Sums of what stands a few lines before, of square tensors; a transpose is in no kernel with others."""
+    rng = cell.rng
+    for _ in range(rng.randint(6, 14)):
+        taken = [name for name, _ in cell.full[2:][-5:]]
+        few = rng.sample(taken, min(len(taken), rng.choice([0, 1, 1, 2, 2, 2])))
+        kind = rng.random()
+        if not few:
+            cell.add(f"ops.{rng.choice(UNARY)}({rng.choice('xy')})", "float32")
+        elif kind < 0.12:
+            cell.add(f"ops.transpose({few[0]}, (1, 0))", "float32")
+        elif kind < 0.24:
+            cell.add(f"{few[0]} - ops.ReduceSum(True)({few[-1]}, -1)", "float32")
+        elif len(few) == 1:
+            cell.add(f"ops.{rng.choice(UNARY)}({few[0]})", "float32")
+        else:
+            cell.add(f"{few[0]} {rng.choice('+-*')} {few[1]}", "float32")
+
+
 def source(seed):
     """The Python text of a cell."""
     cell = Cell(seed)
-    if seed >= LONG:
+    if seed >= KNOTS:
+        tie(cell)
+    elif seed >= LONG:
         for number in range(180 + 25 * (seed - LONG)):
             cell.add(f"ops.{cell.rng.choice(UNARY)}({cell.full[-1][0]}) * {1 + number}.0", "float32")
     else:
@@ -75,16 +100,19 @@ def source(seed):
             cell.grow()
     names = [name for name, _ in cell.full[2:]]
     kept = sorted({*names[-3:], *cell.rng.sample(names, min(2, len(names))), *(name for name, _ in cell.rows[-1:])})
+    if seed >= KNOTS:
+        read = " ".join(cell.lines)
+        kept = [name for name in names if len(re.findall(rf"\b{name}\b", read)) == 1]
     return HEAD + "".join(f"        {line}\n" for line in cell.lines) + f"        return ({', '.join(kept)},)\n"
 
 
-def main(folder, first, last):
+def main(folder, seeds):
     """Compile the cells of the seeds; each in a file of its own, for MindSpore reads the source of what it compiles."""
     import mindspore as ms
 
     ms.set_context(mode=0)
     ms.set_device("CPU")
-    for seed in range(first, last):
+    for seed in seeds:
         here = folder / str(seed)
         here.mkdir(parents=True)
         file = here / "net.py"
@@ -94,7 +122,8 @@ def main(folder, first, last):
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
         ms.set_context(save_graphs=2, save_graphs_path=str(here))
-        one = ms.Tensor(shape=(ROWS, COLUMNS), dtype=ms.float32, init=ms.common.initializer.One()).init_data()
+        rows = COLUMNS if seed >= KNOTS else ROWS
+        one = ms.Tensor(shape=(rows, COLUMNS), dtype=ms.float32, init=ms.common.initializer.One()).init_data()
         try:
             module.Net()(one, one + 1)
         except (RuntimeError, TypeError, ValueError) as error:
@@ -104,4 +133,4 @@ def main(folder, first, last):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]))
+    main(Path(sys.argv[1]), list(map(int, sys.argv[2:])))
