@@ -12,18 +12,16 @@ class Rules:
     Args:
         convex: no path between two operators of a cluster leaves it.
         types: DVM refuses operators by their types (`support.refusal`).
-        depth: chains are fused before operators that share a neighbour.
-        reduce_limit: operators of a kernel that a reduction may still take in.
-        broadcast_limit: operators of a kernel that its users may still take in.
+        reduce_depth: operators of a kernel that a reduction may still take in.
+        broadcast_depth: operators of a kernel that its users may still take in.
         broadcast_into_reduce: a reduction takes in kernels with broadcasts, too; Ascend's model does so.
         largest: operators of a kernel (`composite_op_limit_size`).
     """
 
     convex: bool = True
     types: bool = True
-    depth: bool = True
-    reduce_limit: int = 10
-    broadcast_limit: int = 6
+    reduce_depth: int = 10
+    broadcast_depth: int = 6
     broadcast_into_reduce: bool = True
     largest: int = 200
 
@@ -31,4 +29,4 @@ class Rules:
 # split_model_ascend.cc and split_model_cpu.cc. A CPU wheel runs the second, whatever the generator: so the first shares
 # all but these numbers with what was compared with MindSpore, and these numbers were not.
 DVM = Rules()
-CPU = replace(DVM, reduce_limit=20, broadcast_limit=20, broadcast_into_reduce=False)
+CPU = replace(DVM, reduce_depth=20, broadcast_depth=20, broadcast_into_reduce=False)

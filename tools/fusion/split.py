@@ -33,10 +33,10 @@ def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = D
 
 def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
     """(what an area is joined with, whether forward), in order."""
-    depths = (True, False) if rules.depth else (False,)
+    depths = (True, False)
     yield from ((partial(_same_size, depth=depth), True) for depth in depths)
     yield from ((partial(_into_reduction, depth=depth, rules=rules), True) for depth in depths)
-    yield from ((partial(_into_users, depth=depth, limit=rules.broadcast_limit), False) for depth in depths)
+    yield from ((partial(_into_users, depth=depth, limit=rules.broadcast_depth), False) for depth in depths)
 
 
 def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) -> bool:
@@ -80,7 +80,7 @@ def _into_reduction(areas: Areas, area: Area, depth: bool, rules: Rules) -> list
     for place, broadcasts in sorted(area.inputs.items()):
         other = areas.alive[place]
         alone = len(other.users) == 1
-        if (depth and not alone) or other.pattern > highest or len(other.operators) > rules.reduce_limit:
+        if (depth and not alone) or other.pattern > highest or len(other.operators) > rules.reduce_depth:
             continue
         if broadcasts and not (rules.broadcast_into_reduce and alone and not other.output):
             continue

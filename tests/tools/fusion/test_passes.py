@@ -53,9 +53,8 @@ def test_training_graphs_are_clustered_and_split_as_by_mindspore(name):
     [
         ({"convex": False}, True),
         ({"types": False}, True),
-        ({"depth": False}, False),
-        ({"reduce_limit": 3}, False),
-        ({"broadcast_limit": 2}, False),
+        ({"reduce_depth": 3}, False),
+        ({"broadcast_depth": 2}, False),
         ({"broadcast_into_reduce": True}, False),
         ({"largest": 150}, False),
         ({"largest": 100_000}, False),
@@ -72,5 +71,5 @@ def test_every_rule_is_needed(change, clusters_change):
 def test_the_installed_passes_still_answer_so(tmp_path):
     """What is committed is not of another MindSpore; mend with python -m tests.tools.fusion.renew"""
     committed = read("random.jsonl.gz")
-    seeds = (0, 1, 2, 39, 118, random_graphs.LONG, random_graphs.TIGHT[0])
+    seeds = (0, 1, 2, 39, 118, random_graphs.LONG, random_graphs.KNOTS)
     assert renew.of_seeds(seeds, tmp_path) == {seed: committed[seed] for seed in seeds}
