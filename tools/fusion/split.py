@@ -1,8 +1,7 @@
 """A cluster cut into kernels (split_model.cc with the patterns of split_model_factory's models).
 
 Each pattern goes over all areas until none matches any more, then the next one. Forward, an area takes in what it takes
-from; backward, what takes from it. With `depth` the two have only each other; with width
-others hold on to them, too.
+from; backward, what takes from it. With `depth` the two have only each other; with width others hold on to them, too.
 """
 
 from __future__ import annotations
