@@ -23,9 +23,9 @@ ROWS = [
     ["tools.auto"],
     ["tools.check", "tools.ep_report"],
     ["tools.dryrun"],
-    ["tools.search"],
+    ["tools.search", "tools.fusion"],
     ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
-    ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts", "tools.fusion"],
+    ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts"],
     ["launch"],
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
