@@ -1,8 +1,8 @@
 """The operators that MindSpore's graph kernels may fuse for DVM, by the level of `fusion_ops_level` that takes them in.
 
 From MindSpore's public sources: `clusterable_ops_with_level_dvm` of graph_kernel_cluster_cloud.cc and
-`expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a wheel cannot be asked;
-`tests/tools/fusion` asks the passes of the installed wheel about the operators that recipes meet.
+`expand_ops_with_level_dvm` of graph_kernel_expander_cloud.cc. The compiled lists of a wheel cannot be asked. Of the
+vector operators, 25 were seen in clusters of 2.9.0's passes (docs/fusion.md).
 """
 
 from __future__ import annotations

@@ -15,7 +15,13 @@ from pathlib import Path
 ROWS, COLUMNS = 64, 128
 LONG = 1000  # seeds from here on are single long chains, past the largest kernel
 KNOTS = 2000  # seeds from here on are knots of short chains and transposes
-SEEDS = (*range(240), *range(LONG, LONG + 3), *range(KNOTS, KNOTS + 60))  # those that are committed
+TYPED = 3000  # seeds from here on have every type of a training, in operators that DVM takes of some types only
+SEEDS = (
+    *range(240),
+    *range(LONG, LONG + 3),
+    *range(KNOTS, KNOTS + 60),
+    *range(TYPED, TYPED + 40),
+)  # those that are committed
 HEAD = "import mindspore as ms\nfrom mindspore import ops\n\n\nclass Net(ms.nn.Cell):\n    def construct(self, x, y):\n"
 TYPES = ("float32", "float16", "float64", "int32", "int64")  # float64 and int64 are none of DVM's
 UNARY = ("exp", "abs", "sqrt", "neg", "square")
@@ -86,10 +92,42 @@ def tie(cell):
             cell.add(f"{few[0]} {rng.choice('+-*')} {few[1]}", "float32")
 
 
+def mix(cell):
+    """Casts into every type, and operators on what has come of them."""
+    rng = cell.rng
+    for _ in range(rng.randint(8, 24)):
+        name, dtype = cell.pick(cell.full)
+        kind, other = rng.random(), cell.alike(cell.full, dtype)
+        if dtype == "bool":
+            cell.add(f"ops.cast({name}, ms.{rng.choice(('float32', 'bfloat16', 'float16', 'int32'))})", "float32")
+            cell.full[-1] = (cell.full[-1][0], cell.lines[-1].rpartition("ms.")[2].rstrip(")"))
+        elif kind < 0.3:
+            to = rng.choice(("float32", "float16", "bfloat16", "bfloat16", "int32"))
+            cell.add(f"ops.cast({name}, ms.{to})", to)
+        elif dtype == "bfloat16":  # a CPU has few kernels of it
+            cell.add(f"{name} {rng.choice('+*')} {other}", dtype)
+        elif kind < 0.4:
+            cell.add(f"{name} {rng.choice(('>', '<', '>=', '<='))} {other}", "bool")
+        elif kind < 0.48:
+            cell.add(f"ops.select({name} > {other}, {name}, {other})", dtype)
+        elif kind < 0.56:
+            cell.add(f"ops.transpose({name}, (1, 0))", dtype)
+        elif kind < 0.62 and dtype == "float32":
+            cell.add(f"{name} - ops.ReduceSum(True)({name}, -1)", dtype)
+        elif kind < 0.75 and dtype != "float16":
+            cell.add(f"ops.{rng.choice(('maximum', 'minimum'))}({name}, {other})", dtype)
+        elif kind < 0.85:
+            cell.add(f"ops.{rng.choice(('abs', 'neg'))}({name})", dtype)
+        else:
+            cell.add(f"{name} {rng.choice('+-*')} {other}", dtype)
+
+
 def source(seed):
     """The Python text of a cell."""
     cell = Cell(seed)
-    if seed >= KNOTS:
+    if seed >= TYPED:
+        mix(cell)
+    elif seed >= KNOTS:
         tie(cell)
     elif seed >= LONG:
         for number in range(180 + 25 * (seed - LONG)):
@@ -99,7 +137,7 @@ def source(seed):
             cell.grow()
     names = [name for name, _ in cell.full[2:]]
     kept = sorted({*names[-3:], *cell.rng.sample(names, min(2, len(names))), *(name for name, _ in cell.rows[-1:])})
-    if seed >= KNOTS:
+    if KNOTS <= seed < TYPED:
         read = " ".join(cell.lines)
         kept = [name for name in names if len(re.findall(rf"\b{name}\b", read)) == 1]
     return HEAD + "".join(f"        {line}\n" for line in cell.lines) + f"        return ({', '.join(kept)},)\n"

@@ -41,7 +41,7 @@ def test_random_graphs_are_clustered_and_split_as_by_mindspore():
     assert differing(found) == ([], [])
 
 
-@pytest.mark.parametrize("name", ["mini", "unseen"])
+@pytest.mark.parametrize("name", ["mini", "mini_1119b", "unseen"])
 def test_training_graphs_are_clustered_and_split_as_by_mindspore(name):
     found = read(f"{name}.jsonl.gz")
     assert sum(len(answer.clusters) for answer in found.values()) > 20
