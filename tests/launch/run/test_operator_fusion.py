@@ -7,9 +7,11 @@ import subprocess
 import pytest
 
 from launch import train as worker
+from launch.agent import start as agent_start
 from plugins.errors import ClusterError
 from plugins.operator_fusion.plan import VARIABLE
 from tests.launch.on_cluster.scripts import ascend, generate
+from tools.recipe.load import Recipe
 
 FLAGS = "--opt_level=2 --fusion_ops_level=0 --disable_cluster_ops=Exp"
 ON_ASCEND = {"device_target": "Ascend", "jit_config": {"jit_level": "O1"}}
@@ -73,3 +75,11 @@ def test_who_starts_msrun_by_hand_gets_them_from_the_worker(monkeypatch):
     monkeypatch.setattr(worker, "require_verified", lambda: None)
     with pytest.raises(ClusterError, match="asks for"):
         worker.train({"context": ON_ASCEND, "plugins": SECTION})
+
+
+def test_an_agent_refuses_other_flags_before_it_meets_anybody(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "--opt_level=0")
+    monkeypatch.setattr(agent_start, "require_verified", lambda: None)
+    monkeypatch.setattr("launch.run.preflight.check_machine", lambda recipe, slots: None)
+    with pytest.raises(ClusterError, match="asks for"):
+        agent_start.Start(Recipe({"context": ON_ASCEND, "plugins": SECTION}), tmp_path, None).check(8, None)
