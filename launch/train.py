@@ -33,6 +33,7 @@ from launch.workers import stacks  # noqa: E402
 from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
+from plugins.operator_fusion import adapter as operator_fusion  # noqa: E402
 from plugins.semi_auto_cpu.chosen import chosen  # noqa: E402
 from tools.auto.resolve import resolve  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
@@ -72,6 +73,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 
             init()  # keeps the cluster together to its end
         return
+    operator_fusion.before_mindspore(recipe)
     sharded = chosen(recipe)
     on_cpu = recipe["context"]["device_target"] == "CPU" and not sharded
     if sharded:

@@ -23,7 +23,7 @@ ROWS = [
     ["tools.auto"],
     ["tools.check", "tools.ep_report"],
     ["tools.dryrun", "tools.profile"],
-    ["tools.search"],
+    ["tools.search", "tools.fusion"],
     ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
     ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts"],
     ["launch"],

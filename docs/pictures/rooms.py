@@ -22,6 +22,7 @@ PURPOSE = {
     "weights": "checkpoints, looked into",
     "runs": "what they wrote",
     "experts": "their balance",
+    "fusion": "kernels of DVM",
     "show": "a recipe as it will run",
     "affinity": "cores of each worker",
     "search": "which strategy is fastest?",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from launch.resume import checkpoints, data_digest, skipped
 from launch.resume.checkpoint_model import check_model
 from launch.run import compile_cache, preflight
 from launch.run.msrun import check_port
+from plugins.operator_fusion import plan as operator_fusion
 from tools.checkpoint.scan import CheckpointInfo
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
@@ -42,6 +44,7 @@ class Start:
         require_verified()
         preflight.check_machine(self.recipe, slots)
         compile_cache.refuse_own(self.recipe)
+        operator_fusion.refuse_other(self.recipe, os.environ)
         preflight.check_sound(self.recipe)
         preflight.check_data(self.recipe)
         if not goes_on:

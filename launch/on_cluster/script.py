@@ -16,6 +16,7 @@ from typing import Any
 from launch.run.msrun import MASTER, ROOT, worker_count
 from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
+from plugins.operator_fusion import plan as operator_fusion
 from tools.host.names import DEVICES, read_hosts
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import VARIABLE, going_on, unverified_words
@@ -130,11 +131,29 @@ def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cl
     ]
     if going_on():
         lines += ["# --unverified: with another MindSpore or MindFormers, too.", f"export {VARIABLE}=1"]
+    lines += _fusion_flags(recipe)
     if (recipe.get("optimizer") or {}).get("swap"):
         lines += [
             "# optimizer.swap needs it, says mindformers/core/optim/adamw.py.",
             _default("MS_DEV_RUNTIME_CONF", "switch_inline:False"),
             "export MS_DEV_RUNTIME_CONF",
+        ]
+    return lines
+
+
+def _fusion_flags(recipe: Mapping[str, Any]) -> list[str]:
+    """What plugins.operator_fusion sets on every node; a node that exports other flags starts nothing."""
+    lines = []
+    for name, flags in operator_fusion.environment(recipe, {}).items():
+        wanted = shlex.quote(flags)
+        refusal = f"error: {name} is exported with other flags than {operator_fusion.KEY}: unset it"
+        lines += [
+            f"# {operator_fusion.KEY}: what MindSpore's graph kernels fuse (docs/fusion.md).",
+            f'if [ "${{{name}:-{flags}}}" != {wanted} ]; then',
+            f"{INDENT}echo {shlex.quote(refusal)} >&2",
+            f"{INDENT}exit 2",
+            "fi",
+            f"export {name}={wanted}",
         ]
     return lines
 

@@ -32,6 +32,7 @@ from launch.run.size import Size
 from launch.run.summary import ResumeCommand, print_failure, print_summary, summarize
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
+from plugins.operator_fusion import plan as operator_fusion
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
@@ -172,6 +173,7 @@ def _checks(
         require_verified,
         lambda: preflight.check_machine(recipe),
         lambda: compile_cache.refuse_own(recipe),
+        lambda: operator_fusion.refuse_other(recipe, os.environ),
         lambda: preflight.check_memory(recipe),
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
@@ -205,7 +207,14 @@ def _dry_run(
             check()
         except TC3Error as error:
             click.echo(f"would be refused here: {error}", err=True)
-    click.echo(json.dumps(command.argv) if as_json else shlex.join(command.argv))
+    argv = [*_with_flags(flat), *command.argv]
+    click.echo(json.dumps(argv) if as_json else shlex.join(argv))
+
+
+def _with_flags(recipe: Recipe) -> list[str]:
+    """`env NAME=VALUE` before msrun, for what a plugin sets in the environment of its workers."""
+    flags = operator_fusion.environment(recipe, {})
+    return ["env", *(f"{name}={value}" for name, value in flags.items())] if flags else []
 
 
 def _script(

@@ -15,6 +15,7 @@ from plugins.finite_loss import plan as finite_loss
 from plugins.group_aux_loss import settings as group_aux_loss
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
+from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import settings as spike_guard
 from plugins.straggler_probe import settings as straggler_probe
@@ -29,6 +30,7 @@ _FINITE, _GROUP_LOSS = ("plugins", "finite_loss"), ("plugins", "group_aux_loss")
 _EXPERTS, _PROBE = ("plugins", "expert_balance"), ("plugins", "straggler_probe")
 _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
+_FUSION = ("plugins", "operator_fusion")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -53,6 +55,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         _settings(_PROBE, straggler_probe.read, view.get(_PROBE), found)
     if view.get(_SPIKES) not in (None, False):
         _settings(_SPIKES, spike_guard.check, view.recipe, found)
+    if view.get(_FUSION, False) is not False:
+        _operator_fusion(view, found)
     if view.get(_GROUP_LOSS) not in (None, False):
         _group_aux_loss(view, built, found)
     if view.get(_EXPERTS) not in (None, False):
@@ -112,6 +116,21 @@ def _attention_balance(view: View, found: Findings) -> None:
         attention_balance.check(view.recipe)
     except RecipeError as error:
         _refused(_BALANCE, error, found)
+
+
+def _operator_fusion(view: View, found: Findings) -> None:
+    try:
+        fusion = operator_fusion.check(view.recipe)
+    except RecipeError as error:
+        key, _, wrong = str(error).partition(": ")
+        found.error(tuple(key.split(".")), wrong, rule="operator_fusion")
+        return
+    if fusion and view.on_cpu and fusion.level != "off":
+        found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", "see docs/fusion.md")
+    elif fusion and fusion.level == "cube":
+        found.warning(
+            (*_FUSION, "level"), "cube is experimental: nobody has run it on an NPU here", "see docs/fusion.md"
+        )
 
 
 def _group_aux_loss(view: View, built: Built, found: Findings) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from plugins.attention_balance.samples.cost import UNITS
 from plugins.expert_balance.settings import METHODS
 from plugins.hierarchical_ep.plan import MODES
+from plugins.operator_fusion.plan import LEVELS
 from tools.schema.values import Spec
 
 _FROM_0: Spec = {"types": ["int"], "min": 0}
@@ -38,6 +39,10 @@ PLUGINS: dict[str, dict[str, Spec]] = {
         "gate": _NUMBER,
         "memory": _NUMBER,
         "record": {"types": ["bool"]},
+    },
+    "operator_fusion": {
+        "level": {"enum": [*LEVELS, False], "rule": "operator_fusion"},  # YAML reads a bare off as False
+        "disable": {"types": ["list"], "items": ["str"]},
     },
     "straggler_probe": {"every": _FROM_1, "work": _FROM_1},
 }

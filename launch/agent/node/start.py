@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.agent.job import Job, logs_of
 from launch.run.cores import Cores, of_launch
 from launch.run.msrun import Node, cluster_environment, msrun_command, worker_environment
+from plugins.operator_fusion import plan as operator_fusion
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan
@@ -31,6 +33,7 @@ def command_of(job: Job, plan: Plan) -> Command:
     resume = Path(plan.resume) if plan.resume else None
     argv = msrun_command(recipe, job.run_dir, plan.port, resume, cores.options, logs, node, job.worker)
     environment = worker_environment(plan.slots, job.run_dir, cores=cores.environment, logs=logs)
+    environment |= operator_fusion.environment(recipe, os.environ)
     if several:
         environment = {**cluster_environment(recipe, job.run_dir, logs), **environment}
     return Command(argv, environment, cores)

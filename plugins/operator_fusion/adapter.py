@@ -1,0 +1,35 @@
+"""Hands `plugins.operator_fusion` over to MindSpore.
+
+MindFormers passes no flags of graph kernels on, and MindSpore 2.9.0 takes them from the environment alone: so the hook
+is a variable, which must be there before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
+`before_mindspore` also serves who starts msrun by hand.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+from plugins.operator_fusion import plan
+from plugins.operator_fusion.plan import SETTINGS
+
+__all__ = ["SETTINGS", "before_mindspore", "enable"]
+
+
+def before_mindspore(recipe: Mapping[str, Any], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Put the flags of `recipe` into this worker's environment.
+
+    Raises:
+        RecipeError, ClusterError: see `plan.environment`.
+    """
+    environ.update(plan.environment(recipe, environ))
+
+
+def enable(config, settings) -> None:
+    """Refuse what cannot be read; `before_mindspore` has done the rest.
+
+    Raises:
+        RecipeError: see `plan.read`.
+    """
+    plan.read(settings)
