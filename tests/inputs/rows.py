@@ -17,7 +17,8 @@ A table is a YAML list; its file is named after its command. A row:
     says       texts that stdout and stderr hold, in any case; line breaks count as blanks
     lines      at most so many lines are printed; 12 unless it says otherwise
     writes     patterns of files that may appear under {tmp}; none unless it says otherwise
-    seconds    an upper bound against hangs, no measurement; 60 unless it says otherwise; busy machines have `BUSY` times that
+    seconds    an upper bound against hangs, no measurement; 60 unless it says otherwise; a busy machine: `BUSY` times
+               that
     after      the same from Ctrl-C on; 10 unless it says otherwise
 """
 
