@@ -17,7 +17,8 @@ A table is a YAML list; its file is named after its command. A row:
     says       texts that stdout and stderr hold, in any case; line breaks count as blanks
     lines      at most so many lines are printed; 12 unless it says otherwise
     writes     patterns of files that may appear under {tmp}; none unless it says otherwise
-    seconds    an upper bound against hangs, no measurement; 60 unless it says otherwise
+    seconds    an upper bound against hangs, no measurement; 60 unless it says otherwise; a busy machine: `BUSY` times
+               that
     after      the same from Ctrl-C on; 10 unless it says otherwise
 """
 
@@ -34,6 +35,7 @@ from tests.inputs import builders
 
 TABLES = Path(__file__).parent
 ROOT = TABLES.parents[1]
+BUSY = 4
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ class Row:
     writes: list[str] = field(default_factory=list)
     seconds: float = 60
     after: float = 10
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a command hangs, also where many others run beside it."""
+        return BUSY * self.seconds
 
     @property
     def apart(self) -> bool:

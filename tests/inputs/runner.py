@@ -105,7 +105,7 @@ def run_apart(row: Row, folder: Path) -> Ended:
 def _watched(process: subprocess.Popen[bytes], row: Row) -> tuple[str, float]:
     """Read until the process ends, pressing Ctrl-C where the row says; the text, and when it was pressed, else 0."""
     assert process.stdout
-    timer = threading.Timer(row.seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
+    timer = threading.Timer(row.limit, lambda: os.killpg(process.pid, signal.SIGKILL))
     timer.start()
     try:
         parts: list[bytes] = []

@@ -86,7 +86,8 @@ def test_a_killed_worker_is_started_again_and_comes_to_the_same_losses(whole, gr
     first, second = read_attempts(run_dir)
     assert (first.verdict.decision, second.verdict.decision) == ("restart", "done")
     (end,) = first.ends.values()
-    assert (end.cause, end.rank, end.phase) == ("signal", 0, "step") and end.step >= 6 > second.plan.step >= 4
+    assert (end.cause, end.rank) == ("signal", 0) and end.phase in ("step", "save")  # it may have come to step 8
+    assert end.step >= 6 and second.plan.step in (4, 8) and second.plan.step <= end.step
 
 
 def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, graph, corpus, tmp_path):
