@@ -128,6 +128,14 @@ def test_zero_bubble_v_splits_what_mindspore_detaches():
         assert split == want
 
 
+def test_dual_pipe_v_splits_what_mindspores_v_does():
+    """Two readings of one schedule: DeepSeek's steps and MindSpore's list of what it detaches."""
+    for stage in range(6):
+        every = (operations(name, stage, 6, 2, 14) for name in ("dual_pipe_v", "zero_bubble_v"))
+        ours, theirs = ({op for op in order if op.kind == "W"} for order in every)
+        assert ours == theirs
+
+
 @pytest.mark.parametrize(
     ("numbers", "want"),
     [
@@ -138,6 +146,10 @@ def test_zero_bubble_v_splits_what_mindspore_detaches():
         (("seqsmartvpp", 3, 2, 8), "even number of stages"),
         (("zero_bubble_v", 4, 2, 7), "at least 8 micro-batches"),
         (("zero_bubble_v", 4, 3, 8), "2 chunks"),
+        (("dual_pipe_v", 4, 2, 7), "at least 8 micro-batches"),
+        (("dual_pipe", 4, 2, 9), "an even one of micro-batches"),
+        (("zb_h1", 4, 2, 8), "one chunk a stage"),
+        (("zb_v", 4, 1, 8), "2 chunks"),
         (("gpipe", 0, 1, 8), "at least 1"),
     ],
 )
