@@ -53,7 +53,7 @@ def main() -> None:
     for schedule, simulation in found.items():
         figure = new_figure(10, 1.6)
         axes = figure.subplots()
-        draw_timeline(axes, simulation)
+        draw_timeline(axes, simulation, numbers=True)
         axes.set_xlim(0, longest)
         axes.set_xticks([])
         beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5), "fontsize": "x-small"}

@@ -11,16 +11,17 @@ from tools.pipeline.simulate import Simulation
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 _PALETTES = {"F": "Blues", "B": "Greens", "W": "Oranges"}
 _HEIGHT = 0.84
-_NUMBERED = 400  # operations up to which each shows its micro-batch
 
 
-def draw_timeline(axes: Any, simulation: Simulation) -> None:
-    """Draw on matplotlib's `axes`: later chunks darker, the two operations of a pair above each other in a frame."""
+def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
+    """Draw on matplotlib's `axes`: later chunks darker, the two operations of a pair above each other in a frame.
+
+    `numbers` writes each operation's micro-batch in it.
+    """
     from matplotlib.patches import Patch
 
     chunks = simulation.table.chunks
     colours = _colours(chunks)
-    numbered = sum(map(len, simulation.orders)) <= _NUMBERED
     for stage, order in enumerate(simulation.orders):
         joined = simulation.table.tables[stage][:, -1]
         second = joined > 0
@@ -35,7 +36,7 @@ def draw_timeline(axes: Any, simulation: Simulation) -> None:
             spans = np.column_stack([starts, ends - starts])[at]
             shades = [colours[order[index].kind][order[index].chunk] for index in at]
             axes.broken_barh(spans, (row + bottom, height), facecolors=shades, edgecolor="white", linewidth=0.2)
-            for index in at if numbered else ():
+            for index in at if numbers else ():
                 _number(axes, simulation, stage, index, row + bottom + height / 2, height < _HEIGHT)
         frames = np.column_stack([starts, ends - starts])[second]
         axes.broken_barh(frames, (stage - _HEIGHT / 2, _HEIGHT), facecolors="none", edgecolor="black", linewidth=0.7)
