@@ -22,20 +22,6 @@ from plugins.errors import RecipeError
 
 
 @dataclass(frozen=True)
-class HostLink:
-    """A device's own link to its host.
-
-    Args:
-        bytes_per_s: that a copy reaches in one direction. PCIe 4.0 x16 is 31.5e9 nominal; what a device of a full node
-            reaches must be measured (no hardware file has it).
-        both_ways: whether both directions run at this rate at once.
-    """
-
-    bytes_per_s: float
-    both_ways: bool = True
-
-
-@dataclass(frozen=True)
 class Swapped:
     """A layer that swaps: the terms of a recompute option in `tools.placement.instance.Option`.
 
@@ -50,30 +36,38 @@ class Swapped:
     once: float
 
 
-def swapped(link: HostLink, saved: float, moved: float, forward: float, backward: float, prefetch: int = 1) -> Swapped:
+def swapped(
+    saved: float,
+    moved: float,
+    one_way: float,
+    forward: float,
+    backward: float,
+    both_ways: bool = True,
+    prefetch: int = 1,
+) -> Swapped:
     """What swapping `moved` of the `saved` bytes of a layer's activations means.
 
     Args:
-        link: to the host.
         saved: bytes that a micro-batch leaves for the layer's backward.
         moved: bytes of them that are swapped.
+        one_way: seconds in which the link to the host carries `moved` in one direction.
         forward: seconds of the layer's forward.
         backward: seconds of its backward.
+        both_ways: whether the link carries both directions at full rate at once.
         prefetch: layers by which fetching is ahead (`backward_prefetch`).
 
     Raises:
-        RecipeError: more is moved than there is, or a rate or prefetch that is not positive.
+        RecipeError: more is moved than there is, a negative time, or no layer ahead.
     """
     if not 0 <= moved <= saved:
         raise RecipeError(f"swap: {moved:g} bytes of {saved:g} cannot be moved")
-    if link.bytes_per_s <= 0 or prefetch < 1:
-        raise RecipeError(f"swap: {link.bytes_per_s:g} bytes/s, {prefetch} layers ahead: want more than 0, at least 1")
-    one_way = moved / link.bytes_per_s
-    there_and_back = one_way if link.both_ways else 2 * one_way
+    if one_way < 0 or prefetch < 1:
+        raise RecipeError(f"swap: {one_way:g} seconds, {prefetch} layers ahead: want at least 0, and at least 1")
+    there_and_back = one_way if both_ways else 2 * one_way
     extra = max(0.0, one_way - backward, there_and_back - forward - backward)
     return Swapped(extra, saved - moved, (1 + prefetch) * moved)
 
 
-def free_bytes(link: HostLink, forward: float, backward: float) -> float:
-    """The most bytes of a layer's activations that can be swapped behind its computation."""
-    return link.bytes_per_s * min(backward, forward + backward if link.both_ways else (forward + backward) / 2)
+def free_seconds(forward: float, backward: float, both_ways: bool = True) -> float:
+    """The longest one-way transfer of a layer's activations that its computation hides."""
+    return backward if both_ways else min(backward, (forward + backward) / 2)

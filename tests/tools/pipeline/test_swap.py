@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tools.pipeline.swap import HostLink, free_bytes, swapped
+from tools.pipeline.swap import free_seconds, swapped
 
 many = settings(max_examples=80, deadline=None)
 
@@ -47,7 +47,7 @@ def by_layers(seconds, forward, backward, both_ways=True, prefetch=1, passes=40)
 @given(st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))
 def test_price_against_a_link_that_moves_layer_by_layer(seconds, forward, backward):
     """A backward's first layer is fetched behind a forward, the others behind a backward."""
-    got = LAYERS * swapped(HostLink(1.0), 20.0, float(seconds), forward, backward).extra_backward
+    got = LAYERS * swapped(20, 20, seconds, forward, backward).extra_backward
     simulated = by_layers(seconds, forward, backward)
     assert abs(got - simulated) <= abs(forward - backward) + 1e-9
     assert by_layers(seconds, forward, backward, prefetch=2) <= simulated + 1e-9
@@ -56,7 +56,7 @@ def test_price_against_a_link_that_moves_layer_by_layer(seconds, forward, backwa
 @many
 @given(st.integers(0, 12), st.integers(1, 8), st.integers(1, 8))
 def test_price_of_a_link_for_one_direction_is_at_least_its_capacity(seconds, forward, backward):
-    got = LAYERS * swapped(HostLink(1.0, False), 20.0, float(seconds), forward, backward).extra_backward
+    got = LAYERS * swapped(20, 20, seconds, forward, backward, both_ways=False).extra_backward
     simulated = by_layers(seconds, forward, backward, both_ways=False)
     assert simulated >= got - abs(forward - backward) - 1e-9
 
@@ -64,28 +64,23 @@ def test_price_of_a_link_for_one_direction_is_at_least_its_capacity(seconds, for
 @many
 @given(st.integers(0, 9), st.integers(1, 8), st.integers(1, 8), st.booleans())
 def test_what_is_free_costs_nothing_and_more_does(seconds, forward, backward, both_ways):
-    link = HostLink(10.0, both_ways)
-    most = free_bytes(link, forward, backward)
-    assert swapped(link, 1000, most, forward, backward).extra_backward == pytest.approx(0, abs=1e-9)
-    assert swapped(link, 1000, most + 10 * (1 + seconds), forward, backward).extra_backward > 0.99
+    most = free_seconds(forward, backward, both_ways)
+    assert swapped(1000, 1000, most, forward, backward, both_ways).extra_backward == 0
+    assert swapped(1000, 1000, most + 1 + seconds, forward, backward, both_ways).extra_backward >= 1
 
 
 def test_by_hand():
-    """25 GB/s, 400 MB of 1 GB: 16 ms each way; a backward of 12 ms leaves 4 ms exposed."""
-    found = swapped(HostLink(25e9), 1e9, 0.4e9, 0.006, 0.012)
+    """400 MB of 1 GB at 25 GB/s: 16 ms each way; a backward of 12 ms leaves 4 ms exposed."""
+    found = swapped(1e9, 0.4e9, 0.016, 0.006, 0.012)
     assert (found.extra_backward, found.activation, found.once) == pytest.approx((0.004, 0.6e9, 0.8e9))
     # one direction at a time: 32 ms in 18
-    assert swapped(HostLink(25e9, both_ways=False), 1e9, 0.4e9, 0.006, 0.012).extra_backward == pytest.approx(0.014)
+    assert swapped(1e9, 0.4e9, 0.016, 0.006, 0.012, both_ways=False).extra_backward == pytest.approx(0.014)
 
 
 @pytest.mark.parametrize(
-    ("link", "moved", "prefetch", "want"),
-    [
-        (HostLink(1.0), 9.0, 1, "9 bytes of 8"),
-        (HostLink(0.0), 1.0, 1, "0 bytes/s"),
-        (HostLink(1.0), 1.0, 0, "at least 1"),
-    ],
+    ("moved", "one_way", "prefetch", "want"),
+    [(9, 1, 1, "9 bytes of 8"), (1, -1, 1, "-1 seconds"), (1, 1, 0, "at least 1")],
 )
-def test_refusals(link, moved, prefetch, want):
+def test_refusals(moved, one_way, prefetch, want):
     with pytest.raises(RecipeError, match=want):
-        swapped(link, 8.0, moved, 1.0, 2.0, prefetch)
+        swapped(8, moved, one_way, 1, 2, prefetch=prefetch)
