@@ -50,7 +50,8 @@ _PAPERS = {
     "interleaved_1f1b_pairs": _Schedule(dual_pipe.interleaved_1f1b_pairs),
 }
 _ORDERS = _MINDSPORE | _PAPERS
-SCHEDULES, PAPER_SCHEDULES = tuple(_MINDSPORE), tuple(_PAPERS)
+SCHEDULES = tuple(_MINDSPORE)
+PAPER_SCHEDULES = tuple(_PAPERS)
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
@@ -107,10 +108,12 @@ def _wants(schedule: str, stages: int, chunks: int, micro_batches: int, parts: i
     one = chunks == 1, "one chunk a stage (several: interleaved_1f1b)"
     full = micro_batches >= stages, f"at least {stages} micro-batches, one for each stage"
     twice = chunks == 2 and micro_batches >= 2 * stages, f"2 chunks and at least {2 * stages} micro-batches"
-    rounds = chunks > 1 and parts <= stages and micro_batches >= stages // parts
-    several = rounds, f"several chunks and at least {stages // min(parts, stages)} micro-batches"
-    if parts > stages:
-        several = False, f"{several[1]}, and no more parts than stages"
+    # of parts that leave stages over, the order as read waits for itself
+    several = (
+        chunks > 1 and stages % parts == 0 and micro_batches >= stages // parts,
+        f"several chunks and at least {-(-stages // parts)} micro-batches"
+        + (f", and a number of parts that divides {stages}" if parts > 1 else ""),
+    )
     return {
         "1f1b": one,
         "zb_h1": one,

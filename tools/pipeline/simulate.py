@@ -25,7 +25,7 @@ import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.pipeline.operation import Op
-from tools.pipeline.timetable import KINDS, PAIR, Timetable, timetable
+from tools.pipeline.timetable import PAIR, Timetable, timetable
 
 OVERLAPS = ("none", "1f1b", "full")
 
@@ -116,23 +116,36 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
     )
 
 
-def makespans(table: Timetable, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Return the step times [plans] of many plans at once, without transfers or split backwards.
+def makespans(
+    table: Timetable,
+    forward: np.ndarray,
+    backward: np.ndarray,
+    weight: np.ndarray | None = None,
+    hidden: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the step times [plans] of many plans at once, without transfers; sequences are whole.
 
-    `forward` and `backward` are [plans, chunks, stages].
+    `forward`, `backward` and `weight` are [plans, chunks, stages], `hidden` [plans, chunks, chunks, stages], as in
+    `Durations`.
     """
     plans, size = len(forward), table.chunks * table.stages
-    rows = np.zeros((KINDS * size + 1, plans))
-    rows[:size] = forward.reshape(plans, size).T
-    rows[size : 2 * size] = backward.reshape(plans, size).T
+    split = np.zeros_like(backward) if weight is None else weight
+    rows = [part.reshape(plans, size).T for part in (forward, backward, backward - split, split)]
+    rows.append(np.zeros((1, plans)))
+    if table.also is not None:
+        pairs = forward[:, :, None] + backward[:, None] - (0 if hidden is None else hidden)
+        rows.append(pairs.reshape(plans, -1).T)
+    lasting = np.concatenate(rows)
     height = len(table.work)
     free = np.zeros((height + 1, table.stages, plans))
     cells = free.reshape(-1, plans)
     ready = np.empty((table.stages, plans))
     for level, (needs, work) in enumerate(zip(table.needs, table.work, strict=True)):
         cells.take(needs, axis=0, out=ready, mode="clip")
+        if table.also is not None:
+            np.maximum(ready, cells.take(table.also[0, level], axis=0), out=ready)
         np.maximum(ready, free[level], out=ready)
-        np.add(ready, rows.take(work, axis=0), out=free[level + 1])
+        np.add(ready, lasting.take(work, axis=0), out=free[level + 1])
     return free[height].max(axis=0)
 
 

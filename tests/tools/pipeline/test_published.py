@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plugins.errors import RecipeError
 from tools.pipeline.in_flight import in_flight
 from tools.pipeline.published import PUBLISHED
+from tools.pipeline.schedules import check_schedule, operations
 from tools.pipeline.simulate import Durations, simulate
 
 many = settings(max_examples=40, deadline=None)
@@ -87,3 +89,17 @@ def test_less_memory_costs_time():
     bubbles, held = zip(*(simulated(name, 32, 2, 1.0, 2.0, 1.0) for name in ("zb_v", "v_half", "v_min")), strict=True)
     assert bubbles[0] < bubbles[1] < bubbles[2] and held[0] > held[1] > held[2]
     assert held == (32, 18, 12)
+
+
+@many
+@given(st.sampled_from(sorted(PUBLISHED)), st.integers(1, 8), st.integers(1, 40))
+def test_never_more_in_flight_than_the_table_says(name, devices, micro_batches):
+    row = PUBLISHED[name]
+    try:
+        check_schedule(name, devices, row.pieces, micro_batches)
+    except RecipeError:
+        return
+    pieces = devices * (1 if name == "dual_pipe" else row.pieces)
+    for stage in range(devices):
+        order = operations(name, stage, devices, row.pieces, micro_batches)
+        assert in_flight(order, row.pieces).sum(axis=1).max() <= row.held(pieces)

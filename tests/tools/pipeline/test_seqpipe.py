@@ -93,7 +93,7 @@ def test_later_parts_that_take_longer_cost_a_bubble():
     ("numbers", "want"),
     [
         (("1f1b", 4, 1, 8, 2), "want whole sequences .parts of them: seqpipe"),
-        (("seqvpp", 2, 2, 8, 3), "no more parts than stages"),
+        (("seqvpp", 4, 2, 8, 3), "a number of parts that divides 4"),
         (("seqpipe", 4, 1, 8, 0), "each must be at least 1"),
     ],
 )

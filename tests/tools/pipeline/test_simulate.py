@@ -119,14 +119,17 @@ def test_overlap_never_costs(seed, schedule):
     assert free >= simulate(schedule, 8, durations(seed, 2, 4)).busy.max()
 
 
-@many
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
-def test_many_plans_at_once_equal_one_by_one(seed):
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v", "zb_v", "dual_pipe_v", "dual_pipe"])
+def test_many_plans_at_once_equal_one_by_one(schedule, seed):
     rng = np.random.default_rng(seed)
-    table = timetable("interleaved_1f1b", 4, 2, 8)
-    forward, backward = rng.random((2, 5, 2, 4))
-    alone = [simulate_timetable(table, Durations(f, b)).makespan for f, b in zip(forward, backward, strict=True)]
-    assert makespans(table, forward, backward).tolist() == alone
+    table = timetable(schedule, 4, 2, 8)
+    forward, backward, weight = rng.integers(1, 9, (3, 5, 2, 4)).astype(float)
+    backward, hidden = backward + weight, rng.integers(0, 2, (5, 2, 2, 4)).astype(float)
+    plans = zip(forward, backward, weight, hidden, strict=True)
+    alone = [simulate_timetable(table, Durations(f, b, w, hidden=h)).makespan for f, b, w, h in plans]
+    assert makespans(table, forward, backward, weight, hidden).tolist() == alone
 
 
 @many
