@@ -69,10 +69,12 @@ def reference(orders, chunks, times, shape=LOOP):
         order, index = orders[stage], at[stage]
         item = order[index]
         pair = not isinstance(item, Op)
-        kinds = [None if not isinstance(one, Op) else one.kind for one in order]
         hides = {"full": (True, True), "none": (pair, pair), "1f1b": (pair, pair)}[times.overlap]
         if times.overlap == "1f1b" and not pair:
-            hides = kinds[max(index - 1, 0) : index + 1] == ["B", "F"], kinds[index : index + 2] == ["B", "F"]
+            hides = tuple(
+                [getattr(one, "kind", "pair") for one in order[low:high]] == ["B", "F"]
+                for low, high in ((max(index - 1, 0), index + 1), (index, index + 2))
+            )
         start, sending = free[stage], 0.0
         for op in together(item):
             need = needed(op, stage, paths)
