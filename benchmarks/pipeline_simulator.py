@@ -2,7 +2,8 @@
 
     python benchmarks/pipeline_simulator.py
 
-"first" lays out the schedule too, "again" simulates other durations on the same timetable.
+"first" lays out the schedule too (of zb_v, whose orders are kept, only once), "again" simulates other durations on the
+same timetable.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.tools.pipeline.reference_simulator import reference
-from tools.pipeline.schedules import SCHEDULES, is_v_shaped, operations
+from tests.tools.pipeline.reference_simulator import reference, with_pairs
+from tools.pipeline.schedules import PAPER_SCHEDULES, SCHEDULES, shape_of
 from tools.pipeline.simulate import Durations, simulate
 from tools.pipeline.timetable import timetable
 
 STAGES, MICRO_BATCHES, RUNS = 16, 256, 5
-CHUNKS = {"1f1b": 1, "zero_bubble_v": 2}
+ONE = ("1f1b", "zb_h1", "zb_h2")
+TWO = ("zero_bubble_v", "zb_v", "v_half", "v_min", "dual_pipe", "dual_pipe_v")
+CHUNKS = dict.fromkeys(ONE, 1) | dict.fromkeys(TWO, 2)
 
 
 def milliseconds(work) -> float:
@@ -32,7 +35,7 @@ def milliseconds(work) -> float:
 
 def main() -> None:
     print("| schedule | first, ms | again, ms | reference, ms | reference / first |\n|---|---:|---:|---:|---:|")
-    for schedule in SCHEDULES:
+    for schedule in (*SCHEDULES, *PAPER_SCHEDULES):
         chunks = CHUNKS.get(schedule, 4)
         ones = np.ones((chunks, STAGES))
         durations = Durations(ones, 2 * ones, ones, transfer=0.1)
@@ -40,9 +43,9 @@ def main() -> None:
         def ours(schedule=schedule, durations=durations) -> float:
             return simulate(schedule, MICRO_BATCHES, durations).makespan
 
-        def obvious(schedule=schedule, chunks=chunks, ones=ones) -> None:
-            orders = [operations(schedule, stage, STAGES, chunks, MICRO_BATCHES) for stage in range(STAGES)]
-            reference(orders, chunks, ones, 2 * ones, ones, 0.1, "full", is_v_shaped(schedule))
+        def obvious(schedule=schedule, chunks=chunks, durations=durations) -> None:
+            table = timetable(schedule, STAGES, chunks, MICRO_BATCHES)
+            reference(with_pairs(table.orders, table.tables), chunks, durations, shape_of(schedule))
 
         first, again = [], []
         for _ in range(RUNS):

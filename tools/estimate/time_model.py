@@ -23,7 +23,7 @@ from tools.model.flops import flops_per_token
 from tools.model.weights import KINDS
 from tools.pipeline.simulate import Durations, simulate
 
-_CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
+_CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
 
 
 class TimeModel(GradientTimes):

@@ -8,6 +8,10 @@ Rules of the simulation, all stated here:
   keeps both stages busy, the sender after its operation and the receiver before its own; a sender does not wait for its
   receiver. With "1f1b" (report section 4.1; MindSpore's 1b1f overlap) a backward and the forward right after it
   are run together, so that neither that backward's sending nor that forward's receiving keeps the stage busy;
+* a pair (see `tools.pipeline.dual_pipe`) starts when both its inputs are there, ends once for both, and takes what its
+  two operations take less what they hide of each other (`hidden`); its transfers run beside it;
+* parts of a sequence are operations of their own; a stage's order keeps forwards before the later parts that need their
+  keys and values, and backwards the other way round;
 * activations of a chunk are held from the start of its forward to the end of its backward, or of its weight gradients
   where these are split off.
 No contention between transfers, no variation between micro-batches. Times and memory are in the caller's units.
@@ -20,8 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
-from tools.pipeline.schedules import Op
-from tools.pipeline.timetable import KINDS, Timetable, timetable
+from tools.pipeline.operation import Op
+from tools.pipeline.timetable import PAIR, Timetable, timetable
 
 OVERLAPS = ("none", "1f1b", "full")
 
@@ -30,9 +34,13 @@ OVERLAPS = ("none", "1f1b", "full")
 class Durations:
     """How long each operation takes: [chunks, stages] arrays in one unit of time.
 
+    Where sequences are split: [parts, chunks, stages] for each part, or [chunks, stages] for equally long ones.
+
     backward    the whole backward, weight gradients and recomputation included
-    weight      the part of it that is weight gradients (needed by zero_bubble_v only)
+    weight      the part of it that is weight gradients (of schedules that split them off)
     transfer    one activation, or its gradient, to another stage
+    hidden      [chunks, chunks, stages] what a forward of the first chunk and a backward of the second hide of each
+                other as a pair (of whole sequences): it takes forward + backward - hidden. None: nothing
     """
 
     forward: np.ndarray
@@ -40,6 +48,7 @@ class Durations:
     weight: np.ndarray | None = None
     transfer: float = 0.0
     overlap: str = "full"
+    hidden: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -67,15 +76,24 @@ class Simulation:
         """Idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
 
+    @property
+    def waits(self) -> np.ndarray:
+        """[stages] idle time between a stage's own first and last operation.
 
-def simulate(schedule: str, micro_batches: int, durations: Durations) -> Simulation:
-    """Simulate one step of a schedule of `tools.pipeline.schedules`.
+        The bubble where no stage waits for the others before it starts and after it ends (arXiv 2401.10241, section 4).
+        """
+        spans = [ends.max() - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True)]
+        return np.array(spans) - self.busy
+
+
+def simulate(schedule: str, micro_batches: int, durations: Durations, parts: int = 1) -> Simulation:
+    """Simulate one step of a schedule of `tools.pipeline.schedules`, of sequences in `parts`.
 
     Raises:
         RecipeError: the schedule cannot run, or `overlap` is none of `OVERLAPS`.
     """
-    chunks, stages = np.shape(durations.forward)
-    return simulate_timetable(timetable(schedule, stages, chunks, micro_batches), durations)
+    chunks, stages = np.shape(durations.forward)[-2:]
+    return simulate_timetable(timetable(schedule, stages, chunks, micro_batches, parts), durations)
 
 
 def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
@@ -84,9 +102,9 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
     Raises:
         RecipeError: `overlap` is none of `OVERLAPS`.
     """
-    times = duration_table(durations)[table.work]
-    sending, receiving, lag = _transfers(table, durations)
-    free = _run(table, receiving + times + sending, lag)
+    times = duration_table(durations, table.parts)[table.work]
+    sending, receiving, lags = _transfers(table, durations)
+    free = _run(table, receiving + times + sending, lags)
     ends = free - sending
     by_stage = list(enumerate(table.places))
     return Simulation(
@@ -98,58 +116,81 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
     )
 
 
-def makespans(table: Timetable, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Return the step times [plans] of many plans at once, without transfers or split backwards.
+def makespans(
+    table: Timetable,
+    forward: np.ndarray,
+    backward: np.ndarray,
+    weight: np.ndarray | None = None,
+    hidden: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the step times [plans] of many plans at once, without transfers; sequences are whole.
 
-    `forward` and `backward` are [plans, chunks, stages].
+    `forward`, `backward` and `weight` are [plans, chunks, stages], `hidden` [plans, chunks, chunks, stages], as in
+    `Durations`.
     """
     plans, size = len(forward), table.chunks * table.stages
-    rows = np.zeros((KINDS * size + 1, plans))
-    rows[:size] = forward.reshape(plans, size).T
-    rows[size : 2 * size] = backward.reshape(plans, size).T
+    split = np.zeros_like(backward) if weight is None else weight
+    rows = [part.reshape(plans, size).T for part in (forward, backward, backward - split, split)]
+    rows.append(np.zeros((1, plans)))
+    if table.also is not None:
+        pairs = forward[:, :, None] + backward[:, None] - (0 if hidden is None else hidden)
+        rows.append(pairs.reshape(plans, -1).T)
+    lasting = np.concatenate(rows)
     height = len(table.work)
     free = np.zeros((height + 1, table.stages, plans))
     cells = free.reshape(-1, plans)
     ready = np.empty((table.stages, plans))
     for level, (needs, work) in enumerate(zip(table.needs, table.work, strict=True)):
         cells.take(needs, axis=0, out=ready, mode="clip")
+        if table.also is not None:
+            np.maximum(ready, cells.take(table.also[0, level], axis=0), out=ready)
         np.maximum(ready, free[level], out=ready)
-        np.add(ready, rows.take(work, axis=0), out=free[level + 1])
+        np.add(ready, lasting.take(work, axis=0), out=free[level + 1])
     return free[height].max(axis=0)
 
 
-def duration_table(durations: Durations) -> np.ndarray:
-    """Return durations by the numbers of `Timetable.work`, 0 last for idle."""
-    forward, backward = (np.asarray(part, float) for part in (durations.forward, durations.backward))
-    weight = np.zeros_like(forward) if durations.weight is None else np.asarray(durations.weight, float)
-    return np.concatenate([np.ravel([forward, backward, backward - weight, weight]), [0.0]])
+def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
+    """Return durations by the numbers of `Timetable.work`: operations, 0 for idle, pairs."""
+    given = [durations.forward, durations.backward, 0 if durations.weight is None else durations.weight]
+    of_parts = (parts, *np.shape(durations.forward)[-2:])
+    # equal parts of what was given whole; indexing would not say which shape was meant
+    each = [np.asarray(one, float) / (1 if np.ndim(one) == 3 else parts) for one in given]
+    forward, backward, weight = (np.broadcast_to(one, of_parts) for one in each)
+    whole, back = forward.sum(axis=0), backward.sum(axis=0)
+    pairs = whole[:, None] + back[None] - (0 if durations.hidden is None else np.asarray(durations.hidden, float))
+    return np.concatenate([np.ravel([forward, backward, backward - weight, weight]), [0.0], pairs.ravel()])
 
 
-def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     """[levels, stages] time that a stage is busy sending after and receiving before an operation, and what an
-    operation waits after its input has left the other stage's hands."""
+    operation (then what the backward of a pair) waits after its input has left the other stage's hands."""
     if durations.overlap not in OVERLAPS:
         near = did_you_mean(durations.overlap, list(OVERLAPS))
         raise RecipeError(f"overlap {durations.overlap!r}: want one of {', '.join(OVERLAPS)}{near}")
-    send_hidden = receive_hidden = np.full(table.work.shape, durations.overlap == "full")
+    send_hidden = receive_hidden = np.full(table.work.shape, durations.overlap == "full") | (table.paired == PAIR)
     if durations.overlap == "1f1b":
-        send_hidden, receive_hidden = table.paired == 2, table.paired == 1
+        send_hidden, receive_hidden = send_hidden | (table.paired == 2), receive_hidden | (table.paired == 1)
     sending = np.where(table.sends & ~send_hidden, durations.transfer, 0.0)
     receiving = np.where(table.moves & ~receive_hidden, durations.transfer, 0.0)
     # `free` below counts a sender's transfer; its output is ready before that
-    sent_before = np.concatenate([np.zeros(table.stages), sending.ravel()])[table.needs]
-    return sending, receiving, np.where(table.moves & receive_hidden, durations.transfer, 0.0) - sent_before
+    sent = np.concatenate([np.zeros(table.stages), sending.ravel()])
+    lags = [np.where(table.moves & receive_hidden, durations.transfer, 0.0) - sent[table.needs]]
+    if table.also is not None:
+        lags.append(np.where(table.also[1], durations.transfer, 0.0) - sent[table.also[0]])
+    return sending, receiving, lags
 
 
-def _run(table: Timetable, cost: np.ndarray, lag: np.ndarray) -> np.ndarray:
+def _run(table: Timetable, cost: np.ndarray, lags: list[np.ndarray]) -> np.ndarray:
     """[levels, stages] when each stage is free again after each level."""
     free = np.zeros((len(cost) + 1, table.stages))
     cells = free.ravel()
-    delayed = bool(lag.any())
+    delayed = any(lag.any() for lag in lags)
     for level, needs in enumerate(table.needs):
         ready = cells.take(needs)
         if delayed:
-            ready += lag[level]
+            ready += lags[0][level]
+        if table.also is not None:
+            np.maximum(ready, cells.take(table.also[0, level]) + lags[1][level], out=ready)
         np.maximum(ready, free[level], out=ready)
         np.add(ready, cost[level], out=free[level + 1])
     return free[1:]

@@ -1,8 +1,8 @@
 """A schedule as a timetable of levels, so that NumPy can simulate all stages, and many plans, at once.
 
-An operation's level is the longest chain of operations that must come before it. A stage has at most one operation on a
-level, and operations of one level never wait for each other: the simulation is one step for each level, whatever the
-times are. The timetable depends on the orders alone and is kept for the next plan with the same schedule.
+An operation's level is the longest chain of operations that must come before it. A stage has at most one operation, or
+one pair, on a level, and operations of one level never wait for each other: the simulation is one step for each level,
+whatever the times are. The timetable depends on the orders alone and is kept for the next plan with the same schedule.
 """
 
 from __future__ import annotations
@@ -15,94 +15,113 @@ from itertools import pairwise
 import numpy as np
 
 from plugins.errors import RecipeError
-from tools.pipeline.schedules import KINDS as ORDER_KINDS
-from tools.pipeline.schedules import Op, as_table, is_v_shaped, order_table
+from tools.pipeline.operation import BOTH_WAYS, LOOP, Op, as_table
+from tools.pipeline.operation import KINDS as ORDER_KINDS
+from tools.pipeline.schedules import order_table, shape_of
 
-# rows of a table of durations, each of chunks x stages; SPLIT: the backward that leaves weight gradients for later
+# rows of a table of durations, each of parts x chunks x stages; SPLIT: the backward that leaves weight gradients
 FORWARD, BACKWARD, SPLIT, WEIGHT = range(4)
 KINDS = 4
+PAIR = 3  # in `Timetable.paired`
 
 
 @dataclass(frozen=True)
 class Timetable:
-    """Operations by level and stage; idle places take no time. C is chunks x stages.
+    """Operations by level and stage; idle places take no time. C is parts x chunks x stages.
 
-    work      [levels, stages] which duration: (kind * chunks + chunk) * stages + stage; KINDS * C when idle
+    A pair, a forward and a backward that run together, is one place.
+
+    work      [levels, stages] which duration: ((kind * parts + part) * chunks + chunk) * stages + stage; KINDS * C when
+              idle; of a pair KINDS * C + 1 + (forward's chunk * chunks + backward's chunk) * stages + stage
     needs     [levels, stages] the place ((level + 1) * stages + stage) whose output it waits for; 0: none
     moves     [levels, stages] whether that output comes from another stage
     sends     [levels, stages] whether its own output goes to another stage
-    paired    [levels, stages] 1: runs right after a backward as a forward; 2: a backward with such a forward after it
+    paired    [levels, stages] 1: runs right after a backward as a forward; 2: a backward with such a forward after it;
+              3: a pair
+    also      None without pairs; else needs and moves [2, levels, stages] of the pairs' backwards
     places    for each stage, the level of each of its operations in order
     tables    the operations of each stage as numbers (`tools.pipeline.schedules.order_table`)
     """
 
     stages: int
     chunks: int
+    parts: int
     work: np.ndarray
     needs: np.ndarray
     moves: np.ndarray
     sends: np.ndarray
     paired: np.ndarray
+    also: np.ndarray | None
     places: tuple[np.ndarray, ...]
     tables: tuple[np.ndarray, ...]
 
     @cached_property
     def orders(self) -> tuple[tuple[Op, ...], ...]:
         """The operations of each stage."""
-        return tuple(tuple(Op(ORDER_KINDS[kind], *rest) for kind, *rest in table.tolist()) for table in self.tables)
+        return tuple(
+            tuple(Op(ORDER_KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()) for table in self.tables
+        )
 
 
 @lru_cache(maxsize=32)
-def timetable(schedule: str, stages: int, chunks: int, micro_batches: int) -> Timetable:
+def timetable(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> Timetable:
     """Return the timetable of a schedule of `tools.pipeline.schedules`.
 
     Raises:
         RecipeError: as `operations`.
     """
-    tables = [order_table(schedule, stage, stages, chunks, micro_batches) for stage in range(stages)]
-    return _lay_out(tables, chunks, is_v_shaped(schedule))
+    tables = [order_table(schedule, stage, stages, chunks, micro_batches, parts) for stage in range(stages)]
+    return _lay_out(tables, chunks, shape_of(schedule))
 
 
-def lay_out(orders: Sequence[Sequence[Op]], chunks: int, v_shaped: bool = False) -> Timetable:
-    """Return the timetable of own orders, one for each stage; the model runs through chunk 0, then chunk 1, ...
+def lay_out(orders: Sequence[Sequence[Op | Sequence[Op]]], chunks: int, shape: str = LOOP) -> Timetable:
+    """Return the timetable of own orders (pairs as in `as_table`), one for each stage.
+
+    With `LOOP` the model runs through chunk 0, then chunk 1, ...; `V` turns round at the last stage; with `BOTH_WAYS`
+    each chunk is a model of its own, odd ones from the last stage to the first.
 
     Raises:
         RecipeError: the orders wait for each other in a circle, or leave out what another operation needs.
     """
-    return _lay_out([as_table(order) for order in orders], chunks, v_shaped)
+    return _lay_out([as_table(order) for order in orders], chunks, shape)
 
 
-def _lay_out(tables: list[np.ndarray], chunks: int, v_shaped: bool) -> Timetable:
-    stages, micro_batches = len(tables), 1 + max(int(table[:, 1].max()) for table in tables)
-    before, after = _neighbours(stages, chunks, v_shaped)
-    made_on = [-1] * (2 * chunks * micro_batches * stages)
-    rows = [_rows(table, stage, stages, micro_batches, chunks, before, after) for stage, table in enumerate(tables)]
+def _lay_out(tables: list[np.ndarray], chunks: int, shape: str) -> Timetable:
+    stages, parts = len(tables), 1 + max(int(table[:, 3].max()) for table in tables)
+    size = chunks * parts * (1 + max(int(table[:, 1].max()) for table in tables)) * stages
+    before, after = _neighbours(stages, chunks, shape)
+    made_on = [-1] * (2 * size)
+    rows = [_rows(table, stage, stages, (parts, chunks, size), before, after) for stage, table in enumerate(tables)]
     places = _places(rows, made_on, tables)
-    return _table(rows, places, np.array(made_on), tables, chunks)
+    return _table(rows, places, np.array(made_on), tables, (parts, chunks))
 
 
-def _neighbours(stages: int, chunks: int, v_shaped: bool) -> tuple[dict, dict]:
+def _neighbours(stages: int, chunks: int, shape: str) -> tuple[dict, dict]:
     """(chunk, stage) -> the one before and the one after it in the model."""
-    path = []
+    walks = []
     for chunk in range(chunks):
-        walk = range(stages) if not (v_shaped and chunk % 2) else reversed(range(stages))
-        path += [(chunk, stage) for stage in walk]
-    pairs = list(pairwise(path))
+        walk = range(stages) if shape == LOOP or chunk % 2 == 0 else reversed(range(stages))
+        walks.append([(chunk, stage) for stage in walk])
+    if shape != BOTH_WAYS:
+        walks = [[place for walk in walks for place in walk]]
+    pairs = [pair for walk in walks for pair in pairwise(walk)]
     return {later: earlier for earlier, later in pairs}, dict(pairs)
 
 
 def _rows(
-    table: np.ndarray, stage: int, stages: int, micro_batches: int, chunks: int, before: dict, after: dict
+    table: np.ndarray, stage: int, stages: int, sizes: tuple[int, int, int], before: dict, after: dict
 ) -> np.ndarray:
-    """[6, operations]: what each makes, what it needs, kind, chunk, whether it waits for a transfer, whether it sends.
+    """[8, operations]: what each makes, what it needs, kind, part, chunk, joined, whether it waits for a transfer,
+    whether it sends.
 
-    What an operation makes has one number, from backward?, chunk, micro-batch and stage; -1 stands for nothing.
+    What an operation makes has one number, from backward?, chunk, micro-batch, part and stage; -1 stands for nothing.
     """
-    span = micro_batches * stages
-    size = chunks * span
-    letter, micro_batch, chunk = table.T
+    parts, chunks, size = sizes
+    span = size // chunks
+    letter, micro_batch, chunk, part, joined = table.T
     forward, weights = letter == ORDER_KINDS.index("F"), letter == ORDER_KINDS.index("W")
-    here = chunk * span + micro_batch * stages + stage
+    piece = (micro_batch * parts + part) * stages
+    here = chunk * span + piece + stage
     split = np.zeros(size, bool)
     split[here[weights]] = True
 
@@ -111,7 +130,7 @@ def _rows(
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]
         apart = np.array([place is not None and place[1] != stage for place in found])[chunk]
-        return np.where(first < 0, -1, first + micro_batch * stages), apart
+        return np.where(first < 0, -1, first + piece), apart
 
     (earlier, from_earlier), (later, to_later) = beside(before), beside(after)
     need = np.where(forward, earlier, np.where(later < 0, here, size + later))
@@ -122,7 +141,9 @@ def _rows(
             np.where(weights, -1, here + np.where(forward, 0, size)),
             np.where(weights, size + here, need),
             np.where(weights, WEIGHT, kind),
+            part,
             chunk,
+            joined,
             moves & ~weights,
             sends & ~weights,
         ]
@@ -144,42 +165,74 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
     stuck = [stage for stage, done in enumerate(places) if len(done) < len(tables[stage])]
     if stuck:
         at = {stage: tables[stage][len(places[stage])].tolist() for stage in stuck}
-        waits = "; ".join(f"stage {stage} at {(ORDER_KINDS[kind], *rest)}" for stage, (kind, *rest) in at.items())
+        waits = "; ".join(f"stage {stage} at {_said(kind, *rest)}" for stage, (kind, *rest) in at.items())
         raise RecipeError(f"pipeline orders wait for each other, or for work that no stage does: {waits}")
     return places
+
+
+def _said(kind: int, micro_batch: int, chunk: int, part: int, joined: int) -> tuple:
+    """An operation as an error names it."""
+    return ORDER_KINDS[kind], micro_batch, chunk, *([part] if part else [])
 
 
 def _walk(row: np.ndarray, done: list[int], made_on: list[int]) -> Iterator[None]:
     """Place a stage's operations one after the other; yields where one needs what is not made yet."""
     level = -1
-    for made, need in zip(*row[:2].tolist(), strict=True):
+    for cell in _cells(row):
         level += 1
-        if need >= 0:
-            while (known := made_on[need]) < 0:
-                yield
-            if known >= level:
-                level = known + 1
-        if made >= 0:
-            made_on[made] = level
-        done.append(level)
+        for _, need in cell:
+            if need >= 0:
+                while (known := made_on[need]) < 0:
+                    yield
+                if known >= level:
+                    level = known + 1
+        for made, _ in cell:
+            if made >= 0:
+                made_on[made] = level
+            done.append(level)
+
+
+def _cells(row: np.ndarray) -> list[list[tuple[int, int]]]:
+    """(what it makes, what it needs) of the operations that run together."""
+    cells: list[list[tuple[int, int]]] = []
+    for made, need, joined in zip(*row[[0, 1, 5]].tolist(), strict=True):
+        if joined:
+            cells[-1].append((made, need))
+        else:
+            cells.append([(made, need)])
+    return cells
 
 
 def _table(
-    rows: list[np.ndarray], places: list[list[int]], made_on: np.ndarray, tables: list[np.ndarray], chunks: int
+    rows: list[np.ndarray],
+    places: list[list[int]],
+    made_on: np.ndarray,
+    tables: list[np.ndarray],
+    sizes: tuple[int, int],
 ) -> Timetable:
-    stages = len(tables)
-    idle = KINDS * chunks * stages
+    stages, (parts, chunks) = len(tables), sizes
+    idle = KINDS * parts * chunks * stages
     shape = (1 + max(levels[-1] for levels in places), stages)
     work = np.full(shape, idle)
     needs, moves_at, sends_at, paired = (np.zeros(shape, int) for _ in range(4))
+    also = np.zeros((2, *shape), int) if any(table[:, -1].any() for table in tables) else None
     for stage, levels in enumerate(places):
-        _, need, kind, chunk, moves, sends = rows[stage]
-        level = np.array(levels)
-        work[level, stage] = (kind * chunks + chunk) * stages + stage
-        needs[level, stage] = np.where(need >= 0, (made_on[need] + 1) * stages + need % stages, 0)
-        moves_at[level, stage], sends_at[level, stage] = moves, sends
-        follows = (kind[1:] == FORWARD) & (kind[:-1] != FORWARD) & (kind[:-1] != WEIGHT)
+        _, need, kind, part, chunk, joined, moves, sends = rows[stage]
+        level, alone = np.array(levels), joined == 0
+        at = np.where(need >= 0, (made_on[need] + 1) * stages + need % stages, 0)
+        work[level[alone], stage] = (((kind * parts + part) * chunks + chunk) * stages + stage)[alone]
+        needs[level[alone], stage], moves_at[level[alone], stage] = at[alone], moves[alone]
+        np.maximum.at(sends_at[:, stage], level, sends)
+        lone = alone & (np.append(joined[1:], 0) == 0)
+        follows = (kind[1:] == FORWARD) & (kind[:-1] != FORWARD) & (kind[:-1] != WEIGHT) & lone[1:] & lone[:-1]
         paired[level[1:][follows], stage] = 1
         paired[level[:-1][follows], stage] = 2
+        if also is not None:
+            second = np.flatnonzero(~alone)
+            work[level[second], stage] = idle + 1 + (chunk[second - 1] * chunks + chunk[second]) * stages + stage
+            also[:, level[second], stage] = at[second], moves[second]
+            paired[level[second], stage] = PAIR
     levels_of = tuple(np.array(levels) for levels in places)
-    return Timetable(stages, chunks, work, needs, moves_at > 0, sends_at > 0, paired, levels_of, tuple(tables))
+    return Timetable(
+        stages, chunks, parts, work, needs, moves_at > 0, sends_at > 0, paired, also, levels_of, tuple(tables)
+    )

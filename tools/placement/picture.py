@@ -9,6 +9,7 @@ import numpy as np
 
 from tools.files.figure import new_figure, save_figure
 from tools.pipeline.in_flight import memory_over_time
+from tools.pipeline.picture import draw_timeline
 from tools.pipeline.simulate import Durations, Simulation, simulate_timetable
 from tools.placement.instance import Instance
 
@@ -23,7 +24,7 @@ def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    draw_timeline(above, simulation, instance.chunks)
+    draw_timeline(above, simulation)
     _layers(above, instance, plan)
     _memory(below, instance, plan, simulation)
     figure.suptitle(
@@ -31,30 +32,6 @@ def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
         "(simulated)"
     )
     return save_figure(figure, path)
-
-
-def draw_timeline(axes: Any, simulation: Simulation, chunks: int) -> None:
-    """A row for each stage; forwards blue, backwards green, later chunks darker."""
-    from matplotlib import colormaps
-    from matplotlib.patches import Patch
-
-    shades = 0.35 + 0.5 * np.arange(chunks) / max(1, chunks - 1)
-    colours = {"F": colormaps["Blues"](shades), "B": colormaps["Greens"](shades)}
-    for stage, order in enumerate(simulation.orders):
-        starts, ends = simulation.starts[stage], simulation.ends[stage]
-        spans = np.column_stack([starts, ends - starts])
-        axes.broken_barh(
-            spans,
-            (stage - 0.42, 0.84),
-            facecolors=[colours[op.kind][op.chunk] for op in order],
-            edgecolor="white",
-            linewidth=0.2,
-        )
-    axes.set_yticks(range(len(simulation.orders)), [f"stage {stage}" for stage in range(len(simulation.orders))])
-    axes.invert_yaxis()
-    names = {"F": "forward", "B": "backward"}
-    handles = [Patch(color=colours[kind][v], label=f"{names[kind]}, chunk {v}") for kind in "FB" for v in range(chunks)]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=2 * chunks, fontsize="small")
 
 
 def _layers(axes: Any, instance: Instance, plan: np.ndarray) -> None:

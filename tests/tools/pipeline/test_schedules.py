@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,15 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from plugins.pipeline_layout.order import one_forward_one_backward
 from tools.pipeline.in_flight import in_flight
-from tools.pipeline.schedules import SCHEDULES, Op, check_schedule, operations, schedule_of, scheduler_of
+from tools.pipeline.operation import KINDS, Op
+from tools.pipeline.schedules import (
+    PAPER_SCHEDULES,
+    SCHEDULES,
+    check_schedule,
+    operations,
+    schedule_of,
+    scheduler_of,
+)
 from tools.pipeline.timetable import timetable
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
@@ -18,16 +27,35 @@ many = settings(max_examples=60, deadline=None)
 
 
 @many
-@given(st.sampled_from(SCHEDULES), st.integers(1, 6), st.integers(1, 4), st.integers(1, 20))
-def test_each_operation_once_and_no_stage_waits_for_ever(schedule, stages, chunks, micro_batches):
+@given(
+    st.sampled_from((*SCHEDULES, *PAPER_SCHEDULES)),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from([1, 1, 2, 3]),
+)
+def test_each_operation_once_and_no_stage_waits_for_ever(schedule, stages, chunks, micro_batches, parts):
     try:
-        check_schedule(schedule, stages, chunks, micro_batches)
+        check_schedule(schedule, stages, chunks, micro_batches, parts)
     except RecipeError:
         return
-    every = {Op(kind, m, v) for kind in "FB" for m in range(micro_batches) for v in range(chunks)}
-    for order in timetable(schedule, stages, chunks, micro_batches).orders:
+    ways = [(m, v, part) for m in range(micro_batches) for v in range(chunks) for part in range(parts)]
+    if schedule == "dual_pipe":  # each half of the micro-batches has a chunk of its own
+        ways = [(m, v, part) for m, v, part in ways if v == (m >= micro_batches // 2)]
+    table = timetable(schedule, stages, chunks, micro_batches, parts)
+    for order, numbers in zip(table.orders, table.tables, strict=True):
         assert len(set(order)) == len(order)
-        assert {op for op in order if op.kind != "W"} == every
+        assert {op for op in order if op.kind != "W"} == {Op(kind, *way) for kind in "FB" for way in ways}
+        seen: dict[str, list] = {"F": [], "B": [], "W": []}
+        for op in order:
+            assert op.kind != "W" or op._replace(kind="B") in seen["B"]
+            seen[op.kind].append(op)
+        for m, v in {(m, v) for m, v, _ in ways}:  # keys and values of earlier parts are there; backwards in reverse
+            forwards, backwards = ([op.part for op in seen[kind] if op[1:3] == (m, v)] for kind in "FB")
+            assert forwards == list(range(parts)) == backwards[::-1]
+        joined = np.flatnonzero(numbers[:, -1])
+        assert {KINDS[kind] for kind in numbers[joined, 0]} <= {"B"} >= {"B" for _ in joined}
+        assert {KINDS[kind] for kind in numbers[joined - 1, 0]} <= {"F"}
 
 
 def test_1f1b_by_hand():
@@ -90,7 +118,7 @@ def test_less_memory_holds_fewer():
 def test_zero_bubble_v_splits_what_mindspore_detaches():
     """`InferNeedDetachInfo`: P-s-1 first and (s+1)//2 last micro-batches of chunk 1, P-(s+1)//2 last of chunk 0."""
     for stage in range(4):
-        split = {op[1:] for op in operations("zero_bubble_v", stage, 4, 2, 10) if op.kind == "W"}
+        split = {op[1:3] for op in operations("zero_bubble_v", stage, 4, 2, 10) if op.kind == "W"}
         half = (stage + 1) // 2
         want = (
             {(m, 1) for m in range(3 - stage)}
@@ -98,6 +126,14 @@ def test_zero_bubble_v_splits_what_mindspore_detaches():
             | {(9 - i, 0) for i in range(4 - half)}
         )
         assert split == want
+
+
+def test_dual_pipe_v_splits_what_mindspores_v_does():
+    """Two readings of one schedule: DeepSeek's steps and MindSpore's list of what it detaches."""
+    for stage in range(6):
+        every = (operations(name, stage, 6, 2, 14) for name in ("dual_pipe_v", "zero_bubble_v"))
+        ours, theirs = ({op for op in order if op.kind == "W"} for order in every)
+        assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -110,6 +146,10 @@ def test_zero_bubble_v_splits_what_mindspore_detaches():
         (("seqsmartvpp", 3, 2, 8), "even number of stages"),
         (("zero_bubble_v", 4, 2, 7), "at least 8 micro-batches"),
         (("zero_bubble_v", 4, 3, 8), "2 chunks"),
+        (("dual_pipe_v", 4, 2, 7), "at least 8 micro-batches"),
+        (("dual_pipe", 4, 2, 9), "an even one of micro-batches"),
+        (("zb_h1", 4, 2, 8), "one chunk a stage"),
+        (("zb_v", 4, 1, 8), "2 chunks"),
         (("gpipe", 0, 1, 8), "at least 1"),
     ],
 )

@@ -6,9 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tests.tools.pipeline.reference_simulator import random_orders, reference
+from tests.tools.pipeline.reference_simulator import random_orders, reference, together, with_pairs
 from tools.pipeline.critical_path import critical_path
-from tools.pipeline.schedules import SCHEDULES, Op, is_v_shaped, operations
+from tools.pipeline.operation import BOTH_WAYS, LOOP, Op, V
+from tools.pipeline.schedules import PAPER_SCHEDULES, SCHEDULES, check_schedule, shape_of
 from tools.pipeline.simulate import OVERLAPS, Durations, makespans, simulate, simulate_timetable
 from tools.pipeline.timetable import lay_out, timetable
 
@@ -17,27 +18,25 @@ many = settings(max_examples=60, deadline=None)
 CHUNKED = [name for name in SCHEDULES if name != "1f1b"]
 
 
-def durations(seed, chunks, stages, overlap="full", transfer=0.0):
-    """Whole and unequal, now and then 0: sums are exact."""
+def durations(seed, chunks, stages, overlap="full", transfer=0.0, parts=0):
+    """Whole and unequal, now and then 0: sums are exact. Of so many parts each, or 0: whole sequences."""
     rng = np.random.default_rng(seed)
-    weight = rng.integers(0, 5, (chunks, stages))
-    backward = weight + rng.integers(0, 9, (chunks, stages))
-    return Durations(rng.integers(0, 9, (chunks, stages)), backward, weight, transfer, overlap)
+    shape = (parts, chunks, stages) if parts else (chunks, stages)
+    weight = rng.integers(0, 5, shape)
+    backward = weight + rng.integers(0, 9, shape)
+    hidden = None if parts else rng.integers(0, 3, (chunks, chunks, stages))
+    return Durations(rng.integers(2, 9, shape), backward, weight, transfer, overlap, hidden)
 
 
 def equal(chunks, stages, forward=1.0, backward=2.0, **more):
     return Durations(np.full((chunks, stages), forward), np.full((chunks, stages), backward), **more)
 
 
-def check_against_reference(orders, chunks, times, v_shaped):
-    simulation = simulate_timetable(lay_out(orders, chunks, v_shaped), times)
-    when = reference(
-        orders, chunks, times.forward, times.backward, times.weight, times.transfer, times.overlap, v_shaped
-    )
+def check_against_reference(orders, chunks, times, shape, simulation):
+    when = reference(orders, chunks, times, shape)
     for stage, order in enumerate(orders):
-        want = [when[stage, op] for op in order]
-        got = zip(simulation.starts[stage], simulation.ends[stage], strict=True)
-        assert list(got) == want
+        want = [when[stage, op] for item in order for op in together(item)]
+        assert list(zip(simulation.starts[stage], simulation.ends[stage], strict=True)) == want
     assert simulation.makespan == max(end for _, end in when.values())
 
 
@@ -47,21 +46,31 @@ def check_against_reference(orders, chunks, times, v_shaped):
     st.integers(1, 4),
     st.integers(1, 3),
     st.integers(1, 4),
-    st.booleans(),
+    st.sampled_from([LOOP, V, BOTH_WAYS]),
     st.sampled_from(OVERLAPS),
     st.sampled_from([0.0, 1.0, 3.0]),
+    st.sampled_from([0.0, 0.7]),
 )
-def test_random_orders_equal_the_reference(seed, stages, chunks, micro_batches, v_shaped, overlap, transfer):
-    orders = random_orders(seed, stages, chunks, micro_batches, v_shaped, split=0.3)
-    check_against_reference(orders, chunks, durations(seed, chunks, stages, overlap, transfer), v_shaped)
+def test_random_orders_equal_the_reference(seed, stages, chunks, micro_batches, shape, overlap, transfer, pair):
+    orders = random_orders(seed, stages, chunks, micro_batches, shape, split=0.3, pair=pair)
+    times = durations(seed, chunks, stages, overlap, transfer)
+    check_against_reference(orders, chunks, times, shape, simulate_timetable(lay_out(orders, chunks, shape), times))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", (*SCHEDULES, *PAPER_SCHEDULES))
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_schedules_equal_the_reference(schedule, overlap):
-    chunks = 1 if schedule == "1f1b" else 2
-    orders = [operations(schedule, stage, 4, chunks, 9) for stage in range(4)]
-    check_against_reference(orders, chunks, durations(5, chunks, 4, overlap, 2.0), is_v_shaped(schedule))
+@pytest.mark.parametrize("parts", [1, 2])
+def test_schedules_equal_the_reference(schedule, overlap, parts):
+    chunks = 1 if schedule in ("1f1b", "zb_h1", "zb_h2") else 2
+    try:
+        check_schedule(schedule, 4, chunks, 10, parts)
+    except RecipeError:
+        assert parts > 1
+        return
+    times = durations(5, chunks, 4, overlap, 2.0, parts if parts > 1 else 0)
+    simulation = simulate(schedule, 10, times, parts)
+    orders = with_pairs(simulation.orders, simulation.table.tables)
+    check_against_reference(orders, chunks, times, shape_of(schedule), simulation)
 
 
 @many
@@ -110,14 +119,17 @@ def test_overlap_never_costs(seed, schedule):
     assert free >= simulate(schedule, 8, durations(seed, 2, 4)).busy.max()
 
 
-@many
+@settings(max_examples=10, deadline=None)
 @given(st.integers(0, 10**6))
-def test_many_plans_at_once_equal_one_by_one(seed):
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v", "zb_v", "dual_pipe_v", "dual_pipe"])
+def test_many_plans_at_once_equal_one_by_one(schedule, seed):
     rng = np.random.default_rng(seed)
-    table = timetable("interleaved_1f1b", 4, 2, 8)
-    forward, backward = rng.random((2, 5, 2, 4))
-    alone = [simulate_timetable(table, Durations(f, b)).makespan for f, b in zip(forward, backward, strict=True)]
-    assert makespans(table, forward, backward).tolist() == alone
+    table = timetable(schedule, 4, 2, 8)
+    forward, backward, weight = rng.integers(1, 9, (3, 5, 2, 4)).astype(float)
+    backward, hidden = backward + weight, rng.integers(0, 2, (5, 2, 2, 4)).astype(float)
+    plans = zip(forward, backward, weight, hidden, strict=True)
+    alone = [simulate_timetable(table, Durations(f, b, w, hidden=h)).makespan for f, b, w, h in plans]
+    assert makespans(table, forward, backward, weight, hidden).tolist() == alone
 
 
 @many

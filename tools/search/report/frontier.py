@@ -11,8 +11,8 @@ import numpy as np
 from tools.estimate.time_model import TimeModel
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.hardware.units import GIB
+from tools.pipeline import picture as pipeline_picture
 from tools.pipeline.simulate import Durations, simulate
-from tools.placement import picture as pipeline_picture
 from tools.search.ranking.entry import Entry
 from tools.search.ranking.rank import Ranking
 from tools.search.ranking.run import Found
@@ -106,7 +106,7 @@ def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
     sending = 0.0 if config.overlap_pp else times.transfer(config)
     durations = Durations(forward, backward, backward / 2, sending, "none" if sending else "full")
     simulation = simulate(config.schedule, config.micro_batches, durations)
-    pipeline_picture.draw_timeline(axes, simulation, config.chunks)
+    pipeline_picture.draw_timeline(axes, simulation)
     if sum(map(len, simulation.orders)) > _DENSE:
         for bars in axes.collections:
             bars.set_rasterized(True)
