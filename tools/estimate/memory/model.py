@@ -19,8 +19,7 @@ import numpy as np
 
 from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
-from tools.estimate.layer_model import work
-from tools.estimate.memory.activations import fullest_pass, mtp_option, saved_parts
+from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts
 from tools.estimate.memory.modules import of_weight
 from tools.model.weights import Weight, weights
 from tools.pipeline.in_flight import enough, peak_vectors
@@ -103,8 +102,10 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     for weight in stage_weights(config, stage):
         local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
         summed = local / (shards if config.shard_gradients or at_once else 1)
-        # a cast copy, or a gathered one: fp32 weights that nobody shards are used as they are
-        gathered = local * (item if not weight.wide and item != _WIDE else _WIDE * (shards > 1))
+        gathered = local * item
+        if item == _WIDE or (weight.wide and config.keep_gathered):
+            # in MindFormers norms, router and embedding compute in fp32: what nobody shards is used as it is
+            gathered = local * _WIDE * (shards > 1)
         row = rows.setdefault(of_weight(weight.name), [0.0] * len(_STATIC))
         for place, size in enumerate((local / shards * _WIDE, local / shards * _STATE, summed * _WIDE, gathered)):
             row[place] += size
@@ -182,19 +183,16 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
         *static_memory(config, stage),
         activations=float(kept.max()),
         working=working_of(config, stage)[1],
-        buffers=max((_buffers(config, kind) for kind in set(every) if kind in ("dense", "moe")), default=0.0),
+        # other stacks' are counted in the pass that needs them
+        buffers=max((buffers(config, kind) for kind in set(every) if kind in ("dense", "moe")), default=0.0)
+        if config.training_graph
+        else 0.0,
     )
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
     """What the fullest pass of a stage is, in words, and the bytes that it needs beside what is kept."""
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
-
-
-def _buffers(config: Configuration, kind: str) -> float:
-    """One gathered activation, and one micro-batch's copies on their way to experts and back."""
-    done = work(config, kind)
-    return (done.gathered if config.tp > 1 else 0.0) + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
 
 
 def all_stages(config: Configuration) -> list[StageMemory]:
