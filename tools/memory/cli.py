@@ -1,4 +1,4 @@
-"""`tc3 memory`: bytes of a device without compiling; exit code 0, 1 where it does not surely fit, 2 for a wrong input."""
+"""`tc3 memory`: bytes of a device, not compiled; exit code 0, 1 where it does not surely fit, 2 for a wrong input."""
 
 from __future__ import annotations
 

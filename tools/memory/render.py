@@ -58,7 +58,7 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console) ->
         table.add_row(*sizes, fit, f"{row['name']}\n{keys}" + (f"\n  {row['refused']}" if row["refused"] else ""))
     console.print(table)
     console.print(
-        "Each row was predicted anew from its keys and given to tc3 check; step time is modelled, over the recipe's own."
-        " Not predicted, so not proposed: swapping to the host, optimizer_level: level3, fewer devices a stage.",
+        "Each row was predicted anew from its keys and given to tc3 check; step time is modelled, over its own."
+        " Not predicted and so not proposed: swapping to the host, optimizer_level: level3.",
         style="dim",
     )

@@ -98,8 +98,8 @@ def _moves(config: Configuration) -> list[tuple[str, Apply]]:
         ("recompute norms", _recompute_norms),
         ("move a layer from the fullest stage", _move_layer),
         ("halve the micro-batch", _halve_batch),
-        ("model_parallel doubled, data_parallel halved", lambda run, _: _for_data(run, tp=2 * run.tp)),
-        ("context_parallel doubled, data_parallel halved", lambda run, _: _for_data(run, cp=2 * run.cp)),
+        ("model_parallel doubled, data_parallel halved", lambda run, _: _for_data(run, 2 * run.tp, run.cp)),
+        ("context_parallel doubled, data_parallel halved", lambda run, _: _for_data(run, run.tp, 2 * run.cp)),
         ("pipeline_stage doubled, data_parallel halved", lambda run, _: _deeper(run)),
     ]
     if config.model.experts:
@@ -124,11 +124,11 @@ def _halve_batch(run: Configuration, _: float) -> Configuration | None:
     return None if run.batch % 2 else replace(run, batch=run.batch // 2, micro_batches=2 * run.micro_batches)
 
 
-def _for_data(run: Configuration, **degrees: int) -> Configuration | None:
+def _for_data(run: Configuration, tp: int, cp: int) -> Configuration | None:
     """Degrees at the cost of data parallelism; the global batch stays."""
-    if run.dp % 2 or run.model.heads % degrees.get("tp", 1):
+    if run.dp % 2 or run.model.heads % tp:
         return None
-    return replace(run, dp=run.dp // 2, micro_batches=2 * run.micro_batches, **degrees)
+    return replace(run, tp=tp, cp=cp, dp=run.dp // 2, micro_batches=2 * run.micro_batches)
 
 
 def _deeper(run: Configuration) -> Configuration | None:
@@ -142,8 +142,8 @@ def _deeper(run: Configuration) -> Configuration | None:
         return None
     full, select, communication = (None if table is None else layers for table in tables)
     recompute = replace(run.recompute, full=full, select=select, communication=communication)
-    halved = {"dp": run.dp // 2, "micro_batches": 2 * run.micro_batches}
-    return replace(run, pp=2 * run.pp, layers=layers, recompute=recompute, **halved)
+    half, twice = run.dp // 2, 2 * run.micro_batches
+    return replace(run, pp=2 * run.pp, layers=layers, recompute=recompute, dp=half, micro_batches=twice)
 
 
 def _recompute_all(run: Configuration, _: float) -> Configuration | None:
@@ -189,15 +189,16 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     if run.layers[chunk][high] < 2:
         return None
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
-    tables = {}
-    for name in ("full", "select", "communication"):
-        table = getattr(run.recompute, name)
-        if table == run.layers:
-            tables[name] = layers
-        elif table:
-            rows = zip(table, layers, strict=True)
-            tables[name] = tuple(tuple(map(min, row, own)) for row, own in rows)
-    return replace(run, layers=layers, recompute=replace(run.recompute, **tables))
+
+    def fitted(table: Table | None) -> Table | None:
+        """All layers stay all; counts are at most what a stage has."""
+        if table is None or table == run.layers:
+            return table and layers
+        return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
+
+    old = run.recompute
+    full, select, communication = fitted(old.full), fitted(old.select), fitted(old.communication)
+    return replace(run, layers=layers, recompute=replace(old, full=full, select=select, communication=communication))
 
 
 def _one_more(table: Table, chunk: int, stage: int, more: int = 1) -> Table:
