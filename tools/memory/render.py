@@ -49,8 +49,10 @@ def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console) ->
         console.print("nothing that this model knows frees memory here")
         return
     table = Table(box=None, pad_edge=False)
-    for name, justify in (("GiB", "right"), ("frees", "right"), ("step", "right"), ("", "left"), ("change", "left")):
-        table.add_column(name, justify=justify, no_wrap=name != "change")
+    for name in ("GiB", "frees", "step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("change")
     for row in proposals:
         fit = "refused by tc3 check" if row["refused"] else row["fit"]
         sizes = (f"{row['peak'] / GIB:.1f}", f"{row['freed'] / GIB:.1f}", f"{row['slower']:+.1%}")
