@@ -1,4 +1,4 @@
-"""Live bytes of a compiled stage over a step, pass by pass, by the function that the analytical model's line is made by.
+"""Live bytes of a compiled stage over a step, pass by pass, stitched by the function of the analytical line.
 
 Which tensors there are, their bytes and what a forward hands to its backward are the graph's. Inside a pass operators
 run in the order of the graph's text and a tensor lives from its operator to its last reader: a device's own order, its

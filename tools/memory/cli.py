@@ -12,20 +12,18 @@ from typing import Any
 import click
 from rich.console import Console
 
-from plugins.errors import DataError, RecipeError
+from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
 from tools.dryrun.memory import DOES_NOT_FIT, FITS, UNKNOWN
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory.draw import draw
+from tools.estimate.memory.draw import check_form, write_line
 from tools.estimate.memory.error import known_errors
 from tools.estimate.memory.model import all_stages
 from tools.estimate.memory.room import Room, room_of
 from tools.estimate.memory.time_line import TimeLine, simulated, time_line
 from tools.estimate.time_model import TimeModel
-from tools.files.atomic import check_writable, write_atomically
-from tools.files.figure import ENDINGS
 from tools.hardware import DEFAULT_HARDWARE
 from tools.memory.explain import explain, verdict
 from tools.memory.render import print_proposals, print_stages
@@ -35,7 +33,6 @@ from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
 _WIDTH = 130  # of tables in a file or pipe
-_FORMS = (*ENDINGS, ".json")
 
 
 @click.command("memory", context_settings={"help_option_names": ["-h", "--help"]})
@@ -77,7 +74,7 @@ def memory(
     Exit codes: 0 it fits; 1 it does not, or the model's known error leaves it open; 2 a wrong input.
     """
     if picture:
-        _check_form(picture)
+        check_form(picture)
     changed = apply_overrides(load_recipe(recipe), overrides)
     loaded = resolve(changed, partial(click.echo, err=True), layout="file")
     config, hardware = from_recipe(loaded), find_cluster(cluster)
@@ -92,7 +89,7 @@ def memory(
         with saying("changing the recipe"):
             report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room)]
     if picture:
-        _write(line, f"{loaded.source}, stage {report['peak']['stage']}", room, picture)
+        write_line(line, f"{loaded.source}, stage {report['peak']['stage']}", room.cap, picture)
         click.echo(f"written: {picture}", err=True)
     if as_json:
         click.echo(json.dumps(report))
@@ -120,24 +117,6 @@ def _report(config: Configuration, times: TimeModel, room: Room, stage: int | No
         "fit": next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in fits),
         "room": {"bytes": room.bytes, "cap": room.cap, "words": room.words, "source": room.source},
         "known_error": [min(errors), max(errors)],
-        "peak": {
-            "stage": number,
-            "bytes": line.peak,
-            "pass": line.labels[line.fullest],
-            "owners": [owner._asdict() | {"bytes": size} for owner, size in line.at_peak()],
-        },
+        "peak": {"stage": number, **line.peak_as_json()},
     }
     return report, line
-
-
-def _check_form(path: Path) -> None:
-    if path.suffix not in _FORMS:
-        raise DataError(f"--time-line {path}: want a file that ends in {', '.join(_FORMS)}")
-    check_writable(path)
-
-
-def _write(line: TimeLine, title: str, room: Room, path: Path) -> None:
-    if path.suffix == ".json":
-        write_atomically(path, json.dumps(line.as_json()) + "\n")
-    else:
-        draw(line, title, room.cap, path)

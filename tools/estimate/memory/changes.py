@@ -70,7 +70,7 @@ def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
     return found
 
 
-_LEAST = 1e-3  # share of the peak below which a change is none
+_LEAST = 5e-3  # share of the peak below which a change is none
 _MOST_EP = 4  # doublings of a degree
 
 

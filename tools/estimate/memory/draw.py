@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from plugins.errors import DataError
 from tools.estimate.memory.time_line import BUFFERS, KEPT, PARTS, WORKING, Owner, TimeLine
-from tools.files.figure import new_figure, save_figure
+from tools.files.atomic import check_writable, write_atomically
+from tools.files.figure import ENDINGS, new_figure, save_figure
 from tools.hardware.units import GIB
 
+FORMS = (*ENDINGS, ".json")
 _NAMES = {
     "weights": "weights",
     "state": "optimizer state",
@@ -22,6 +26,25 @@ _STATIC = ("#30506f", "#44739e", "#6f9bc4", "#a9c5df")
 _MOST = 6  # bands of kept activations; the smallest share one
 _KEPT = ("#8c4a1f", "#b8652b", "#d98847", "#eba96f", "#f3c79c", "#f8dfc6")
 _LAST = {WORKING: "#5b8c5a", BUFFERS: "#a9c8a4"}
+
+
+def check_form(path: Path) -> None:
+    """Refuse a file that no line can be written to, before the long work that would end in it.
+
+    Raises:
+        DataError: the ending is none of `FORMS`, or the folder cannot be written to.
+    """
+    if path.suffix not in FORMS:
+        raise DataError(f"--time-line {path}: want a file that ends in {', '.join(FORMS)}")
+    check_writable(path)
+
+
+def write_line(line: TimeLine, title: str, limit: float, path: Path) -> None:
+    """Write a line as numbers (.json) or as a picture, whole or not at all; see `draw`."""
+    if path.suffix == ".json":
+        write_atomically(path, json.dumps(line.as_json()) + "\n")
+    else:
+        draw(line, title, limit, path)
 
 
 def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:

@@ -84,6 +84,11 @@ class TimeLine:
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
+    def peak_as_json(self) -> dict[str, Any]:
+        """The peak's bytes, its pass and its owners, most first."""
+        owners = [owner._asdict() | {"bytes": size} for owner, size in self.at_peak()]
+        return {"bytes": self.peak, "pass": self.labels[self.fullest], "owners": owners}
+
     def as_json(self) -> dict[str, Any]:
         """For `--json` and files: bytes are whole numbers."""
         at = self.fullest
