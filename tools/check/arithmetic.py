@@ -246,6 +246,13 @@ def _optimizer_shard(view: View, found: Findings) -> None:
         found.error(gradients, wrong, "leave it out, or optimizer_level: level2", rule="optimizer_level_gradients")
     elif view.get(gradients) is False and level == "level2":
         found.error(gradients, "becomes True in silence: so optimizer_level level2 has it", "True, or leave it out")
+    if level == "level3":
+        found.warning(
+            (*section, "optimizer_level"),
+            'MindSpore 2.9.0 did not compile the 105B on 48 devices with it ("The pointer[context] is null"), and its '
+            "memory is not modelled",
+            "see docs/memory.md",
+        )
     path = (*section, "optimizer_weight_shard_size")
     size = view.get(path)
     copies = view.dp * view.cp
