@@ -53,7 +53,7 @@ class Memory:
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
     """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
 
-    Its total is the peak of `tools.dryrun.time_line.line_of`.
+    Its total is the peak of `tools.dryrun.graph.time_line.line_of`.
     """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
-from tools.dryrun.advice import checked_advice
 from tools.dryrun.graph.passes import Pass
+from tools.dryrun.graph.time_line import line_of
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.links import check_links
@@ -17,8 +17,8 @@ from tools.dryrun.memory import DOES_NOT_FIT, FITS, NO_LIMIT, UNKNOWN, fit_of, m
 from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
-from tools.dryrun.time_line import line_of
 from tools.dryrun.traffic import traffic_of
+from tools.estimate.memory.advice import checked_advice
 from tools.estimate.memory.time_line import TimeLine
 from tools.pipeline.schedules import operations, schedule_of
 from tools.recipe.load import Recipe

@@ -9,13 +9,13 @@ from tools.dryrun.graph.activations import activations_of, curve_of, peak_bytes
 from tools.dryrun.graph.by_layer import curves_of, put_together
 from tools.dryrun.graph.passes import Pass, passes_of
 from tools.dryrun.graph.text import read_graph
+from tools.dryrun.graph.time_line import line_of
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held
 from tools.dryrun.memory import memory_of
-from tools.dryrun.time_line import line_of
 from tools.estimate.memory.time_line import KEPT, Owner
 from tools.pipeline.schedules import operations
 
-GRAPH = Path(__file__).with_name("graph") / "pipeline.ir"
+GRAPH = Path(__file__).with_name("pipeline.ir")
 HELD = [
     Held("decoder.layers.0.mlp.experts.weight1", WEIGHT, "Float32", (8, 4), (4, 4), 2),
     Held("adam_m.decoder.layers.0.self_attention.linear_q.weight", STATE, "Float32", (8, 4), (4, 4), 2),
