@@ -249,8 +249,8 @@ def _optimizer_shard(view: View, found: Findings) -> None:
     if level == "level3":
         found.warning(
             (*section, "optimizer_level"),
-            'MindSpore 2.9.0 did not compile the 105B on 48 devices with it ("The pointer[context] is null"), and its '
-            "memory is not modelled",
+            'MindSpore 2.9.0 compiled no pipeline with it that was tried ("The pointer[context] is null", "Illegal '
+            'AnfNode for evaluating"), and its memory is not modelled',
             "see docs/memory.md",
         )
     path = (*section, "optimizer_weight_shard_size")
