@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "experts": ("tools.experts.cli:experts", "Expert loads of a run: what waits, and what moving experts brings."),
     "generate": ("launch.generate.command:generate", "Let a trained mini go on with a text: see what it has learnt."),
+    "memory": ("tools.memory.cli:memory", "Bytes of a device over a step without compiling; what would free some."),
     "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or compare two."),
     "runs": ("tools.runs.cli:runs", "Where the time of runs went and why they failed; follow one that goes on."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),

@@ -24,7 +24,7 @@ ROWS = [
     ["tools.check", "tools.ep_report"],
     ["tools.dryrun", "tools.profile"],
     ["tools.search", "tools.fusion"],
-    ["tools.show", "tools.affinity", "tools.weights", "tools.runs"],
+    ["tools.show", "tools.affinity", "tools.weights", "tools.runs", "tools.memory"],
     ["tools.accuracy", "tools.imbalance", "tools.doctor", "tools.experts"],
     ["launch"],
 ]

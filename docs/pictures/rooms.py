@@ -26,6 +26,7 @@ PURPOSE = {
     "show": "a recipe as it will run",
     "affinity": "cores of each worker",
     "search": "which strategy is fastest?",
+    "memory": "bytes over a step",
     "dryrun": "the sharded graph of all devices, compiled on a CPU",
     "check": "will MindFormers run it as written?",
     "auto": "the values that “auto” stands for",

@@ -246,6 +246,11 @@ def _optimizer_shard(view: View, found: Findings) -> None:
         found.error(gradients, wrong, "leave it out, or optimizer_level: level2", rule="optimizer_level_gradients")
     elif view.get(gradients) is False and level == "level2":
         found.error(gradients, "becomes True in silence: so optimizer_level level2 has it", "True, or leave it out")
+    if level == "level3":
+        more = 'MindSpore 2.9.0 compiled no pipeline with it that was tried ("The pointer[context] is null"), and ' * (
+            view.pp > 1
+        )
+        found.warning((*section, "optimizer_level"), f"{more}its memory is not modelled", "see docs/memory.md")
     path = (*section, "optimizer_weight_shard_size")
     size = view.get(path)
     copies = view.dp * view.cp

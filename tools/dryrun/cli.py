@@ -24,13 +24,15 @@ from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.picture import draw
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
+from tools.estimate.memory.draw import check_form, write_line
+from tools.estimate.memory.time_line import TimeLine
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.view import View
+from tools.recipe.view import View, limit_of
 from tools.schema.versions import require_verified, unverified_option
 
 ALL = "all-stages"
@@ -69,6 +71,12 @@ class Ranks(click.ParamType):
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
+@click.option(
+    "--time-line",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Live bytes of the fullest stage, pass by pass (.svg, .png or .json).",
+)
 @unverified_option
 def dryrun(
     recipe: Path,
@@ -81,6 +89,7 @@ def dryrun(
     no_cache: bool,
     as_json: bool,
     picture: Path | None,
+    time_line: Path | None,
 ) -> None:
     """Compile the training step of RECIPE for all its devices, without one.
 
@@ -94,6 +103,8 @@ def dryrun(
     if picture:
         check_ending(picture)
         check_writable(picture)
+    if time_line:
+        check_form(time_line)
     if quick and (ranks or micro_batches):
         raise click.UsageError("--quick chooses its own ranks and micro-batches")
     require_verified()
@@ -111,9 +122,14 @@ def dryrun(
         refused = [_refusal(result) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
-    report = report_of(loaded, plan, results, View(loaded).node)
+    lines: dict[int, TimeLine] = {}
+    report = report_of(loaded, plan, results, View(loaded).node, lines)
     if picture:
         draw(report, picture)
+    if time_line:
+        fullest = max(lines, key=lambda stage: lines[stage].peak)
+        title = f"{report['recipe']}, stage {fullest}, compiled{' (quick)' if quick else ''}"
+        write_line(lines[fullest], title, limit_of(loaded), time_line)
     if as_json:
         click.echo(json.dumps(report))
     else:

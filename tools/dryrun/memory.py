@@ -51,7 +51,10 @@ class Memory:
 
 
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
-    """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order."""
+    """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
+
+    Its total is the peak of `tools.dryrun.graph.time_line.line_of`.
+    """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
     return Memory(
@@ -65,15 +68,17 @@ def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[P
     )
 
 
-def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, int]]) -> int:
+def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
     """Bytes of activations at the fullest moment: what waits for its backward, and what is alive in the pass that runs.
 
-    A forward's own part of what waits is among what is alive in it, and counts once.
+    A forward's own part of what waits is among what is alive in it, and counts once; what it received from the stage
+    in front and keeps is there, too, though no operator of its own makes it.
     """
     most = max((chunk["backward"] for chunk in chunks), default=0)  # where no passes are known
     sizes = [chunk["saved"] for chunk in chunks]
     for before, item in zip(waiting(passes, sizes), passes, strict=True):
-        inside = chunks[item.chunk]["forward" if item.kind == "F" else "backward"]
+        chunk = chunks[item.chunk]
+        inside = max(chunk["forward"], chunk["saved"]) if item.kind == "F" else chunk["backward"]
         most = max(most, before + inside)
     return most
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tools.dryrun.compile.job import Job
-from tools.dryrun.graph.by_layer import BACK, COMMON, FRONT, put_together
+from tools.dryrun.graph.activations import added
+from tools.dryrun.graph.by_layer import BACK, COMMON, FRONT, curves_of, put_together
 from tools.dryrun.jobs import Plan, plan_jobs
 from tools.dryrun.kinds import Kind, groups_of, kinds_of, settings_of, write_settings
 from tools.dryrun.layout import Held
@@ -127,7 +128,7 @@ class _Layer(NamedTuple):
 
     held: list[Held]
     kept: dict[str, int]
-    part: Mapping[str, int]
+    part: Mapping[str, Any]
 
 
 class _Compiled:
@@ -153,14 +154,14 @@ class _Compiled:
         """What was found of a kind of layer."""
         return self._layers[kind]
 
-    def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, int]:
+    def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
         """What several layers read: layers that are recomputed whole make it again and keep none of it."""
         whole = all(kind.whole for kind in kinds)
         jobs = range(len(self._parts) - (not head))
         found = [self._parts[job].get(COMMON, _NOTHING) for job in jobs if self._whole[job] or not whole]
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
-    def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, int]:
+    def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
         """A micro-batch's passes through a chunk of such layers, with what stands at the model's ends."""
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
@@ -168,4 +169,5 @@ class _Compiled:
         parts += [self.of(kind).part for kind in kinds]
         if head:
             parts += [back.get(FRONT, _NOTHING), back.get(BACK, _NOTHING)]
-        return put_together(parts)
+        modules = added(part.get("modules", {}) for part in parts)
+        return {**put_together(parts), "modules": modules, "curves": curves_of(parts)}

@@ -11,6 +11,7 @@ from rich.table import Table
 from tools.hardware.units import GIB
 
 _COLUMNS = ("weights", "state", "accumulated", "gathered", "saved", "working")
+_OWNERS = 4  # of a peak
 _SHOWN = 3  # lines of traffic a stage
 
 
@@ -33,6 +34,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
             "as tc3 check counts" if counted["compiled"] == counted["check"] else f"tc3 check: {counted['check']:,}"
         )
         console.print(f"trained weights, each once: {counted['compiled']:,} ({verdict})", highlight=False)
+    console.print(_peak(report), highlight=False)
     for note in notes(report):
         console.print(note, style="dim", highlight=False)
     for problem in report["problems"]:
@@ -54,6 +56,16 @@ def _fit(report: Mapping[str, Any]) -> str:
     room = f"the fullest stage, {fullest['stage']}, takes {memory['total'] / memory['limit']:.0%} of the limit"
     error = f" (--quick may be off by {report['quick_error']:.0%})" if report["quick"] else ""
     return f"{report['fit']}: {room}{error}"
+
+
+def _peak(report: Mapping[str, Any]) -> str:
+    """Who holds the most at the fullest stage's peak."""
+    stage = max(report["stages"], key=lambda stage: stage["peak"]["bytes"])
+    owners = [f"{own['part']}: {own['module']} {own['bytes'] / GIB:.1f}" for own in stage["peak"]["owners"][:_OWNERS]]
+    when = f" in {stage['peak']['pass']}" if stage["peak"]["pass"] else ""
+    return (
+        f"stage {stage['stage']} is fullest{when}: {stage['peak']['bytes'] / GIB:.1f} GiB, of them {', '.join(owners)}"
+    )
 
 
 def _together(report: Mapping[str, Any]) -> str:

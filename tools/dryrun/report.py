@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.dryrun.graph.passes import Pass
+from tools.dryrun.graph.time_line import line_of
 from tools.dryrun.jobs import Plan
 from tools.dryrun.layout import WEIGHT, Held, total
 from tools.dryrun.links import check_links
@@ -17,6 +18,8 @@ from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
+from tools.estimate.memory.advice import checked_advice
+from tools.estimate.memory.time_line import TimeLine
 from tools.pipeline.schedules import operations, schedule_of
 from tools.recipe.load import Recipe
 from tools.recipe.view import View, limit_of
@@ -43,12 +46,19 @@ class Found(NamedTuple):
     graph: Mapping[str, Any]
 
 
-def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], node: int) -> dict[str, Any]:
+def report_of(
+    recipe: Recipe,
+    plan: Plan,
+    results: Sequence[Mapping[str, Any]],
+    node: int,
+    lines: dict[int, TimeLine] | None = None,
+) -> dict[str, Any]:
     """The whole report, in bytes and FLOPs of one device and step.
 
     Args:
         results: of the plan's jobs, none of them refused.
         node: devices of a node, for links inside and between nodes.
+        lines: takes the time line of each stage.
     """
     view = View(recipe)
     quick = not plan.job_of
@@ -59,13 +69,16 @@ def report_of(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]], 
         if one.compiled
     )
     limit = limit_of(recipe)
-    stages = [_stage(one, view, plan, limit, node, known) for one in found]
+    lines = {} if lines is None else lines
+    stages = [_stage(one, view, plan, limit, node, known, lines) for one in found]
     compiled = [result for result in results if "graph" in result]
     programs = programs_of(compiled)
     links = check_links(plan, compiled, view.devices // view.pp, alike=not runs_back(view))
     problems = check_order(programs) + links.problems
     error = ERROR if quick else 0.0
-    problems += over_limit(stages, limit, error) + unsure(stages, limit, error)
+    over = over_limit(stages, limit, error)
+    problems += over + ([f"context.max_device_memory: {checked_advice(recipe, limit)}"] if over else [])
+    problems += unsure(stages, limit, error)
     problems += _uneven(found, view.devices // view.pp)
     for stage in stages:
         stage["fit"] = UNKNOWN if view.on_cpu else fit_of(stage["memory"], limit, error)
@@ -114,14 +127,17 @@ def _composed(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]]) 
     return [Found(stage, None, False, held, graph) for stage, (held, graph) in zip(plan.stages, parts, strict=True)]
 
 
-def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: bool) -> dict[str, Any]:
-    """One stage's part of the report."""
+def _stage(
+    found: Found, view: View, plan: Plan, limit: int, node: int, known: bool, lines: dict[int, TimeLine]
+) -> dict[str, Any]:
+    """One stage's part of the report; its time line goes to `lines`."""
     number = found.stage.number
     if known and not found.compiled:  # of a schedule that has no model, plain 1F1B gives the estimate of a quick run
         order = _passes(view, number, view.micro_batches) or _passes(view, number, view.micro_batches, "1f1b")
         passes = [Pass(*item) for item in order]
     else:
         passes = [Pass(*item) for item in found.graph["passes"]]
+    line = lines[number] = line_of(found.held, found.graph, passes)
     return {
         "stage": number,
         "compiled_rank": found.rank,
@@ -131,6 +147,7 @@ def _stage(found: Found, view: View, plan: Plan, limit: int, node: int, known: b
         "holds": list(found.stage.ends),
         "parameters": sum(math.prod(item.shape) for item in _trained(found.held)),
         "memory": memory_of(found.held, found.graph, passes, limit).as_json(),
+        "peak": line.peak_as_json(),
         "flops": _flops(found.graph, view.micro_batches),
         "traffic": traffic_of(found.graph, view.micro_batches, plan.micro_batches, node),
     }

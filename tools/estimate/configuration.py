@@ -88,7 +88,8 @@ class Configuration:
         ulysses: parts of the heads that MindFormers' ulysses_degree_in_cp cuts. MindFormers 1.9.0 exchanges heads for
             it, but does not tell its flash attention (flash_attention.py:384), which gathers keys and values over the
             whole of cp all the same: compiled graphs hold as much memory as without it, to the byte.
-        logit_bytes: for each logit while the loss runs: compute precision, fp32 and the gradient.
+        logit_bytes: for each logit while the loss runs: compute precision and fp32, in which Megatron's cross entropy
+            makes the softmax and its gradient in place.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
     """
 
@@ -128,7 +129,7 @@ class Configuration:
     keep_gathered: bool = False
     training_graph: bool = False
     fp32_residual: bool = False
-    logit_bytes: int = 10
+    logit_bytes: int = 6
     layer_only: bool = False
     ulysses: int = 1
 

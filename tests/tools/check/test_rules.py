@@ -135,6 +135,8 @@ def test_mindspore_takes_sharded_gradients_beside_level2_alone(level, refused, s
     found = findings(put(SEMI, _OPTIMIZER, both))
     assert (dotted((*_OPTIMIZER, "gradient_accumulation_shard")) in found) == (refused or not shard)
     assert findings(put(SEMI, _OPTIMIZER, {"optimizer_level": level})) == {}
+    warned = findings(put(SEMI, _OPTIMIZER, {"optimizer_level": level}), "warning")
+    assert (dotted((*_OPTIMIZER, "optimizer_level")) in warned) == (level == "level3")
 
 
 def test_mindspore_itself_refuses_the_same_levels():

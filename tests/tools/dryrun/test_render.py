@@ -18,6 +18,7 @@ STAGE = {
     "layers": 6,
     "memory": {name: size * GIB for name, size in MEMORY.items()}
     | {"exact": 12 * GIB, "total": 14 * GIB, "limit": 20 * GIB},
+    "peak": {"bytes": 14 * GIB, "pass": "B 3.0", "owners": [{"part": "state", "module": "experts", "bytes": GIB}]},
     "flops": {"forward": 10**15, "recompute": 10**15, "gradient": 2 * 10**15},
     "traffic": [
         {"op": "AlltoAllV", "role": "forward", "ranks": 8, "link": "inside a node", "calls": 96,
@@ -52,6 +53,7 @@ def shown(report):
 
 def test_a_clean_report():
     text = shown(REPORT)
+    assert "stage 0 is fullest in B 3.0: 14.0 GiB, of them state: experts 1.0" in text
     assert "64 virtual devices, dp4 tp8 pp2 ep8" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("1="))
     assert [word for word in row.split() if word != "│"] == [

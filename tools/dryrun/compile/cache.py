@@ -21,7 +21,7 @@ _CODE = (
     *("plugins", "launch/workers/dryrun_rank.py", "tools/recipe/view.py", "tools/check/arithmetic.py"),
     "tools/schema/defaults.py",
     *(f"tools/dryrun/compile/{name}.py" for name in ("rank", "training_step", "inputs", "virtual_cluster")),
-    *("tools/dryrun/layout.py", "tools/dryrun/graph"),
+    *("tools/dryrun/layout.py", "tools/dryrun/graph", "tools/estimate/memory/modules.py"),
 )
 _PACKAGES = ("mindspore", "mindformers")
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from tools.dryrun.graph.by_layer import Moment, name_of, owner_place, parts_of, places_of
@@ -17,7 +18,9 @@ from tools.dryrun.graph.collectives import attributes_of
 from tools.dryrun.graph.passes import chunks_of
 from tools.dryrun.graph.text import GraphText, Node, TensorType, arguments_of
 from tools.dryrun.layout import BYTES
+from tools.estimate.memory.modules import LAYER_INPUT, of_path
 
+POINTS = 16  # of a curve
 _PARAMETER = re.compile(r"%(para\d+)_")
 _VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze", "Load"))  # of their first argument
 
@@ -25,7 +28,8 @@ _VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze"
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     """For each chunk: bytes "saved" for a micro-batch's backward, and most bytes alive in "forward" and "backward".
 
-    "parts" holds the same by layer (see `by_layer`). Without a pipeline the whole step counts as one "backward".
+    "parts" holds the same by layer (see `by_layer`), "modules" what is saved by module, and "curves" the most bytes
+    alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
 
     Args:
         rows: what stands for dimensions that only routing decides (see `routed_rows`).
@@ -33,20 +37,43 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     found = []
     for name, behind in chunks_of(graph):
         forward, backward = graph.graphs[name], graph.graphs.get(behind, [])
-        saved = saved_bytes(forward, behind, rows)
+        modules = saved_modules(forward, behind, rows)
         for place, size in received_bytes(graph, name, behind, rows).items():
-            saved[place] = saved.get(place, 0) + size
+            own = modules.setdefault(place, {})
+            own[LAYER_INPUT] = own.get(LAYER_INPUT, 0) + size
+        saved = {place: sum(own.values()) for place, own in modules.items()}
+        parts = parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows))
         found.append(
             {
                 "saved": sum(saved.values()),
                 "forward": peak_bytes(forward, rows),
                 "backward": peak_bytes(backward, rows),
-                "parts": parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows)),
+                "parts": {place: part | {"modules": modules.get(place, {})} for place, part in parts.items()},
+                "modules": added(modules.values()),
+                "curves": {"F": curve_of(forward, rows), "B": curve_of(backward, rows)},
             }
         )
     if not found:  # without a pipeline MindSpore leaves no passes in subgraphs of their own
-        found.append({"saved": 0, "forward": 0, "backward": peak_bytes(graph.graphs[graph.root], rows), "parts": {}})
+        root = graph.graphs[graph.root]
+        whole = {"saved": 0, "forward": 0, "backward": peak_bytes(root, rows), "parts": {}, "modules": {}}
+        found.append(whole | {"curves": {"F": [], "B": curve_of(root, rows)}})
     return found
+
+
+def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by module."""
+    found: dict[str, int] = {}
+    for own in modules:
+        for module, size in own.items():
+            found[module] = found.get(module, 0) + size
+    return found
+
+
+def curve_of(nodes: list[Node], rows: int) -> list[int]:
+    """Most bytes alive in each of at most `POINTS` stretches of about as many operators, in the order of the text."""
+    most = [moment.most for moment in moments_of(nodes, rows)]
+    ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
+    return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
@@ -69,6 +96,11 @@ def _exchanges(graphs: Iterable[list[Node]]) -> Iterable[Node]:
 
 def saved_bytes(nodes: list[Node], backward: str, rows: int) -> dict[str, int]:
     """Part -> bytes that the forward subgraph binds to its backward; its parameters are counted elsewhere."""
+    return {part: sum(own.values()) for part, own in saved_modules(nodes, backward, rows).items()}
+
+
+def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, dict[str, int]]:
+    """Part -> module whose operator made it -> bytes; see `saved_bytes`."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -83,10 +115,11 @@ def saved_bytes(nodes: list[Node], backward: str, rows: int) -> dict[str, int]:
         for number in node.operands:
             for owner in _owners(number, nodes) & kept:
                 readers[owner].add(place)
-    found: dict[str, int] = {}
+    found: dict[str, dict[str, int]] = {}
     for number in kept:
-        part = owner_place(places[number], readers[number])
-        found[part] = found.get(part, 0) + output_bytes(nodes[number], rows)
+        own = found.setdefault(owner_place(places[number], readers[number]), {})
+        module = of_path(nodes[number].scope)
+        own[module] = own.get(module, 0) + output_bytes(nodes[number], rows)
     return found
 
 

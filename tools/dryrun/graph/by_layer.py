@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tools.dryrun.graph.text import Node
 
@@ -116,7 +116,16 @@ def parts_of(
     return found
 
 
-def put_together(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Most bytes alive in each part of a forward ("F") and, from the last part to the first, of a backward ("B")."""
+    alive, forward = 0, []
+    for part in parts:
+        forward.append(alive + part["forward"])
+        alive += part["saved"]
+    return {"F": forward, "B": [part["backward"] for part in reversed(parts)]}
+
+
+def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """ "saved", "forward" and "backward" of a chunk of such parts, in the order of its forward.
 
     A forward piles up what its parts leave; a backward hands back what it took and adds its gradients up as it goes,

@@ -6,34 +6,56 @@ this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism,
 
 from __future__ import annotations
 
+from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
-from tools.estimate.layer_model import ITEM
-from tools.estimate.memory.training_graph import kept, layer_pass, loss_pass
+from tools.estimate.layer_model import ITEM, work
+from tools.estimate.memory.modules import (
+    ATTENTION,
+    DISPATCH,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LAYER_INPUT,
+    MLP,
+    MTP,
+    NORMS,
+    ROUTER,
+    SHARED,
+)
+from tools.estimate.memory.training_graph import kept_parts, layer_pass, loss_pass
 from tools.model.architecture import Model
+from tools.model.weights import weights
 from tools.pipeline.schedules import is_v_shaped
 
+_WORDS = {"dense": "a dense layer", "moe": "a MoE layer", "mtp": "the MTP layer"}
+_WIDE = 4  # bytes of a gradient that adds up in fp32
 _SCORE = 5  # bytes kept for each score of an unfused attention: softmax, its dropout and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
     """Bytes that one layer keeps; option: "none", "select", "communication" or "full"."""
+    return sum(saved_parts(config, kind, option).values())
+
+
+def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
+    """Module of `tools.estimate.memory.modules` -> bytes that one layer keeps of it."""
     if config.training_graph:
-        return kept(config, kind, option)
+        return kept_parts(config, kind, option)
     model = config.model
     h, residual = model.hidden, 4 if config.fp32_residual else ITEM
     tokens = config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     if kind == "embedding":
-        return tokens * 4 / config.tp
+        return {EMBEDDING: tokens * 4 / config.tp}
     if kind == "head":
-        return (2 * ITEM + residual) * held * h
+        return {HEAD: (2 * ITEM + residual) * held * h}
     if kind == "mtp":
-        head = saved(config, "head")
-        return saved(config, model.last_kind, option) + head + 3 * ITEM * held * h
+        own = {MTP: 3 * ITEM * held * h}
+        return saved_parts(config, model.last_kind, option) | saved_parts(config, "head") | own
     if option == "full":
-        return residual * held * h
+        return {LAYER_INPUT: residual * held * h}
     if option == "select" and config.recompute.selective == "operators":
-        return residual * held * h + _halved(model) * tokens / config.tp
+        return {LAYER_INPUT: residual * held * h, ATTENTION: _halved(config) * tokens / config.tp}
     cheap = option == "select" and config.recompute.selective != "attention"
     gathered = config.keep_gathered and config.sequence_parallel and option != "communication"
     normed = tokens if gathered else held  # rows of a norm's result, if it is kept as gathered
@@ -42,8 +64,8 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
     scores = 0.0
     if not (config.flash or (option == "select" and config.recompute.selective == "attention")):
         scores = _SCORE * tokens * config.sequence * model.heads / config.tp
-    mlp = _routed(config, tokens, held, cheap) if kind == "moe" else _dense(config, tokens, cheap)
-    return (rows + masks) * h + tokens * _attention(model) / config.tp + scores + mlp
+    mlp = _routed(config, tokens, held, cheap) if kind == "moe" else {MLP: _dense(config, tokens, cheap)}
+    return {NORMS: (rows + masks) * h, ATTENTION: tokens * _attention(model) / config.tp + scores, **mlp}
 
 
 def _attention(model: Model) -> float:
@@ -55,12 +77,17 @@ def _attention(model: Model) -> float:
     return ITEM * (2 * heads + ranks)
 
 
-def _halved(model: Model) -> float:
-    """Bytes of a token where every second matmul's result is kept, and the attention's (torchtitan)."""
-    heads = (model.heads + model.kv_heads) * model.qk_dim + model.kv_heads * model.v_dim
+def _halved(config: Configuration) -> float:
+    """Bytes of a token where every second matmul's result is kept, and the attention's (torchtitan).
+
+    Without a compiler the first, third ... are kept as they come, the layer's last one too, which no gradient needs.
+    """
+    model = config.model
+    heads = [model.heads * model.qk_dim, model.kv_heads * model.qk_dim, model.kv_heads * model.v_dim]
     width = model.ffn if not model.experts else model.top_k * model.expert_ffn + model.shared_ffn
-    products = heads + 2 * model.hidden + (2 if model.gated else 1) * width
-    return ITEM * (products / 2 + model.heads * model.v_dim)
+    products = [*heads, model.hidden, *[width] * (2 if model.gated else 1), model.hidden]
+    half = sum(products) / 2 if config.fused else sum(products[::2])
+    return ITEM * (half + model.heads * model.v_dim)
 
 
 def _units(config: Configuration, cheap: bool) -> float:
@@ -74,14 +101,45 @@ def _dense(config: Configuration, tokens: float, cheap: bool) -> float:
     return tokens * config.model.ffn / config.tp * _units(config, cheap)
 
 
-def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> float:
+def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> dict[str, float]:
     """Router scores in fp32, what experts take, make inside and give back, and the shared expert."""
     model = config.model
     routed = tokens if config.expert_tp else tokens / config.tp
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
-    copies = routed * model.top_k * (2 * ITEM * model.hidden + width * _units(config, cheap))
+    copies = routed * model.top_k
     rows = held if config.shared_whole else tokens / config.tp
-    return copies + rows * model.shared_ffn * _units(config, cheap) + 2 * 4 * held * model.experts
+    return {
+        DISPATCH: copies * 2 * ITEM * model.hidden,
+        EXPERTS: copies * width * _units(config, cheap),
+        SHARED: rows * model.shared_ffn * _units(config, cheap),
+        ROUTER: 2 * 4 * held * model.experts,
+    }
+
+
+def _weight_gradient(config: Configuration, kind: str) -> float:
+    """Bytes of gradients of weights on their way: the largest one's, in the type in which they add up.
+
+    Where computing weights are sharded, all of a layer's (or the head's) are whole, and once more as they are reduced.
+    Of experts each has its own, which is small.
+    """
+    wide = _WIDE if config.wide_gradients else ITEM
+    own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
+    sizes = [weight.size / sharding.cut(weight, config) for weight in own]
+    if config.shard_weights:
+        return (ITEM + wide) * sum(sizes)
+    parts = (config.model.experts // config.ep if weight.split == "experts" else 1 for weight in own)
+    return wide * max((size / count for size, count in zip(sizes, parts, strict=True)), default=0.0)
+
+
+def buffers(config: Configuration, kind: str) -> float:
+    """Bytes of communication: a gathered activation, and one micro-batch's copies on their way to experts and back.
+
+    What is gathered and what is to be scattered are there at once unless the collective is part of the matmul.
+    """
+    done = work(config, kind)
+    both = 1 if config.training_graph or config.overlap_tp else 2
+    gathered = both * done.gathered if config.tp > 1 else 0.0
+    return gathered + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
 
 
 def mtp_option(config: Configuration) -> str:
@@ -100,16 +158,25 @@ def mtp_option(config: Configuration) -> str:
 
 def working(config: Configuration, kinds: list[str]) -> float:
     """Most bytes that one pass of a chunk needs beside what is kept: a layer run again, or the loss."""
-    found = [0.0]
-    for kind in kinds:
+    return fullest_pass(config, kinds)[1]
+
+
+def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
+    """What needs them, in words, and the bytes of `working`."""
+    found = [("", 0.0)]
+    for kind in dict.fromkeys(kinds):
         again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")
+        words = f"{_WORDS.get(kind, kind)} {'run again' if again else 'backward'}"
         if kind in ("dense", "moe", "mtp") and config.training_graph:
-            found.append(layer_pass(config, kind, again))
+            found.append((words, layer_pass(config, kind, again)))
         elif kind in ("dense", "moe", "mtp"):
             # activations of one layer and their gradients; without recomputation the former are among what is kept
-            found.append(saved(config, kind) * (2 if again else 1))
+            layer = saved(config, kind) * (2 if again else 1)
+            found.append((words, layer + _weight_gradient(config, kind) + buffers(config, kind)))
         elif kind == "head" and config.training_graph:
-            found.append(loss_pass(config, "mtp" in kinds))
+            found.append(("the loss", loss_pass(config, "mtp" in kinds)))
         elif kind == "head":
-            found.append(config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp)
-    return max(found)
+            logits = config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp
+            whole = _weight_gradient(config, kind) if config.shard_weights else 0.0
+            found.append(("the loss", logits + whole + buffers(config, kind)))
+    return max(found, key=lambda pair: pair[1])

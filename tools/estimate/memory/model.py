@@ -11,6 +11,7 @@ operations says. Fragments of the allocator are not counted.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 
@@ -18,12 +19,13 @@ import numpy as np
 
 from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
-from tools.estimate.layer_model import work
-from tools.estimate.memory.activations import mtp_option, saved, working
+from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts
+from tools.estimate.memory.modules import of_weight
 from tools.model.weights import Weight, weights
 from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations
 
+_STATIC = ("weights", "state", "accumulated", "gathered")
 _WIDE, _STATE = 4, 8  # bytes of a number in fp32, and of its two Adam moments
 _ITEM = {"fp32": 4, "fp8": 2}  # of weights that compute; fp8 is made from bf16 ones
 _BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded
@@ -76,20 +78,44 @@ def stage_weights(config: Configuration, stage: int) -> list[Weight]:
 
 def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
     """Bytes of (weights, state, accumulated, gathered) on one device of a stage."""
-    held = summed = gathered = largest = 0.0
-    item = _ITEM.get(config.dtype, 2)
+    rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
+    held, state, summed, gathered = map(float, rows.sum(axis=0))
+    return held, state, summed, _in_turn(config, stage) if config.shard_weights else gathered
+
+
+def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
+    """(part, module of `tools.estimate.memory.modules`) -> bytes; they add up to `static_memory`."""
+    every, _ = _static_rows(config, stage)
+    found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
+    if config.shard_weights:
+        found = {key: size for key, size in found.items() if key[0] != "gathered"}
+        found["gathered", "layers in turn"] = _in_turn(config, stage)
+    return found
+
+
+def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
+    """Module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest weight."""
+    rows: dict[str, list[float]] = {}
+    largest, item = 0.0, _ITEM.get(config.dtype, 2)
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
         local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
-        held += local / shards
-        summed += local / (shards if config.shard_gradients or at_once else 1)
-        # a cast copy, or a gathered one: fp32 weights that nobody shards are used as they are
-        gathered += local * (item if not weight.wide and item != _WIDE else _WIDE * (shards > 1))
+        summed = local / (shards if config.shard_gradients or at_once else 1)
+        gathered = local * item
+        if item == _WIDE or (weight.wide and config.keep_gathered):
+            # in MindFormers norms, router and embedding compute in fp32: what nobody shards is used as it is
+            gathered = local * _WIDE * (shards > 1)
+        row = rows.setdefault(of_weight(weight.name), [0.0] * len(_STATIC))
+        for place, size in enumerate((local / shards * _WIDE, local / shards * _STATE, summed * _WIDE, gathered)):
+            row[place] += size
         largest = max(largest, local * item)
-    if config.shard_weights:
-        gathered = _BUCKET * _layer_weights(config) * item + largest
-    return held * _WIDE, held * _STATE, summed * _WIDE, gathered
+    return rows, largest
+
+
+def _in_turn(config: Configuration, stage: int) -> float:
+    """Bytes of the computing weights that are gathered at once where they are sharded, too."""
+    return _BUCKET * _layer_weights(config) * _ITEM.get(config.dtype, 2) + _static_rows(config, stage)[1]
 
 
 def _layer_weights(config: Configuration) -> float:
@@ -116,14 +142,22 @@ def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
 
 def chunk_activations(config: Configuration, stage: int) -> list[float]:
     """Bytes that one micro-batch of each chunk leaves for backward."""
-    totals = []
+    return [sum(chunk.values()) for chunk in chunk_modules(config, stage)]
+
+
+def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
+    """[chunks] module of `tools.estimate.memory.modules` -> bytes that one micro-batch leaves for backward."""
+    found = []
     for chunk, kinds in enumerate(config.stage_kinds(stage)):
         layers = [kind for kind in kinds if kind in ("dense", "moe")]
-        options = layer_options(config, chunk, stage, len(layers))
-        total = sum(saved(config, kind, option) for kind, option in zip(layers, options, strict=True))
-        ends = [kind for kind in kinds if kind not in ("dense", "moe")]
-        totals.append(total + sum(saved(config, kind, mtp_option(config)) for kind in ends))
-    return totals
+        pairs = [*zip(layers, layer_options(config, chunk, stage, len(layers)), strict=True)]
+        pairs += [(kind, mtp_option(config)) for kind in kinds if kind not in ("dense", "moe")]
+        own: dict[str, float] = {}
+        for (kind, option), count in Counter(pairs).items():
+            for module, size in saved_parts(config, kind, option).items():
+                own[module] = own.get(module, 0.0) + count * size
+        found.append(own)
+    return found
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
@@ -148,15 +182,17 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
     return StageMemory(
         *static_memory(config, stage),
         activations=float(kept.max()),
-        working=max(working(config, chunk) for chunk in kinds),
-        buffers=max((_buffers(config, kind) for kind in set(every) if kind in ("dense", "moe")), default=0.0),
+        working=working_of(config, stage)[1],
+        # other stacks' are counted in the pass that needs them
+        buffers=max((buffers(config, kind) for kind in set(every) if kind in ("dense", "moe")), default=0.0)
+        if config.training_graph
+        else 0.0,
     )
 
 
-def _buffers(config: Configuration, kind: str) -> float:
-    """One gathered activation, and one micro-batch's copies on their way to experts and back."""
-    done = work(config, kind)
-    return (done.gathered if config.tp > 1 else 0.0) + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
+def working_of(config: Configuration, stage: int) -> tuple[str, float]:
+    """What the fullest pass of a stage is, in words, and the bytes that it needs beside what is kept."""
+    return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 
 
 def all_stages(config: Configuration) -> list[StageMemory]:

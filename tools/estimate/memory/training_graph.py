@@ -24,6 +24,19 @@ import math
 
 from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
+from tools.estimate.memory.modules import (
+    ATTENTION,
+    DISPATCH,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    LAYER_INPUT,
+    MLP,
+    MTP,
+    NORMS,
+    ROUTER,
+    SHARED,
+)
 from tools.model.weights import weights
 
 _LOW, _WIDE = 2, 4  # bytes of a number in the type that computes, and in fp32
@@ -37,22 +50,28 @@ _STATISTICS = 64  # bytes of a head and token that flash attention keeps beside 
 
 def kept(config: Configuration, kind: str, option: str = "none") -> float:
     """Bytes of one micro-batch and device; kinds and options as `tools.estimate.memory.activations.saved`."""
+    return sum(kept_parts(config, kind, option).values())
+
+
+def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
+    """Module of `tools.estimate.memory.modules` -> bytes of one micro-batch and device."""
     model = config.model
     tokens = config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     rows = held * model.hidden
     if kind == "embedding":
-        return tokens * 4 / config.tp
+        return {EMBEDDING: tokens * 4 / config.tp}
     if kind == "head":
-        return 2 * _WIDE * rows + tokens * (_LOW * model.hidden + _LOGIT * model.vocab / config.tp)
+        return {HEAD: 2 * _WIDE * rows + tokens * (_LOW * model.hidden + _LOGIT * model.vocab / config.tp)}
     if kind == "mtp":
         # two more norms and the rows that they give, side by side
-        return kept(config, model.last_kind, option) + kept(config, "head") + (4 * _WIDE + 2 * _LOW) * rows
+        own = {MTP: (4 * _WIDE + 2 * _LOW) * rows}
+        return kept_parts(config, model.last_kind, option) | kept_parts(config, "head") | own
     if option == "full":
-        return (_WIDE if config.fp32_residual else _LOW) * rows
+        return {LAYER_INPUT: (_WIDE if config.fp32_residual else _LOW) * rows}
     norms = (2 if option == "select" else 4) * _WIDE * rows + _LOW * rows
-    mlp = _routed(config, tokens, held) if kind == "moe" else _dense(config, tokens)
-    return norms + _attention(config, tokens, held) + mlp
+    mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}
+    return {NORMS: norms, ATTENTION: _attention(config, tokens, held), **mlp}
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
@@ -105,11 +124,14 @@ def _dense(config: Configuration, tokens: float) -> float:
     return _LOW * tokens * model.hidden + (gates * _WIDE + _LOW) * tokens * model.ffn / config.tp
 
 
-def _routed(config: Configuration, tokens: float, held: float) -> float:
+def _routed(config: Configuration, tokens: float, held: float) -> dict[str, float]:
     """Copies on their way, their first product, the router in fp32 and the shared expert, whole on every rank."""
     model = config.model
     gates = 2 if model.gated else 1
     copies = tokens / config.tp * model.top_k
-    experts = _LOW * copies * (_ROUTED[config.ep_mode] * model.hidden + gates * model.expert_ffn)
-    router = held * ((_WIDE + _LOW) * model.hidden + 2 * _WIDE * model.experts)
-    return experts + router + (gates * _WIDE + _LOW) * held * model.shared_ffn
+    return {
+        DISPATCH: _LOW * copies * _ROUTED[config.ep_mode] * model.hidden,
+        EXPERTS: _LOW * copies * gates * model.expert_ffn,
+        ROUTER: held * ((_WIDE + _LOW) * model.hidden + 2 * _WIDE * model.experts),
+        SHARED: (gates * _WIDE + _LOW) * held * model.shared_ffn,
+    }

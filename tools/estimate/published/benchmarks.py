@@ -43,8 +43,9 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         recompute=recomputation(str(config.get("recompute", "")).split()[-1], layers, "operators"),
         shard_gradients=True,
         shard_weights=True,
-        # loss parallel runs on DTensors, unfused: the log-softmax, its gradient and two results on the way, all fp32
-        logit_bytes=20 if tp > 1 else 16,
+        # F.cross_entropy of fp32 logits: in compute precision, as fp32, the log-softmax and two gradients, of which the
+        # allocator gives the first one the memory of the fp32 logits; in loss parallel (DTensors) one result more
+        logit_bytes=20 if tp > 1 else 14,
         fused="eager" not in technique,
         overlap_tp="async" in technique,
         overlap_dp=True,

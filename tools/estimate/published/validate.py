@@ -9,7 +9,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency
 from tools.estimate.layer_model import work
-from tools.estimate.memory.model import peak_memory
+from tools.estimate.memory.model import peak_memory, stage_memory
 from tools.estimate.published.rows import Row
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -83,6 +83,9 @@ def _memory(row: Row) -> tuple[float | None, str | None]:
     if config.layer_only:
         return None, "one layer has no tokens/s, and what its benchmark keeps in memory is not said"
     try:
+        if "activation_GiB_first_stage" in row.measured and "peak_memory_GiB" not in row.measured:
+            first = stage_memory(config, 0)  # such sources count what is kept, and nothing that a pass works with
+            return first.static + first.activations, None
         return peak_memory(config), None
     except RecipeError as error:
         return None, f"memory: {error}"

@@ -1,0 +1,207 @@
+"""What could be changed of a run to make it need less memory on a device, each change alone or two together.
+
+A change keeps the devices and the global batch. What it frees is not a matter of opinion: the changed run's memory is
+predicted anew. `tools.memory` says which keys of a recipe it is and what it costs in step time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import combinations
+
+from plugins.errors import RecipeError
+from tools.estimate.configuration import Configuration, Recompute, Table, even_layers
+from tools.estimate.memory.model import all_stages, stage_memory
+from tools.pipeline.schedules import is_v_shaped
+
+Apply = Callable[[Configuration, float], Configuration | None]  # of a run and its limit; None: not for this run
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change, or two after each other.
+
+    Args:
+        name: in words.
+        config: the run with it.
+        peaks: [stages] bytes.
+    """
+
+    name: str
+    config: Configuration
+    peaks: tuple[float, ...]
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest stage."""
+        return max(self.peaks)
+
+
+def single_changes(config: Configuration, limit: float) -> list[Change]:
+    """Each change that this run can have and that makes its fullest stage smaller.
+
+    Args:
+        limit: bytes that a stage may reach; lists of recomputation are as short as it allows.
+    """
+    now = max(memory.peak for memory in all_stages(config))
+    return [change for change in _all(config, limit, _moves(config)) if change.peak < now * (1 - _LEAST)]
+
+
+def pairs_of_changes(config: Configuration, limit: float) -> list[Change]:
+    """Two changes after each other, where the second frees something beside the first."""
+    found = []
+    for (name, apply), (other, second) in combinations(_moves(config), 2):
+        if name.split(" ")[0] == other.split(" ")[0]:
+            continue  # of one kind
+        try:
+            first = apply(config, limit)
+            both = None if first is None else second(first, limit)
+            alone = second(config, limit)
+            if first is None or both is None:
+                continue
+            peaks = _peaks(both)
+            least = min(max(_peaks(one)) for one in (first, alone) if one is not None)
+        except RecipeError:
+            continue
+        if max(peaks) < least * (1 - _LEAST):
+            found.append(Change(f"{name}; {other}", both, peaks))
+    return found
+
+
+_LEAST = 5e-3  # share of the peak below which a change is none
+_MOST_EP = 4  # doublings of a degree
+
+
+def _all(config: Configuration, limit: float, moves: Sequence[tuple[str, Apply]]) -> Iterator[Change]:
+    for name, apply in moves:
+        try:
+            changed = apply(config, limit)
+            if changed is not None and changed != config:
+                yield Change(name, changed, _peaks(changed))
+        except RecipeError:
+            continue  # degrees that do not fit together
+
+
+@lru_cache(maxsize=4096)
+def _peaks(config: Configuration) -> tuple[float, ...]:
+    return tuple(memory.peak for memory in all_stages(config))
+
+
+def _moves(config: Configuration) -> list[tuple[str, Apply]]:
+    moves: list[tuple[str, Apply]] = [
+        ("shard the optimizer", lambda run, _: None if run.shard_optimizer else replace(run, shard_optimizer=True)),
+        ("shard accumulated gradients", _shard_gradients),
+        ("recompute the fewest layers that fit", fewest_recomputed),
+        ("recompute every layer", _recompute_all),
+        ("recompute norms", _recompute_norms),
+        ("move a layer from the fullest stage", _move_layer),
+        ("halve the micro-batch", _halve_batch),
+        ("model_parallel doubled, data_parallel halved", lambda run, _: _for_data(run, 2 * run.tp, run.cp)),
+        ("context_parallel doubled, data_parallel halved", lambda run, _: _for_data(run, run.tp, 2 * run.cp)),
+        ("pipeline_stage doubled, data_parallel halved", lambda run, _: _deeper(run)),
+    ]
+    if config.model.experts:
+        for times in (2**power for power in range(1, _MOST_EP + 1)):
+            moves.append((f"expert_parallel times {times}", _expert_parallel(times * config.ep)))
+    return moves
+
+
+def _shard_gradients(run: Configuration, _: float) -> Configuration | None:
+    return None if run.shard_gradients or not run.shard_optimizer else replace(run, shard_gradients=True)
+
+
+def _expert_parallel(ep: int) -> Apply:
+    def apply(run: Configuration, _: float) -> Configuration | None:
+        ranks = run.dp * run.tp * run.cp
+        return None if ep > ranks or ranks % ep or run.model.experts % ep else replace(run, ep=ep)
+
+    return apply
+
+
+def _halve_batch(run: Configuration, _: float) -> Configuration | None:
+    return None if run.batch % 2 else replace(run, batch=run.batch // 2, micro_batches=2 * run.micro_batches)
+
+
+def _for_data(run: Configuration, tp: int, cp: int) -> Configuration | None:
+    """Degrees at the cost of data parallelism; the global batch stays."""
+    if run.dp % 2 or run.model.heads % tp:
+        return None
+    return replace(run, tp=tp, cp=cp, dp=run.dp // 2, micro_batches=2 * run.micro_batches)
+
+
+def _deeper(run: Configuration) -> Configuration | None:
+    """Twice the stages, layers spread evenly; only where all or no layers are recomputed."""
+    tables = (run.recompute.full, run.recompute.select, run.recompute.communication)
+    whole = all(table is None or table == run.layers for table in tables)
+    if run.dp % 2 or run.pp == 1 or not whole or run.model.layers < 2 * run.pp * run.chunks:
+        return None
+    layers = even_layers(run.model.layers, 2 * run.pp, run.chunks, run.model.mtp)
+    if is_v_shaped(run.schedule):
+        return None
+    full, select, communication = (None if table is None else layers for table in tables)
+    recompute = replace(run.recompute, full=full, select=select, communication=communication)
+    half, twice = run.dp // 2, 2 * run.micro_batches
+    return replace(run, pp=2 * run.pp, layers=layers, recompute=recompute, dp=half, micro_batches=twice)
+
+
+def _recompute_all(run: Configuration, _: float) -> Configuration | None:
+    return None if run.recompute.full == run.layers else replace(run, recompute=replace(run.recompute, full=run.layers))
+
+
+def _recompute_norms(run: Configuration, _: float) -> Configuration | None:
+    if run.recompute.select == run.layers or run.recompute.full == run.layers or run.recompute.selective != "norms":
+        return None
+    return replace(run, recompute=replace(run.recompute, select=run.layers))
+
+
+def fewest_recomputed(run: Configuration, limit: float) -> Configuration | None:
+    """As many whole layers of each stage, the first of each chunk, as make it fit and no more; None if none or all do.
+
+    Layers are added in turns over the chunks, the chunk of which most micro-batches wait first.
+    """
+    now = run.recompute.full or tuple((0,) * run.pp for _ in run.layers)
+    found: Table = now
+    for stage in range(run.pp):
+        order = [chunk for turn in range(max(row[stage] for row in run.layers)) for chunk in range(run.chunks)]
+        for chunk in order:
+            if stage_memory(_recomputed(run, found), stage).peak <= limit:
+                break
+            if found[chunk][stage] < run.layers[chunk][stage]:
+                found = _one_more(found, chunk, stage)
+    return None if found in (now, run.layers) else _recomputed(run, found)
+
+
+def _recomputed(run: Configuration, full: Table) -> Configuration:
+    """With whole layers recomputed; stages without any keep none (`working` counts a layer if one is)."""
+    recompute: Recompute = replace(run.recompute, full=full if any(map(any, full)) else None)
+    return replace(run, recompute=recompute)
+
+
+def _move_layer(run: Configuration, _: float) -> Configuration | None:
+    """One layer of the fullest stage to the emptiest, in the chunk where the fullest has most."""
+    if run.pp == 1 or is_v_shaped(run.schedule):
+        return None
+    peaks = _peaks(run)
+    high, low = peaks.index(max(peaks)), peaks.index(min(peaks))
+    chunk = max(range(run.chunks), key=lambda place: run.layers[place][high])
+    if run.layers[chunk][high] < 2:
+        return None
+    layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
+
+    def fitted(table: Table | None) -> Table | None:
+        """All layers stay all; counts are at most what a stage has."""
+        if table is None or table == run.layers:
+            return table and layers
+        return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
+
+    old = run.recompute
+    full, select, communication = fitted(old.full), fitted(old.select), fitted(old.communication)
+    return replace(run, layers=layers, recompute=replace(old, full=full, select=select, communication=communication))
+
+
+def _one_more(table: Table, chunk: int, stage: int, more: int = 1) -> Table:
+    rows = [list(row) for row in table]
+    rows[chunk][stage] += more
+    return tuple(map(tuple, rows))

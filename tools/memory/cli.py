@@ -1,0 +1,122 @@
+"""`tc3 memory`: bytes of a device, not compiled; exit code 0, 1 where it does not surely fit, 2 for a wrong input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from tools.auto.resolve import resolve
+from tools.dryrun.memory import DOES_NOT_FIT, FITS, UNKNOWN
+from tools.estimate.configuration import Configuration
+from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.draw import check_form, write_line
+from tools.estimate.memory.error import known_errors
+from tools.estimate.memory.model import all_stages
+from tools.estimate.memory.room import Room, room_of
+from tools.estimate.memory.time_line import TimeLine, simulated, time_line
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE
+from tools.memory.explain import explain, verdict
+from tools.memory.render import print_proposals, print_stages
+from tools.process.waiting import saying
+from tools.ranges import Number
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+
+_WIDTH = 130  # of tables in a file or pipe
+
+
+@click.command("memory", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--explain-oom", is_flag=True, help="Which keys free how much at what cost in step time, ranked.")
+@click.option(
+    "--limit", type=Number("memory_gib"), metavar="GIB", help="A device's for the job; the recipe's by default."
+)
+@click.option(
+    "--time-line",
+    "picture",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Live bytes of a stage over a step, to an .svg, .png or .json.",
+)
+@click.option("--stage", type=click.IntRange(0), help="Of --time-line and the peak's owners; the fullest by default.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def memory(
+    recipe: Path,
+    explain_oom: bool,
+    limit: float | None,
+    picture: Path | None,
+    stage: int | None,
+    cluster: str,
+    overrides: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Predict the memory of a device of each stage of RECIPE, without compiling it.
+
+    \b
+    tc3 memory recipes/telechat3_438b/pretrain_4k.yaml
+    tc3 memory my.yaml --explain-oom --limit 50
+    tc3 memory my.yaml --time-line stage.svg --stage 7
+
+    tc3 dryrun gives the exact bytes of MindSpore's compiled graph, in minutes.
+
+    Exit codes: 0 it fits; 1 it does not, or the model's known error leaves it open; 2 a wrong input.
+    """
+    if picture:
+        check_form(picture)
+    changed = apply_overrides(load_recipe(recipe), overrides)
+    loaded = resolve(changed, partial(click.echo, err=True), layout="file")
+    config, hardware = from_recipe(loaded), find_cluster(cluster)
+    if stage is not None and stage >= config.pp:
+        raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {config.pp - 1}")
+    room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
+    if limit is not None:
+        room = dataclasses.replace(room, source="--limit")
+    report, line = _report(config, times, room, stage)
+    report |= {"recipe": loaded.source}
+    if explain_oom:
+        with saying("changing the recipe"):
+            report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room)]
+    if picture:
+        write_line(line, f"{loaded.source}, stage {report['peak']['stage']}", room.cap, picture)
+        click.echo(f"written: {picture}", err=True)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        console = Console(highlight=False, markup=False)
+        console = console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH)
+        print_stages(report, console)
+        if explain_oom:
+            print_proposals(report["proposals"], console)
+    sys.exit(0 if report["fit"] == FITS else 1)
+
+
+def _report(config: Configuration, times: TimeModel, room: Room, stage: int | None) -> tuple[dict[str, Any], TimeLine]:
+    """Bytes by stage, and the time line of a stage with its peak's owners."""
+    every = all_stages(config)
+    peaks = [memory.peak for memory in every]
+    number = peaks.index(max(peaks)) if stage is None else stage
+    forward, backward, _ = times.chunks(config)
+    sending = 0.0 if config.overlap_pp else times.transfer(config)
+    line = time_line(config, number, simulated(config, forward, backward, sending))
+    fits = [verdict(peak, room) for peak in peaks]
+    errors = known_errors().errors.values()
+    report = {
+        "stages": [one.as_json() | {"stage": place, "fit": fits[place]} for place, one in enumerate(every)],
+        "fit": next(word for word in (DOES_NOT_FIT, UNKNOWN, FITS) if word in fits),
+        "room": {"bytes": room.bytes, "cap": room.cap, "words": room.words, "source": room.source},
+        "known_error": [min(errors), max(errors)],
+        "peak": {"stage": number, **line.peak_as_json()},
+    }
+    return report, line
