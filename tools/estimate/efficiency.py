@@ -27,6 +27,8 @@ class Efficiency:
     Args:
         matmul: share of the peak that a large matmul reaches.
         matmul_fp8: the same of the fp8 peak, casts included.
+        blocks: share of that which is left where every 32 numbers have a scale of their own (MXFP8).
+        matmul_fp4: share of the fp4 peak (NVFP4), casts included.
         half_size: smallest dimension of a matmul at which it reaches half of that.
         attention: share of the peak that fused attention reaches.
         memory: share of HBM bandwidth that elementwise operators reach.
@@ -39,6 +41,7 @@ class Efficiency:
         moe_s: the same for what only MoE layers have: routing, sorting, many small kernels.
         burst: factor on `matmul` where one layer runs alone, before clocks fall under load.
         step_s: seconds of a step beside all that is computed here.
+        graphed: elementwise traffic that fused operators leave, where the whole step is one CUDA graph.
         mesh: devices of a node are joined pair by pair, so a group uses only the links among its members.
     """
 
@@ -55,6 +58,9 @@ class Efficiency:
     moe_s: float
     burst: float
     step_s: float
+    blocks: float = 0.9
+    matmul_fp4: float = 0.4
+    graphed: float = 0.7
     mesh: bool = False
 
 
@@ -118,15 +124,16 @@ _VALUES = {
     "half_size": Range(0, 1_000_000, whole=False),
 }
 _FACTOR = Range(0, 100, whole=False, above=True)
+_YOUNG = {"blocks", "matmul_fp4", "graphed"}  # files made before these were there do without
 
 
 def _own(hardware: Hardware) -> Efficiency:
     """The efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
-    if not isinstance(content, Mapping) or set(content) != set(wanted):
+    if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content) <= set(wanted):
         raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
     for name in NAMES:
-        if refusal := _VALUES.get(name, _FACTOR).refusal(content[name]):
+        if name in content and (refusal := _VALUES.get(name, _FACTOR).refusal(content[name])):
             raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")
     if not isinstance(content["mesh"], bool):
         raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: want true or false")
@@ -151,7 +158,7 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
         return _own(hardware)
     for entry in _sets().values():
         if hardware.name in entry["clusters"]:
-            return Efficiency(**{name: float(entry["values"][name]) for name in NAMES}, mesh=entry["mesh"])
+            return Efficiency(**{name: float(value) for name, value in entry["values"].items()}, mesh=entry["mesh"])
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
         f"{hardware.name}: no efficiencies for it{did_you_mean(hardware.name, known)}; known are {', '.join(known)}; "

@@ -19,12 +19,16 @@ _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, part
 
 @dataclass(frozen=True)
 class Matmul:
-    """`times` products of [rows, depth] and [depth, columns], forward; backward is twice that."""
+    """`times` products of [rows, depth] and [depth, columns], forward; backward is twice that.
+
+    `high`: in bf16 also where the run's matmuls are in fp8 or fp4 (logits, routers).
+    """
 
     rows: float
     columns: float
     depth: float
     times: float = 1
+    high: bool = False
 
     @property
     def flops(self) -> float:
@@ -79,7 +83,7 @@ def work(config: Configuration, kind: str) -> Work:
     if kind == "embedding":
         return Work((), elementwise=3 * held * h * residual)
     if kind == "head":
-        products: tuple[Matmul, ...] = (Matmul(tokens, model.vocab / config.tp, h),)
+        products: tuple[Matmul, ...] = (Matmul(tokens, model.vocab / config.tp, h, high=True),)
         logits = tokens * model.vocab / config.tp
         return Work(products, elementwise=_LOGIT_BYTES * logits, gathered=tokens * h * ITEM, collectives=1)
     if kind == "mtp":
@@ -126,9 +130,11 @@ def pairs(config: Configuration, causal: bool = True) -> float:
 
 
 def _attention(config: Configuration) -> float:
-    """Forward FLOPs; an unfused attention computes the masked half, too."""
+    """Forward FLOPs of the slowest rank; an unfused attention computes the masked half, too."""
     model = config.model
-    return 2 * pairs(config, config.flash) * model.heads / config.tp * (model.qk_dim + model.v_dim)
+    # of parts that follow each other the last one has cp - 1/2 of the cp / 2 that it would have on average
+    slowest = (2 * config.cp - 1) / config.cp if config.contiguous and config.flash else 1.0
+    return slowest * 2 * pairs(config, config.flash) * model.heads / config.tp * (model.qk_dim + model.v_dim)
 
 
 def _projections(config: Configuration, tokens: float, held: float) -> tuple[Matmul, ...]:
@@ -147,7 +153,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
         width = config.model.ffn / config.tp
         return Part(_two(config, tokens, width), _activated(config) * width * tokens)
     routed, shared = routed_part(config), shared_part(config)
-    products = (*routed.matmuls, *shared.matmuls, Matmul(held, config.model.experts, config.model.hidden))
+    products = (*routed.matmuls, *shared.matmuls, Matmul(held, config.model.experts, config.model.hidden, high=True))
     return Part(products, routed.elementwise + shared.elementwise, routed.copies)
 
 

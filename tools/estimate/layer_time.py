@@ -119,7 +119,7 @@ class LayerTimes(ExpertTimes):
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
-        if kind in ("embedding", "head") or config.layer_only:
+        if kind in ("embedding", "head") or config.layer_only or config.graphed:
             return 0.0
         return self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0)
 

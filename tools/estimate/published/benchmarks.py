@@ -48,6 +48,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         fused="eager" not in technique,
         overlap_tp="async" in technique,
         overlap_dp=True,
+        contiguous=cp > 1,
     )
     return made, dp * batch, assumed
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from tools.estimate.configuration import Configuration
 from tools.model.architecture import Latent, Model, pattern_of
 
 MODELS = Path(__file__).parent / "models.yaml"
@@ -33,6 +34,7 @@ class Settings:
         mindformers: graph mode's layout (whole shared experts, gathered activations kept, fp32 residual).
         node_limit: see `configuration.Model`.
         overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
+        interleaved: a row without vpp is interleaved all the same (its source leaves the column out).
         overlap: tensor-, data- and pipeline-parallel communication runs beside computation (MindFormers: data only).
     """
 
@@ -54,6 +56,7 @@ class Settings:
     node_limit: int = 0
     overlap_tp_backward: bool = False
     wide_gradients: bool = True
+    interleaved: bool = True
 
 
 _GPT3 = Settings(
@@ -71,7 +74,9 @@ _GROUPS = {
     "megatron_sc21": replace(_GPT3, wide_gradients=False),
     "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
     "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16"),
+    "megatron_bridge": Settings(precision="bf16", interleaved=False),
+    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving
+    "simumax_b200": Settings(precision="bf16", overlap=False, ep_mode="global", interleaved=False),
     "llama3_405b": Settings(shard_gradients=True),
     "deepseek_v3": Settings(
         selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4
@@ -83,6 +88,21 @@ _GROUPS = {
 def settings_of(group: str, cluster: str) -> Settings:
     """The settings of a group, or of what usually runs on the cluster."""
     return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
+
+
+def release(row: str) -> str:
+    """Release of the software, such as "26.04.01", from a row's id; "" where it names none."""
+    found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
+    return found[1] if found else ""
+
+
+def whole_graph(group: str, row: str, cluster: str, config: Configuration) -> bool:
+    """Whether a row ran as one CUDA graph a step: MoE models in MXFP8 on GB200 and GB300 since Megatron-Bridge 26.06.
+
+    Megatron-Bridge's performance recipes ("full-iteration" graphs, June 2026: cuda_graph_impl, fused operators).
+    """
+    new = group == "megatron_bridge" and release(row) >= "26.06"
+    return new and cluster in ("gb200", "gb300") and config.dtype == "mxfp8" and config.model.experts > 0
 
 
 @lru_cache(maxsize=1)
