@@ -66,7 +66,8 @@ class Configuration:
         batch: samples of a micro-batch on a data-parallel rank.
         micro_batches: runs of the pipeline, or accumulation steps, in a step.
         dtype: of the matmuls: "bf16", "fp16", "fp32", "fp8", or in blocks with a scale each "mxfp8", "nvfp4".
-        ep_mode: a mode of `plugins.hierarchical_ep`, or "deepep": deduplicated inside nodes, too (DeepEP, HybridEP).
+        ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep": deduplicated inside nodes, too; or "hybridep": that,
+            and its kernels sort the rows by expert on the way.
         expert_tp: expert weights are also cut over tp (without it the EP group takes tp ranks in).
         shard_optimizer: fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1, MindFormers'
             enable_parallel_optimizer); shard_gradients: accumulated gradients, too; shard_weights: and the weights

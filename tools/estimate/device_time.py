@@ -14,6 +14,7 @@ from tools.estimate.efficiency import Efficiency, efficiency_of
 from tools.estimate.layer_model import Matmul
 from tools.hardware import Hardware, Link
 
+_WIDE_HEAD = 128  # the width of heads for which kernels of fused attention are made
 _LOW = ("fp8", "mxfp8", "nvfp4")
 _BLOCKS = {"mxfp8": "fp8", "nvfp4": "fp4"}  # what hardware files call their peaks
 
@@ -40,7 +41,9 @@ class DeviceTimes:
         dtype = config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
         width = config.model.qk_dim
         batched = self.reached.matmul * width / (width + self.reached.half_size)
-        return self._peak(dtype) * (self.reached.attention if config.flash else batched)
+        # narrower heads have as many exponentials for each score
+        fused = self.reached.attention * min(1.0, width / _WIDE_HEAD)
+        return self._peak(dtype) * (fused if config.flash else batched)
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
         """Forward seconds."""

@@ -6,14 +6,19 @@ activations.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.estimate.configuration import Configuration
-from tools.model.weights import attention_weights
+from tools.estimate.sharding import cut
+from tools.model.weights import attention_weights, weights
 
 ITEM = 2  # bytes of an activation in compute precision
 # read and written for each attention score by an unfused forward: product, softmax, second product; dropout
 _SCORE_BYTES, _DROPPED_SCORE_BYTES = 8, 5
+# read and written for each number that a matmul in fp8 or fp4 takes in: read once, or twice where the largest is found
+# first (fp8 with one scale a tensor), written by rows and by columns
+_CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 4}
 _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, partly in fp32
 
 
@@ -113,6 +118,27 @@ def work(config: Configuration, kind: str) -> Work:
     )
 
 
+def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
+    """Bytes that casts of activations move, forward; backward casts gradients of results and moves twice that.
+
+    Weights are cast once a step, by the optimizer.
+    """
+    each = _CAST_BYTES.get(config.dtype, 0)
+    # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
+    return each / 3 * sum(m.times * m.rows * (m.depth + m.columns) for m in matmuls if not m.high)
+
+
+def accumulated_bytes(config: Configuration, kind: str) -> float:
+    """Bytes that one micro-batch's gradients of a layer's weights move: what was summed is read and written.
+
+    FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
+    """
+    if config.shard_weights or config.keep_gathered or config.layer_only:
+        return 0.0
+    held = weights(config.model, kind, config.shared_whole)
+    return (8 if config.wide_gradients else 4) * sum(weight.size / cut(weight, config) for weight in held)
+
+
 def score_bytes(config: Configuration) -> float:
     """Bytes that an unfused attention reads and writes for its scores, forward."""
     if config.flash:
@@ -169,8 +195,8 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     copies, local = tokens * model.top_k, model.experts / config.ep
     computed = copies * config.skew
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
-    # copies are sorted by expert and back, by the All-to-All's own kernels or, in global mode, at both of its ends
-    sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 4
+    # copies are sorted by expert and back, on the way (HybridEP), by separate kernels or, in global mode, at both ends
+    sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 0 if config.ep_mode == "hybridep" else 4
     traffic = _activated(config) * width * computed + sorting * ITEM * h * copies
     if model.biased:
         # the clamped, biased activation in separate kernels, and a bias to each product

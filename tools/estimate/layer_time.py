@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
-from tools.estimate.layer_model import Work, score_bytes, work
+from tools.estimate.layer_model import Work, accumulated_bytes, cast_bytes, score_bytes, work
 from tools.estimate.memory.training_graph import logit_exchanges
 
 
@@ -74,7 +74,7 @@ class LayerTimes(ExpertTimes):
         backward = Parts(
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
-            elementwise=2 * forward.elementwise,
+            elementwise=2 * forward.elementwise + self._moved(config, accumulated_bytes(config, kind)),
             tp=forward.tp * self._backward_tp(config),
             cp=(1 if config.training_graph else 2) * forward.cp,
             ep=exposed.waited.backward,
@@ -84,10 +84,11 @@ class LayerTimes(ExpertTimes):
         return LayerTime(forward, backward, self._recomputed(config, kind, forward, exposed))
 
     def _forward(self, config: Configuration, kind: str, done: Work, exposed: Exposed) -> Parts:
+        moved = done.elementwise + cast_bytes(config, done.matmuls)
         return Parts(
             matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
             attention=done.attention / self._attention_flops(config),
-            elementwise=self._moved(config, done.elementwise) + (self._scores(config) if done.attention else 0.0),
+            elementwise=self._moved(config, moved) + (self._scores(config) if done.attention else 0.0),
             tp=done.collectives * self._tensor(config, done.gathered),
             cp=self._context(config, done) + self._logits(config, kind),
             ep=exposed.waited.forward,

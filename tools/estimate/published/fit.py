@@ -6,11 +6,14 @@ Minimised is, over the logarithms r of predicted over measured step time and the
 
 by Gauss-Newton with damping inside the bounds of `calibrate`. Runs of one configuration under several releases count
 as the square root of their number, for they are one observation of the model and several of its software.
+
+Groups are left out one at a time, whole. A fold starts from the fit of all and moves with that fit's derivatives, which
+are made anew where it goes far; what it minimises knows nothing of the group left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,8 +21,8 @@ import numpy as np
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import NAMES, Efficiency, cluster
 from tools.estimate.published.calibrate import BOUNDS, coordinates, limits, with_coordinates
-from tools.estimate.published.device_types import SPREAD, START, TYPES, type_of
-from tools.estimate.published.groups import Group, grouped
+from tools.estimate.published.device_types import FOLLOWS, SPREAD, START, TYPES, type_of
+from tools.estimate.published.groups import Group, grouped, sizes
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import measured_seconds
 from tools.estimate.time_model import TimeModel
@@ -27,8 +30,9 @@ from tools.estimate.time_model import TimeModel
 NOISE = 0.05  # of a measured step: what the same configuration differs by from one release to the next
 OUTLIER = 2.0  # in NOISE; beyond it a run pulls no harder
 _STEP = 1e-3
-_ROUNDS = 12
-_DONE = 3e-3  # a step of the parameters that changes no prediction by more than a fraction of a percent
+_ROUNDS = 30
+_DONE = 2e-3  # a step that changes no prediction by more than this ends the search
+_FAR = 0.05  # derivatives are made anew where a prediction has moved by more
 Sets = dict[str, Efficiency]
 
 
@@ -66,7 +70,16 @@ def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
     return TimeModel(cluster(run.cluster), sets[run.kind]).step(run.config).total
 
 
-class _Problem:
+@dataclass(frozen=True)
+class Point:
+    """Where a search stands: parameters, logarithms of predicted seconds there, derivatives made there or nearby."""
+
+    x: np.ndarray
+    logs: np.ndarray
+    slopes: np.ndarray
+
+
+class Problem:
     """The runs as residuals of one long vector of parameters [types x NAMES]."""
 
     def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
@@ -81,14 +94,23 @@ class _Problem:
         """Rows D and h of the prior |D x - h|^2."""
         size = len(NAMES)
         start = coordinates(START, NAMES)
-        pull, home = np.zeros((2, len(self.kinds) * size, len(self.kinds) * size))[0], np.zeros(len(self.kinds) * size)
+        many = len(self.kinds) * size
+        pull, home = np.zeros((many, many)), np.zeros(many)
         for place, kind in enumerate(self.kinds):
             parent = TYPES[kind].parent
             for index, name in enumerate(NAMES):
-                row, spread = place * size + index, SPREAD[name][parent != ""]
+                row, own = place * size + index, TYPES[kind].own.get(name)
+                spread = SPREAD[name][parent != ""]
                 pull[row, row] = 1 / spread
-                if parent:
-                    pull[row, self.kinds.index(parent) * size + index] = -1 / spread
+                if own is not None:
+                    home[row] = coordinates(replace(START, **{name: own}), NAMES)[index] / spread
+                elif parent:
+                    above = self.kinds.index(parent) * size
+                    pull[row, above + index] = -1 / spread
+                    if name in FOLLOWS:
+                        with_it = NAMES.index(FOLLOWS[name])
+                        pull[row, place * size + with_it] = -1 / spread
+                        pull[row, above + with_it] = 1 / spread
                 else:
                     home[row] = start[index] / spread
         return pull, home
@@ -111,23 +133,54 @@ class _Problem:
         return np.log([predicted(run, sets) for run in self.runs])
 
     def slopes(self, x: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """[runs, parameters]; a run depends on its own type's."""
+        """[measurements, parameters] of the logarithms, whose value is `at`; a run depends on its own type's."""
         found, size = np.zeros((len(self.runs), len(x))), len(NAMES)
         moved = np.where(x + _STEP <= self.high, _STEP, -_STEP)
+        columns = np.array([self.kinds.index(run.kind) * size for run in self.runs])
         for index in range(size):
             tried = x.copy()
             tried[index::size] += moved[index::size]
-            change = self.logs(tried) - at
-            for row, run in enumerate(self.runs):
-                column = self.kinds.index(run.kind) * size + index
-                found[row, column] = change[row] / moved[column]
-        return found
+            found[np.arange(len(self.runs)), columns + index] = (self.logs(tried) - at) / moved[columns + index]
+        return found[self.owner]
 
-    def cost(self, logs: np.ndarray, x: np.ndarray) -> float:
-        """What is minimised."""
+    def cost(self, logs: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
+        """What is minimised; `weight` of each measurement."""
         off = np.abs(logs[self.owner] - self.measured) / NOISE
         huber = np.where(off <= OUTLIER, off**2, OUTLIER * (2 * off - OUTLIER))
-        return float((self.weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
+        return float((weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
+
+    def solve(self, at: Point, kept: np.ndarray) -> Point:
+        """The least cost of the measurements that are `kept`, from `at`."""
+        weight, damping, made = self.weight * kept, 1e-3, at.logs
+        for _ in range(_ROUNDS):
+            if np.abs(at.logs - made).max(initial=0.0) > _FAR:
+                at, made = replace(at, slopes=self.slopes(at.x, at.logs)), at.logs
+            off = (at.logs[self.owner] - self.measured) / NOISE
+            pulled = weight * np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
+            moves = at.slopes / NOISE
+            normal = moves.T @ (pulled[:, None] * moves) + self.pull.T @ self.pull
+            slope = moves.T @ (pulled * off) + self.pull.T @ (self.pull @ at.x - self.home)
+            before = self.cost(at.logs, at.x, weight)
+            while damping < 1e4:
+                step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), slope)
+                x = np.clip(at.x - step, self.low, self.high)
+                logs = self.logs(x)
+                if self.cost(logs, x, weight) < before:
+                    break
+                damping = max(10 * damping, 1e-2)
+            else:
+                return at
+            change = np.abs(logs - at.logs).max(initial=0.0)
+            at, damping = replace(at, x=x, logs=logs), damping / 10
+            if change < _DONE:
+                return at
+        return at
+
+    def begin(self, sets: Mapping[str, Efficiency]) -> Point:
+        """Where a search begins."""
+        x = self.vector(sets)
+        logs = self.logs(x)
+        return Point(x, logs, self.slopes(x, logs))
 
 
 def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
@@ -136,29 +189,9 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
     Args:
         start: where the search begins; it has no part in what is minimised.
     """
-    problem = _Problem(runs_of(rows), list(TYPES))
-    x = problem.vector(start or {kind: START for kind in TYPES})
-    logs, damping = problem.logs(x), 1e-2
-    for _ in range(_ROUNDS):
-        moves = problem.slopes(x, logs)[problem.owner] / NOISE
-        off = (logs[problem.owner] - problem.measured) / NOISE
-        weight = problem.weight * np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
-        normal = moves.T @ (weight[:, None] * moves) + problem.pull.T @ problem.pull
-        slope = moves.T @ (weight * off) + problem.pull.T @ (problem.pull @ x - problem.home)
-        before = problem.cost(logs, x)
-        while damping < 1e8:
-            tried = np.clip(x - np.linalg.solve(normal + damping * np.diag(normal.diagonal()), slope), problem.low, problem.high)
-            found = problem.logs(tried)
-            if problem.cost(found, tried) < before:
-                break
-            damping *= 5
-        else:
-            break
-        change, gained = np.abs(found - logs).max(initial=0.0), before - problem.cost(found, tried)
-        x, logs, damping = tried, found, max(1e-6, damping / 10)
-        if change < _DONE and gained < 0.01 * before:
-            break
-    return problem.sets(x)
+    problem = Problem(runs_of(usable(rows)), list(TYPES))
+    begin = problem.begin(start or {kind: START for kind in TYPES})
+    return problem.sets(problem.solve(begin, np.ones(len(problem.measured))).x)
 
 
 @dataclass(frozen=True)
@@ -171,15 +204,27 @@ class Judged:
 
 
 def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float]:
-    """Predicted over measured - 1."""
+    """Predicted over measured - 1 of usable rows."""
     runs = [run for row in rows for run in runs_of([row])]
     return [predicted(run, sets) / run.seconds[0] - 1 for run in runs]
 
 
+def folds(problem: Problem) -> Iterator[tuple[Group, np.ndarray]]:
+    """Each group, with 1 for the measurements that a fit without it may read and 0 for its own."""
+    groups = [Group(sizes(run.config.model), run.cluster) for run in problem.runs]
+    for group in dict.fromkeys(groups):
+        yield group, np.array([groups[index] != group for index in problem.owner], float)
+
+
 def cross_validated(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> list[Judged]:
-    """Every row, predicted by a fit to all groups but its own."""
-    every, judged = usable(rows), []
-    for group, own in grouped(every).items():
-        sets = fit([row for row in every if row not in own], start)
+    """Every usable row, predicted by a fit to all groups but its own."""
+    every = usable(rows)
+    problem = Problem(runs_of(every), list(TYPES))
+    begin = problem.begin(start or {kind: START for kind in TYPES})
+    whole = problem.solve(begin, np.ones(len(problem.measured)))
+    whole = replace(whole, slopes=problem.slopes(whole.x, whole.logs))
+    by_group, judged = grouped(every), []
+    for group, kept in folds(problem):
+        sets, own = problem.sets(problem.solve(whole, kept).x), by_group[group]
         judged += [Judged(row, group, error) for row, error in zip(own, errors_of(own, sets), strict=True)]
     return judged

@@ -17,10 +17,11 @@ from plugins.errors import DataError, did_you_mean
 from tools.estimate.configuration import Configuration, even_layers
 from tools.estimate.efficiency import cluster
 from tools.estimate.published.benchmarks import layer_row, titan_row
+from tools.estimate.published.bridge_recipes import as_recipes_have_it
 from tools.estimate.published.mindformers_cards import mindformers_row
 from tools.estimate.published.row_defaults import interleaved, micro_batch, recomputation
 from tools.estimate.published.sane import check_row
-from tools.estimate.published.stacks import Unexpressed, public_model, settings_of, whole_graph
+from tools.estimate.published.stacks import Unexpressed, public_model, settings_of
 from tools.hardware import Hardware
 from tools.hardware.names import NAMES, device_in
 from tools.hardware.own_yaml import read_yaml
@@ -93,9 +94,8 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
         if not known:
             raise Unexpressed(unknown_device(hardware))
         config, samples, assumed = _configuration(row.get("config"), group, known)
-        if whole_graph(group, str(row["id"]), known, config):
-            config = replace(config, graphed=True, overlap_ep=True)
-            assumed.append("the whole step is one CUDA graph, as Megatron-Bridge's recipes of this release have it")
+        if group == "megatron_bridge":
+            config = as_recipes_have_it(str(row["id"]), known, config, assumed)
     except Unexpressed as error:
         return Row(*common, None, 0, False, (), measured, str(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 
-from tools.estimate.configuration import Configuration
 from tools.model.architecture import Latent, Model, pattern_of
 
 MODELS = Path(__file__).parent / "models.yaml"
@@ -88,21 +87,6 @@ _GROUPS = {
 def settings_of(group: str, cluster: str) -> Settings:
     """The settings of a group, or of what usually runs on the cluster."""
     return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
-
-
-def release(row: str) -> str:
-    """Release of the software, such as "26.04.01", from a row's id; "" where it names none."""
-    found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
-    return found[1] if found else ""
-
-
-def whole_graph(group: str, row: str, cluster: str, config: Configuration) -> bool:
-    """Whether a row ran as one CUDA graph a step: MoE models in MXFP8 on GB200 and GB300 since Megatron-Bridge 26.06.
-
-    Megatron-Bridge's performance recipes ("full-iteration" graphs, June 2026: cuda_graph_impl, fused operators).
-    """
-    new = group == "megatron_bridge" and release(row) >= "26.06"
-    return new and cluster in ("gb200", "gb300") and config.dtype == "mxfp8" and config.model.experts > 0
 
 
 @lru_cache(maxsize=1)
