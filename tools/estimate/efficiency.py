@@ -66,13 +66,15 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class KnownError:
-    """How far predicted step times are off measured ones: of the published runs that a device type was fitted to.
+    """How far predicted step times are off measured ones: of published runs, left out of the fit by whole groups.
 
     Args:
+        groups: models on one cluster; each was predicted by a fit to all others.
         mean, worst: of |predicted / measured - 1|.
     """
 
     rows: int
+    groups: int
     mean: float
     worst: float
 
@@ -80,13 +82,13 @@ class KnownError:
     def words(self) -> str:
         """A sentence."""
         return (
-            f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on the {self.rows} "
-            "published runs that this device type is fitted to; expect more for runs of another kind (docs/search.md)"
+            f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on {self.rows} published "
+            f"runs of this device type, each model left out of the fit that predicts it (docs/estimator.md)"
         )
 
     def as_json(self) -> dict[str, float]:
         """The numbers."""
-        return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
+        return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
 UNKNOWN = "no published run tells how far they are off on this cluster"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.sharding import cut
@@ -17,8 +18,8 @@ ITEM = 2  # bytes of an activation in compute precision
 # read and written for each attention score by an unfused forward: product, softmax, second product; dropout
 _SCORE_BYTES, _DROPPED_SCORE_BYTES = 8, 5
 # read and written for each number that a matmul in fp8 or fp4 takes in: read once, or twice where the largest is found
-# first (fp8 with one scale a tensor), written by rows and by columns
-_CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 4}
+# first (one scale a tensor: fp8, and nvfp4 beside those of its blocks), written by rows and by columns
+_CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 6}
 _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, partly in fp32
 
 
@@ -79,6 +80,7 @@ class Work:
         return sum(matmul.flops for matmul in self.matmuls) + self.attention
 
 
+@lru_cache(maxsize=8192)
 def work(config: Configuration, kind: str) -> Work:
     """What a device does in one layer of a kind for one micro-batch."""
     model, tokens = config.model, config.rank_tokens

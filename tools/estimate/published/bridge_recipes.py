@@ -29,8 +29,9 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
         assumed.append("one CUDA graph a step, fused operators, HybridEP overlapped, as its recipe has it")
         return replace(config, graphed=True, overlap_ep=True, ep_mode="hybridep")
     if not config.model.biased:
-        assumed.append("HybridEP, not overlapped, as its recipe has it")
-        return replace(config, overlap_ep=False, ep_mode="hybridep")
+        beside = config.overlap_ep and cluster in ("b200", "b300")
+        assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
+        return replace(config, overlap_ep=beside, ep_mode="hybridep")
     # GPT-OSS: its recipes' second version has HybridEP inside a node of 8
     mode = "hybridep" if config.ep == 8 else "global"
     again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute

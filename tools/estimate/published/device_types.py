@@ -32,16 +32,16 @@ class DeviceType:
 START = Efficiency(
     matmul=0.70,
     matmul_fp8=0.55,
-    half_size=200.0,
+    half_size=300.0,
     attention=0.55,
-    memory=0.80,
+    memory=0.75,
     unfused=2.0,
     link=1.0,
     hidden=0.5,
     hidden_ep=0.5,
     layer_s=2e-5,
-    moe_s=1e-3,
-    burst=1.2,
+    moe_s=1.5e-3,
+    burst=1.4,
     step_s=0.05,
     blocks=0.9,
     matmul_fp4=0.4,
@@ -53,10 +53,10 @@ TYPES = {
     # PyTorch's attention of 2024, FlashAttention-2: 35 to 40 % of an H100 (the FlashAttention-3 paper, arXiv 2407.08608)
     "h100_96g": DeviceType(("h100_96g",), "h100", own={"attention": 0.37}),
     "h800": DeviceType(("h800",), "h100"),
-    "b200": DeviceType(("b200",), "h100"),
-    "b300": DeviceType(("b300",), "b200"),
-    "gb200": DeviceType(("gb200",), "b200"),
+    "gb200": DeviceType(("gb200",), "h100"),
+    "b200": DeviceType(("b200",), "gb200"),
     "gb300": DeviceType(("gb300",), "gb200"),
+    "b300": DeviceType(("b300",), "gb300"),
     "ascend_910b": DeviceType(("atlas_800t_a2", "atlas_900_a2"), mesh=True),
     "ascend_910c": DeviceType(("atlas_900_a3",), "ascend_910b"),
 }
@@ -64,7 +64,7 @@ TYPES = {
 # logarithm, of shares that may be 0 as they are
 SPREAD = {
     "matmul": (0.15, 0.15),
-    "matmul_fp8": (0.15, 0.07),
+    "matmul_fp8": (0.15, 0.1),
     "half_size": (0.7, 0.3),
     "attention": (0.3, 0.2),
     "memory": (0.2, 0.15),
@@ -74,15 +74,15 @@ SPREAD = {
     "hidden_ep": (0.25, 0.15),
     "layer_s": (0.7, 0.4),
     "moe_s": (0.7, 0.3),
-    "burst": (0.1, 0.1),
+    "burst": (0.15, 0.1),
     "step_s": (0.7, 0.5),
     "blocks": (0.1, 0.05),
     "matmul_fp4": (0.3, 0.1),
     "graphed": (0.3, 0.1),
 }
 
-# parameter -> the one whose step from the parent it is taken to share: clocks and power move all matmuls together
-FOLLOWS = {"matmul_fp8": "matmul", "matmul_fp4": "matmul_fp8"}
+# parameter -> the one whose step from the parent it is taken to share: clocks and power move both
+FOLLOWS = {"matmul_fp8": "matmul"}
 
 
 def type_of(cluster: str) -> str:
