@@ -91,7 +91,8 @@ class Configuration:
             whole of cp all the same: compiled graphs hold as much memory as without it, to the byte.
         contiguous: context parallelism cuts a sequence into parts that follow each other, and all ranks wait for the
             last one, which attends to everything before it (else each rank has a part of both ends).
-        graphed: the whole step is one CUDA graph of fused operators: the host launches nothing.
+        graphs: what the host does not launch operator by operator: "" nothing, "layers" attention and routers of each
+            layer (CUDA graphs by scope), "step" all of it, in one graph of fused operators.
         logit_bytes: for each logit while the loss runs: compute precision, fp32 and the gradient.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
     """
@@ -136,7 +137,7 @@ class Configuration:
     layer_only: bool = False
     ulysses: int = 1
     contiguous: bool = False
-    graphed: bool = False
+    graphs: str = ""
 
     def __post_init__(self) -> None:
         ranks = self.dp * self.tp * self.cp

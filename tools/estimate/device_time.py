@@ -68,7 +68,7 @@ class DeviceTimes:
     def _moved(self, config: Configuration, size: float) -> float:
         """Seconds in which elementwise operators read and write so many bytes."""
         more = 1 if config.fused else self.reached.unfused
-        more *= self.reached.graphed if config.graphed else 1
+        more *= self.reached.graphed if config.graphs == "step" else 1
         return more * size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def _link(self, span: int) -> Link:

@@ -149,6 +149,15 @@ def score_bytes(config: Configuration) -> float:
     return each * pairs(config, causal=False) * config.model.heads / config.tp
 
 
+def score_passes(config: Configuration) -> float:
+    """What backward moves of an unfused attention's scores, over forward.
+
+    The gradient of what was dropped is written, the dropout's and the softmax's are read and written with what they
+    kept, and the gradients of queries and keys read one each.
+    """
+    return (12 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 12 / _SCORE_BYTES
+
+
 def pairs(config: Configuration, causal: bool = True) -> float:
     """Query-key pairs of a device's micro-batch and one head; windows taken as every other layer's."""
     sequence, window = config.sequence, config.model.window

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
-from tools.estimate.layer_model import Work, accumulated_bytes, cast_bytes, score_bytes, work
+from tools.estimate.layer_model import Work, accumulated_bytes, cast_bytes, score_bytes, score_passes, work
 from tools.estimate.memory.training_graph import logit_exchanges
 
 
@@ -74,7 +74,9 @@ class LayerTimes(ExpertTimes):
         backward = Parts(
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
-            elementwise=2 * forward.elementwise + self._moved(config, accumulated_bytes(config, kind)),
+            elementwise=2 * forward.elementwise
+            + (score_passes(config) - 2) * (self._scores(config) if done.attention else 0.0)
+            + self._moved(config, accumulated_bytes(config, kind)),
             tp=forward.tp * self._backward_tp(config),
             cp=(1 if config.training_graph else 2) * forward.cp,
             ep=exposed.waited.backward,
@@ -120,9 +122,10 @@ class LayerTimes(ExpertTimes):
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
-        if kind in ("embedding", "head") or config.layer_only or config.graphed:
+        if kind in ("embedding", "head") or config.layer_only or config.graphs == "step":
             return 0.0
-        return self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0)
+        launched = 0.5 if config.graphs else 1.0  # assumed: experts, dispatch and combine are the other half
+        return launched * (self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0))
 
     def _backward_tp(self, config: Configuration) -> float:
         """Share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of inputs."""

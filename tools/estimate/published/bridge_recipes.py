@@ -23,17 +23,22 @@ def release(row: str) -> str:
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
     """The configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
+    if "tokendrop" in row:
+        assumed.append("All-to-All dispatch, the only one of Megatron Core that drops tokens")
+        return replace(config, ep_mode="global")
     if cluster not in _BLACKWELL or not config.model.experts:
         return config
     if release(row) >= _GRAPHED and cluster in ("gb200", "gb300") and config.dtype == "mxfp8":
         assumed.append("one CUDA graph a step, fused operators, HybridEP overlapped, as its recipe has it")
-        return replace(config, graphed=True, overlap_ep=True, ep_mode="hybridep")
+        return replace(config, graphs="step", overlap_ep=True, ep_mode="hybridep")
     if not config.model.biased:
         beside = config.overlap_ep and cluster in ("b200", "b300")
         assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
-        return replace(config, overlap_ep=beside, ep_mode="hybridep")
+        # DeepSeek-V3's have graphs on GB200 only, Qwen3's everywhere
+        graphs = "layers" if not config.model.latent or cluster == "gb200" else ""
+        return replace(config, overlap_ep=beside, ep_mode="hybridep", graphs=graphs)
     # GPT-OSS: its recipes' second version has HybridEP inside a node of 8
     mode = "hybridep" if config.ep == 8 else "global"
     again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute
     assumed.append(f"dispatch {'HybridEP' if config.ep == 8 else 'All-to-All'}, norms and activations recomputed on B200")
-    return replace(config, ep_mode=mode, recompute=again)
+    return replace(config, ep_mode=mode, recompute=again, graphs="" if again.select else "layers")
