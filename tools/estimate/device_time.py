@@ -76,7 +76,8 @@ class DeviceTimes:
         return self.hardware.intra_node if span <= self.hardware.devices_per_node else self.hardware.inter_node
 
     def _speed(self, link: Link) -> float:
-        return link.reached * min(self.reached.link, 1 / link.efficiency)
+        factor = self.reached.network if link == self.hardware.inter_node else self.reached.link
+        return link.reached * min(factor, 1 / link.efficiency)
 
     def _collective(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride` apart.

@@ -33,7 +33,8 @@ class Efficiency:
         attention: share of the peak that fused attention reaches.
         memory: share of HBM bandwidth that elementwise operators reach.
         unfused: how much more elementwise operators move where nobody fuses them.
-        link: factor on the share of link bandwidth that the hardware file states.
+        link: factor on the share of link bandwidth that the hardware file states, inside a node.
+        network: the same between nodes.
         hidden: share of tensor-parallel communication that overlap hides, where a run overlaps it.
         hidden_ep: the same of expert-parallel communication, of published runs of others; a recipe's comes from the
             plan of plugins/ep_overlap.
@@ -61,6 +62,7 @@ class Efficiency:
     blocks: float = 0.9
     matmul_fp4: float = 0.4
     graphed: float = 0.7
+    network: float = 1.0
     mesh: bool = False
 
 
@@ -126,7 +128,7 @@ _VALUES = {
     "half_size": Range(0, 1_000_000, whole=False),
 }
 _FACTOR = Range(0, 100, whole=False, above=True)
-_YOUNG = {"blocks", "matmul_fp4", "graphed"}  # files made before these were there do without
+_YOUNG = {"blocks", "matmul_fp4", "graphed", "network"}  # files made before these were there do without
 
 
 def _own(hardware: Hardware) -> Efficiency:

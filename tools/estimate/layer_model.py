@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.sharding import cut
-from tools.model.weights import attention_weights, weights
+from tools.model.weights import attention_weights
 
 ITEM = 2  # bytes of an activation in compute precision
 # read and written for each attention score by an unfused forward: product, softmax, second product; dropout
@@ -130,15 +129,14 @@ def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
     return each / 3 * sum(m.times * m.rows * (m.depth + m.columns) for m in matmuls if not m.high)
 
 
-def accumulated_bytes(config: Configuration, kind: str) -> float:
-    """Bytes that one micro-batch's gradients of a layer's weights move: what was summed is read and written.
+def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
+    """Bytes that one micro-batch's gradients of a matmul's weights move: what was summed is read and written.
 
     FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
     """
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
-    held = weights(config.model, kind, config.shared_whole)
-    return (8 if config.wide_gradients else 4) * sum(weight.size / cut(weight, config) for weight in held)
+    return (8 if config.wide_gradients else 4) * matmul.times * matmul.depth * matmul.columns
 
 
 def score_bytes(config: Configuration) -> float:

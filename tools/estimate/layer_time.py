@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
-from tools.estimate.layer_model import Work, accumulated_bytes, cast_bytes, score_bytes, score_passes, work
+from tools.estimate.layer_model import Matmul, Work, accumulated_bytes, cast_bytes, score_bytes, score_passes, work
 from tools.estimate.memory.training_graph import logit_exchanges
 
 
@@ -76,7 +76,7 @@ class LayerTimes(ExpertTimes):
             attention=(2.5 if config.flash else 2) * forward.attention,
             elementwise=2 * forward.elementwise
             + (score_passes(config) - 2) * (self._scores(config) if done.attention else 0.0)
-            + self._moved(config, accumulated_bytes(config, kind)),
+            + sum(self._accumulating(config, matmul) for matmul in done.matmuls),
             tp=forward.tp * self._backward_tp(config),
             cp=(1 if config.training_graph else 2) * forward.cp,
             ep=exposed.waited.backward,
@@ -97,6 +97,11 @@ class LayerTimes(ExpertTimes):
             cut=exposed.cutting.forward,
             fixed=self._fixed(config, kind, done),
         )
+
+    def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
+        """Seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds them)."""
+        moving = accumulated_bytes(config, matmul) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+        return max(0.0, moving - self._matmul(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
         """What each recompute option adds to a layer's backward; an MTP layer's head does not run again."""

@@ -42,6 +42,7 @@ BOUNDS = {
     "blocks": (0.5, 1.0),
     "matmul_fp4": (0.1, 1.0),
     "graphed": (0.2, 1.0),
+    "network": (0.1, 2.0),
 }
 TELLING = 0.05  # a parameter that is a tenth off must show as half a percent somewhere
 OUTLIER = 0.1  # of the logarithm of time

@@ -46,6 +46,7 @@ START = Efficiency(
     blocks=0.9,
     matmul_fp4=0.4,
     graphed=0.7,
+    network=1.0,
 )
 TYPES = {
     "a100": DeviceType(("a100_80g",)),
@@ -79,6 +80,7 @@ SPREAD = {
     "blocks": (0.1, 0.05),
     "matmul_fp4": (0.3, 0.1),
     "graphed": (0.3, 0.1),
+    "network": (0.2, 0.1),
 }
 
 # parameter -> the one whose step from the parent it is taken to share: clocks and power move both
