@@ -77,7 +77,9 @@ def contradiction_table(rows: list[Row]) -> str:
         names = " | ".join(found.rows[place].id for place in (0, -1))
         lines.append(f"| {names} | {100 * found.spread:.0f} % | {100 * found.floor:.1f} % |")
     mean, worst = floor(rows)
-    return "\n".join([*lines, "", f"No model of configurations is better than {mean:.1%} on average, {worst:.1%} at worst."])
+    return "\n".join(
+        [*lines, "", f"No model of configurations is better than {mean:.1%} on average, {worst:.1%} at worst."]
+    )
 
 
 def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:

@@ -34,11 +34,13 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
     if not config.model.biased:
         beside = config.overlap_ep and cluster in ("b200", "b300")
         assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
-        # DeepSeek-V3's have graphs on GB200 only, Qwen3's everywhere
-        graphs = "layers" if not config.model.latent or cluster == "gb200" else ""
+        # DeepSeek-V3's have graphs on GB200 and where its dispatch is overlapped, Qwen3's everywhere
+        graphs = "layers" if not config.model.latent or cluster == "gb200" or beside else ""
         return replace(config, overlap_ep=beside, ep_mode="hybridep", graphs=graphs)
     # GPT-OSS: its recipes' second version has HybridEP inside a node of 8
     mode = "hybridep" if config.ep == 8 else "global"
     again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute
-    assumed.append(f"dispatch {'HybridEP' if config.ep == 8 else 'All-to-All'}, norms and activations recomputed on B200")
+    assumed.append(
+        f"dispatch {'HybridEP' if config.ep == 8 else 'All-to-All'}, norms and activations recomputed on B200"
+    )
     return replace(config, ep_mode=mode, recompute=again, graphs="" if again.select else "layers")

@@ -161,7 +161,7 @@ def _choose(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency) ->
 
 
 def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str]) -> Efficiency:
-    limits, home = limits(names), coordinates(start, names)
+    bounds, home = limits(names), coordinates(start, names)
 
     def missed(where: np.ndarray) -> np.ndarray:
         return residuals(with_coordinates(start, names, where))
@@ -174,13 +174,13 @@ def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names
     at, damping = home, 1e-3
     off = missed(at)
     for _ in range(_ROUNDS):
-        moves = _derivatives(missed, at, limits)
+        moves = _derivatives(missed, at, bounds)
         weight = np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
         normal = moves.T @ (weight[:, None] * moves) + _PULL * np.eye(len(at))
         slope = moves.T @ (weight * off) + _PULL * (at - home)
         while damping < 1e6:
             step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), -slope)
-            tried = np.clip(at + step, *limits)
+            tried = np.clip(at + step, *bounds)
             missed_now = missed(tried)
             if cost(missed_now, tried) < cost(off, at):
                 break

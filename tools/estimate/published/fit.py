@@ -20,7 +20,7 @@ import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import NAMES, Efficiency, cluster
-from tools.estimate.published.calibrate import BOUNDS, coordinates, limits, with_coordinates
+from tools.estimate.published.calibrate import coordinates, limits, with_coordinates
 from tools.estimate.published.device_types import FOLLOWS, SPREAD, START, TYPES, type_of
 from tools.estimate.published.groups import Group, grouped, sizes
 from tools.estimate.published.rows import Row
@@ -190,7 +190,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
         start: where the search begins; it has no part in what is minimised.
     """
     problem = Problem(runs_of(usable(rows)), list(TYPES))
-    begin = problem.begin(start or {kind: START for kind in TYPES})
+    begin = problem.begin(start or dict.fromkeys(TYPES, START))
     return problem.sets(problem.solve(begin, np.ones(len(problem.measured))).x)
 
 
@@ -220,7 +220,7 @@ def cross_validated(rows: Iterable[Row], start: Mapping[str, Efficiency] | None 
     """Every usable row, predicted by a fit to all groups but its own."""
     every = usable(rows)
     problem = Problem(runs_of(every), list(TYPES))
-    begin = problem.begin(start or {kind: START for kind in TYPES})
+    begin = problem.begin(start or dict.fromkeys(TYPES, START))
     whole = problem.solve(begin, np.ones(len(problem.measured)))
     whole = replace(whole, slopes=problem.slopes(whole.x, whole.logs))
     by_group, judged = grouped(every), []
