@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import yaml
@@ -119,7 +120,7 @@ def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object
 
 def write(rows: list[Row], judged: list[Judged]) -> None:
     """Fit all sets but those kept, and write them with the errors of rows left out."""
-    sets: dict[str, dict] = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
+    sets: dict[str, dict[str, Any]] = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
     made = fit(rows)
     entries = {kind: sets[kind] if kind in _KEPT else as_entry(kind, made[kind], rows) for kind in TYPES}
     for kind, entry in entries.items():

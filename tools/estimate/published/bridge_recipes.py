@@ -1,6 +1,6 @@
 """What Megatron-Bridge's performance recipes set for MoE models beyond what its tables of results show.
 
-Read in its repository (perf_recipes/deepseek, qwen and gpt_oss, and the workload configurations before them, February to
+Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, from February to
 August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device, release and model only.
 """
 

@@ -51,7 +51,7 @@ START = Efficiency(
 TYPES = {
     "a100": DeviceType(("a100_80g",)),
     "h100": DeviceType(("h100",)),
-    # PyTorch's attention of 2024, FlashAttention-2: 35 to 40 % of an H100 (the FlashAttention-3 paper, arXiv 2407.08608)
+    # PyTorch's attention of 2024, FlashAttention-2: 35 to 40 % of an H100 (FlashAttention-3's paper, arXiv 2407.08608)
     "h100_96g": DeviceType(("h100_96g",), "h100", own={"attention": 0.37}),
     "h800": DeviceType(("h800",), "h100"),
     "gb200": DeviceType(("gb200",), "h100"),
