@@ -86,7 +86,7 @@ def test_known_parameters_come_back(alone):
         seconds = predicted(runs_of([row])[0], truth) * row.samples / row.config.global_batch
         made.append(replace(row, measured={"step_time_s": seconds}))
     found = fit(made)
-    assert max(map(abs, errors_of(made, found))) < 0.02
+    assert max(map(abs, errors_of(made, found))) < 0.03
     assert found["a100"].matmul == pytest.approx(0.62, rel=0.05)
     assert abs(np.log(found["a100"].link / 0.8)) < abs(np.log(START.link / 0.8))
 
