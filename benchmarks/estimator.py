@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
-from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache
+from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
 from tools.estimate.published.calibrate import calibrate
 from tools.estimate.published.contradictions import contradictions, floor
 from tools.estimate.published.device_types import TYPES, type_of
@@ -88,26 +89,29 @@ def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
     every = usable(rows)
     own = [row for row in every if row.group == group]
     start = fit([row for row in every if row.group != group])
-    cluster = own[0].cluster
-    before = [predict(row, start[type_of(cluster)]).step_error for row in own]
+    name = own[0].cluster
+    before = [predict(row, start[type_of(name)]).step_error for row in own]
     lines = ["| calibrated on | rows | mean | worst |", "|---|---:|---:|---:|"]
     lines.append(line("nothing, nor was the machine in the fit", [error or 0.0 for error in before]))
-    for name, other in (
+    for words, other in (
         ("all steps but the one judged", lambda row, one: row.id != one.id),
         ("all steps of other models", lambda row, one: group_of(row) != group_of(one)),
         ("all steps, those judged among them", lambda row, one: True),
     ):
         errors = []
         for one in own:
-            found = calibrate([row for row in own if other(row, one)], cluster, start[type_of(cluster)])
+            found = calibrate([row for row in own if other(row, one)], name, start[type_of(name)])
             errors.append(predict(one, found.efficiency).step_error or 0.0)
-        lines.append(line(name, errors))
+        lines.append(line(words, errors))
     return "\n".join(lines)
 
 
 def as_entry(kind: str, values: Efficiency, rows: list[Row]) -> dict[str, object]:
     """A set as efficiencies.yaml holds it."""
     own = [row for row in usable(rows) if type_of(row.cluster) == kind]
+    # a link cannot be faster than its nominal figure, so more than that tells nothing
+    fastest = 1 / cluster(TYPES[kind].clusters[0]).intra_node.efficiency
+    values = replace(values, link=min(values.link, fastest))
     groups = ", ".join(sorted({row.group for row in own}))
     return {
         "clusters": list(TYPES[kind].clusters),

@@ -145,11 +145,15 @@ def _own(hardware: Hardware) -> Efficiency:
 
 
 def known_error(hardware: Hardware) -> KnownError | None:
-    """The error of step times on a device type; None where it has efficiencies of its own or no run was fitted."""
+    """The error of step times on a device type.
+
+    None where the file has efficiencies of its own, or fewer than two groups of runs tell.
+    """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
         return None
-    return KnownError(**found[0]["step_errors"])
+    known = KnownError(**found[0]["step_errors"])
+    return known if known.groups > 1 else None
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
