@@ -103,7 +103,7 @@ class Problem:
                 spread = SPREAD[name][parent != ""]
                 pull[row, row] = 1 / spread
                 if own is not None:
-                    home[row] = coordinates(replace(START, **{name: own}), NAMES)[index] / spread
+                    home[row] = coordinates(replace(START, **{name: own}), [name])[0] / spread  # type: ignore[arg-type]
                 elif parent:
                     above = self.kinds.index(parent) * size
                     pull[row, above + index] = -1 / spread
