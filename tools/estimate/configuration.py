@@ -65,8 +65,9 @@ class Configuration:
         layers: [chunks][stages] layers of each chunk on each stage.
         batch: samples of a micro-batch on a data-parallel rank.
         micro_batches: runs of the pipeline, or accumulation steps, in a step.
-        dtype: of the matmuls: "bf16", "fp16", "fp8", "fp32".
-        ep_mode: a mode of `plugins.hierarchical_ep`, or "deepep": deduplicated inside nodes, too (DeepEP, HybridEP).
+        dtype: of the matmuls: "bf16", "fp16", "fp32", "fp8", or in blocks with a scale each "mxfp8", "nvfp4".
+        ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep": deduplicated inside nodes, too; or "hybridep": that,
+            and its kernels sort the rows by expert on the way.
         expert_tp: expert weights are also cut over tp (without it the EP group takes tp ranks in).
         shard_optimizer: fp32 weights and moments are sharded over the ranks that hold copies (ZeRO-1, MindFormers'
             enable_parallel_optimizer); shard_gradients: accumulated gradients, too; shard_weights: and the weights
@@ -88,6 +89,10 @@ class Configuration:
         ulysses: parts of the heads that MindFormers' ulysses_degree_in_cp cuts. MindFormers 1.9.0 exchanges heads for
             it, but does not tell its flash attention (flash_attention.py:384), which gathers keys and values over the
             whole of cp all the same: compiled graphs hold as much memory as without it, to the byte.
+        contiguous: context parallelism cuts a sequence into parts that follow each other, and all ranks wait for the
+            last one, which attends to everything before it (else each rank has a part of both ends).
+        graphs: what the host does not launch operator by operator: "" nothing, "layers" attention and routers of each
+            layer (CUDA graphs by scope), "step" all of it, in one graph of fused operators.
         logit_bytes: for each logit while the loss runs: compute precision and fp32, in which Megatron's cross entropy
             makes the softmax and its gradient in place.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
@@ -132,6 +137,8 @@ class Configuration:
     logit_bytes: int = 6
     layer_only: bool = False
     ulysses: int = 1
+    contiguous: bool = False
+    graphs: str = ""
 
     def __post_init__(self) -> None:
         ranks = self.dp * self.tp * self.cp
@@ -226,8 +233,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
     """[chunks][stages] as even as can be; what is missing is missing at the last chunk, the first, the last but one ...
 
     The ends hold the embedding and the head, so frameworks leave them the fewer layers (Llama 3: 126 on 16 stages).
-    With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP (so does
-    Megatron-Bridge for DeepSeek-V3).
+    With MTP the last chunk is emptied for the head, where that is possible, and then the one before for MTP; else all
+    that is missing is missing at the last chunk (so does Megatron-Bridge for DeepSeek-V3: 15 times 4 layers, then 1).
     """
     places = stages * chunks
     most = -(-total // places)
@@ -236,6 +243,8 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
     if mtp and places > 2 and missing >= most:
         counts[-1], counts[-2] = 0, max(0, 2 * most - missing)
         missing -= most + (most - counts[-2])
+    elif mtp and places > 2:
+        counts[-1], missing = most - missing, 0
     ends = (index // 2 if index % 2 else places - 1 - index // 2 for index in range(places))
     for place in [place for place in ends if counts[place] == most][:missing]:
         counts[place] -= 1

@@ -14,6 +14,10 @@ from tools.estimate.efficiency import Efficiency, efficiency_of
 from tools.estimate.layer_model import Matmul
 from tools.hardware import Hardware, Link
 
+_WIDE_HEAD = 128  # the width of heads for which kernels of fused attention are made
+_LOW = ("fp8", "mxfp8", "nvfp4")
+_BLOCKS = {"mxfp8": "fp8", "nvfp4": "fp4"}  # what hardware files call their peaks
+
 
 class DeviceTimes:
     """The time of operators on one cluster."""
@@ -28,7 +32,7 @@ class DeviceTimes:
         Raises:
             RecipeError: it has neither.
         """
-        flops = self.hardware.peak_flops
+        flops, dtype = self.hardware.peak_flops, _BLOCKS.get(dtype, dtype)
         if dtype not in flops and "bf16" not in flops:
             raise RecipeError(f"{self.hardware.name}: peak_flops.bf16: missing; the file has {', '.join(flops)}")
         return flops[dtype] if dtype in flops else flops["bf16"]
@@ -37,23 +41,34 @@ class DeviceTimes:
         dtype = config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
         width = config.model.qk_dim
         batched = self.reached.matmul * width / (width + self.reached.half_size)
-        return self._peak(dtype) * (self.reached.attention if config.flash else batched)
+        # narrower heads have as many exponentials for each score
+        fused = self.reached.attention * min(1.0, width / _WIDE_HEAD)
+        return self._peak(dtype) * (fused if config.flash else batched)
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
         """Forward seconds."""
         size = min(matmul.rows, matmul.columns, matmul.depth)
         if not size:
             return 0.0
-        low = config.dtype == "fp8" and "fp8" in self.hardware.peak_flops
-        share = self.reached.matmul_fp8 if low else self.reached.matmul
-        share *= self.reached.burst if config.layer_only and not low else 1
-        computing = matmul.flops / (self._peak(config.dtype) * share * size / (size + self.reached.half_size))
+        dtype = "bf16" if matmul.high and config.dtype in _LOW else config.dtype
+        share = self._share(dtype)
+        share *= self.reached.burst if config.layer_only and dtype not in _LOW else 1
+        computing = matmul.flops / (self._peak(dtype) * share * size / (size + self.reached.half_size))
         moved = matmul.rows * (matmul.depth + matmul.columns) + matmul.depth * matmul.columns
         return max(computing, 2 * moved * matmul.times / self.hardware.hbm_bytes_per_s)
+
+    def _share(self, dtype: str) -> float:
+        """Of the peak that a large matmul reaches."""
+        if _BLOCKS.get(dtype, dtype) not in self.hardware.peak_flops or dtype not in _LOW:
+            return self.reached.matmul
+        if dtype == "nvfp4":
+            return self.reached.matmul_fp4
+        return self.reached.matmul_fp8 * (self.reached.blocks if dtype == "mxfp8" else 1)
 
     def _moved(self, config: Configuration, size: float) -> float:
         """Seconds in which elementwise operators read and write so many bytes."""
         more = 1 if config.fused else self.reached.unfused
+        more *= self.reached.graphed if config.graphs == "step" else 1
         return more * size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def _link(self, span: int) -> Link:
@@ -61,7 +76,8 @@ class DeviceTimes:
         return self.hardware.intra_node if span <= self.hardware.devices_per_node else self.hardware.inter_node
 
     def _speed(self, link: Link) -> float:
-        return link.reached * min(self.reached.link, 1 / link.efficiency)
+        factor = self.reached.network if link == self.hardware.inter_node else self.reached.link
+        return link.reached * min(factor, 1 / link.efficiency)
 
     def _collective(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of an AllGather or ReduceScatter of a tensor of `size` bytes over ranks that are `stride` apart.

@@ -27,11 +27,14 @@ class Efficiency:
     Args:
         matmul: share of the peak that a large matmul reaches.
         matmul_fp8: the same of the fp8 peak, casts included.
+        blocks: share of that which is left where every 32 numbers have a scale of their own (MXFP8).
+        matmul_fp4: share of the fp4 peak (NVFP4), casts included.
         half_size: smallest dimension of a matmul at which it reaches half of that.
         attention: share of the peak that fused attention reaches.
         memory: share of HBM bandwidth that elementwise operators reach.
         unfused: how much more elementwise operators move where nobody fuses them.
-        link: factor on the share of link bandwidth that the hardware file states.
+        link: factor on the share of link bandwidth that the hardware file states, inside a node.
+        network: the same between nodes.
         hidden: share of tensor-parallel communication that overlap hides, where a run overlaps it.
         hidden_ep: the same of expert-parallel communication, of published runs of others; a recipe's comes from the
             plan of plugins/ep_overlap.
@@ -39,6 +42,7 @@ class Efficiency:
         moe_s: the same for what only MoE layers have: routing, sorting, many small kernels.
         burst: factor on `matmul` where one layer runs alone, before clocks fall under load.
         step_s: seconds of a step beside all that is computed here.
+        graphed: elementwise traffic that fused operators leave, where the whole step is one CUDA graph.
         mesh: devices of a node are joined pair by pair, so a group uses only the links among its members.
     """
 
@@ -55,18 +59,24 @@ class Efficiency:
     moe_s: float
     burst: float
     step_s: float
+    blocks: float = 0.9
+    matmul_fp4: float = 0.4
+    graphed: float = 0.7
+    network: float = 1.0
     mesh: bool = False
 
 
 @dataclass(frozen=True)
 class KnownError:
-    """How far predicted step times are off measured ones: of the published runs that a device type was fitted to.
+    """How far predicted step times are off measured ones: of published runs, left out of the fit by whole groups.
 
     Args:
+        groups: models on one cluster; each was predicted by a fit to all others.
         mean, worst: of |predicted / measured - 1|.
     """
 
     rows: int
+    groups: int
     mean: float
     worst: float
 
@@ -74,13 +84,13 @@ class KnownError:
     def words(self) -> str:
         """A sentence."""
         return (
-            f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on the {self.rows} "
-            "published runs that this device type is fitted to; expect more for runs of another kind (docs/search.md)"
+            f"off by {100 * self.mean:.1f} % on average and {100 * self.worst:.1f} % at most on {self.rows} published "
+            f"runs of this device type, each model left out of the fit that predicts it (docs/estimator.md)"
         )
 
     def as_json(self) -> dict[str, float]:
         """The numbers."""
-        return {"rows": self.rows, "mean": self.mean, "worst": self.worst}
+        return {"rows": self.rows, "groups": self.groups, "mean": self.mean, "worst": self.worst}
 
 
 UNKNOWN = "no published run tells how far they are off on this cluster"
@@ -118,15 +128,16 @@ _VALUES = {
     "half_size": Range(0, 1_000_000, whole=False),
 }
 _FACTOR = Range(0, 100, whole=False, above=True)
+_YOUNG = {"blocks", "matmul_fp4", "graphed", "network"}  # files made before these were there do without
 
 
 def _own(hardware: Hardware) -> Efficiency:
     """The efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
-    if not isinstance(content, Mapping) or set(content) != set(wanted):
+    if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content) <= set(wanted):
         raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
     for name in NAMES:
-        if refusal := _VALUES.get(name, _FACTOR).refusal(content[name]):
+        if name in content and (refusal := _VALUES.get(name, _FACTOR).refusal(content[name])):
             raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")
     if not isinstance(content["mesh"], bool):
         raise RecipeError(f"{hardware.file}: efficiency.mesh: {content['mesh']!r}: want true or false")
@@ -134,11 +145,15 @@ def _own(hardware: Hardware) -> Efficiency:
 
 
 def known_error(hardware: Hardware) -> KnownError | None:
-    """The error of step times on a device type; None where it has efficiencies of its own or no run was fitted."""
+    """The error of step times on a device type.
+
+    None where the file has efficiencies of its own, or fewer than two groups of runs tell.
+    """
     found = [entry for entry in _sets().values() if hardware.name in entry["clusters"]]
     if hardware.efficiency or not found or "step_errors" not in found[0]:
         return None
-    return KnownError(**found[0]["step_errors"])
+    known = KnownError(**found[0]["step_errors"])
+    return known if known.groups > 1 else None
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
@@ -151,7 +166,7 @@ def efficiency_of(hardware: Hardware) -> Efficiency:
         return _own(hardware)
     for entry in _sets().values():
         if hardware.name in entry["clusters"]:
-            return Efficiency(**{name: float(entry["values"][name]) for name in NAMES}, mesh=entry["mesh"])
+            return Efficiency(**{name: float(value) for name, value in entry["values"].items()}, mesh=entry["mesh"])
     known = [name for entry in _sets().values() for name in entry["clusters"]]
     raise RecipeError(
         f"{hardware.name}: no efficiencies for it{did_you_mean(hardware.name, known)}; known are {', '.join(known)}; "

@@ -23,6 +23,7 @@ from tools.estimate.configuration import Configuration
 from tools.estimate.device_time import DeviceTimes
 from tools.estimate.layer_model import Part, routed_part, shared_part
 
+SPARSE = ("deepep", "hybridep")  # a row goes once to each rank, not once to each expert
 _BACKWARD = 2  # gradients of inputs and of weights
 
 
@@ -57,12 +58,12 @@ class ExpertTimes(DeviceTimes):
         nodes = max(1, -(-span // node))
         while config.ep % nodes:
             nodes += 1
-        mode = "deduplicated" if config.ep_mode == "deepep" else config.ep_mode
+        mode = "deduplicated" if config.ep_mode in SPARSE else config.ep_mode
         tokens = routed_part(config).copies / model.top_k
         item = 4 if config.dtype == "fp32" else 2
         sizes = (model.experts, tokens, model.top_k, model.hidden, item, config.skew)
         outside, inside = _limited(config, nodes), 1.0
-        if config.ep_mode == "deepep":
+        if config.ep_mode in SPARSE:
             # a row goes once to each rank that holds one of its experts
             inside = config.ep * hit_probability(model.experts, model.experts // config.ep, model.top_k) / model.top_k
         return _steps(mode if nodes > 1 else "global", nodes, config.ep // nodes, *sizes, outside, inside)

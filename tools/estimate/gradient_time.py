@@ -10,6 +10,8 @@ Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed 
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_time import LayerTimes
 from tools.estimate.memory.model import stage_weights
+from tools.model.weights import Weight
 
 _OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, weight and moments written
 
@@ -36,15 +39,16 @@ class GradientTimes(LayerTimes):
         scattered = apart or config.shard_optimizer  # else an AllReduce
         reduce = (4 if config.wide_gradients else 2) * (1 if scattered else 2) * runs
         once = each = 0.0
-        for weight in stage_weights(config, stage):
+        for weight, count in _counted(config, stage):
             cut, group = sharding.cut(weight, config), sharding.group(weight, config)
             local, groups = weight.size / cut, sharding.copies(weight, config) // group
             if apart:
-                once += 2 * self._collective(2 * local, group, cut)
-                each += self._collective(reduce * local, group, cut)
+                once += count * 2 * self._collective(2 * local, group, cut)
+                each += count * self._collective(reduce * local, group, cut)
             else:
-                once += self._collective(local * (gather + reduce), group, cut)
-            once += 2 * self._collective(local / group * reduce, groups, cut * group)  # sums of the groups' shards
+                once += count * self._collective(local * (gather + reduce), group, cut)
+            # sums of the groups' shards
+            once += count * 2 * self._collective(local / group * reduce, groups, cut * group)
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
@@ -70,5 +74,14 @@ class GradientTimes(LayerTimes):
 
     def optimizer(self, config: Configuration, stage: int) -> float:
         """Seconds of the update."""
-        held = sum(w.size / sharding.cut(w, config) / sharding.shards(w, config) for w in stage_weights(config, stage))
+        held = sum(
+            count * weight.size / sharding.cut(weight, config) / sharding.shards(weight, config)
+            for weight, count in _counted(config, stage)
+        )
         return _OPTIMIZER_BYTES * held / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+
+
+@lru_cache(maxsize=4096)
+def _counted(config: Configuration, stage: int) -> tuple[tuple[Weight, int], ...]:
+    """The different weights of a stage, with how many of each it holds."""
+    return tuple(Counter(stage_weights(config, stage)).items())

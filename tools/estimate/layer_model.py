@@ -6,7 +6,9 @@ activations.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tools.estimate.configuration import Configuration
 from tools.model.weights import attention_weights
@@ -14,17 +16,24 @@ from tools.model.weights import attention_weights
 ITEM = 2  # bytes of an activation in compute precision
 # read and written for each attention score by an unfused forward: product, softmax, second product; dropout
 _SCORE_BYTES, _DROPPED_SCORE_BYTES = 8, 5
+# read and written for each number that a matmul in fp8 or fp4 takes in: read once, or twice where the largest is found
+# first (one scale a tensor: fp8, and nvfp4 beside those of its blocks), written by rows and by columns
+_CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 6}
 _LOGIT_BYTES = 12  # read and written for each logit by the loss's forward, partly in fp32
 
 
 @dataclass(frozen=True)
 class Matmul:
-    """`times` products of [rows, depth] and [depth, columns], forward; backward is twice that."""
+    """`times` products of [rows, depth] and [depth, columns], forward; backward is twice that.
+
+    `high`: in bf16 also where the run's matmuls are in fp8 or fp4 (logits, routers).
+    """
 
     rows: float
     columns: float
     depth: float
     times: float = 1
+    high: bool = False
 
     @property
     def flops(self) -> float:
@@ -70,6 +79,7 @@ class Work:
         return sum(matmul.flops for matmul in self.matmuls) + self.attention
 
 
+@lru_cache(maxsize=8192)
 def work(config: Configuration, kind: str) -> Work:
     """What a device does in one layer of a kind for one micro-batch."""
     model, tokens = config.model, config.rank_tokens
@@ -79,7 +89,7 @@ def work(config: Configuration, kind: str) -> Work:
     if kind == "embedding":
         return Work((), elementwise=3 * held * h * residual)
     if kind == "head":
-        products: tuple[Matmul, ...] = (Matmul(tokens, model.vocab / config.tp, h),)
+        products: tuple[Matmul, ...] = (Matmul(tokens, model.vocab / config.tp, h, high=True),)
         logits = tokens * model.vocab / config.tp
         return Work(products, elementwise=_LOGIT_BYTES * logits, gathered=tokens * h * ITEM, collectives=1)
     if kind == "mtp":
@@ -109,12 +119,41 @@ def work(config: Configuration, kind: str) -> Work:
     )
 
 
+def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:
+    """Bytes that casts of activations move, forward; backward casts gradients of results and moves twice that.
+
+    Weights are cast once a step, by the optimizer.
+    """
+    each = _CAST_BYTES.get(config.dtype, 0)
+    # rows x depth forward, rows x columns backward: a third of their sum, as backward counts twice
+    return each / 3 * sum(m.times * m.rows * (m.depth + m.columns) for m in matmuls if not m.high)
+
+
+def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
+    """Bytes that one micro-batch's gradients of a matmul's weights move: what was summed is read and written.
+
+    FSDP reduces them as they come. Sets fitted to MindFormers' runs hold it in their other efficiencies.
+    """
+    if config.shard_weights or config.keep_gathered or config.layer_only:
+        return 0.0
+    return (8 if config.wide_gradients else 4) * matmul.times * matmul.depth * matmul.columns
+
+
 def score_bytes(config: Configuration) -> float:
     """Bytes that an unfused attention reads and writes for its scores, forward."""
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)
     return each * pairs(config, causal=False) * config.model.heads / config.tp
+
+
+def score_passes(config: Configuration) -> float:
+    """What backward moves of an unfused attention's scores, over forward.
+
+    The gradient of what was dropped is written, the dropout's and the softmax's are read and written with what they
+    kept, and the gradients of queries and keys read one each.
+    """
+    return (12 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 12 / _SCORE_BYTES
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
@@ -126,9 +165,11 @@ def pairs(config: Configuration, causal: bool = True) -> float:
 
 
 def _attention(config: Configuration) -> float:
-    """Forward FLOPs; an unfused attention computes the masked half, too."""
+    """Forward FLOPs of the slowest rank; an unfused attention computes the masked half, too."""
     model = config.model
-    return 2 * pairs(config, config.flash) * model.heads / config.tp * (model.qk_dim + model.v_dim)
+    # of parts that follow each other the last one has cp - 1/2 of the cp / 2 that it would have on average
+    slowest = (2 * config.cp - 1) / config.cp if config.contiguous and config.flash else 1.0
+    return slowest * 2 * pairs(config, config.flash) * model.heads / config.tp * (model.qk_dim + model.v_dim)
 
 
 def _projections(config: Configuration, tokens: float, held: float) -> tuple[Matmul, ...]:
@@ -147,7 +188,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
         width = config.model.ffn / config.tp
         return Part(_two(config, tokens, width), _activated(config) * width * tokens)
     routed, shared = routed_part(config), shared_part(config)
-    products = (*routed.matmuls, *shared.matmuls, Matmul(held, config.model.experts, config.model.hidden))
+    products = (*routed.matmuls, *shared.matmuls, Matmul(held, config.model.experts, config.model.hidden, high=True))
     return Part(products, routed.elementwise + shared.elementwise, routed.copies)
 
 
@@ -163,8 +204,8 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     copies, local = tokens * model.top_k, model.experts / config.ep
     computed = copies * config.skew
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
-    # copies are sorted by expert and back, by the All-to-All's own kernels or, in global mode, at both of its ends
-    sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 4
+    # copies are sorted by expert and back, on the way (HybridEP), by separate kernels or, in global mode, at both ends
+    sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 0 if config.ep_mode == "hybridep" else 4
     traffic = _activated(config) * width * computed + sorting * ITEM * h * copies
     if model.biased:
         # the clamped, biased activation in separate kernels, and a bias to each product

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
-from tools.estimate.layer_model import Work, score_bytes, work
+from tools.estimate.layer_model import Matmul, Work, accumulated_bytes, cast_bytes, score_bytes, score_passes, work
 from tools.estimate.memory.training_graph import logit_exchanges
 
 
@@ -74,7 +74,9 @@ class LayerTimes(ExpertTimes):
         backward = Parts(
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
-            elementwise=2 * forward.elementwise,
+            elementwise=2 * forward.elementwise
+            + (score_passes(config) - 2) * (self._scores(config) if done.attention else 0.0)
+            + sum(self._accumulating(config, matmul) for matmul in done.matmuls),
             tp=forward.tp * self._backward_tp(config),
             cp=(1 if config.training_graph else 2) * forward.cp,
             ep=exposed.waited.backward,
@@ -84,16 +86,22 @@ class LayerTimes(ExpertTimes):
         return LayerTime(forward, backward, self._recomputed(config, kind, forward, exposed))
 
     def _forward(self, config: Configuration, kind: str, done: Work, exposed: Exposed) -> Parts:
+        moved = done.elementwise + cast_bytes(config, done.matmuls)
         return Parts(
             matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
             attention=done.attention / self._attention_flops(config),
-            elementwise=self._moved(config, done.elementwise) + (self._scores(config) if done.attention else 0.0),
+            elementwise=self._moved(config, moved) + (self._scores(config) if done.attention else 0.0),
             tp=done.collectives * self._tensor(config, done.gathered),
             cp=self._context(config, done) + self._logits(config, kind),
             ep=exposed.waited.forward,
             cut=exposed.cutting.forward,
             fixed=self._fixed(config, kind, done),
         )
+
+    def _accumulating(self, config: Configuration, matmul: Matmul) -> float:
+        """Seconds by which reading and writing summed gradients outlasts the matmul that makes them (it adds them)."""
+        moving = accumulated_bytes(config, matmul) / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+        return max(0.0, moving - self._matmul(config, matmul))
 
     def _recomputed(self, config: Configuration, kind: str, forward: Parts, exposed: Exposed) -> dict[str, Parts]:
         """What each recompute option adds to a layer's backward; an MTP layer's head does not run again."""
@@ -119,9 +127,10 @@ class LayerTimes(ExpertTimes):
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""
-        if kind in ("embedding", "head") or config.layer_only:
+        if kind in ("embedding", "head") or config.layer_only or config.graphs == "step":
             return 0.0
-        return self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0)
+        launched = 0.5 if config.graphs else 1.0  # assumed: experts, dispatch and combine are the other half
+        return launched * (self.reached.layer_s + (self.reached.moe_s if done.copies else 0.0))
 
     def _backward_tp(self, config: Configuration) -> float:
         """Share of forward's tensor-parallel time that backward shows: gradients of weights can hide that of inputs."""

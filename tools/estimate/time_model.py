@@ -9,6 +9,7 @@ micro-batches, filling and draining by schedule, then gradients and weights as f
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import layer_options
 from tools.estimate.step_time import COMMUNICATION, StepTime
 from tools.model.flops import flops_per_token
-from tools.model.weights import KINDS
 from tools.pipeline.simulate import Durations, simulate
 
 _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
@@ -31,21 +31,18 @@ class TimeModel(GradientTimes):
 
     def chunks(self, config: Configuration) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """Forward and backward seconds [chunks, stages] of one micro-batch, and the parts of their sum [stages]."""
-        times = {kind: self.layer(config, kind) for kind in KINDS if kind != "moe" or config.model.experts}
+        names = tuple(Parts.__dataclass_fields__)
         forward, backward = np.zeros((config.chunks, config.pp)), np.zeros((config.chunks, config.pp))
-        parts = {name: np.zeros(config.pp) for name in (*Parts.__dataclass_fields__, "recompute")}
-        for stage in range(config.pp):
-            for chunk, every in enumerate(config.stage_kinds(stage)):
-                options = iter(layer_options(config, chunk, stage, len(every)))
-                for kind in every:
-                    layer = times[kind]
-                    recomputed = layer.recomputed[next(options) if kind in ("dense", "moe") else mtp_option(config)]
-                    forward[chunk, stage] += layer.forward.total
-                    backward[chunk, stage] += layer.backward.total + recomputed.total
-                    for name in Parts.__dataclass_fields__:
-                        parts[name][stage] += getattr(layer.forward, name) + getattr(layer.backward, name)
-                        repeated = name if name in COMMUNICATION else "recompute"
-                        parts[repeated][stage] += getattr(recomputed, name)
+        parts = {name: np.zeros(config.pp) for name in (*names, "recompute")}
+        for kind, options in _census(config).items():
+            layer = self.layer(config, kind)
+            for option, count in options.items():
+                recomputed, held = layer.recomputed[option], count.sum(axis=0)
+                forward += layer.forward.total * count
+                backward += (layer.backward.total + recomputed.total) * count
+                for name in names:
+                    parts[name] += (getattr(layer.forward, name) + getattr(layer.backward, name)) * held
+                    parts[name if name in COMMUNICATION else "recompute"] += getattr(recomputed, name) * held
         return forward, backward, parts
 
     def transfer(self, config: Configuration) -> float:
@@ -89,6 +86,20 @@ class TimeModel(GradientTimes):
     def fixed(self) -> float:
         """Seconds of a step beside all that is computed here."""
         return self.reached.step_s
+
+
+@lru_cache(maxsize=4096)
+def _census(config: Configuration) -> dict[str, dict[str, np.ndarray]]:
+    """kind -> recompute option -> layers of each chunk and stage [chunks, stages]."""
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for stage in range(config.pp):
+        for chunk, every in enumerate(config.stage_kinds(stage)):
+            options = iter(layer_options(config, chunk, stage, len(every)))
+            for kind in every:
+                option = next(options) if kind in ("dense", "moe") else mtp_option(config)
+                counts = found.setdefault(kind, {}).setdefault(option, np.zeros((config.chunks, config.pp)))
+                counts[chunk, stage] += 1
+    return found
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:

@@ -16,7 +16,7 @@ from tools.ranges import Range
 
 FOLDER = Path(__file__).parent
 CERTAINTIES = ("quoted", "derived", "assumed")
-DTYPES = (*LONG, "fp8")
+DTYPES = (*LONG, "fp8", "fp4")
 
 # what a number may be: units mistaken (TFLOP/s, GB, us) lie outside
 _RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs per second
@@ -69,7 +69,7 @@ class Hardware:
     """One cluster. Sizes in bytes, times in seconds, FLOP/s dense.
 
     Args:
-        peak_flops: dtype ("bf16", "fp16", "fp32", "fp8") -> FLOP/s; the dtypes that the file names.
+        peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
         launch_s: fixed cost of one operator.
         origins: dotted key -> where the number comes from.
         file: what the file is called in messages.

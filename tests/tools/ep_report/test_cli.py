@@ -38,7 +38,7 @@ def test_text():
         assert word in result.stdout
     assert "inter_node.latency_s" in result.stdout and "peak_flops.fp32" not in result.stdout
     # how far the estimator is off is said wherever its seconds are
-    assert "on the 22 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
+    assert "on 22 published runs" in result.stdout and "the recipe as it is written: hierarchical" in result.stdout
 
 
 def test_a_degree_for_a_recipe_that_writes_none(tmp_path):
@@ -120,7 +120,8 @@ def test_the_case_of_the_report():
         ratio = sent[0] / sent[1]
         assert ratio == pytest.approx(row.advice.topology.nodes / model.top_k, rel=0.02)
         assert modes["deduplicated"].inter_bytes <= modes["hierarchical"].inter_bytes
-        assert row.hierarchical.share_of_communication[1] <= row.hierarchical.share_of_communication[0]
+        before, after = row.hierarchical.share_of_communication
+        assert after <= before * (1 + 1e-12)
         if row.ep == 16:
             assert row.gain("hierarchical") > 0
     grown = {row.ep: row.mesh for row in rows if row.model == "105b"}

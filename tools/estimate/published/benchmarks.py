@@ -49,6 +49,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         fused="eager" not in technique,
         overlap_tp="async" in technique,
         overlap_dp=True,
+        contiguous=cp > 1,
     )
     return made, dp * batch, assumed
 
@@ -78,7 +79,7 @@ def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         sequence=config["seq"],
         batch=config["micro_batch"],
         dtype="fp8" if "fp8" in str(config.get("precision")).lower() else "bf16",
-        ep_mode="global" if config["dispatcher"] == "a2a" else "deepep",
+        ep_mode={"a2a": "global", "hybridep": "hybridep"}.get(config["dispatcher"], "deepep"),
         layer_only=True,
     )
     return made, made.global_batch, ["routing is even"]

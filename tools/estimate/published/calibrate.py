@@ -39,6 +39,10 @@ BOUNDS = {
     "moe_s": (1e-6, 2e-2),
     "burst": (1.0, 2.0),
     "step_s": (1e-4, 10.0),
+    "blocks": (0.5, 1.0),
+    "matmul_fp4": (0.1, 1.0),
+    "graphed": (0.2, 1.0),
+    "network": (0.1, 2.0),
 }
 TELLING = 0.05  # a parameter that is a tenth off must show as half a percent somewhere
 OUTLIER = 0.1  # of the logarithm of time
@@ -93,16 +97,15 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
     return Calibration(best, tuple(names), kept, errors, skipped)
 
 
-def _coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
+def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
     """The fitted parameters as the fit moves them."""
     plain = np.array([getattr(values, name) for name in names], float)
-    low, high = _limits(names)
-    inside = np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), low, high)
-    return inside
+    return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
 
-def _with(values: Efficiency, names: Sequence[str], coordinates: np.ndarray) -> Efficiency:
-    plain = np.where(_shares(names), coordinates, np.exp(coordinates))
+def with_coordinates(values: Efficiency, names: Sequence[str], where: np.ndarray) -> Efficiency:
+    """`values` with those parameters moved to `coordinates`."""
+    plain = np.where(_shares(names), where, np.exp(where))
     changed: dict[str, Any] = {name: float(value) for name, value in zip(names, plain, strict=True)}
     return replace(values, **changed)
 
@@ -111,7 +114,8 @@ def _shares(names: Sequence[str]) -> np.ndarray:
     return np.array([BOUNDS[name][0] == 0 for name in names], bool)
 
 
-def _limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Least and most of each of the `coordinates`."""
     pairs = np.array([BOUNDS[name] for name in names], float)
     shares = _shares(names)[:, None]
     low, high = np.where(shares, pairs, np.log(np.where(shares, 1.0, pairs))).T
@@ -132,8 +136,8 @@ def _derivatives(residuals: Residuals, at: np.ndarray, limits: tuple[np.ndarray,
 def _choose(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency) -> tuple[list[str], dict[str, str]]:
     """The parameters that the rows tell apart, the most telling first; and why not the others."""
     names = list(BOUNDS)
-    at = _coordinates(start, names)
-    moves = _derivatives(lambda where: residuals(_with(start, names, where)), at, _limits(names))
+    at = coordinates(start, names)
+    moves = _derivatives(lambda where: residuals(with_coordinates(start, names, where)), at, limits(names))
     left = moves.copy()
     chosen: list[int] = []
     while len(chosen) < len(moves):
@@ -157,10 +161,10 @@ def _choose(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency) ->
 
 
 def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str]) -> Efficiency:
-    limits, home = _limits(names), _coordinates(start, names)
+    bounds, home = limits(names), coordinates(start, names)
 
     def missed(where: np.ndarray) -> np.ndarray:
-        return residuals(_with(start, names, where))
+        return residuals(with_coordinates(start, names, where))
 
     def cost(off: np.ndarray, where: np.ndarray) -> float:
         size = np.abs(off)
@@ -170,13 +174,13 @@ def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names
     at, damping = home, 1e-3
     off = missed(at)
     for _ in range(_ROUNDS):
-        moves = _derivatives(missed, at, limits)
+        moves = _derivatives(missed, at, bounds)
         weight = np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
         normal = moves.T @ (weight[:, None] * moves) + _PULL * np.eye(len(at))
         slope = moves.T @ (weight * off) + _PULL * (at - home)
         while damping < 1e6:
             step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), -slope)
-            tried = np.clip(at + step, *limits)
+            tried = np.clip(at + step, *bounds)
             missed_now = missed(tried)
             if cost(missed_now, tried) < cost(off, at):
                 break
@@ -187,7 +191,7 @@ def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names
         at, off, damping = tried, missed_now, max(1e-9, damping / 8)
         if moved < 1e-7:
             break
-    return _with(start, names, at)
+    return with_coordinates(start, names, at)
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:

@@ -17,6 +17,7 @@ from plugins.errors import DataError, did_you_mean
 from tools.estimate.configuration import Configuration, even_layers
 from tools.estimate.efficiency import cluster
 from tools.estimate.published.benchmarks import layer_row, titan_row
+from tools.estimate.published.bridge_recipes import as_recipes_have_it
 from tools.estimate.published.mindformers_cards import mindformers_row
 from tools.estimate.published.row_defaults import interleaved, micro_batch, recomputation
 from tools.estimate.published.sane import check_row
@@ -27,7 +28,7 @@ from tools.hardware.own_yaml import read_yaml
 from tools.model.architecture import Latent, Model, pattern_of
 from tools.pipeline.schedules import schedule_of
 
-_DTYPES = {"bf16": "bf16", "fp16": "fp16", "unspecified": "fp8"}
+_DTYPES = {"bf16": "bf16", "fp16": "fp16", "unspecified": "fp8", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
 # what the report leaves out of its 438B run, as recipes/telechat3_438b assumes it
 _TELECHAT3_438B = {"seq": 4096, "tp": 2, "ep": 16}
 
@@ -93,6 +94,8 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
         if not known:
             raise Unexpressed(unknown_device(hardware))
         config, samples, assumed = _configuration(row.get("config"), group, known)
+        if group == "megatron_bridge":
+            config = as_recipes_have_it(str(row["id"]), known, config, assumed)
     except Unexpressed as error:
         return Row(*common, None, 0, False, (), measured, str(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -137,7 +140,9 @@ def _flat(
         raise Unexpressed(f"tp {tp} x pp {pp} x cp {cp} is more than {config['devices']} devices")
     batch = config.get("micro_batch") or micro_batch(config["gbs"] // dp, pp, config.get("micro_batches"), assumed)
     micro_batches = max(1, config["gbs"] // max(1, dp * batch))
-    chunks = config.get("vpp") or interleaved(model.layers, pp, micro_batches, assumed)
+    chunks = config.get("vpp") or 1
+    if not config.get("vpp") and settings.interleaved:
+        chunks = interleaved(model.layers, pp, micro_batches, assumed)
     if settings.schedule == "zero_bubble_v" and pp > 1:
         chunks = 2
     layers = even_layers(model.layers, pp, chunks, model.mtp)
@@ -146,8 +151,6 @@ def _flat(
     schedule = settings.schedule or schedule_of("1f1b", chunks if pp > 1 else 1)
     words = str(config.get("recompute") or settings.recompute)
     precision = str(config.get("precision") or settings.precision).lower()
-    if "fp4" in precision:
-        raise Unexpressed(f"precision {precision} is not modelled")
     if precision == "unspecified":
         assumed.append("precision fp8, which the other rows of this series have")
     sequence_parallel = ("no_sp" not in words and "sp" in words.split("_")) or settings.sequence_parallel

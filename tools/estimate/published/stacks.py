@@ -33,6 +33,7 @@ class Settings:
         mindformers: graph mode's layout (whole shared experts, gathered activations kept, fp32 residual).
         node_limit: see `configuration.Model`.
         overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
+        interleaved: a row without vpp is interleaved all the same (its source leaves the column out).
         overlap: tensor-, data- and pipeline-parallel communication runs beside computation (MindFormers: data only).
     """
 
@@ -54,6 +55,7 @@ class Settings:
     node_limit: int = 0
     overlap_tp_backward: bool = False
     wide_gradients: bool = True
+    interleaved: bool = True
 
 
 _GPT3 = Settings(
@@ -71,7 +73,9 @@ _GROUPS = {
     "megatron_sc21": replace(_GPT3, wide_gradients=False),
     "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
     "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16"),
+    "megatron_bridge": Settings(precision="bf16", interleaved=False),
+    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving
+    "simumax_b200": Settings(precision="bf16", overlap=False, ep_mode="global", interleaved=False),
     "llama3_405b": Settings(shard_gradients=True),
     "deepseek_v3": Settings(
         selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4

@@ -104,6 +104,13 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or measured is None else predicted / measured - 1
 
 
+def measured_seconds(row: Row) -> float | None:
+    """Seconds of the row's step; None where it has neither a configuration nor a time."""
+    if row.config is None:
+        return None
+    return measured_step(row, _step_flops(row) / row.config.global_batch)
+
+
 def measured_step(row: Row, flops_per_sample: float) -> float | None:
     """Seconds of the row's step: measured, or from its throughput."""
     measured, config = row.measured, row.config

@@ -1,0 +1,117 @@
+"""Known parameters come back; a group is left out whole; what is recorded is what the code gives."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tools.estimate.efficiency import FILE, NAMES, cluster, known_error
+from tools.estimate.published.calibrate import BOUNDS
+from tools.estimate.published.device_types import FOLLOWS, SPREAD, START, TYPES, type_of
+from tools.estimate.published.fit import Problem, cross_validated, errors_of, fit, folds, predicted, runs_of, usable
+from tools.estimate.published.groups import group_of, grouped
+from tools.estimate.published.rows import read_rows
+
+DATA = Path(__file__).parents[4] / "benchmarks/data"
+ROWS = usable(row for file in sorted(DATA.glob("*.yaml")) for row in read_rows(file))
+A100 = [row for row in ROWS if row.cluster == "a100_80g"]
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """Only A100s, which are drawn to no other type and draw none: their part of the fit of all, exactly."""
+    monkeypatch.setattr("tools.estimate.published.fit.TYPES", {"a100": TYPES["a100"]})
+
+
+def test_every_parameter_has_a_start_a_spread_and_bounds():
+    assert set(SPREAD) == set(BOUNDS) == set(NAMES)
+    assert all(BOUNDS[name][0] <= getattr(START, name) <= BOUNDS[name][1] for name in NAMES)
+    assert set(FOLLOWS) | set(FOLLOWS.values()) <= set(NAMES)
+
+
+def test_every_cluster_has_one_type_and_parents_come_first():
+    clusters = [name for kind in TYPES.values() for name in kind.clusters]
+    assert len(set(clusters)) == len(clusters)
+    seen = set()
+    for name, kind in TYPES.items():
+        assert kind.parent == "" or kind.parent in seen
+        assert all(type_of(one) == name for one in kind.clusters)
+        seen.add(name)
+
+
+@given(st.sets(st.integers(0, len(ROWS) - 1), min_size=2, max_size=25))
+@settings(max_examples=25, deadline=None)
+def test_no_group_is_on_both_sides_of_a_fold(picked):
+    problem = Problem(runs_of(ROWS[index] for index in picked), list(TYPES))
+    owners = [group_of(replace(ROWS[0], cluster=run.cluster, config=run.config)) for run in problem.runs]
+    groups = [owners[index] for index in problem.owner]
+    seen = []
+    for group, kept in folds(problem):
+        inside = {groups[index] for index in range(len(kept)) if kept[index]}
+        outside = {groups[index] for index in range(len(kept)) if not kept[index]}
+        assert outside == {group} and group not in inside
+        seen.append(group)
+    assert sorted(seen) == sorted(set(groups))
+
+
+def test_truncated_models_and_other_releases_are_one_group():
+    groups = grouped(ROWS)
+    simumax = {group_of(row) for row in ROWS if row.group == "simumax_b200" and row.id.startswith("llama3_70b")}
+    assert len(simumax) == 1
+    gpt = {group_of(row) for row in ROWS if "GB200_GPT_OSS" in row.id}
+    assert len(gpt) == 1 and len(groups[gpt.pop()]) > 5
+
+
+def test_what_is_left_out_has_no_part_in_its_prediction(alone):
+    (group, own), *_ = grouped(A100).items()
+    spoilt = [replace(row, measured={"step_time_s": 1000.0}) if row in own else row for row in A100]
+    start = {"a100": START}
+    before, after = (
+        {one.row.id: predicted(runs_of([one.row])[0], {"a100": START}) for one in cross_validated(rows, start)}
+        for rows in (A100, spoilt)
+    )
+    assert set(before) == set(after)
+    sets = [fit([row for row in rows if group_of(row) != group], start) for rows in (A100, spoilt)]
+    assert sets[0] == sets[1]
+
+
+def test_known_parameters_come_back(alone):
+    truth = {"a100": replace(START, matmul=0.62, memory=0.9, link=0.8)}
+    made = []
+    for row in A100:
+        seconds = predicted(runs_of([row])[0], truth) * row.samples / row.config.global_batch
+        made.append(replace(row, measured={"step_time_s": seconds}))
+    found = fit(made)
+    assert max(map(abs, errors_of(made, found))) < 0.03
+    assert found["a100"].matmul == pytest.approx(0.62, rel=0.05)
+    assert abs(np.log(found["a100"].link / 0.8)) < abs(np.log(START.link / 0.8))
+
+
+def test_a_type_without_runs_is_as_its_parent(monkeypatch):
+    kinds = {"a100": TYPES["a100"], "h800": replace(TYPES["h800"], parent="a100")}
+    monkeypatch.setattr("tools.estimate.published.fit.TYPES", kinds)
+    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 3)
+    found = fit(A100[:4])
+    for name in NAMES:
+        assert getattr(found["h800"], name) == pytest.approx(getattr(found["a100"], name), rel=0.02)
+
+
+def test_recorded_errors_are_what_the_code_gives(alone):
+    judged = cross_validated(A100)
+    size = np.abs([one.error for one in judged])
+    recorded = known_error(cluster("a100_80g"))
+    assert (recorded.rows, recorded.groups) == (len(judged), len({one.group for one in judged}))
+    assert (recorded.mean, recorded.worst) == pytest.approx((size.mean(), size.max()), abs=4e-3)
+
+
+def test_every_set_with_runs_has_errors_of_all_of_them():
+    sets = yaml.safe_load(FILE.read_text("utf-8"))["sets"]
+    assert list(sets) == list(TYPES)
+    for kind, entry in sets.items():
+        own = [row for row in ROWS if type_of(row.cluster) == kind]
+        found = entry.get("step_errors", {"rows": 0, "groups": 0})
+        assert (found["rows"], found["groups"]) == (len(own), len(grouped(own)))

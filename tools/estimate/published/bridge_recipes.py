@@ -1,0 +1,46 @@
+"""What Megatron-Bridge's performance recipes set for MoE models beyond what its tables of results show.
+
+Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, from February to
+August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device, release and model only.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from tools.estimate.configuration import Configuration, Recompute
+
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
+_GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fused operators (recipes of June 2026)
+
+
+def release(row: str) -> str:
+    """Release of the software, such as "26.04.01", from a row's id; "" where it names none."""
+    found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
+    return found[1] if found else ""
+
+
+def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
+    """The configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
+    if "tokendrop" in row:
+        assumed.append("All-to-All dispatch, the only one of Megatron Core that drops tokens")
+        return replace(config, ep_mode="global")
+    if cluster not in _BLACKWELL or not config.model.experts:
+        return config
+    if release(row) >= _GRAPHED and cluster in ("gb200", "gb300") and config.dtype == "mxfp8":
+        assumed.append("one CUDA graph a step, fused operators, HybridEP overlapped, as its recipe has it")
+        return replace(config, graphs="step", overlap_ep=True, ep_mode="hybridep")
+    if not config.model.biased:
+        beside = config.overlap_ep and cluster in ("b200", "b300")
+        assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
+        # DeepSeek-V3's have graphs on GB200 and where its dispatch is overlapped, Qwen3's everywhere
+        graphs = "layers" if not config.model.latent or cluster == "gb200" or beside else ""
+        return replace(config, overlap_ep=beside, ep_mode="hybridep", graphs=graphs)
+    # GPT-OSS: its recipes' second version has HybridEP inside a node of 8
+    mode = "hybridep" if config.ep == 8 else "global"
+    again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute
+    assumed.append(
+        f"dispatch {'HybridEP' if config.ep == 8 else 'All-to-All'}, norms and activations recomputed on B200"
+    )
+    return replace(config, ep_mode=mode, recompute=again, graphs="" if again.select else "layers")

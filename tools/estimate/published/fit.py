@@ -1,0 +1,230 @@
+"""Fit the efficiencies of all device types at once to published step times, and judge them by groups left out.
+
+Minimised is, over the logarithms r of predicted over measured step time and the parameters x of all types,
+
+    sum of weight x huber(r / NOISE) + sum of ((x of a type - x of its parent) / SPREAD)^2
+
+by Gauss-Newton with damping inside the bounds of `calibrate`. Runs of one configuration under several releases count
+as the square root of their number, for they are one observation of the model and several of its software.
+
+Groups are left out one at a time, whole. A fold starts from the fit of all and moves with that fit's derivatives, which
+are made anew where it goes far; what it minimises knows nothing of the group left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.efficiency import NAMES, Efficiency, cluster
+from tools.estimate.published.calibrate import coordinates, limits, with_coordinates
+from tools.estimate.published.device_types import FOLLOWS, SPREAD, START, TYPES, type_of
+from tools.estimate.published.groups import Group, grouped, sizes
+from tools.estimate.published.rows import Row
+from tools.estimate.published.validate import measured_seconds
+from tools.estimate.time_model import TimeModel
+
+NOISE = 0.05  # of a measured step: what the same configuration differs by from one release to the next
+OUTLIER = 2.0  # in NOISE; beyond it a run pulls no harder
+_STEP = 1e-3
+_ROUNDS = 30
+_DONE = 2e-3  # a step that changes no prediction by more than this ends the search
+_FAR = 0.05  # derivatives are made anew where a prediction has moved by more
+Sets = dict[str, Efficiency]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration on one cluster, and the seconds that its step was measured to take, once or several times."""
+
+    cluster: str
+    config: Configuration
+    seconds: tuple[float, ...]
+
+    @property
+    def kind(self) -> str:
+        """Its device type."""
+        return type_of(self.cluster)
+
+
+def usable(rows: Iterable[Row]) -> list[Row]:
+    """Rows that a fit reads: with a configuration and a step time, and not for context only."""
+    return [row for row in rows if row.use == "fit" and row.config and measured_seconds(row) is not None]
+
+
+def runs_of(rows: Iterable[Row]) -> list[Run]:
+    """Usable rows, those of one configuration together."""
+    found: dict[tuple[str, Configuration], list[float]] = {}
+    for row in rows:
+        seconds = measured_seconds(row)
+        assert row.config is not None and seconds is not None
+        found.setdefault((row.cluster, row.config), []).append(seconds * row.config.global_batch / row.samples)
+    return [Run(name, config, tuple(seconds)) for (name, config), seconds in found.items()]
+
+
+def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
+    """Seconds of its step."""
+    return TimeModel(cluster(run.cluster), sets[run.kind]).step(run.config).total
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where a search stands: parameters, logarithms of predicted seconds there, derivatives made there or nearby."""
+
+    x: np.ndarray
+    logs: np.ndarray
+    slopes: np.ndarray
+
+
+class Problem:
+    """The runs as residuals of one long vector of parameters [types x NAMES]."""
+
+    def __init__(self, runs: Sequence[Run], kinds: Sequence[str]):
+        self.kinds, self.runs = list(kinds), list(runs)
+        self.owner = np.array([index for index, run in enumerate(runs) for _ in run.seconds], int)
+        self.measured = np.log([seconds for run in runs for seconds in run.seconds])
+        self.weight = np.array([len(run.seconds) ** -0.5 for run in runs for _ in run.seconds])
+        self.low, self.high = (np.tile(side, len(self.kinds)) for side in limits(NAMES))
+        self.pull, self.home = self._prior()
+
+    def _prior(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows D and h of the prior |D x - h|^2."""
+        size = len(NAMES)
+        start = coordinates(START, NAMES)
+        many = len(self.kinds) * size
+        pull, home = np.zeros((many, many)), np.zeros(many)
+        for place, kind in enumerate(self.kinds):
+            parent = TYPES[kind].parent
+            for index, name in enumerate(NAMES):
+                row, own = place * size + index, TYPES[kind].own.get(name)
+                spread = SPREAD[name][parent != ""]
+                pull[row, row] = 1 / spread
+                if own is not None:
+                    home[row] = coordinates(replace(START, **{name: own}), [name])[0] / spread  # type: ignore[arg-type]
+                elif parent:
+                    above = self.kinds.index(parent) * size
+                    pull[row, above + index] = -1 / spread
+                    if name in FOLLOWS:
+                        with_it = NAMES.index(FOLLOWS[name])
+                        pull[row, place * size + with_it] = -1 / spread
+                        pull[row, above + with_it] = 1 / spread
+                else:
+                    home[row] = start[index] / spread
+        return pull, home
+
+    def sets(self, x: np.ndarray) -> Sets:
+        """A vector as sets."""
+        size = len(NAMES)
+        return {
+            kind: with_coordinates(replace(START, mesh=TYPES[kind].mesh), NAMES, x[size * place : size * (place + 1)])
+            for place, kind in enumerate(self.kinds)
+        }
+
+    def vector(self, sets: Mapping[str, Efficiency]) -> np.ndarray:
+        """The sets as a vector."""
+        return np.concatenate([coordinates(sets[kind], NAMES) for kind in self.kinds])
+
+    def logs(self, x: np.ndarray) -> np.ndarray:
+        """Logarithm of each run's predicted seconds."""
+        sets = self.sets(x)
+        return np.log([predicted(run, sets) for run in self.runs])
+
+    def slopes(self, x: np.ndarray, at: np.ndarray) -> np.ndarray:
+        """[measurements, parameters] of the logarithms, whose value is `at`; a run depends on its own type's."""
+        found, size = np.zeros((len(self.runs), len(x))), len(NAMES)
+        moved = np.where(x + _STEP <= self.high, _STEP, -_STEP)
+        columns = np.array([self.kinds.index(run.kind) * size for run in self.runs])
+        for index in range(size):
+            tried = x.copy()
+            tried[index::size] += moved[index::size]
+            found[np.arange(len(self.runs)), columns + index] = (self.logs(tried) - at) / moved[columns + index]
+        return found[self.owner]
+
+    def cost(self, logs: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
+        """What is minimised; `weight` of each measurement."""
+        off = np.abs(logs[self.owner] - self.measured) / NOISE
+        huber = np.where(off <= OUTLIER, off**2, OUTLIER * (2 * off - OUTLIER))
+        return float((weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
+
+    def solve(self, at: Point, kept: np.ndarray) -> Point:
+        """The least cost of the measurements that are `kept`, from `at`."""
+        weight, damping, made = self.weight * kept, 1e-3, at.logs
+        for _ in range(_ROUNDS):
+            if np.abs(at.logs - made).max(initial=0.0) > _FAR:
+                at, made = replace(at, slopes=self.slopes(at.x, at.logs)), at.logs
+            off = (at.logs[self.owner] - self.measured) / NOISE
+            pulled = weight * np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
+            moves = at.slopes / NOISE
+            normal = moves.T @ (pulled[:, None] * moves) + self.pull.T @ self.pull
+            slope = moves.T @ (pulled * off) + self.pull.T @ (self.pull @ at.x - self.home)
+            before = self.cost(at.logs, at.x, weight)
+            while damping < 1e4:
+                step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), slope)
+                x = np.clip(at.x - step, self.low, self.high)
+                logs = self.logs(x)
+                if self.cost(logs, x, weight) < before:
+                    break
+                damping = max(10 * damping, 1e-2)
+            else:
+                return at
+            change = np.abs(logs - at.logs).max(initial=0.0)
+            at, damping = replace(at, x=x, logs=logs), damping / 10
+            if change < _DONE:
+                return at
+        return at
+
+    def begin(self, sets: Mapping[str, Efficiency]) -> Point:
+        """Where a search begins."""
+        x = self.vector(sets)
+        logs = self.logs(x)
+        return Point(x, logs, self.slopes(x, logs))
+
+
+def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
+    """A set for every device type.
+
+    Args:
+        start: where the search begins; it has no part in what is minimised.
+    """
+    problem = Problem(runs_of(usable(rows)), list(TYPES))
+    begin = problem.begin(start or dict.fromkeys(TYPES, START))
+    return problem.sets(problem.solve(begin, np.ones(len(problem.measured))).x)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A row that had no part in the fit that predicts it; `error` is predicted over measured - 1."""
+
+    row: Row
+    group: Group
+    error: float
+
+
+def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float]:
+    """Predicted over measured - 1 of usable rows."""
+    runs = [run for row in rows for run in runs_of([row])]
+    return [predicted(run, sets) / run.seconds[0] - 1 for run in runs]
+
+
+def folds(problem: Problem) -> Iterator[tuple[Group, np.ndarray]]:
+    """Each group, with 1 for the measurements that a fit without it may read and 0 for its own."""
+    groups = [Group(sizes(run.config.model), run.cluster) for run in problem.runs]
+    for group in dict.fromkeys(groups):
+        yield group, np.array([groups[index] != group for index in problem.owner], float)
+
+
+def cross_validated(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> list[Judged]:
+    """Every usable row, predicted by a fit to all groups but its own."""
+    every = usable(rows)
+    problem = Problem(runs_of(every), list(TYPES))
+    begin = problem.begin(start or dict.fromkeys(TYPES, START))
+    whole = problem.solve(begin, np.ones(len(problem.measured)))
+    whole = replace(whole, slopes=problem.slopes(whole.x, whole.logs))
+    by_group, judged = grouped(every), []
+    for group, kept in folds(problem):
+        sets, own = problem.sets(problem.solve(whole, kept).x), by_group[group]
+        judged += [Judged(row, group, error) for row, error in zip(own, errors_of(own, sets), strict=True)]
+    return judged
