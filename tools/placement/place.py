@@ -25,7 +25,7 @@ from tools.placement.instance import Instance
 from tools.placement.optimise import Outcome, optimise
 from tools.placement.problem import pipeline_instance
 
-_SHARE = 0.35  # of the time, for each instance but the last
+_SHARE = 0.35  # of effort and time, for each instance but the last
 _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
 
 
@@ -39,6 +39,7 @@ class Placement:
         bound_s: no placement is faster (what is outside of the pipeline taken as it is in this one).
         peak_bytes: of each stage.
         why: without a configuration what is missing, else "".
+        cut: a deadline ended the search before its effort was spent.
     """
 
     configuration: Configuration | None
@@ -46,6 +47,7 @@ class Placement:
     bound_s: float
     peak_bytes: tuple[float, ...] = ()
     why: str = ""
+    cut: bool = False
 
 
 def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0) -> Placement:
@@ -67,7 +69,7 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
     ways += [(True, True)] if ways and config.model.mtp else []
     for full, mtp in ways:
         instance = pipeline_instance(config, model, cap_bytes, full, mtp)
-        outcome = optimise(instance, budget if (full, mtp) == ways[-1] else budget.part(_SHARE), seed)
+        outcome = optimise(instance, _share(budget, (full, mtp) == ways[-1]), seed)
         outcomes.append(outcome)
         if outcome.plan is not None:
             plan = in_order(instance, last_full(instance, outcome.plan) if mtp else outcome.plan)
@@ -82,7 +84,13 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
         if best is None or step.total < best.step_s:
             rest = step.total - step.pipeline
             best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
-    return best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
+    best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
+    return replace(best, cut=any(outcome.cut for outcome in outcomes))
+
+
+def _share(budget: Budget, last: bool) -> Budget:
+    """The effort of one of several instances, and its time: a deadline leaves the later ones theirs."""
+    return budget if last else budget.part(_SHARE, _SHARE * budget.seconds)
 
 
 def _bound(outcome: Outcome) -> float:

@@ -1,4 +1,4 @@
-"""Place the best candidates' layers by the pipeline optimiser, several at a time, until the time is over."""
+"""Place candidates' layers by the pipeline optimiser, several at a time."""
 
 from __future__ import annotations
 
@@ -41,31 +41,31 @@ def place_all(
     """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
 
     The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
-    the same share of the time.
+    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
     rounds = -(-len(todo) // at_once)
-    seconds = max(_LEAST, budget.left / max(1, rounds))
+    seconds = max(_LEAST, budget.seconds_left / max(1, rounds))
     left = []
     for one in todo:
-        known = store.find(one.candidate, seconds)
+        known = store.find(one.candidate, budget.effort)
         if known is None:
             left.append(one)
         else:
             told(one, known)
-    jobs = [(configuration(request, one.candidate), times, request.room, seconds) for one in left]
+    jobs = [(configuration(request, one.candidate), times, request.room, budget.effort, seconds) for one in left]
     try:
         with terminate_as_interrupt():
             for index, placement in _results(jobs, at_once):
-                store.keep(left[index].candidate, placement, seconds)
+                store.keep(left[index].candidate, placement, budget.effort)
                 told(left[index], placement)
     except KeyboardInterrupt:
         return False
     return True
 
 
-Job = tuple[Configuration, TimeModel, float, float]
+Job = tuple[Configuration, TimeModel, float, float, float]
 
 
 def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement]]:
@@ -80,8 +80,8 @@ def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement
             yield futures[future], future.result()
 
 
-def _place(config: Configuration, times: TimeModel, cap: float, seconds: float) -> Placement:
-    return place(config, times, cap, Budget(seconds))
+def _place(config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float) -> Placement:
+    return place(config, times, cap, Budget(effort, seconds))
 
 
 @contextmanager

@@ -33,6 +33,8 @@ class Found:
         to_verify: dry runs that were asked for.
         whole: False when the search was interrupted; candidates that were not placed are then missing.
         seconds: of the ranking.
+        effort: of each placement.
+        cut: a deadline ended one of them: another machine may find another answer.
     """
 
     request: Request
@@ -48,6 +50,8 @@ class Found:
     to_verify: int = 0
     whole: bool = True
     seconds: float = 0.0
+    effort: float = 0.0
+    cut: bool = False
 
     @property
     def best(self) -> Entry:
@@ -74,7 +78,7 @@ def search(
 ) -> Found:
     """Rank, place, judge; Ctrl-C while placing ends it with what is known, while ranking with KeyboardInterrupt."""
     ranking = rank(request, lambda done, of, best: progress("ranking", done, of, best))
-    found = Found(request, ranking, seconds=budget.spent)
+    found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
     try:
         found.own = entry_of(request.base, times, "recipe")
     except RecipeError as error:
@@ -83,6 +87,7 @@ def search(
     done: dict[Ranked, Entry] = {}
 
     def told(one: Ranked, placement: Placement) -> None:
+        found.cut |= placement.cut
         if placement.configuration is None:
             found.dropped.append((one, placement.why))
         else:

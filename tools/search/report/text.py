@@ -12,6 +12,7 @@ from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.memory.error import known_errors
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
+from tools.placement.budget import LATE
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
 from tools.search.space.request import Request
@@ -100,6 +101,8 @@ def lost(found: Found) -> list[str]:
         lines.append(f"dry runs: {len(found.passed)} of {found.verified} compile and fit")
     if found.unverified:
         lines.append(f"1 is not verified: {found.unverified}")
+    if found.cut:
+        lines.append(LATE)
     if not found.whole:
         best = found.ranking.short_list(1)[0]
         lines.append(f"interrupted; the best as ranked: {best.candidate.words}, about {best.seconds:.2f} s")
@@ -163,6 +166,8 @@ def notes(found: Found) -> list[str]:
         f"So near to the limit {known_errors().fits(best.peak, request.cap)} published runs would have fit (on GPUs, "
         f"other software); margin {100 * request.margin:.1f} %.",
     ]
+    words = f"Effort {found.effort:g} for each placement"
+    lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
     if best.bound:
         lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
     if found.unverified:
@@ -185,6 +190,8 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "ranking_s": found.seconds,
         "ranked": len(found.ranking.seconds),
         "whole": found.whole,
+        "effort": found.effort,
+        "ended_by_time_limit": found.cut,
         "verified": found.verified,
         "best_is_verified": bool(found.passed),
         "strategies": [_entry(entry, request) for entry in found.entries],
