@@ -8,7 +8,7 @@ from tools.placement.budget import Budget
 from tools.placement.incumbent import Incumbent
 from tools.process.waiting import Progressing
 
-_WORDS = {"ranking": "ranking the space", "placing": "placing layers"}
+_WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding": "bounding the others"}
 
 
 class SpaceProgress(Progressing):

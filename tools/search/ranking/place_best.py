@@ -8,11 +8,12 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
-from tools.placement.place import Placement, place
+from tools.placement.place import Placement, least_seconds, place
 from tools.process.signals import terminate_as_interrupt
 from tools.search.ranking.rank import Ranked
 from tools.search.ranking.store import Store
@@ -57,7 +58,7 @@ def place_all(
     jobs = [(configuration(request, one.candidate), times, request.room, budget.effort, seconds) for one in left]
     try:
         with terminate_as_interrupt():
-            for index, placement in _results(jobs, at_once):
+            for index, placement in _results(_place, jobs, at_once):
                 store.keep(left[index].candidate, placement, budget.effort)
                 told(left[index], placement)
     except KeyboardInterrupt:
@@ -65,23 +66,39 @@ def place_all(
     return True
 
 
-Job = tuple[Configuration, TimeModel, float, float, float]
+def bounds_of(
+    request: Request, ranked: Sequence[Ranked], times: TimeModel, effort: float, at_once: int | None = None
+) -> list[float]:
+    """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
+    jobs = [(configuration(request, one.candidate), times, request.room, effort) for one in ranked]
+    found = [0.0] * len(jobs)
+    for index, bound in _results(_bound, jobs, min(at_once or processes(), max(1, len(jobs)))):
+        found[index] = bound
+    return found
 
 
-def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement]]:
+Job = tuple[Any, ...]
+Answer = TypeVar("Answer")
+
+
+def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Answer]]:
     """(number of the job, its result) as they come, in processes of their own unless one at a time is enough."""
     if at_once == 1 or len(jobs) <= 1:
         for index, job in enumerate(jobs):
-            yield index, _place(*job)
+            yield index, work(*job)
         return
     with _pool(at_once) as pool:
-        futures = {pool.submit(_place, *job): index for index, job in enumerate(jobs)}
+        futures = {pool.submit(work, *job): index for index, job in enumerate(jobs)}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
 
 def _place(config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float) -> Placement:
     return place(config, times, cap, Budget(effort, seconds))
+
+
+def _bound(config: Configuration, times: TimeModel, cap: float, effort: float) -> float:
+    return least_seconds(config, times, cap, Budget(effort))
 
 
 @contextmanager

@@ -62,7 +62,8 @@ class Store:
             config = _with_tables(configuration(self.request, candidate), known)
         bound = known["bound_s"] if known["bound_s"] is not None else float("inf")
         step = known["step_s"] if known["step_s"] is not None else float("inf")
-        return Placement(config, step, bound, tuple(known["peak_bytes"]), known["why"])
+        least = known["least_s"] if known["least_s"] is not None else float("inf")
+        return Placement(config, step, bound, tuple(known["peak_bytes"]), known["why"], least)
 
     def keep(self, candidate: Candidate, placement: Placement, effort: float) -> None:
         """Write a placement; the file is whole at any time."""
@@ -75,6 +76,7 @@ class Store:
             **tables,
             "step_s": _finite(placement.step_s),
             "bound_s": _finite(placement.bound_s),
+            "least_s": _finite(placement.least_s),
             "peak_bytes": placement.peak_bytes,
             "why": placement.why,
         }

@@ -76,6 +76,8 @@ def reasons(found: Found) -> list[str]:
         near = entries[1].seconds / entries[0].seconds - 1 < _NEAR
         doubt = " (nearer than the estimator can tell apart: try both)" if near else ""
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}{doubt}")
+    if entries and found.least:
+        lines.append(bound_words(found))
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
@@ -89,6 +91,18 @@ def reasons(found: Found) -> list[str]:
                 f"{found.request.room_words}"
             )
     return lines
+
+
+def bound_words(found: Found) -> str:
+    """What no layout is under."""
+    best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
+    placed = f"{found.placed} were placed"
+    if found.least >= best:
+        return f"by the estimator no layout of the space is faster than {best:.2f} s: {placed}, all others' bounds are over it"
+    return (
+        f"by the estimator no layout of the space is under {found.least:.2f} s, {1 - found.least / best:.1%} less than "
+        f"{best:.2f} s: {placed}, {found.open:,} of {len(found.ranking.seconds):,} could be faster by their bounds"
+    )
 
 
 def lost(found: Found) -> list[str]:
@@ -191,6 +205,9 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "ranked": len(found.ranking.seconds),
         "whole": found.whole,
         "effort": found.effort,
+        "placed": found.placed,
+        "bound_s": found.least or None,
+        "open": found.open,
         "ended_by_time_limit": found.cut,
         "verified": found.verified,
         "best_is_verified": bool(found.passed),
