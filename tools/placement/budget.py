@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-EFFORTS = {"low": 5.0, "normal": 20.0, "high": 60.0}  # units for one placement
+EFFORTS = {"low": 3.0, "normal": 10.0, "high": 60.0}  # units for one placement
 LATE = "the time limit ended it: another machine may find another answer"
 
 

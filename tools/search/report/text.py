@@ -15,6 +15,8 @@ from tools.hardware.units import GIB
 from tools.placement.budget import LATE
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
+from tools.search.sensitivity.doubt import Doubt
+from tools.search.sensitivity.of_search import doubt_of
 from tools.search.space.request import Request
 
 HEADS = {  # column -> what it says
@@ -34,7 +36,6 @@ HEADS = {  # column -> what it says
     "tokens/s": "of the whole run",
 }
 LEFT = ("layout", "dispatch", "sharded", "recompute")
-_NEAR = 0.05  # a difference that the estimator does not tell apart
 
 
 def cells(name: str, entry: Entry, request: Request) -> list[str]:
@@ -69,13 +70,12 @@ def table_rows(found: Found) -> list[list[str]]:
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
-def reasons(found: Found) -> list[str]:
-    """Why the first is before the second, and what the recipe's own layout would gain."""
+def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
+    """Why the first is before the second, how sure that is, and what the recipe's own layout would gain."""
     lines, entries = [], found.entries
     if len(entries) > 1:
-        near = entries[1].seconds / entries[0].seconds - 1 < _NEAR
-        doubt = " (nearer than the estimator can tell apart: try both)" if near else ""
-        lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}{doubt}")
+        lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
+    lines += doubt.lines() if doubt else []
     if entries and found.least:
         lines.append(bound_words(found))
     if entries and found.own and not found.request.changed:
@@ -193,7 +193,7 @@ def notes(found: Found) -> list[str]:
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
     """The answer for machines."""
-    request = found.request
+    request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,
         "cluster": request.hardware.name,
@@ -213,7 +213,8 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "best_is_verified": bool(found.passed),
         "strategies": [_entry(entry, request) for entry in found.entries],
         "recipe": _entry(found.own, request) if found.own else None,
-        "reasons": reasons(found),
+        "reasons": reasons(found, doubt),
+        "sensitivity": doubt.as_json() if doubt else None,
         "dropped": [{**one.candidate._asdict(), "why": why} for one, why in found.dropped],
         "failed": [{**_entry(entry, request), "problems": problems} for entry, problems in found.failed],
         "not_proven": [{**_entry(entry, request), "doubts": doubts} for entry, doubts in found.doubtful],
@@ -238,7 +239,7 @@ def print_text(found: Found, times: TimeModel, console: Console) -> None:
         f"ranked in {found.seconds:.0f} s"
     )
     console.print(_table(tuple(HEADS), table_rows(found)))
-    for line in reasons(found):
+    for line in reasons(found, doubt_of(found, times)):
         console.print(f"* {line}")
     for line in lost(found):
         console.print(f"* {line}")
