@@ -117,7 +117,7 @@ class PathModel:
         return answer
 
     def _look(self, event) -> None:
-        """HiGHS asks at the same places of its tree whatever the clock says; its own count of iterations is empty here."""
+        """Count work: HiGHS asks at the same places of its tree whatever the clock says."""
         self._budget.spend(_LOOK * self._nonzeros)
         self._ask(event)
 

@@ -138,6 +138,4 @@ def _nothing(instance: Instance, budget: Budget, least: Answer) -> Outcome:
         )
     finished = least.plan is not None and least.done
     cut = budget.cut and not finished
-    return Outcome(
-        instance, None, float("inf"), float("inf"), work_bound(instance), finished, budget.elapsed, why, cut
-    )
+    return Outcome(instance, None, float("inf"), float("inf"), work_bound(instance), finished, budget.elapsed, why, cut)

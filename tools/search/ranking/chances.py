@@ -34,9 +34,7 @@ class Chances:
         under = np.flatnonzero(planned & (ranking.bounds < best))
         under = under[np.lexsort((ranking.seconds[under], ranking.bounds[under]))]
         self.open = [ranking.at(int(index)) for index in under]
-        self._plain = {
-            one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)
-        }
+        self._plain = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def next(self, count: int) -> list[Ranked]:
         """The candidates with the smallest bounds that have no closer one."""
@@ -75,4 +73,3 @@ class Chances:
 
 def _layout(candidate: Candidate) -> tuple[int, ...]:
     return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
-

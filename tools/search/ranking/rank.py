@@ -150,9 +150,7 @@ def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
             ranking.least = Ranked(block.candidate(row, word), 0.0, float(heaviest[row]))
 
 
-def _timed(
-    block: Block, peaks: np.ndarray, times: TimeTable, cap: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """[rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody reads."""
     stages = times.stages(block)
     works = [stages.work[:, policy] for policy in range(len(POLICIES))]

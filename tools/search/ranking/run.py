@@ -117,7 +117,9 @@ class _Placing:
                 self.done[one] = entry_of(configuration(found.request, one.candidate), self.times)
         found.whole = self._place(short)
         planned = [one for one in short if one.candidate.recompute == PLANNED]
-        if found.whole and planned and self.done:
+        if found.whole and planned and self.done and self.budget.seconds_left <= 0:
+            found.cut = True
+        elif found.whole and planned and self.done:
             try:
                 with terminate_as_interrupt():
                     self._close(short)

@@ -98,7 +98,9 @@ def bound_words(found: Found) -> str:
     best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
     placed = f"{found.placed} were placed"
     if found.least >= best:
-        return f"by the estimator no layout of the space is faster than {best:.2f} s: {placed}, all others' bounds are over it"
+        return (
+            f"by the estimator no layout of the space is under {best:.2f} s: {placed}, the others' bounds are over it"
+        )
     return (
         f"by the estimator no layout of the space is under {found.least:.2f} s, {1 - found.least / best:.1%} less than "
         f"{best:.2f} s: {placed}, {found.open:,} of {len(found.ranking.seconds):,} could be faster by their bounds"

@@ -78,8 +78,8 @@ class Doubt:
             names = ", ".join(name for name, _ in self.alike)
             return [
                 *words,
-                f"no single term would tell them apart: the cheapest experiment is one step of each of {names}, with as "
-                f"little data parallelism as their experts need, on {self.steps:,} devices",
+                f"no single term would tell them apart: the cheapest experiment is one step of each of {names}, with "
+                f"as little data parallelism as their experts need, on {self.steps:,} devices",
             ]
         one = self.experiment
         devices = f"{one.devices} devices" if one.devices > 1 else "one device"

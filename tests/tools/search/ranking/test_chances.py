@@ -81,7 +81,7 @@ def test_only_candidates_under_the_best_are_open():
 
 
 def test_closer_bounds_close_the_space_and_choose_what_is_placed():
-    ranking, found = chances(np.inf)
+    _, found = chances(np.inf)
     first, second, third = found.next(3)
     found.learn([first, second], [1e6, 2e6])
     assert found.next(1) == [third] and found.bound(first.candidate) == 1e6
@@ -96,7 +96,7 @@ def test_closer_bounds_close_the_space_and_choose_what_is_placed():
 def test_the_plain_bound_is_near_for_equal_stages(chunks):
     """Within what the pipeline's filling and draining may be."""
     asked = request(8, 64, limits=["pp=2", f"vpp={chunks}", "cp=1"], model=replace(SMALL, pattern=pattern_of(6, 8)))
-    ranking, every = planned(asked)
+    _, every = planned(asked)
     assert every
     for one, bound in every:
         assert 0.5 * one.seconds < bound < one.seconds
