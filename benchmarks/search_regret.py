@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from tools.estimate.configuration import Configuration
@@ -41,7 +40,7 @@ MODEL = Model(
     expert_ffn=512,
     shared_ffn=512,
 )
-LIMITS = ("pp>1", "cp=1", "shard=optimizer", "mode=hierarchical", "mbs<=2")
+LIMITS = ("pp>1", "cp=1", "shard=optimizer", "mode=global", "mbs<=2")
 
 
 def main():
@@ -51,7 +50,9 @@ def main():
     parser.add_argument("--gib", type=float, default=3.0, help="of a device")
     parser.add_argument("--top", type=int, default=5)
     asked = parser.parse_args()
-    print("| devices | candidates placed by all | by the search | best of all s | search s | regret | bound of the space |")
+    print(
+        "| devices | all candidates | placed by the search | best of all s | of the search s | regret | space's bound |"
+    )
     print("|---|---|---|---|---|---|---|")
     for devices in asked.devices:
         print(row(devices, asked), flush=True)
