@@ -50,9 +50,7 @@ def main():
     parser.add_argument("--gib", type=float, default=3.0, help="of a device")
     parser.add_argument("--top", type=int, default=5)
     asked = parser.parse_args()
-    print(
-        "| devices | all candidates | placed by the search | best of all s | of the search s | regret | space's bound |"
-    )
+    print("| devices | all | placed by the search | best of all s | of the search s | regret | space's bound |")
     print("|---|---|---|---|---|---|---|")
     for devices in asked.devices:
         print(row(devices, asked), flush=True)
