@@ -82,7 +82,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
 def make_beside(recipe: Recipe, say: Callable[[str], None]) -> LayoutFile:
     """Make the layout of a recipe, for the default cluster, keep it beside the recipe, and say so."""
     path = path_of(recipe.source)
-    say(f"{path}: not there; a search of about {EFFORTS[EFFORT]:g} s for the layout that `{_KEY}: auto` asks for")
+    say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
     layout = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(layout, path, f"tc3 train {recipe.source}")
     return layout

@@ -102,8 +102,9 @@ def bound_words(found: Found) -> str:
             f"by the estimator no layout of the space is under {best:.2f} s: {placed}, the others' bounds are over it"
         )
     return (
-        f"by the estimator no layout of the space is under {found.least:.2f} s, {1 - found.least / best:.1%} less than "
-        f"{best:.2f} s: {placed}, {found.open:,} of {len(found.ranking.seconds):,} could be faster by their bounds"
+        f"by the estimator no layout of the space is under {found.least:.2f} s, {100 * (1 - found.least / best):.1f} % "
+        f"less than {best:.2f} s: {placed}, {found.open:,} of "
+        f"{len(found.ranking.seconds):,} could be faster by their bounds"
     )
 
 

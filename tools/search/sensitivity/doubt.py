@@ -67,7 +67,7 @@ class Doubt:
     def lines(self) -> list[str]:
         """Sentences."""
         of = f"{'the known error' if self.known else 'an assumed error'} of {100 * self.error:.1f} % on average"
-        alike = ", ".join(f"{name} ({share:.0%})" for name, share in self.alike)
+        alike = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.alike)
         if len(self.alike) == 1:
             return [f"the choice holds within {of}, drawn term by term alike for all layouts: fastest is {alike}"]
         words = [
@@ -86,7 +86,7 @@ class Doubt:
         return [
             *words,
             f"the cheapest experiment that would tell: {one.term.experiment} on {devices} ({one.term.name}); with it "
-            f"the choice is right in {one.right:.0%} instead of {max(self.shares):.0%}",
+            f"the choice is right in {100 * one.right:.0f} % instead of {100 * max(self.shares):.0f} %",
         ]
 
     def as_json(self) -> dict[str, Any]:
