@@ -1,7 +1,7 @@
 """`tc3 search` on the report's case: 438B on 4,096 devices, global batch 16,384 (section 5.2, Table 5).
 
     python -m benchmarks.search                # ranking, then the ten best placed, then the report's own layout
-    python -m benchmarks.search --seconds 60   # less time for placing
+    python -m benchmarks.search --effort 3     # less effort for each placement
 
 Prints markdown. The report gives PP 8, VPP 2, 64 micro-batches and 45 GB; tensor parallelism 2 and EP 16 are the
 recipe's (`recipes/telechat3_438b/card.yaml`), as are layers, recomputation and dispatch.
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.estimate.time_model import TimeModel
-from tools.placement.budget import Budget
+from tools.placement.budget import EFFORTS, Budget
 from tools.recipe.load import load_recipe
 from tools.search.ranking.entry import entry_of
 from tools.search.ranking.place_best import place_all
@@ -25,6 +25,7 @@ from tools.search.ranking.rank import rank
 from tools.search.ranking.run import search
 from tools.search.ranking.store import Store
 from tools.search.report.text import HEADS, cells, reasons
+from tools.search.sensitivity.of_search import doubt_of
 from tools.search.space.limits import read_limit
 from tools.search.space.request import request_of
 
@@ -46,8 +47,8 @@ def row(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=170, help="for ranking and placing together")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--effort", type=float, default=EFFORTS["normal"], help="for each placement")
+    effort = parser.parse_args().effort
     recipe = load_recipe(RECIPE)
     request = request_of(recipe, CLUSTER)
     times = TimeModel(request.hardware)
@@ -62,17 +63,17 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state.json"
         begin = time.perf_counter()
-        found = search(request, 10, Budget(seconds), Store(request, times, state), times, lambda *_: None)
+        found = search(request, 10, Budget(effort), Store(request, times, state), times, lambda *_: None)
         took = time.perf_counter() - begin
-        print(row([f"ranked and the best {len(found.entries)} placed in", f"{took:.0f} s on {os.cpu_count()} cores"]))
+        print(row([f"ranked, bounded and {found.placed} placed in", f"{took:.0f} s on {os.cpu_count()} cores"]))
         print(f"\n{row(HEADS)}\n{'|---' * len(HEADS)}|")
         for number, entry in enumerate(found.entries, 1):
             print(row(cells(str(number), entry, request)))
         print(row(cells("recipe", found.own, request)))
         for name, limits in PARTS.items():
-            print(row(cells(name, placed(request, limits, times, seconds / 5, state), request)))
+            print(row(cells(name, placed(request, limits, times, effort, state), request)))
     print()
-    for line in reasons(found):
+    for line in reasons(found, doubt_of(found, times)):
         print(f"* {line}")
     own, best = found.own.seconds, found.entries[0].seconds
     print(
@@ -84,7 +85,7 @@ def main():
         print(row([reason, f"{count:,}"]))
 
 
-def placed(request, limits, times, seconds, state):
+def placed(request, limits, times, effort, state):
     """The fastest of a part of the space, with its layers placed."""
     asked = replace(request, limits=tuple(map(read_limit, limits)))
     entries = []
@@ -93,7 +94,7 @@ def placed(request, limits, times, seconds, state):
         assert placement.configuration is not None, placement.why
         entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
 
-    place_all(asked, rank(asked).short_list(1), times, Budget(seconds), Store(asked, times, state), told)
+    place_all(asked, rank(asked).short_list(1), times, Budget(effort), Store(asked, times, state), told)
     return entries[0]
 
 

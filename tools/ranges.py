@@ -74,6 +74,7 @@ RANGES = {
     "spares": Range(0, 100_000),  # hosts beyond those that a run needs
     "rows": Range(1, 1_000),  # of a table, a ranking, a report
     "seconds": Range(0, 1_000_000, whole=False, above=True),
+    "effort": Range(1, 100_000),  # of a placement, tools.placement.budget
     "memory_gib": Range(0, 10_000, whole=False, above=True),
     "share": Range(0, 1, whole=False),
     "margin": Range(0, 0.9, whole=False),  # of a limit, that is to stay free

@@ -19,14 +19,14 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.model.ulysses import DEGREE, require_ulysses
 from tools.pipeline.schedules import is_v_shaped
-from tools.placement.budget import Budget
+from tools.placement.budget import EFFORTS, Budget
 from tools.placement.place import place
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.unresolved import OFFSET
 from tools.recipe.view import View
 
-TIME_LIMIT = 60.0  # seconds, where nobody says
+EFFORT, TIME_LIMIT = "high", 600.0  # and seconds, where nobody says
 _KEY = dotted(OFFSET)
 
 
@@ -70,6 +70,7 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
         predicted={
             "step_s": round(found.step_s, 4),
             "bound_s": round(found.bound_s, 4),
+            "ended_by_time_limit": found.cut,
             "stage_gib": [round(peak / GIB, 2) for peak in found.peak_bytes],
             "cap_gib": round(room.cap / GIB, 2),
             "memory_margin": room.margin,
@@ -81,8 +82,8 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
 def make_beside(recipe: Recipe, say: Callable[[str], None]) -> LayoutFile:
     """Make the layout of a recipe, for the default cluster, keep it beside the recipe, and say so."""
     path = path_of(recipe.source)
-    say(f"{path}: not there; {TIME_LIMIT:g} s of search for the layout that `{_KEY}: auto` asks for")
-    layout = make_layout(recipe, DEFAULT_HARDWARE, Budget(TIME_LIMIT))
+    say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
+    layout = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
     write_layout(layout, path, f"tc3 train {recipe.source}")
     return layout
 

@@ -1,7 +1,13 @@
-"""How long a search may go on: a deadline, and Ctrl-C as a wish to stop with the best so far."""
+"""How long a search may go on: effort, counted in work; a deadline as a backstop; Ctrl-C as a wish to stop.
+
+A unit of effort is about a second of one quiet core, but counted: simulated operations, looks at the solver's tree,
+simplex iterations. The same effort so gives the same plan on a fast and on a slow machine, alone or beside other
+jobs. Only a deadline and Ctrl-C can cut it short, and `Budget.cut` says when a deadline did.
+"""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -9,51 +15,85 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+EFFORTS = {"low": 3.0, "normal": 10.0, "high": 60.0}  # units for one placement
+LATE = "the time limit ended it: another machine may find another answer"
+
 
 class Budget:
-    """Seconds from now until the search must stop; `stop()` ends it at once.
+    """Units of work that a search may spend, and seconds after which it must stop all the same.
 
-    `clock` says the time: `time.process_time` makes a search independent of what else the machine does.
+    Args:
+        effort: units.
+        seconds: from now; no limit by default.
+        clock: says the time.
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, effort: float, seconds: float = math.inf, clock: Callable[[], float] = time.monotonic):
+        self.effort = effort
         self.seconds = seconds
+        self.spent = 0.0
         self.stopped = False
+        self.cut = False  # a deadline, of this or of a part, came before the work was done
+        self._late = False
         self._clock = clock
         self._begin = clock()
 
     @property
-    def spent(self) -> float:
+    def elapsed(self) -> float:
         """Seconds since the start."""
         return self._clock() - self._begin
 
     @property
+    def seconds_left(self) -> float:
+        """Seconds until the deadline; 0 once stopped."""
+        return 0.0 if self.stopped else max(0.0, self.seconds - self.elapsed)
+
+    @property
     def left(self) -> float:
-        """Seconds that are left; 0 once stopped."""
-        return 0.0 if self.stopped else max(0.0, self.seconds - self.spent)
+        """Units that are left; 0 once stopped, and after the deadline, which is noted when they are asked for."""
+        units = max(0.0, self.effort - self.spent)
+        if units and not self.stopped and self.elapsed >= self.seconds:
+            self._late = True
+            self._note_cut()
+        return 0.0 if self.stopped or self._late else units
 
     @property
     def over(self) -> bool:
         """Whether there is nothing left."""
         return self.left <= 0
 
-    def part(self, share: float) -> Budget:
-        """Return a budget of a share of the whole, within what is left; it stops when this one does."""
-        return _Part(self, min(self.left, share * self.seconds))
+    def spend(self, units: float) -> None:
+        """Count work that is done."""
+        self.spent += units
+
+    def part(self, share: float, seconds: float = math.inf) -> Budget:
+        """Return a budget of a share of the whole, within what is left; what it spends this one has spent, too."""
+        return _Part(self, min(self.left, share * self.effort), seconds)
 
     def stop(self) -> None:
-        """Leave no time, now."""
+        """Leave no work, now."""
         self.stopped = True
+
+    def _note_cut(self) -> None:
+        self.cut = True
 
 
 class _Part(Budget):
-    def __init__(self, whole: Budget, seconds: float):
-        super().__init__(seconds, whole._clock)
+    def __init__(self, whole: Budget, effort: float, seconds: float):
+        super().__init__(effort, seconds, whole._clock)
         self._whole = whole
 
     @property
     def left(self) -> float:
         return min(super().left, self._whole.left)
+
+    def spend(self, units: float) -> None:
+        super().spend(units)
+        self._whole.spend(units)
+
+    def _note_cut(self) -> None:
+        super()._note_cut()
+        self._whole._note_cut()
 
 
 @contextmanager

@@ -26,6 +26,9 @@ from tools.placement.budget import Budget
 from tools.placement.instance import Instance
 
 INFINITE = highspy.kHighsInf
+# of effort (tools.placement.budget), about what they take: a look at the tree with so many nonzeros in the model, an
+# iteration of the simplex with them, and a run
+_LOOK, _ITERATION, _RUN = 1.5e-7, 1e-8, 1e-3
 # relative: a plan must be better by this much to be looked for, and is called optimal within it
 IMPROVEMENT = 1e-6
 
@@ -54,14 +57,18 @@ class PathModel:
         self.size = instance.chunks * instance.stages
         self.shape = (len(instance.columns), self.size)
         self.chains = 0
-        self._budget = Budget(0)
+        self._budget, self._nonzeros = Budget(0), 0
         self._solver = highspy.Highs()
         # one thread: the searcher's other half is NumPy, and users run several
         # no restarts: with them HiGHS 1.15.1 called plans optimal that were not, about once in 1,500 small instances
-        options = {"output_flag": False, "threads": 1, "mip_rel_gap": IMPROVEMENT, "mip_allow_restart": False}
+        # fixed seed: an answer that is asked for twice is the same
+        options = {
+            **{"output_flag": False, "threads": 1, "random_seed": 0},
+            **{"mip_rel_gap": IMPROVEMENT, "mip_allow_restart": False},
+        }
         for option, value in options.items():
             self._solver.setOptionValue(option, value)
-        self._solver.cbMipInterrupt += self._ask
+        self._solver.cbMipInterrupt += self._look
         self._solver.cbSimplexInterrupt += self._ask
         self._most = np.repeat([[instance.types[t].count] for t, _ in instance.columns], self.size, axis=1)
         count = self._most.size
@@ -109,15 +116,21 @@ class PathModel:
         self._solver.changeColBounds(self._excess, 0.0, 0.0)
         return answer
 
+    def _look(self, event) -> None:
+        """Count work: HiGHS asks at the same places of its tree whatever the clock says."""
+        self._budget.spend(_LOOK * self._nonzeros)
+        self._ask(event)
+
     def _ask(self, event) -> None:
         # said each time: HiGHS keeps the answer of an earlier run
         event.interrupt(self._budget.over)
 
     def _run(self, budget: Budget) -> Answer:
-        self._budget = budget
+        self._budget, self._nonzeros = budget, self._solver.getNumNz()
         # not HiGHS's own limit, which counts from the first run in some places and from this run in others
         self._solver.run()
         status, info = self._solver.getModelStatus(), self._solver.getInfo()
+        budget.spend(_RUN + _ITERATION * self._nonzeros * max(0, info.simplex_iteration_count))
         # T is bounded from below, so what HiGHS could not tell apart is infeasible too
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
             return Answer(None, INFINITE, INFINITE, True)

@@ -15,6 +15,7 @@ from tools.placement.instance import Instance
 
 AGREED = 1e-4
 _CHAINS_PER_CHUNK = 6
+_CHAIN = 1e-6  # effort of the longest chain, for each micro-batch and chunk
 
 
 def work_bound(instance: Instance) -> float:
@@ -36,6 +37,7 @@ def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
         if answer.plan is None:
             return answer.bound if answer.done else bound
         bound = max(bound, answer.bound)
+        budget.spend(_CHAIN * instance.micro_batches * model.size)
         simulated, visits = critical_path(instance.table, instance.times(answer.plan))
         if simulated - answer.value <= AGREED * simulated:
             break

@@ -15,7 +15,7 @@ from tools.placement.budget import Budget
 from tools.placement.ilp import Answer, PathModel
 from tools.placement.incumbent import Incumbent
 
-_ROUND_SECONDS = 2.0
+_ROUND = 2.0  # effort
 _REPEATS = 4
 
 
@@ -32,7 +32,7 @@ def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.
 
 def _fill(incumbent: Incumbent, model: PathModel, budget: Budget, low: np.ndarray, high: np.ndarray) -> Answer:
     for _ in range(_REPEATS):
-        answer = model.best(budget.part(_ROUND_SECONDS / budget.seconds), incumbent.goal, low, high)
+        answer = model.best(budget.part(_ROUND / budget.effort), incumbent.goal, low, high)
         if answer.plan is None or add_plan(incumbent, model, answer.plan) or not answer.done:
             break
     return answer

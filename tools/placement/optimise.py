@@ -26,7 +26,7 @@ from tools.placement.near import add_plan, search_near
 from tools.placement.polish import anneal
 from tools.placement.start import even_plan, recompute_less
 
-# shares of the time limit; what is left after the rounds goes to the whole model
+# shares of the effort; what is left after the rounds goes to the whole model
 _RELAXED, _FIRST = 0.05, 0.06
 _ROUNDS = (0.06, 0.12, 0.24, 0.36)
 # of a round; the rest searches near the best plan
@@ -44,7 +44,8 @@ class Outcome:
     work_bound  the plain bound: all work shared evenly, nothing recomputed, nobody waiting
     finished    the plan is proven best (or, without one, proven not to exist)
     why         without a plan: what is missing
-    seconds     spent
+    seconds     that it took
+    cut         a deadline ended it before its effort was spent: another machine may find another plan
     """
 
     instance: Instance
@@ -55,6 +56,7 @@ class Outcome:
     finished: bool
     seconds: float
     why: str = ""
+    cut: bool = False
     peak: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     @property
@@ -96,7 +98,7 @@ def _round(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.rando
 
 def _whole(incumbent: Incumbent, model: PathModel, budget: Budget) -> None:
     """Solve the whole model, adding chains, until it has no better plan or `budget` is over."""
-    while not (budget.over or incumbent.proven):
+    while not (incumbent.proven or budget.over):
         answer = model.best(budget, incumbent.goal)
         incumbent.prove(answer.bound)
         if answer.plan is None:
@@ -114,15 +116,16 @@ def _found(incumbent: Incumbent, budget: Budget) -> Outcome:
         incumbent.bound,
         work_bound(instance),
         incumbent.proven,
-        budget.spent,
+        budget.elapsed,
+        cut=budget.cut and not incumbent.proven,
         peak=instance.peak_memory(plan[None])[0],
     )
 
 
 def _nothing(instance: Instance, budget: Budget, least: Answer) -> Outcome:
-    """Say what is missing: the smallest cap that some plan keeps, or that time was short."""
+    """Say what is missing: the smallest cap that some plan keeps, or that effort was short."""
     if least.plan is None:
-        why = f"no plan found in {budget.spent:.0f} s, and none excluded; give it more time"
+        why = f"no plan found in {budget.elapsed:.0f} s, and none excluded; give it more effort and time"
     else:
         peak = instance.peak_memory(least.plan[None])[0]
         stage, missing = int(peak.argmax()), float(peak.max()) - instance.cap
@@ -134,4 +137,5 @@ def _nothing(instance: Instance, budget: Budget, least: Answer) -> Outcome:
             "is full); raise the cap, or use more stages, or a recompute option that holds less"
         )
     finished = least.plan is not None and least.done
-    return Outcome(instance, None, float("inf"), float("inf"), work_bound(instance), finished, budget.spent, why)
+    cut = budget.cut and not finished
+    return Outcome(instance, None, float("inf"), float("inf"), work_bound(instance), finished, budget.elapsed, why, cut)

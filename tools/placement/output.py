@@ -30,6 +30,7 @@ def report_json(outcome: Outcome) -> dict[str, Any]:
         "work_bound": outcome.work_bound,
         "gap": _finite(outcome.gap),
         "proven": outcome.finished,
+        "ended_by_time_limit": outcome.cut,
         "seconds": round(outcome.seconds, 2),
     }
     if outcome.plan is None:

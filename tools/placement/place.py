@@ -21,11 +21,13 @@ from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
 from tools.placement.budget import Budget
+from tools.placement.ilp import PathModel
 from tools.placement.instance import Instance
+from tools.placement.lower_bound import path_bound
 from tools.placement.optimise import Outcome, optimise
 from tools.placement.problem import pipeline_instance
 
-_SHARE = 0.35  # of the time, for each instance but the last
+_SHARE = 0.35  # of effort and time, for each instance but the last
 _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
 
 
@@ -39,6 +41,8 @@ class Placement:
         bound_s: no placement is faster (what is outside of the pipeline taken as it is in this one).
         peak_bytes: of each stage.
         why: without a configuration what is missing, else "".
+        least_s: no placement is faster, whatever is outside of the pipeline.
+        cut: a deadline ended the search before its effort was spent.
     """
 
     configuration: Configuration | None
@@ -46,6 +50,8 @@ class Placement:
     bound_s: float
     peak_bytes: tuple[float, ...] = ()
     why: str = ""
+    least_s: float = 0.0
+    cut: bool = False
 
 
 def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0) -> Placement:
@@ -61,13 +67,10 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
     candidates = [config]
-    # no layer recomputes everything; some do; the last one does, and MTP with it
-    fixed = is_v_shaped(config.schedule) or config.model.alternates  # the optimiser keeps layers of a kind side by side
-    ways = [] if fixed else [(False, False), (True, False)]
-    ways += [(True, True)] if ways and config.model.mtp else []
-    for full, mtp in ways:
+    every = ways(config)
+    for full, mtp in every:
         instance = pipeline_instance(config, model, cap_bytes, full, mtp)
-        outcome = optimise(instance, budget if (full, mtp) == ways[-1] else budget.part(_SHARE), seed)
+        outcome = optimise(instance, _share(budget, (full, mtp) == every[-1]), seed)
         outcomes.append(outcome)
         if outcome.plan is not None:
             plan = in_order(instance, last_full(instance, outcome.plan) if mtp else outcome.plan)
@@ -82,7 +85,42 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
         if best is None or step.total < best.step_s:
             rest = step.total - step.pipeline
             best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
-    return best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
+    best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
+    least = min(best.step_s, bound + model.fixed)
+    return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes))
+
+
+def ways(config: Configuration) -> list[tuple[bool, bool]]:
+    """The instances that a configuration is placed by, (full, mtp) of `pipeline_instance`; [] where nothing is moved.
+
+    No layer recomputes everything; some do; the last one does, and MTP with it.
+    """
+    if is_v_shaped(config.schedule) or config.model.alternates:  # the optimiser keeps layers of a kind side by side
+        return []
+    return [(False, False), (True, False)] + [(True, True)] * bool(config.model.mtp)
+
+
+def least_seconds(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> float:
+    """Seconds of a step that nothing which `place` may return for `config` is under.
+
+    The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
+    where nothing is moved, infinite where nothing fits.
+    """
+    every = ways(config)
+    if not every or config.pp == 1:
+        return 0.0
+    bounds = []
+    for full, mtp in every:
+        instance = pipeline_instance(config, model, cap_bytes, full, mtp)
+        bounds.append(path_bound(instance, PathModel(instance), budget.part(1 / len(every))) / 1000)
+    if max(memory.peak for memory in all_stages(config)) <= cap_bytes:  # `place` tries its own tables, too
+        bounds.append(model.step(config, simulated=True).pipeline)
+    return min(bounds) + model.fixed
+
+
+def _share(budget: Budget, last: bool) -> Budget:
+    """The effort of one of several instances, and its time: a deadline leaves the later ones theirs."""
+    return budget if last else budget.part(_SHARE, _SHARE * budget.seconds)
 
 
 def _bound(outcome: Outcome) -> float:

@@ -18,6 +18,7 @@ CHAINS = 64
 TRIES = 4  # changes drawn for a chain in a step, of which the first that keeps the rules is simulated
 HOT = 0.003  # of the best time: the first temperature
 _REPLACE_EVERY = 50
+_STEP, _OPERATION = 1e-3, 1e-8  # effort of a step of all chains, and of each simulated operation in it
 # chances of a change: a second and a third layer; a later layer on the first one's stage; where a layer goes
 _SECOND, _THIRD, _SAME_STAGE, _STAYS, _NEXT_CHUNK = 0.45, 0.2, 0.6, 0.45, 0.25
 
@@ -28,12 +29,13 @@ def anneal(incumbent: Incumbent, starts: np.ndarray, budget: Budget, rng: np.ran
     changes = Changes(instance, rng)
     plans = starts[np.arange(CHAINS) % len(starts)].copy()
     times = instance.step_times(plans)
-    step = 0
+    step, operations = 0, 2 * instance.micro_batches * instance.chunks * instance.stages
     while not budget.over:
-        done = 1 - budget.left / budget.seconds
+        done = budget.spent / budget.effort
         temperature = HOT * times.min() * (1 - done) ** 2
         which, tried = _legal(instance, changes(np.repeat(plans, TRIES, axis=0)))
         simulated = instance.step_times(tried)
+        budget.spend(_STEP + _OPERATION * operations * len(which))
         taken = simulated <= times[which] + temperature * rng.standard_exponential(len(which))
         plans[which[taken]], times[which[taken]] = tried[taken], simulated[taken]
         if times.min() < incumbent.time:

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending
-from tools.placement.budget import Budget, interruptible
+from tools.placement.budget import LATE, Budget, interruptible
 from tools.placement.instance_file import read_instance, with_margin
 from tools.ranges import Number
 from tools.search.calibrate_cli import calibrate_command
 from tools.search.command import space_command
 from tools.search.explain_cli import explain
 from tools.search.layout_cli import layout
+from tools.search.options import effort_option, effort_within
 from tools.search.progress import PlanProgress
 from tools.search.validate_cli import validate
 
@@ -61,13 +62,14 @@ def search() -> None:
 @search.command()
 @click.argument("instance", type=click.Path(path_type=Path), metavar="INSTANCE.json")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Solution file to write.")
+@effort_option("high")
 @click.option(
     "--time-limit",
-    default=60.0,
+    default=600.0,
     show_default=True,
     type=Number("seconds"),
     metavar="SECONDS",
-    help="For the whole command without --picture; less when the plan is proven best.",
+    help="For the whole command without --picture, should the effort take longer.",
 )
 @click.option("--force", is_flag=True, help="Replace the file of --out, if there is one.")
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the random part of the search.")
@@ -84,6 +86,7 @@ def search() -> None:
 def pipeline(
     instance: Path,
     out: Path,
+    effort: float | None,
     time_limit: float,
     force: bool,
     seed: int,
@@ -95,11 +98,13 @@ def pipeline(
 
     INSTANCE.json is a pipeline-balance problem (schema pp-balance/1). The plan keeps every stage under the memory
     cap at its true peak; its simulated step time and a bound that no plan can beat are reported. The cap is taken as
-    it is: tools/search/examples has a commented instance.
+    it is: tools/search/examples has a commented instance. With the same effort the plan is the same on every machine,
+    unless the time limit ends the search, which is said.
 
     Exit codes: 0 a plan; 1 none keeps the cap; 2 a wrong input; 130 interrupted, with the best plan so far.
     """
-    budget = Budget(max(time_limit - _RESERVE, time_limit / 2))
+    seconds = max(time_limit - _RESERVE, time_limit / 2)
+    budget = Budget(effort_within(effort, "high", seconds), seconds)
     from tools.placement.optimise import optimise
     from tools.placement.output import print_text, report_json, solution_text
     from tools.placement.picture import draw
@@ -121,6 +126,8 @@ def pipeline(
     click.echo(f"written: {out}", err=True)
     if picture:
         click.echo(f"drawn: {draw(problem, outcome.plan, picture)}", err=True)
+    if outcome.cut:
+        click.echo(LATE, err=True)
     if budget.stopped:
         click.echo("interrupted: this is the best plan so far", err=True)
         sys.exit(130)

@@ -16,11 +16,11 @@ from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
-from tools.placement.budget import Budget
+from tools.placement.budget import LATE, Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
-from tools.search.options import margin_option
+from tools.search.options import effort_option, effort_within, margin_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
@@ -55,13 +55,14 @@ _WIDTH = 200  # of tables in a file or pipe
     help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
 )
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
+@effort_option("normal")
 @click.option(
     "--time-limit",
-    default=180.0,
+    default=1800.0,
     show_default=True,
     type=Number("seconds"),
     metavar="SECONDS",
-    help="For ranking and placing together; the ranking is always finished.",
+    help="For ranking and placing together, should the effort take longer; the ranking is always finished.",
 )
 @click.option(
     "--write",
@@ -104,6 +105,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 
     Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
     input; 130 interrupted (the best so far is shown).
+
+    With the same effort the answer is the same on every machine, unless the time limit ends the search, which is said.
     """
     from tools.search.progress import SpaceProgress
     from tools.search.ranking.run import search
@@ -112,7 +115,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
         try:
             loaded, request, times, store = _asked(recipe, cluster_name, limits, options)
             limit = options["time_limit"]
-            budget = Budget(max(limit - _RESERVE, limit / 2))
+            effort = effort_within(options["effort"], "normal", limit / options["top"])
+            budget = Budget(effort, max(limit - _RESERVE, limit / 2))
             found = search(request, options["top"], budget, store, times, progress.tell)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing found yet", err=True)
@@ -123,6 +127,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     if found.to_verify and found.whole:
         _verify(loaded, found, options["full"])
     _tell(found, times, loaded, options, as_json)
+    if found.cut:
+        click.echo(LATE, err=True)
     if not found.whole:
         click.echo(f"interrupted; {len(store)} strategies are placed: go on with --resume", err=True)
         sys.exit(130)

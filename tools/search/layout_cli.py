@@ -11,10 +11,10 @@ import click
 from rich.console import Console
 
 from tools.auto.layout_file import LayoutFile, is_layout_file, path_of, write_layout
-from tools.auto.make_layout import TIME_LIMIT, NothingFits, layout_text, make_layout
+from tools.auto.make_layout import EFFORT, TIME_LIMIT, NothingFits, layout_text, make_layout
 from tools.files.atomic import keep_existing
 from tools.hardware import DEFAULT_HARDWARE
-from tools.placement.budget import Budget, interruptible
+from tools.placement.budget import LATE, Budget, interruptible
 from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
@@ -22,20 +22,21 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.unresolved import AUTO, OFFSET
 from tools.recipe.view import look
 from tools.schema.stages import RECOMPUTE
-from tools.search.options import margin_option
+from tools.search.options import effort_option, effort_within, margin_option
 from tools.search.overlay.files import keep_files_of
 
 
 @click.command("layout")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@effort_option(EFFORT)
 @click.option(
     "--time-limit",
     default=TIME_LIMIT,
     show_default=True,
     type=Number("seconds"),
     metavar="SECONDS",
-    help="Of the search; less when the layout is proven best.",
+    help="Of the search, should the effort take longer.",
 )
 @margin_option
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
@@ -46,6 +47,7 @@ from tools.search.overlay.files import keep_files_of
 def layout(
     recipe: Path,
     cluster: str,
+    effort: float | None,
     time_limit: float,
     memory_margin: float | None,
     overrides: tuple[str, ...],
@@ -59,7 +61,8 @@ def layout(
     A recipe whose model.model_config.offset is `auto` reads that file at every launch. The recipe's own offset and
     recompute tables play no part; its degrees, batch, schedule and memory limit do: when they change, the file must
     be made anew, which replaces it. What is predicted stays under the memory limit by a margin, the estimator's known
-    error by default.
+    error by default. With the same effort the layout is the same on every machine, unless the time limit ends the
+    search, which is said.
 
     Exit codes: 0 a layout; 1 none fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """
@@ -68,14 +71,15 @@ def layout(
     path = out or path_of(loaded.source)
     if not is_layout_file(path):
         keep_existing("--out" if out else "the layout file", path, force)
-    budget = Budget(time_limit)
-    with interruptible(budget), Progressing(f"searching for a layout, up to {time_limit:g} s"):
+    budget = Budget(effort_within(effort, EFFORT, time_limit), time_limit)
+    with interruptible(budget), Progressing(f"searching for a layout, effort {budget.effort:g}"):
         try:
             found = make_layout(loaded, cluster, budget, seed, memory_margin)
         except NothingFits as error:
             click.echo(f"tc3: {recipe}: {error}", err=True)
             sys.exit(1)
     words = ["tc3", "search", "layout", str(recipe), "--cluster", cluster]
+    words += ["--effort", f"{budget.effort:g}"]
     words += [] if memory_margin is None else ["--memory-margin", f"{memory_margin:g}"]
     write_layout(found, path, " ".join([*words, *(word for item in overrides for word in ("--set", item))]))
     text = layout_text(loaded, found)
@@ -86,6 +90,8 @@ def layout(
     click.echo(f"written: {path}", err=True)
     if look(loaded, OFFSET) != AUTO:
         click.echo("the recipe reads it once its model.model_config.offset is `auto`", err=True)
+    if found.predicted["ended_by_time_limit"]:
+        click.echo(LATE, err=True)
     if budget.stopped:
         click.echo("interrupted: this is the best layout so far", err=True)
         sys.exit(130)

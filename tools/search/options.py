@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import click
 
+from tools.placement.budget import EFFORTS
 from tools.ranges import Number
 
 margin_option = click.option(
@@ -12,3 +16,40 @@ margin_option = click.option(
     metavar="SHARE",
     help="Of the memory limit, to leave free, such as 0.05; the estimator's known error by default, 0 for none.",
 )
+
+
+class Effort(click.ParamType):
+    """A click type: `low`, `normal`, `high`, or units of `tools.placement.budget`."""
+
+    name = "effort"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Units.
+
+        Raises:
+            click.BadParameter: neither a word nor a number in range.
+        """
+        if value in EFFORTS:
+            return EFFORTS[value]
+        try:
+            return float(Number("effort").convert(value, param, ctx))
+        except click.BadParameter as error:
+            words = ", ".join(f"{word} ({units:g})" for word, units in EFFORTS.items())
+            self.fail(f"{error.message}, or {words}", param, ctx)
+
+
+def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`--effort`, which counts work, so that the answer does not hang on the machine's speed."""
+    return click.option(
+        "--effort",
+        type=Effort(),
+        metavar="N|low|normal|high",
+        help=f"Of a placement, counted in work: the same answer on a slow and a fast machine. 1 is about a second of "
+        f"a quiet core; low {EFFORTS['low']:g}, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
+        f"Default {default}, less where --time-limit is shorter.",
+    )
+
+
+def effort_within(asked: float | None, default: str, seconds: float) -> float:
+    """Units that were asked for, else the default, or what would take about `seconds` if that is less."""
+    return asked if asked is not None else min(EFFORTS[default], seconds)

@@ -8,7 +8,7 @@ from tools.placement.budget import Budget
 from tools.placement.incumbent import Incumbent
 from tools.process.waiting import Progressing
 
-_WORDS = {"ranking": "ranking the space", "placing": "placing layers"}
+_WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding": "bounding the others"}
 
 
 class SpaceProgress(Progressing):
@@ -27,11 +27,11 @@ class PlanProgress(Progressing):
     """Of the pipeline optimiser: the best plan, and how far it may be from the best there is."""
 
     def __init__(self, budget: Budget):
-        super().__init__("looking for a first plan", budget.seconds)
+        super().__init__("looking for a first plan", budget.effort)
         self._budget = budget
 
     def tell(self, incumbent: Incumbent) -> None:
         """Tell of a better plan or bound."""
         if math.isfinite(incumbent.time):
             found = f"best step {incumbent.time:.6g}, gap {100 * incumbent.gap:.2f} %"
-            self.show(f"{found}; up to {self._budget.seconds:.0f} s", self._budget.spent)
+            self.show(f"{found}; effort {self._budget.spent:.0f} of {self._budget.effort:.0f}", self._budget.spent)

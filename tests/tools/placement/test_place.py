@@ -1,7 +1,6 @@
 """The instance against the estimator; what `place` returns keeps the cap by the estimator's own word."""
 
 import itertools
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -35,10 +34,6 @@ def configuration(model=MOE, pp=2, chunks=2, micro_batches=8, layers=None, **mor
     return Configuration(
         model, pp=pp, layers=table, micro_batches=micro_batches, schedule=schedule, **{**fixed, "sequence": 512, **more}
     )
-
-
-def seconds_of_work(seconds):
-    return Budget(seconds, time.process_time)
 
 
 @st.composite
@@ -170,7 +165,7 @@ def test_a_placement_keeps_the_cap_and_beats_the_even_one(pp, chunks):
     everything = replace(config, recompute=Recompute(full=config.layers))
     least = peak_memory(everything)
     cap = (free + least) / 2
-    found = place(config, TIMES, cap, seconds_of_work(1.5))
+    found = place(config, TIMES, cap, Budget(1.5))
     assert max(found.peak_bytes) <= cap
     assert found.peak_bytes == tuple(memory.peak for memory in all_stages(found.configuration))
     assert found.bound_s <= found.step_s == TIMES.step(found.configuration, simulated=True).total
@@ -182,7 +177,7 @@ def test_a_placement_keeps_the_cap_and_beats_the_even_one(pp, chunks):
 def test_no_placement_of_a_tiny_model_is_faster():
     config = configuration(replace(DENSE, pattern=pattern_of(5)), pp=2, chunks=1, micro_batches=4)
     cap = peak_memory(config) * 0.93
-    found = place(config, TIMES, cap, seconds_of_work(6))
+    found = place(config, TIMES, cap, Budget(6))
     best = min(step for step, peak in every_placement(config) if peak <= cap)
     assert found.step_s == pytest.approx(best, rel=1e-6)
 
@@ -198,7 +193,7 @@ def every_placement(config):
 
 
 def test_what_cannot_fit_says_what_is_missing():
-    found = place(configuration(), TIMES, 0.01 * GIB, seconds_of_work(4))
+    found = place(configuration(), TIMES, 0.01 * GIB, Budget(4))
     assert found.configuration is None
     assert found.step_s == float("inf")
     assert "the least cap that any plan keeps is 0.0575" in found.why
@@ -206,14 +201,14 @@ def test_what_cannot_fit_says_what_is_missing():
 
 def test_a_v_shaped_schedule_keeps_its_layers():
     config = replace(configuration(pp=2, chunks=2), schedule="zero_bubble_v", layers=((3, 2), (2, 2)))
-    found = place(config, TIMES, 64 * GIB, seconds_of_work(1))
+    found = place(config, TIMES, 64 * GIB, Budget(1))
     assert found.configuration == config
-    found = place(config, TIMES, 0.01 * GIB, seconds_of_work(1))
+    found = place(config, TIMES, 0.01 * GIB, Budget(1))
     assert "nothing is moved or recomputed for zero_bubble_v" in found.why
 
 
 def test_the_438b_case_fits_its_45_gb():
     config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
-    found = place(config, TIMES, 45 * GIB, seconds_of_work(3))
+    found = place(config, TIMES, 45 * GIB, Budget(3))
     assert max(found.peak_bytes) <= 45 * GIB
     assert found.step_s < TIMES.step(config, simulated=True).total

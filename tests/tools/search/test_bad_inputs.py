@@ -124,6 +124,7 @@ def test_a_file_of_which_no_row_can_be_predicted_is_refused(tmp_path):
         *(("--memory", value) for value in ("0", "nan", "1e9")),
         *(("--memory-margin", value) for value in ("-0.1", "1", "nan")),
         *(("--top", value) for value in ("0", "99999")),
+        *(("--effort", value) for value in ("0", "nan", "-1", "most", "1e9")),
         *(("--time-limit", value) for value in ("0", "nan", "-1")),
         *(
             ("--limit", value)

@@ -28,7 +28,7 @@ def test_measurements_are_predicted_and_calibrated_against(tmp_path):
 
 def test_the_instance_is_solved(tmp_path):
     instance, out = EXAMPLES / "pipeline.json", tmp_path / "plan.json"
-    assert run("pipeline", instance, "--time-limit", 4, "--out", out).exit_code == 0
+    assert run("pipeline", instance, "--effort", 4, "--out", out).exit_code == 0
     problem = read_instance(instance)
     assert judge(problem, json.loads(out.read_text("utf-8"))["solution"]).over == {}
 

@@ -15,11 +15,12 @@ from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.placement.budget import Budget
+from tools.placement.budget import LATE, Budget
 from tools.placement.place import Placement
 from tools.recipe.load import load_recipe
 from tools.search.cli import search
 from tools.search.ranking import place_best as search_place
+from tools.search.ranking import run as search_run
 from tools.search.ranking.entry import entry_of, why_faster
 from tools.search.ranking.infeasible import explain, more_memory
 from tools.search.ranking.rank import feasible, rank
@@ -196,7 +197,7 @@ def test_placing_in_two_processes(monkeypatch, tmp_path):
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
     times, short = TimeModel(asked.hardware), rank(asked).short_list(2)
     store, found = Store(asked, times, tmp_path / "state.json"), {}
-    whole = search_place.place_all(asked, short, times, Budget(4), store, found.__setitem__, at_once=2)
+    whole = search_place.place_all(asked, short, times, Budget(2), store, found.__setitem__, at_once=2)
     assert whole and set(found) == set(short) and len(store) == 2
     assert not multiprocessing.active_children()
     for one, placement in found.items():
@@ -204,3 +205,36 @@ def test_placing_in_two_processes(monkeypatch, tmp_path):
         assert placement.step_s == pytest.approx(times.step(placement.configuration, simulated=True).total)
         assert max(placement.peak_bytes) <= asked.cap
         assert placement.step_s <= 1.05 * one.seconds  # layers that cannot be cut cost a little
+
+
+def test_one_process_and_two_find_the_same(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    limits = [read_limit(text) for text in ("pp=2", "vpp=2", "cp=1", "shard=optimizer", "mode=global")]
+    asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
+    times, answers = TimeModel(asked.hardware), []
+    for at_once in (1, 2):
+        store = Store(asked, times, tmp_path / f"{at_once}.json")
+        found = search_run.search(asked, 3, Budget(1), store, times, lambda *_: None, at_once)
+        answers.append((found.entries, found.least, found.open, found.placed, found.cut))
+    assert answers[0] == answers[1] and not answers[0][-1]
+
+
+def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
+    monkeypatch.setattr(search_place, "place", lambda *rest: replace(stand_in(*rest), cut=True))
+    page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
+    result = run("--top", 2, "--html", page, "--write", overlay)
+    assert LATE in result.stderr and LATE in result.stdout and LATE in page.read_text("utf-8")
+    written = " ".join(line.lstrip("# ") for line in overlay.read_text("utf-8").splitlines())
+    assert LATE in written
+    assert json.loads(run("--top", 2, "--json").stdout)["ended_by_time_limit"]
+
+
+def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
+    page = tmp_path / "r.html"
+    answer = json.loads(run("--top", 3, "--json", "--html", page).stdout)
+    told = answer["sensitivity"]
+    assert told["cannot_be_told_apart"] and sum(told["shares"].values()) == pytest.approx(1)
+    assert told["error"] == pytest.approx(0.0515, abs=0.05) and set(told["shares"]) <= {"1", "2", "3", "recipe"}
+    words = "the choice holds within" if len(told["cannot_be_told_apart"]) == 1 else "cannot be told apart within"
+    assert words in page.read_text("utf-8") and any(line.startswith(words) for line in answer["reasons"])
+    assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3

@@ -24,7 +24,7 @@ def run(*words):
 
 def test_writes_a_solution_that_can_be_judged(problem, tmp_path):
     out = tmp_path / "new" / "solution.json"
-    result = run(problem, "--time-limit", 20, "--out", out)
+    result = run(problem, "--effort", 20, "--out", out)
     assert result.exit_code == 0
     written = json.loads(out.read_text("utf-8"))
     assert list(written) == ["name", "solution", "time", "peak_mem"]

@@ -1,4 +1,4 @@
-"""Place the best candidates' layers by the pipeline optimiser, several at a time, until the time is over."""
+"""Place candidates' layers by the pipeline optimiser, several at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
-from tools.placement.place import Placement, place
+from tools.placement.place import Placement, least_seconds, place
 from tools.process.signals import terminate_as_interrupt
 from tools.search.ranking.rank import Ranked
 from tools.search.ranking.store import Store
@@ -41,47 +42,63 @@ def place_all(
     """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
 
     The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
-    the same share of the time.
+    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
     """
     todo = [one for one in ranked if one.candidate.recompute == PLANNED]
     at_once = min(at_once or processes(), max(1, len(todo)))
     rounds = -(-len(todo) // at_once)
-    seconds = max(_LEAST, budget.left / max(1, rounds))
+    seconds = max(_LEAST, budget.seconds_left / max(1, rounds))
     left = []
     for one in todo:
-        known = store.find(one.candidate, seconds)
+        known = store.find(one.candidate, budget.effort)
         if known is None:
             left.append(one)
         else:
             told(one, known)
-    jobs = [(configuration(request, one.candidate), times, request.room, seconds) for one in left]
+    jobs = [(configuration(request, one.candidate), times, request.room, budget.effort, seconds) for one in left]
     try:
         with terminate_as_interrupt():
-            for index, placement in _results(jobs, at_once):
-                store.keep(left[index].candidate, placement, seconds)
+            for index, placement in _results(_place, jobs, at_once):
+                store.keep(left[index].candidate, placement, budget.effort)
                 told(left[index], placement)
     except KeyboardInterrupt:
         return False
     return True
 
 
-Job = tuple[Configuration, TimeModel, float, float]
+def bounds_of(
+    request: Request, ranked: Sequence[Ranked], times: TimeModel, effort: float, at_once: int | None = None
+) -> list[float]:
+    """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
+    jobs = [(configuration(request, one.candidate), times, request.room, effort) for one in ranked]
+    found = [0.0] * len(jobs)
+    for index, bound in _results(_bound, jobs, min(at_once or processes(), max(1, len(jobs)))):
+        found[index] = bound
+    return found
 
 
-def _results(jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Placement]]:
+Job = tuple[Any, ...]
+Answer = TypeVar("Answer")
+
+
+def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Answer]]:
     """(number of the job, its result) as they come, in processes of their own unless one at a time is enough."""
     if at_once == 1 or len(jobs) <= 1:
         for index, job in enumerate(jobs):
-            yield index, _place(*job)
+            yield index, work(*job)
         return
     with _pool(at_once) as pool:
-        futures = {pool.submit(_place, *job): index for index, job in enumerate(jobs)}
+        futures = {pool.submit(work, *job): index for index, job in enumerate(jobs)}
         for future in as_completed(futures):
             yield futures[future], future.result()
 
 
-def _place(config: Configuration, times: TimeModel, cap: float, seconds: float) -> Placement:
-    return place(config, times, cap, Budget(seconds))
+def _place(config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float) -> Placement:
+    return place(config, times, cap, Budget(effort, seconds))
+
+
+def _bound(config: Configuration, times: TimeModel, cap: float, effort: float) -> float:
+    return least_seconds(config, times, cap, Budget(effort))
 
 
 @contextmanager

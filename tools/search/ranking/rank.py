@@ -38,6 +38,7 @@ class Ranking:
 
     Args:
         seconds, peaks: [candidates] step time and bytes of the heaviest stage.
+        bounds: [candidates] seconds that no layout is under (`TimeTable.least`).
         places: [candidates, 3] block, row and index in `RECOMPUTE`.
         least: the candidate that needs the least memory, whether it fits or not; None when nothing is legal.
     """
@@ -47,6 +48,7 @@ class Ranking:
     least: Ranked | None = None
     seconds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     peaks: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    bounds: np.ndarray = field(default_factory=lambda: np.zeros(0))
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))
 
     def at(self, index: int) -> Ranked:
@@ -104,6 +106,7 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
     memory, times = MemoryTable(request), TimeTable(request)
     seconds: list[np.ndarray] = []
     peaks: list[np.ndarray] = []
+    bounds: list[np.ndarray] = []
     places: list[np.ndarray] = []
     best = np.inf
     for number, block in enumerate(ranking.blocks):
@@ -114,18 +117,19 @@ def rank(request: Request, report: Report | None = None) -> Ranking:
         rows = np.flatnonzero(fits.any(axis=1))
         if len(rows):
             own = block.select(rows)
-            took, held = _timed(own, found[rows], times, request.room)
+            took, held, least = _timed(own, found[rows], times, request.room)
             row, policy = np.nonzero(fits[rows])
             recompute = np.array([RECOMPUTE.index(word) for word in block.recompute])[policy]
             seconds.append(took[row, recompute])
             peaks.append(held[row, recompute])
+            bounds.append(least[row])
             places.append(np.column_stack([np.full(len(row), number), rows[row], recompute]))
             best = min(best, float(seconds[-1].min()))
         if report:
             report(number + 1, len(ranking.blocks), best)
     if seconds:
         ranking.seconds, ranking.peaks = np.concatenate(seconds), np.concatenate(peaks)
-        ranking.places = np.concatenate(places)
+        ranking.bounds, ranking.places = np.concatenate(bounds), np.concatenate(places)
     return ranking
 
 
@@ -146,14 +150,15 @@ def _keep_least(ranking: Ranking, block: Block, peaks: np.ndarray) -> None:
             ranking.least = Ranked(block.candidate(row, word), 0.0, float(heaviest[row]))
 
 
-def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """[rows, RECOMPUTE] seconds and heaviest bytes; what does not fit holds numbers nobody reads."""
+def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[rows, RECOMPUTE] seconds and heaviest bytes, [rows] bounds; what does not fit holds numbers nobody reads."""
     stages = times.stages(block)
     works = [stages.work[:, policy] for policy in range(len(POLICIES))]
     held = [peaks[:, policy] for policy in range(len(POLICIES))]
     mixed, mixed_peaks = mix(peaks, stages.work, cap)
     seconds = [times.totals(block, work, stages.sending) for work in (*works, mixed)]
-    return np.column_stack(seconds), np.column_stack([stage.max(axis=1) for stage in (*held, mixed_peaks)])
+    least = times.least(block, works[POLICIES.index("none")])
+    return np.column_stack(seconds), np.column_stack([stage.max(axis=1) for stage in (*held, mixed_peaks)]), least
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:

@@ -9,8 +9,10 @@ from plugins.errors import RecipeError
 from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.placement.place import Placement
+from tools.process.signals import terminate_as_interrupt
+from tools.search.ranking.chances import BOUNDS, EFFORT, Chances
 from tools.search.ranking.entry import Entry, entry_of
-from tools.search.ranking.place_best import place_all
+from tools.search.ranking.place_best import bounds_of, place_all
 from tools.search.ranking.rank import Ranked, Ranking, rank
 from tools.search.ranking.store import Store
 from tools.search.space.candidates import configuration
@@ -33,6 +35,11 @@ class Found:
         to_verify: dry runs that were asked for.
         whole: False when the search was interrupted; candidates that were not placed are then missing.
         seconds: of the ranking.
+        effort: of each placement.
+        placed: how many candidates were placed; those that are no `entries` are slower.
+        least: seconds that no layout of the candidates that fit is under, by the estimator; 0 where none is known.
+        open: candidates that could be faster than the best by their bounds.
+        cut: a deadline ended one of them: another machine may find another answer.
     """
 
     request: Request
@@ -48,6 +55,11 @@ class Found:
     to_verify: int = 0
     whole: bool = True
     seconds: float = 0.0
+    effort: float = 0.0
+    placed: int = 0
+    least: float = 0.0
+    open: int = 0
+    cut: bool = False
 
     @property
     def best(self) -> Entry:
@@ -74,25 +86,76 @@ def search(
 ) -> Found:
     """Rank, place, judge; Ctrl-C while placing ends it with what is known, while ranking with KeyboardInterrupt."""
     ranking = rank(request, lambda done, of, best: progress("ranking", done, of, best))
-    found = Found(request, ranking, seconds=budget.spent)
+    found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
     try:
         found.own = entry_of(request.base, times, "recipe")
     except RecipeError as error:
         found.own_why = str(error)
-    short = ranking.short_list(top)
-    done: dict[Ranked, Entry] = {}
-
-    def told(one: Ranked, placement: Placement) -> None:
-        if placement.configuration is None:
-            found.dropped.append((one, placement.why))
-        else:
-            done[one] = entry_of(placement.configuration, times, bound=placement.bound_s)
-        best = min((entry.seconds for entry in done.values()), default=float("inf"))
-        progress("placing", len(done) + len(found.dropped), len(short), best)
-
-    for one in short:
-        if one.candidate.recompute != PLANNED:
-            done[one] = entry_of(configuration(request, one.candidate), times)
-    found.whole = place_all(request, short, times, budget, store, told, at_once)
-    found.entries = sorted(done.values(), key=lambda entry: (entry.seconds, entry.peak))
+    _Placing(found, top, budget, store, times, progress, at_once).run()
     return found
+
+
+@dataclass
+class _Placing:
+    """The part of a search behind the ranking: the candidates that rank best, then those that could still be better."""
+
+    found: Found
+    top: int
+    budget: Budget
+    store: Store
+    times: TimeModel
+    progress: Progress
+    at_once: int | None
+    done: dict[Ranked, Entry] = field(default_factory=dict)
+    least: dict[Ranked, float] = field(default_factory=dict)  # by their own searches, no placement is under
+
+    def run(self) -> None:
+        """Fill in what is found."""
+        found, short = self.found, self.found.ranking.short_list(self.top)
+        for one in short:
+            if one.candidate.recompute != PLANNED:
+                self.done[one] = entry_of(configuration(found.request, one.candidate), self.times)
+        found.whole = self._place(short)
+        planned = [one for one in short if one.candidate.recompute == PLANNED]
+        if found.whole and planned and self.done and self.budget.seconds_left <= 0:
+            found.cut = True
+        elif found.whole and planned and self.done:
+            try:
+                with terminate_as_interrupt():
+                    self._close(short)
+            except KeyboardInterrupt:
+                found.whole = False
+        every = sorted(self.done.values(), key=lambda entry: (entry.seconds, entry.peak))
+        found.placed, found.entries = len(every), every[: self.top]
+
+    def _close(self, short: list[Ranked]) -> None:
+        """Bound the rest of the space, place what could be better by it, and keep what stays open."""
+        found = self.found
+        chances = Chances(found.ranking, self._best)
+        closer = chances.next(int(BOUNDS * self.budget.effort))
+        self.progress("bounding", 0, len(closer), self._best)
+        chances.learn(closer, bounds_of(found.request, closer, self.times, EFFORT, self.at_once))
+        more = chances.promising([one.candidate for one in short], max(1, self.top // 2))
+        found.whole = self._place(more)
+        chances.best = self._best
+        chances.learn(list(self.least), self.least.values())
+        found.least, found.open = chances.least, chances.left
+
+    def _place(self, ranked: list[Ranked]) -> bool:
+        of = len(self.done) + len(self.found.dropped) + len(ranked)
+
+        def told(one: Ranked, placement: Placement) -> None:
+            found = self.found
+            found.cut |= placement.cut
+            self.least[one] = placement.least_s
+            if placement.configuration is None:
+                found.dropped.append((one, placement.why))
+            else:
+                self.done[one] = entry_of(placement.configuration, self.times, bound=placement.bound_s)
+            self.progress("placing", len(self.done) + len(found.dropped), of, self._best)
+
+        return place_all(self.found.request, ranked, self.times, self.budget, self.store, told, self.at_once)
+
+    @property
+    def _best(self) -> float:
+        return min((entry.seconds for entry in self.done.values()), default=float("inf"))

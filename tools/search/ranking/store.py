@@ -52,28 +52,31 @@ class Store:
     def __len__(self) -> int:
         return len(self._placed)
 
-    def find(self, candidate: Candidate, seconds: float) -> Placement | None:
-        """A placement that was given at least half as many seconds as it would get now."""
+    def find(self, candidate: Candidate, effort: float) -> Placement | None:
+        """A placement that was made with the same effort, and that no deadline cut short."""
         known = self._placed.get(_key(candidate))
-        if known is None or known["seconds"] < seconds / 2:
+        if known is None or known["effort"] != effort or known["cut"]:
             return None
         config = None
         if known["layers"] is not None:
             config = _with_tables(configuration(self.request, candidate), known)
         bound = known["bound_s"] if known["bound_s"] is not None else float("inf")
         step = known["step_s"] if known["step_s"] is not None else float("inf")
-        return Placement(config, step, bound, tuple(known["peak_bytes"]), known["why"])
+        least = known["least_s"] if known["least_s"] is not None else float("inf")
+        return Placement(config, step, bound, tuple(known["peak_bytes"]), known["why"], least)
 
-    def keep(self, candidate: Candidate, placement: Placement, seconds: float) -> None:
+    def keep(self, candidate: Candidate, placement: Placement, effort: float) -> None:
         """Write a placement; the file is whole at any time."""
         config = placement.configuration
         tables = {name: getattr(config.recompute, name) if config else None for name in _TABLES}
         self._placed[_key(candidate)] = {
-            "seconds": seconds,
+            "effort": effort,
+            "cut": placement.cut,
             "layers": config.layers if config else None,
             **tables,
             "step_s": _finite(placement.step_s),
             "bound_s": _finite(placement.bound_s),
+            "least_s": _finite(placement.least_s),
             "peak_bytes": placement.peak_bytes,
             "why": placement.why,
         }

@@ -78,6 +78,21 @@ class TimeTable(TimeModel):
             data = self.waited(once, each, work.max(axis=1), m, rounds)
         return pipeline + data + optimizer + self.fixed
 
+    def least(self, block: Block, work: np.ndarray) -> np.ndarray:
+        """[rows] seconds that no layout of these candidates' layers is under, whatever memory a device has.
+
+        Of a stage's own work and of what comes before its first and after its last pass, averaged over the stages so
+        that each layer counts the same wherever it is: with one chunk a stage s needs at least m w_s + sum of w_j of
+        the stages j before it. With several chunks only the stages' work counts. Gradients and optimizer count
+        nothing, for they hang on the layers.
+
+        Args:
+            work: [rows, stages] forward and backward of one micro-batch that recomputes nothing.
+        """
+        m = block.columns["m"]
+        each = m / block.pp if block.vpp > 1 else 1 / (1 - (1 - 1 / m) ** block.pp)
+        return each * work.sum(axis=1) + self.fixed
+
     def _config(self, block: Block, row: int) -> Configuration:
         return configuration(self.request, block.candidate(row, "none"))
 

@@ -10,6 +10,7 @@ from tools.search.ranking.entry import PARTS, Entry
 from tools.search.ranking.run import Found
 from tools.search.report.frontier import as_svg, draw_frontier, draw_timeline
 from tools.search.report.text import HEADS, LEFT, assumptions, lost, reasons, table_rows
+from tools.search.sensitivity.of_search import doubt_of
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 92em; padding: 0 1em; color: #222 }
@@ -41,7 +42,7 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         f"<h1>{escape(title)}</h1><p>{escape(head)}</p>",
         _wide(_table(tuple(HEADS), table_rows(found))),
         _key("How to read the table", HEADS),
-        _list(reasons(found)),
+        _list(reasons(found, doubt_of(found, times))),
         "<h2>Memory and time</h2>",
         as_svg(lambda axes: draw_frontier(axes, found), (12, 6.5)),
         _key("How to read the picture", _PICTURES),

@@ -12,8 +12,11 @@ from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.memory.error import known_errors
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
+from tools.placement.budget import LATE
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
+from tools.search.sensitivity.doubt import Doubt
+from tools.search.sensitivity.of_search import doubt_of
 from tools.search.space.request import Request
 
 HEADS = {  # column -> what it says
@@ -33,7 +36,6 @@ HEADS = {  # column -> what it says
     "tokens/s": "of the whole run",
 }
 LEFT = ("layout", "dispatch", "sharded", "recompute")
-_NEAR = 0.05  # a difference that the estimator does not tell apart
 
 
 def cells(name: str, entry: Entry, request: Request) -> list[str]:
@@ -68,13 +70,14 @@ def table_rows(found: Found) -> list[list[str]]:
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
-def reasons(found: Found) -> list[str]:
-    """Why the first is before the second, and what the recipe's own layout would gain."""
+def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
+    """Why the first is before the second, how sure that is, and what the recipe's own layout would gain."""
     lines, entries = [], found.entries
     if len(entries) > 1:
-        near = entries[1].seconds / entries[0].seconds - 1 < _NEAR
-        doubt = " (nearer than the estimator can tell apart: try both)" if near else ""
-        lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}{doubt}")
+        lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
+    lines += doubt.lines() if doubt else []
+    if entries and found.least:
+        lines.append(bound_words(found))
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
@@ -90,6 +93,21 @@ def reasons(found: Found) -> list[str]:
     return lines
 
 
+def bound_words(found: Found) -> str:
+    """What no layout is under."""
+    best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
+    placed = f"{found.placed} were placed"
+    if found.least >= best:
+        return (
+            f"by the estimator no layout of the space is under {best:.2f} s: {placed}, the others' bounds are over it"
+        )
+    return (
+        f"by the estimator no layout of the space is under {found.least:.2f} s, {100 * (1 - found.least / best):.1f} % "
+        f"less than {best:.2f} s: {placed}, {found.open:,} of "
+        f"{len(found.ranking.seconds):,} could be faster by their bounds"
+    )
+
+
 def lost(found: Found) -> list[str]:
     """Strategies of the short list that came to nothing, and what dry runs said."""
     lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
@@ -100,6 +118,8 @@ def lost(found: Found) -> list[str]:
         lines.append(f"dry runs: {len(found.passed)} of {found.verified} compile and fit")
     if found.unverified:
         lines.append(f"1 is not verified: {found.unverified}")
+    if found.cut:
+        lines.append(LATE)
     if not found.whole:
         best = found.ranking.short_list(1)[0]
         lines.append(f"interrupted; the best as ranked: {best.candidate.words}, about {best.seconds:.2f} s")
@@ -163,6 +183,8 @@ def notes(found: Found) -> list[str]:
         f"So near to the limit {known_errors().fits(best.peak, request.cap)} published runs would have fit (on GPUs, "
         f"other software); margin {100 * request.margin:.1f} %.",
     ]
+    words = f"Effort {found.effort:g} for each placement"
+    lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
     if best.bound:
         lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
     if found.unverified:
@@ -174,7 +196,7 @@ def notes(found: Found) -> list[str]:
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
     """The answer for machines."""
-    request = found.request
+    request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,
         "cluster": request.hardware.name,
@@ -185,11 +207,17 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "ranking_s": found.seconds,
         "ranked": len(found.ranking.seconds),
         "whole": found.whole,
+        "effort": found.effort,
+        "placed": found.placed,
+        "bound_s": found.least or None,
+        "open": found.open,
+        "ended_by_time_limit": found.cut,
         "verified": found.verified,
         "best_is_verified": bool(found.passed),
         "strategies": [_entry(entry, request) for entry in found.entries],
         "recipe": _entry(found.own, request) if found.own else None,
-        "reasons": reasons(found),
+        "reasons": reasons(found, doubt),
+        "sensitivity": doubt.as_json() if doubt else None,
         "dropped": [{**one.candidate._asdict(), "why": why} for one, why in found.dropped],
         "failed": [{**_entry(entry, request), "problems": problems} for entry, problems in found.failed],
         "not_proven": [{**_entry(entry, request), "doubts": doubts} for entry, doubts in found.doubtful],
@@ -214,7 +242,7 @@ def print_text(found: Found, times: TimeModel, console: Console) -> None:
         f"ranked in {found.seconds:.0f} s"
     )
     console.print(_table(tuple(HEADS), table_rows(found)))
-    for line in reasons(found):
+    for line in reasons(found, doubt_of(found, times)):
         console.print(f"* {line}")
     for line in lost(found):
         console.print(f"* {line}")

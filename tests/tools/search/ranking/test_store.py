@@ -29,8 +29,10 @@ def test_round_trip(case, tmp_path):
     Store(asked, times, path).keep(candidate, placement, 10.0)
     kept = Store(asked, times, path, resume=True)
     assert len(kept) == 1 and kept.find(candidate, 10.0) == placement
-    assert kept.find(candidate, 30.0) is None  # it would get far more time now
-    kept.keep(candidate, Placement(None, float("inf"), float("inf"), why="too tight"), 40.0)
+    assert kept.find(candidate, 11.0) is None  # of another effort
+    kept.keep(candidate, replace(placement, cut=True), 10.0)
+    assert kept.find(candidate, 10.0) is None  # a deadline ended it
+    kept.keep(candidate, Placement(None, float("inf"), float("inf"), why="too tight"), 30.0)
     again = Store(asked, times, path, resume=True).find(candidate, 30.0)
     assert again.configuration is None and again.why == "too tight" and again.step_s == float("inf")
     assert len(Store(asked, times, path)) == 0
