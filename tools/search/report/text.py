@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.efficiency import UNKNOWN, known_error
-from tools.estimate.memory.error import known_errors
+from tools.estimate.memory.error import LEFT_OUT, known_errors
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.placement.budget import LATE
@@ -129,10 +129,13 @@ def lost(found: Found) -> list[str]:
 def memory_words(request: Request) -> list[str]:
     """What a device may hold, and how far that is to be trusted."""
     known = known_errors()
-    runs, worst = len(known.errors), known.margin
+    runs = len(known.errors)
     room = f"predictions may reach {request.room / GIB:.1f} of them"
     kept = f"a margin of {100 * request.margin:.1f} % stays free: {room}" if request.margin else room
-    why = f"; of {runs} published runs the prediction missed at most {100 * worst:.1f} % of the memory"
+    why = (
+        f"; of {runs} published runs the prediction missed at most {100 * known.missed:.1f} % of the memory, and "
+        f"{100 * LEFT_OUT:.1f} % without what was learnt from runs like them"
+    )
     return [
         f"memory: a device may hold {request.cap / GIB:.1f} GiB ({request.cap_source}), {kept} (--memory-margin){why}",
         f"fits: how many of those {runs} runs would have fit, had their memory been predicted as near to the limit. "
