@@ -89,7 +89,9 @@ def memory(
         with saying("changing the recipe"):
             report["proposals"] = [dataclasses.asdict(row) for row in explain(loaded, times, room)]
     if picture:
-        write_line(line, f"{loaded.source}, stage {report['peak']['stage']}", room.cap, picture)
+        few, step = report["micro_batches"]["drawn"], report["micro_batches"]["step"]
+        which = f"all {step} micro-batches" if few == step else f"{few} micro-batches, as full as the step's {step}"
+        write_line(line, f"{loaded.source}, stage {report['peak']['stage']}: {which}", room.cap, picture)
         click.echo(f"written: {picture}", err=True)
     if as_json:
         click.echo(json.dumps(report))
@@ -109,7 +111,9 @@ def _report(config: Configuration, times: TimeModel, room: Room, stage: int | No
     number = peaks.index(max(peaks)) if stage is None else stage
     forward, backward, _ = times.chunks(config)
     sending = 0.0 if config.overlap_pp else times.transfer(config)
-    line = time_line(config, number, simulated(config, forward, backward, sending))
+    simulation = simulated(config, forward, backward, sending)
+    line = time_line(config, number, simulation)
+    drawn = len({op.micro_batch for op in simulation.orders[number]})
     fits = [verdict(peak, room) for peak in peaks]
     errors = known_errors().errors.values()
     report = {
@@ -118,5 +122,6 @@ def _report(config: Configuration, times: TimeModel, room: Room, stage: int | No
         "room": {"bytes": room.bytes, "cap": room.cap, "words": room.words, "source": room.source},
         "known_error": [min(errors), max(errors)],
         "peak": {"stage": number, **line.peak_as_json()},
+        "micro_batches": {"drawn": drawn, "step": config.micro_batches},
     }
     return report, line

@@ -81,7 +81,7 @@ def draw(line: TimeLine, title: str, limit: float, path: Path) -> Path:
     axes.set_ylim(0, 1.12 * max(line.peak, limit) / GIB)
     axes.set_xlim(float(line.edges[0]) * unit, float(line.edges[-1]) * unit)
     axes.set_ylabel("GiB on a device")
-    axes.set_xlabel("ms of a step (modelled)" if line.unit == "seconds" else "passes of the stage in their order")
+    axes.set_xlabel("ms (modelled)" if line.unit == "seconds" else "passes of the stage in their order")
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
     axes.set_title(title, fontsize="medium", wrap=True)
