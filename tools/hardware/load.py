@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,12 @@ class Hardware:
     origins: Mapping[str, Origin] = field(repr=False)
     efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
     file: str = field(default="", repr=False, compare=False)
+
+    def with_faster(self, link: str, factor: float) -> Hardware:
+        """The same cluster with the bandwidth of `link`, "intra_node" or "inter_node", times `factor`."""
+        old: Link = getattr(self, link)
+        changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
+        return replace(self, **changed)
 
     @property
     def assumed(self) -> list[str]:

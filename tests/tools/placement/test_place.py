@@ -196,7 +196,7 @@ def test_what_cannot_fit_says_what_is_missing():
     found = place(configuration(), TIMES, 0.01 * GIB, Budget(4))
     assert found.configuration is None
     assert found.step_s == float("inf")
-    assert "the least cap that any plan keeps is 0.0575" in found.why
+    assert "the least cap that any plan keeps is 0.0572" in found.why
 
 
 def test_a_v_shaped_schedule_keeps_its_layers():

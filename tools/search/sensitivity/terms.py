@@ -56,8 +56,7 @@ def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
             value = getattr(reached, key) * factor
             reached = replace(reached, **{key: min(1.0, value) if term.name == "overlap" else value})
         else:
-            link = getattr(hardware, key)
-            hardware = replace(hardware, **{key: replace(link, bytes_per_s=link.bytes_per_s * factor)})
+            hardware = hardware.with_faster(key, factor)
     return TimeModel(hardware, reached)
 
 

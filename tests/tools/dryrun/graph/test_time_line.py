@@ -41,7 +41,7 @@ def test_the_peak_is_the_total_of_the_report(data, stages, rounds, cut):
     count = 2 if cut else 1
     graph = {"kept": {"decoder.layers.0.mlp.experts.weight1": 100}, "activations": data.draw(chunks(count))}
     stage, name = data.draw(st.integers(0, stages - 1)), "zero_bubble_v" if cut else "1f1b"
-    passes = [Pass(*op) for op in operations(name, stage, stages, count, stages * rounds)]
+    passes = [Pass(op.kind, op.micro_batch, op.chunk) for op in operations(name, stage, stages, count, stages * rounds)]
     line, memory = line_of(HELD, graph, passes), memory_of(HELD, graph, passes, limit=0)
     assert line.peak == memory.total
     assert line.total[0] == line.total[-1] == memory.exact
