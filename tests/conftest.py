@@ -4,8 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.forks import Forks
+
+# a busy machine is no finding
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # quiet, and one thread a process: two cores are shared by up to three workers
 os.environ.setdefault("GLOG_v", "3")
