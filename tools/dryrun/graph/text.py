@@ -5,6 +5,7 @@ The text lists a subgraph's operators so that each stands behind its operands, w
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -92,12 +93,12 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the dump that `virtual_cluster.final_graph` finds.
+    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`cache.text_of`, .gz).
 
     Raises:
         ClusterError: it is no such text.
     """
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
         root, graphs, parameters = _parse(lines)
     if root not in graphs:
         raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
