@@ -9,9 +9,11 @@ from typing import Any
 
 from plugins.operator_fusion.plan import Fusion
 from tools.dryrun.graph.collectives import COLLECTIVES, role_of
+from tools.dryrun.graph.flops import MULTIPLY
 from tools.dryrun.graph.text import GraphText, Node
 from tools.fusion.cluster import clusters
 from tools.fusion.count.composites import listed, main_part, refused
+from tools.fusion.count.named_passes import weight_gradients
 from tools.fusion.count.parts import parts_of
 from tools.fusion.count.tensors import UNMOVED, moved_alone, moved_together, read_outside, users_of
 from tools.fusion.graph import NOTHING, Operator
@@ -27,6 +29,7 @@ class Tally:
         before, after: bytes that they move through HBM, each operator by itself, and by kernels.
         patterns: operators of a kernel, joined by "-" -> how often; saved: -> bytes.
         alone: (operator that DVM refuses, why) -> how often; moved: -> bytes. Collectives are left out.
+        named: (pass that MindSpore knows by name, chain, why it does not match) -> how often; named_bytes: at stake.
     """
 
     operators: float = 0
@@ -38,6 +41,8 @@ class Tally:
     saved: Counter[str] = field(default_factory=Counter)
     alone: Counter[tuple[str, str]] = field(default_factory=Counter)
     moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    named: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def add(self, other: Tally, times: float = 1) -> None:
         """Take in another's numbers, `times` over."""
@@ -56,8 +61,8 @@ class Tally:
 
     @property
     def beside(self) -> float:
-        """Bytes of operators that DVM refuses."""
-        return sum(self.moved.values())
+        """Bytes of operators that DVM refuses, but for products and attention."""
+        return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
         """The sums."""
@@ -105,7 +110,7 @@ def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: T
     parts, users = parts_of(nodes), users_of(nodes)
 
     def tally(place: int) -> Tally:
-        return found.setdefault((parts[place], role_of(nodes[place], name)), Tally())
+        return found.setdefault((parts[place], _pass(nodes[place], name)), Tally())
 
     seen: set[int] = set()
     for kernel in kernels_of(nodes, fusion):
@@ -122,6 +127,16 @@ def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: T
         if place not in seen and node.op not in UNMOVED and node.op not in COLLECTIVES:
             key = (node.op, refused(_operator(node, False), fusion))
             tally(place).add(Tally(alone=Counter({key: 1}), moved=Counter({key: moved_alone(nodes, place, rows)})))
+    for gradient in weight_gradients(nodes, rows):
+        chain = (gradient.fusion, gradient.chain, gradient.refusal)
+        one = found.setdefault((gradient.part, _pass(gradient.add, name)), Tally())
+        one.add(Tally(named=Counter({chain: 1}), named_bytes=Counter({chain: gradient.bytes})))
+
+
+def _pass(node: Node, graph: str) -> str:
+    """As `role_of`; what adds gradients up carries no sign of a gradient, and none of recomputation either."""
+    role = role_of(node, graph)
+    return "gradient" if role == "recompute" and not node.scope.startswith("recompute_") else role
 
 
 def _operator(node: Node, standing: bool = True) -> Operator:
