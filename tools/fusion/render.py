@@ -47,7 +47,7 @@ def _parts(report: Mapping[str, Any]) -> Table:
             table.add_row(
                 row["part"],
                 str(row["in_model"]),
-                "once a step" if name == "step" else name,
+                "once a step, with optimizer" if name == "step" else name,
                 f"{numbers['operators']:,}",
                 f"{numbers['kernels']:,}",
                 *(f"{numbers[key] / MIB:,.0f}" for key in ("bytes_before", "bytes_after", "bytes_of_others")),

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from tools.dryrun.graph.text import Node
 
 EMBEDDING, HEAD, MTP, COMMON = "embedding", "head", "mtp", "other"
-_LAYER = re.compile(r"decoder-\w+/layers-CellList/(\d+)-|\bdecoder\.layers\.(\d+)\.")
+_LAYER = re.compile(r"decoder-\w+/layers-CellList/(\d+)-|(?<![A-Za-z])decoder\.layers\.(\d+)\.")
 _WORDS = (
-    (MTP, re.compile(r"/mtp-\w+/|\bmtp\.")),
-    (EMBEDDING, re.compile(r"/embedding-\w+|\bembedding\.\w")),
-    (HEAD, re.compile(r"/output_layer-\w+|/final_layernorm-|\boutput_layer\.|\bfinal_layernorm\.|/loss-\w+")),
+    (MTP, re.compile(r"/mtp-\w+/|(?<![A-Za-z])mtp\.")),
+    (EMBEDDING, re.compile(r"/embedding-\w+|(?<![A-Za-z])embedding\.\w")),
+    (HEAD, re.compile(r"/output_layer-\w+|/final_layernorm-|(?<![A-Za-z])(?:output_layer|decoder\.final_layernorm)\.|/loss-\w+")),
 )
 
 
