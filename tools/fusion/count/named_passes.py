@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from tools.dryrun.graph.activations import tensor_bytes
 from tools.dryrun.graph.text import Node, TensorType, arguments_of
-from tools.fusion.count.parts import parts_of
 
 MATMUL, GROUPED = "matmul_assignadd_fusion", "grouped_matmul_assignadd_fusion"
 LIMIT = 10_000_000  # numbers of a MatMul's result, above which the pass leaves it alone
@@ -32,21 +31,19 @@ class Found:
     """A product whose result is added to a summed gradient.
 
     Args:
-        fusion: name of the pass. part: of the model.
+        fusion: name of the pass. place: of the AssignAdd.
         product: its operator; result: what it gives. between: operators between it and AssignAdd, in order.
         refusal: why the pass does not match; "" where it does, if it is enabled.
         bytes: HBM traffic that it would save: its result is written and read no more.
-        add: the AssignAdd.
     """
 
     fusion: str
-    part: str
+    place: int
     product: str
     result: TensorType
     between: tuple[str, ...]
     refusal: str
     bytes: int
-    add: Node
 
     @property
     def chain(self) -> str:
@@ -60,7 +57,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
     Args:
         rows: what stands for dimensions that only routing decides.
     """
-    parts, found = parts_of(nodes), []
+    found = []
     for place, node in enumerate(nodes):
         if node.op != "AssignAdd" or len(node.inputs) < 2:
             continue
@@ -71,7 +68,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
         name, result = _PASS_OF[nodes[product].op], nodes[product].outputs[0]
         refusal = (_grouped if name == GROUPED else _single)(nodes, nodes[product], between, node.inputs[0].dtype)
         size = 2 * tensor_bytes(result, rows)
-        found.append(Found(name, parts[place], nodes[product].op, result, between, refusal, size, node))
+        found.append(Found(name, place, nodes[product].op, result, between, refusal, size))
     return found
 
 

@@ -107,7 +107,7 @@ def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
 
 
 def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: Tallies) -> None:
-    parts, users = parts_of(nodes), users_of(nodes)
+    parts, users = parts_of(nodes, "◂" in name), users_of(nodes)
 
     def tally(place: int) -> Tally:
         return found.setdefault((parts[place], _pass(nodes[place], name)), Tally())
@@ -128,8 +128,9 @@ def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: T
             key = (node.op, refused(_operator(node, False), fusion))
             tally(place).add(Tally(alone=Counter({key: 1}), moved=Counter({key: moved_alone(nodes, place, rows)})))
     for gradient in weight_gradients(nodes, rows):
+        part = parts[gradient.place]
         chain = (gradient.fusion, gradient.chain, gradient.refusal)
-        one = found.setdefault((gradient.part, _pass(gradient.add, name)), Tally())
+        one = found.setdefault((part, _pass(nodes[gradient.place], name)), Tally())
         one.add(Tally(named=Counter({chain: 1}), named_bytes=Counter({chain: gradient.bytes})))
 
 
