@@ -63,9 +63,7 @@ def point(times: DeviceTimes, config: Configuration, rows: int) -> Point:
 
 def crossing(times: DeviceTimes, config: Configuration) -> int:
     """The most rows, to 64, at which the fused kernel is as much faster as the report says."""
-    return max(
-        (rows for rows in range(64, ROWS[-1], 64) if point(times, config, rows).faster >= REPORTED), default=0
-    )
+    return max((rows for rows in range(64, ROWS[-1], 64) if point(times, config, rows).faster >= REPORTED), default=0)
 
 
 def draw(points: list[Point], device: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`tc3 fusion`: which operators become one kernel, and what that saves; exit code 0, 1 for a refused recipe, 2 usage."""
+"""`tc3 fusion`: which operators become one kernel, and what that saves; exit code 0, 1 if refused, 2 for usage."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 
 @click.command("fusion", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--stage", type=click.IntRange(0), help="One pipeline stage at full depth; by default each kind of layer.")
+@click.option(
+    "--stage", type=click.IntRange(0), help="One pipeline stage at full depth; by default each kind of layer."
+)
 @click.option(
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -33,5 +33,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     patches = [axes.barh(0, 0, color=colour, label=name) for name, colour in zip(_PASSES, _COLOURS, strict=True)]
     patches.append(axes.barh(0, 0, color="#bbbbbb", hatch="//", edgecolor="white", label="as kernels"))
     axes.legend(handles=patches, fontsize="small", loc="lower right")
-    axes.set_title(f"{report['recipe']}: level {report['level']}, each operator alone and as kernels", fontsize="medium")
+    axes.set_title(
+        f"{report['recipe']}: level {report['level']}, each operator alone and as kernels", fontsize="medium"
+    )
     return save_figure(figure, path)

@@ -64,7 +64,8 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
     labels = _labels([kind for stage in small.kinds for chunk in stage for kind in chunk])
     counted = [_read(file, recipe, fusion) for file in texts]
     numbered = {str(number): labels[kind] for number, kind in enumerate(kinds)}
-    ends, behind = [], Pieces(found.micro_batches)
+    ends: list[dict[str, dict[str, Tally]]] = []
+    behind = Pieces(found.micro_batches)
     for pieces, several in ((behind, counted[-1:]), (found, counted[:-1])):
         compiled: Counter[str] = Counter()
         ends = [_add_means(pieces, one, numbered, compiled) for one in several] + ends

@@ -22,8 +22,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         console.print(f"left alone by plugins.operator_fusion.disable: {', '.join(report['disabled'])}")
     console.print(_parts(report))
     console.print(
-        "MiB of HBM traffic of the operators that DVM takes, each by itself and as kernels. Of a layer where the part is"
-        " a layer; others: MiB of operators that it refuses, without products, attention and collectives."
+        "MiB of HBM traffic of the operators that DVM takes, each by itself and as kernels. Of one layer for a kind of"
+        " layers; others: MiB of operators that it refuses, without products, attention and collectives."
     )
     console.print(_stages(report))
     if report["patterns"]:
@@ -56,7 +56,9 @@ def _parts(report: Mapping[str, Any]) -> Table:
 
 
 def _stages(report: Mapping[str, Any]) -> Table:
-    table = _table("stage", "GiB before", "after", "modelled s before", "after", "saved", "launches saved", "s of these")
+    table = _table(
+        "stage", "GiB before", "after", "modelled s before", "after", "saved", "launches saved", "s of these"
+    )
     certainty = report["launch_certainty"]
     for row in report["stages"]:
         table.add_row(

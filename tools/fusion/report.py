@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -159,11 +158,3 @@ def fullest(report: Mapping[str, Any]) -> Mapping[str, Any]:
     """The stage of which fusing saves most."""
     stages: Sequence[Mapping[str, Any]] = report["stages"]
     return max(stages, key=lambda stage: stage["bytes_before"] - stage["bytes_after"])
-
-
-def merged(rows: Sequence[Mapping[str, Any]], keys: Sequence[str], number: str) -> list[tuple[tuple[str, ...], float]]:
-    """Sums of one number over rows that share `keys`, the largest first."""
-    sums: Counter[tuple[str, ...]] = Counter()
-    for row in rows:
-        sums[tuple(str(row[key]) for key in keys)] += row[number]
-    return sums.most_common()

@@ -1,8 +1,8 @@
 """The modelled curve of the report's example: a longhand sum at one point, and where it must go."""
 
 import pytest
-from benchmarks.fusion.curve import REPORTED, ROWS, crossing, point
 
+from benchmarks.fusion.curve import REPORTED, ROWS, crossing, point
 from tools.estimate.device_time import DeviceTimes
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe

@@ -5,9 +5,9 @@ from math import prod
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.tools.fusion.small_graphs import BYTES, node
 
 from plugins.operator_fusion.plan import Fusion
+from tests.tools.fusion.small_graphs import BYTES, node
 from tools.dryrun.graph.text import GraphText
 from tools.fusion.count.parts import parts_of
 from tools.fusion.count.tally import Tally, kernels_of, tallies
@@ -123,9 +123,7 @@ def type_of(lines, each):
 @given(graphs())
 def test_bytes_are_the_sums_written_out(lines):
     """Before: all that each takes and gives. After: by kernels, what comes from outside and what is read outside."""
-    nodes = [
-        node(op, taken, [type_of(lines, each) for each in taken], result) for op, taken, result in lines
-    ]
+    nodes = [node(op, taken, [type_of(lines, each) for each in taken], result) for op, taken, result in lines]
     mine = [place for place, (op, *_) in enumerate(lines) if op not in ("Cos", "Load")]
     groups = kernels_of(nodes, VECTOR)
     assert sorted(place for group in groups for place in group) == mine

@@ -1,8 +1,8 @@
 """Weight gradients: which pass of MindSpore's would take them, and what stands between."""
 
 import pytest
-from tests.tools.fusion.small_graphs import node
 
+from tests.tools.fusion.small_graphs import node
 from tools.fusion.count.named_passes import GROUPED, MATMUL, weight_gradients
 
 HALF, TOTAL = ("BFloat16", (16, 32)), ("Float32", (16, 32))

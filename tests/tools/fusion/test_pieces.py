@@ -5,10 +5,10 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from tests.tools.fusion.small_graphs import node, text_of
 
 from launch.cli import tc3
 from plugins.operator_fusion.plan import Fusion
+from tests.tools.fusion.small_graphs import node, text_of
 from tools.dryrun.jobs import plan_jobs
 from tools.dryrun.quick import quick_plan
 from tools.estimate.device_time import DeviceTimes

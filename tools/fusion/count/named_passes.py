@@ -134,5 +134,3 @@ def _flags(product: Node) -> list[bool]:
 
 def _names(between: tuple[str, ...]) -> str:
     return f"{'-'.join(between)} stand{'s' * (len(between) == 1)}"
-
-

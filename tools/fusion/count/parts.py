@@ -19,7 +19,12 @@ _LAYER = re.compile(r"decoder-\w+/layers-CellList/(\d+)-|(?<![A-Za-z])decoder\.l
 _WORDS = (
     (MTP, re.compile(r"/mtp-\w+/|(?<![A-Za-z])mtp\.")),
     (EMBEDDING, re.compile(r"/embedding-\w+|(?<![A-Za-z])embedding\.\w")),
-    (HEAD, re.compile(r"/output_layer-\w+|/final_layernorm-|(?<![A-Za-z])(?:output_layer|decoder\.final_layernorm)\.|/loss-\w+")),
+    (
+        HEAD,
+        re.compile(
+            r"/output_layer-\w+|/final_layernorm-|(?<![A-Za-z])(?:output_layer|decoder\.final_layernorm)\.|/loss-\w+"
+        ),
+    ),
 )
 
 
