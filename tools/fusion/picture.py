@@ -32,7 +32,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     axes.set_xlabel("GiB of HBM traffic of the operators that DVM takes, a micro-batch (modelled)")
     patches = [axes.barh(0, 0, color=colour, label=name) for name, colour in zip(_PASSES, _COLOURS, strict=True)]
     patches.append(axes.barh(0, 0, color="#bbbbbb", hatch="//", edgecolor="white", label="as kernels"))
-    axes.legend(handles=patches, fontsize="small", loc="lower right")
+    figure.legend(handles=patches, fontsize="small", loc="outside lower center", ncols=len(patches))
     axes.set_title(
         f"{report['recipe']}: level {report['level']}, each operator alone and as kernels", fontsize="medium"
     )

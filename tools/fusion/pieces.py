@@ -30,11 +30,13 @@ class Pieces:
         tallies: part ("dense", "moe", "mtp", "head", ...) -> pass -> its numbers, of one layer where it is one.
         stages: stage (-1: of a graph that was handed over) -> part -> how many of it the stage has.
         micro_batches: of a step.
+        quick: whether stages are put together from kinds of layers.
     """
 
     micro_batches: int
     tallies: dict[str, dict[str, Tally]] = field(default_factory=dict)
     stages: dict[int, Counter[str]] = field(default_factory=dict)
+    quick: bool = False
 
     def each(self, part: str, passes: Sequence[str] = ("forward", "recompute", "gradient")) -> Tally:
         """One part's numbers for a micro-batch."""
@@ -59,7 +61,7 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
     the loss beside it that say of no layer that they are its own.
     """
     view, small = View(recipe), small_of(recipe)
-    found = Pieces(view.micro_batches * view.accumulation)
+    found = Pieces(view.micro_batches * view.accumulation, quick=True)
     kinds = [kind for group in small.groups for kind in group]
     labels = _labels([kind for stage in small.kinds for chunk in stage for kind in chunk])
     counted = [_read(file, recipe, fusion) for file in texts]

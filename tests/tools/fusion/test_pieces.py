@@ -66,6 +66,7 @@ def test_quick_stages_have_as_many_layers_as_the_model(tmp_path):
     assert sum(pieces.stages[0].values()) == 7
     assert sum(sum(has.values()) for has in pieces.stages.values()) == 54
     assert pieces.step(3).before == 7 * 20 * MIB
+    assert pieces.quick
 
 
 def test_micro_batches_count_for_passes_and_not_for_the_optimizer():
@@ -101,7 +102,7 @@ def test_the_command_says_what_it_cannot_know(tmp_path):
     file = graph(tmp_path, 0, 1)
     words = " ".join(run("--graph", file).stdout.split())
     assert "kernels on Ascend were compared with nothing" in words
-    assert "level cube" not in words
+    assert "level cube" not in words and "from a layer of each kind" not in words
     assert "is not modelled" in " ".join(run("--graph", file, "--level", "cube").stdout.split())
 
 
