@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -60,9 +61,9 @@ def _stages(report: Mapping[str, Any]) -> Table:
         "stage", "GiB before", "after", "modelled s before", "after", "saved", "launches saved", "s of these"
     )
     certainty = report["launch_certainty"]
-    for row in report["stages"]:
+    for name, row in _alike(report["stages"]):
         table.add_row(
-            "graph" if row["stage"] < 0 else str(row["stage"]),
+            name,
             f"{row['bytes_before'] / GIB:,.0f}",
             f"{row['bytes_after'] / GIB:,.0f}",
             *(f"{row[f'seconds_{key}']:.3f}" for key in ("before", "after", "saved")),
@@ -74,6 +75,16 @@ def _stages(report: Mapping[str, Any]) -> Table:
         f"launch is {report['launch_seconds'] * 1e6:g} us ({certainty}), if the device waits for each."
     )
     return table
+
+
+def _alike(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Stages that follow each other and have the same parts are one row."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for _, group in groupby(stages, key=lambda row: row["parts"]):
+        first, *others = group
+        name = "graph" if first["stage"] < 0 else str(first["stage"])
+        found.append((f"{name}-{others[-1]['stage']}, each" if others else name, first))
+    return found
 
 
 def _patterns(report: Mapping[str, Any]) -> Table:
@@ -121,5 +132,5 @@ def _table(*columns: str) -> Table:
     table = Table(caption_justify="left")
     words = ("part", "pass", "stage", "runs each", "kernel", "stays alone", "why", "weight gradients", "matches")
     for column in columns:
-        table.add_column(column, justify="left" if column in words else "right")
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     return table

@@ -16,6 +16,7 @@ from tools.estimate.efficiency import cluster
 from tools.fusion import cli
 from tools.fusion.count.tally import Tally
 from tools.fusion.pieces import Pieces, quick_pieces, stage_pieces
+from tools.fusion.render import _alike
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
@@ -136,3 +137,8 @@ def test_graphs_are_kept_and_compiled_once(tmp_path, monkeypatch):
     assert done.exit_code == 0, done.output
     assert asked == [[0]]
     assert json.loads(done.stdout)["stages"][0]["stage"] == 0
+
+
+def test_stages_alike_are_one_row():
+    rows = [{"stage": stage, "parts": {"moe": count}} for stage, count in enumerate((2, 4, 4, 4, 1))]
+    assert [name for name, _ in _alike(rows)] == ["0", "1-3, each", "4"]
