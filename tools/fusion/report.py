@@ -24,8 +24,8 @@ NOT_KNOWN = (
 )
 CUBE = "level cube: how products are joined with what stands behind them is not modelled; counted as level vector"
 QUICK = (
-    "stages are put together from a layer of each kind: first stages of the 438B and the 1119B, compiled whole, have up "
-    "to 1.3 % more kernels and 1 % more bytes (--stage compiles one whole)"
+    "stages are put together from a layer of each kind: first stages of the 438B and the 1119B, compiled whole, have "
+    "up to 1.3 % more kernels and 1 % more bytes (--stage compiles one whole)"
 )
 GRADIENTS_OFF = (
     "MindSpore registers both weight-gradient passes switched off (public sources; only --enable_pass turns them on), "
