@@ -27,6 +27,7 @@ COMMANDS = {
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
     "experts": ("tools.experts.cli:experts", "Expert loads of a run: what waits, and what moving experts brings."),
+    "fusion": ("tools.fusion.cli:fusion", "Which operators DVM fuses into one kernel, and what that saves."),
     "generate": ("launch.generate.command:generate", "Let a trained mini go on with a text: see what it has learnt."),
     "memory": ("tools.memory.cli:memory", "Bytes of a device over a step without compiling; what would free some."),
     "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or compare two."),

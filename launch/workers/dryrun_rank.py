@@ -1,8 +1,9 @@
 """What `tc3 dryrun` starts for each rank that it compiles, as train.py is what msrun starts for each worker.
 
-    python -m launch.workers.dryrun_rank JOB.json OUT.json
+    python -m launch.workers.dryrun_rank JOB.json OUT.json [GRAPH.ir.gz]
 
-JOB.json is `tools.dryrun.compile.job.Job`; OUT.json appears when the compile is over, whole or not at all.
+JOB.json is `tools.dryrun.compile.job.Job`; OUT.json appears when the compile is over, whole or not at all,
+and before it the text of the final graph, if its place is given.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from tools.recipe.view import View
 def main() -> None:
     """Compile one rank."""
     die_with_parent()
-    job_file, out = map(Path, sys.argv[1:])
+    job_file, out, *text = map(Path, sys.argv[1:])
     fields = json.loads(job_file.read_text(encoding="utf-8"))
     job = Job(**fields | {"recipe": Recipe(fields["recipe"])})
-    report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).cpu_classes))
+    report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).cpu_classes), *text)
     whole = out.with_suffix(".part")
     whole.write_text(json.dumps(report), encoding="utf-8")
     whole.rename(out)

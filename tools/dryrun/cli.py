@@ -119,7 +119,7 @@ def dryrun(
         if quick and plan.job_of:
             click.echo("--quick: there is one stage, which is built as it is", err=True)
         results = compile_all(plan, jobs, not no_cache)
-        refused = [_refusal(result) for result in results if "error" in result]
+        refused = [refusal_of(result) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
@@ -177,16 +177,20 @@ def without_files(recipe: Recipe) -> Recipe:
     return recipe
 
 
-def compile_all(plan: Plan, at_once: int | None, use_cache: bool) -> list[dict[str, Any]]:
-    """Results of the plan's jobs in their order, from the cache where it has them."""
+def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
+    """Results of the plan's jobs in their order, from the cache where it has them.
+
+    Args:
+        texts: the texts of the final graphs are wanted, too; they lie at `cache.text_of`.
+    """
     known = {
         place: {**found, "cached": True}
         for place, job in enumerate(plan.jobs)
-        if use_cache and (found := cache.find(job))
+        if use_cache and (found := cache.find(job)) and ("error" in found or not texts or cache.text_of(job).is_file())
     }
     missing = [place for place in range(len(plan.jobs)) if place not in known]
     try:
-        results = _compile([plan.jobs[place] for place in missing], at_once)
+        results = _compile([plan.jobs[place] for place in missing], at_once, texts)
     except KeyboardInterrupt:
         click.echo("interrupted; the compiles that were over are kept", err=True)
         sys.exit(130)
@@ -194,7 +198,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool) -> list[dict[s
     return [both[place] for place in sorted(both)]
 
 
-def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
+def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> list[dict[str, Any]]:
     """Compile with a bar on a terminal; a result is kept as soon as it is there."""
     if not jobs:
         return []
@@ -221,10 +225,10 @@ def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
                 if not console.is_terminal:
                     click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
 
-        return run_jobs(jobs, told, at_once)
+        return run_jobs(jobs, told, at_once, [cache.text_of(job) for job in jobs] if texts else ())
 
 
-def _refusal(result: Mapping[str, Any]) -> str:
+def refusal_of(result: Mapping[str, Any]) -> str:
     """Why a rank did not compile, in one line."""
     again = " (cached; --no-cache)" if result.get("cached") else ""
     return f"rank {result['rank']}: {diagnose(*result['error'].values())}{again}"

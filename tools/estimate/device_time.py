@@ -69,7 +69,15 @@ class DeviceTimes:
         """Seconds in which elementwise operators read and write so many bytes."""
         more = 1 if config.fused else self.reached.unfused
         more *= self.reached.graphed if config.graphs == "step" else 1
-        return more * size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+        return more * self.moving(size)
+
+    def moving(self, size: float) -> float:
+        """Seconds in which operators read and write `size` bytes of HBM, all that there is counted."""
+        return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+
+    def multiplying(self, config: Configuration, matmul: Matmul) -> float:
+        """Seconds of `matmul` in the run's precision."""
+        return self._matmul(config, matmul)
 
     def _link(self, span: int) -> Link:
         """The slowest link inside `span` consecutive ranks."""

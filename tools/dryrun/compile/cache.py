@@ -54,6 +54,11 @@ def keep(job: Job, result: dict[str, Any]) -> None:
             raise
 
 
+def text_of(job: Job) -> Path:
+    """Where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
+    return folder() / _name(job).replace(".json.gz", ".ir.gz")
+
+
 def _name(job: Job) -> str:
     content = json.dumps([dataclasses.asdict(job), _code()], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:32] + ".json.gz"

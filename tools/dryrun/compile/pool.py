@@ -31,7 +31,9 @@ _TOLD = 30.0  # seconds after which a compile that still runs is told of
 Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what is new, seconds, result
 
 
-def run_jobs(jobs: Sequence[Job], progress: Progress, at_once: int | None = None) -> list[dict[str, Any]]:
+def run_jobs(
+    jobs: Sequence[Job], progress: Progress, at_once: int | None = None, texts: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
     """Compile all jobs; results in their order.
 
     After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
@@ -39,6 +41,7 @@ def run_jobs(jobs: Sequence[Job], progress: Progress, at_once: int | None = None
     Args:
         progress: is told of each job "started" and "done", and now and then of what is still "running".
         at_once: how many run at a time, by default as many as fit.
+        texts: for each job where the text of its final graph is kept; none is kept by default.
 
     Raises:
         ClusterError: a process died without a result (out of memory, for instance).
@@ -51,7 +54,7 @@ def run_jobs(jobs: Sequence[Job], progress: Progress, at_once: int | None = None
                 refused = any("error" in result for result in results.values())
                 if waiting and not refused and _room(len(running), at_once):
                     place, job = waiting.pop(0)
-                    running[place] = _Run(job, Path(folder) / str(place))
+                    running[place] = _Run(job, Path(folder) / str(place), texts[place : place + 1])
                     progress(job, "started", 0.0, None)
                 for place, run in list(running.items()):
                     if run.process.poll() is not None:
@@ -81,12 +84,12 @@ def _room(running: int, at_once: int | None) -> bool:
 class _Run:
     """One process and its files."""
 
-    def __init__(self, job: Job, folder: Path):
+    def __init__(self, job: Job, folder: Path, text: Sequence[Path] = ()):
         folder.mkdir()
         self.job, self.out, self.log = job, folder / "out.json", folder / "log"
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
         environment = {**huge_pages.ENVIRONMENT, **os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
-        command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out)]
+        command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out), *map(str, text)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         self.started = self._told = time.monotonic()

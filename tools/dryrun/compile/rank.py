@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import re
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,18 +22,22 @@ from tools.dryrun.compile.virtual_cluster import VirtualCluster, final_graph, vi
 from tools.dryrun.graph.report import report_graph
 from tools.dryrun.graph.text import read_graph
 from tools.dryrun.layout import Held, kinds_of
+from tools.files.atomic import atomic_file
 from tools.recipe.view import View
 from tools.schema.defaults import model_default, model_number
 
 _HOST = re.compile(r"can't start new thread|No space left on device|Cannot allocate memory|bad_alloc")  # from C++, too
 
 
-def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -> dict[str, Any]:
+def compile_job(
+    job: Job, folder: Path, enable_plugins: Callable[[Any], None], text: Path | None = None
+) -> dict[str, Any]:
     """Compile one rank; a refusal by MindSpore or MindFormers is a result as well.
 
     Args:
         folder: where temporary files go.
         enable_plugins: see `training_step`.
+        text: where the text of the final graph is kept, compressed.
 
     Returns:
         {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
@@ -59,9 +65,17 @@ def compile_job(job: Job, folder: Path, enable_plugins: Callable[[Any], None]) -
         report["groups"] = list(cluster.groups.items())
         report["held"] = [dataclasses.asdict(item) for item in _held(step, parameters, cluster, view)]
         graph = read_graph(final_graph(graphs))
-        report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, _even_rows(view))
+        if text:
+            keep_text(final_graph(graphs), text)
+        report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, even_rows(view))
     report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
     return report
+
+
+def keep_text(graph: Path, text: Path) -> None:
+    """Compress the text of a graph to where it is kept."""
+    with atomic_file(text) as part, graph.open("rb") as plain, gzip.open(part, "wb", compresslevel=3) as packed:
+        shutil.copyfileobj(plain, packed)
 
 
 def of_the_host(error: Exception) -> bool:
@@ -115,7 +129,7 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
     return cluster.size_of(group)
 
 
-def _even_rows(view: View) -> int:
+def even_rows(view: View) -> int:
     """Tokens of a rank and micro-batch x experts that each goes to."""
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)

@@ -22,7 +22,7 @@ from tools.estimate.memory.modules import LAYER_INPUT, of_path
 
 POINTS = 16  # of a curve
 _PARAMETER = re.compile(r"%(para\d+)_")
-_VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze", "Load"))  # of their first argument
+VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze", "Load"))  # of their first argument
 
 
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, dict
     places = places_of(nodes)
     readers: dict[int, set[int]] = {number: set() for number in kept}
     for place, node in zip(places, nodes, strict=True):
-        if node.op in _VIEWS or node.op in ("MakeTuple", "Partial", "Return", "UpdateState"):
+        if node.op in VIEWS or node.op in ("MakeTuple", "Partial", "Return", "UpdateState"):
             continue
         for number in node.operands:
             for owner in _owners(number, nodes) & kept:
@@ -197,7 +197,7 @@ def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
         ends.setdefault(place, []).append(owner)
     alive, found = 0, []
     for place, node in enumerate(nodes):
-        if node.op not in _VIEWS and node.op != "MakeTuple" and place in last:
+        if node.op not in VIEWS and node.op != "MakeTuple" and place in last:
             alive += output_bytes(node, rows)
         most = alive
         alive -= sum(output_bytes(nodes[owner], rows) for owner in ends.get(place, ()))
@@ -224,7 +224,7 @@ def _owners(number: int, nodes: list[Node]) -> set[int]:
         current = waiting.pop()
         if node.op == "MakeTuple":
             waiting.extend(node.operands)
-        elif node.op not in _VIEWS:
+        elif node.op not in VIEWS:
             found.add(current)
         elif node.value is None:
             continue  # a view of a parameter, which is counted elsewhere

@@ -11,6 +11,7 @@ from tools.dryrun.graph.text import GraphText, Node, TensorType
 
 _PRODUCTS = frozenset(("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Dense", "GroupedMatmul", "Mm", "Bmm"))
 _ATTENTION = {"FlashAttentionScore": (1, 1), "FlashAttentionScoreGrad": (3, 2)}  # products of d_qk and of d_v
+MULTIPLY = _PRODUCTS | _ATTENTION.keys()  # operators that `node_flops` knows
 # the last arguments: heads, kept share, scale, tokens before and behind, precision, layout, kind of mask
 _ARGUMENTS = re.compile(r"I64\((\d+)\), F32\(\S+\), F32\(\S+\)(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")
 _LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # MindSpore's numbers of them

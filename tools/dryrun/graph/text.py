@@ -5,7 +5,9 @@ The text lists a subgraph's operators so that each stands behind its operands, w
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,13 +94,16 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the dump that `virtual_cluster.final_graph` finds.
+    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`cache.text_of`, .gz).
 
     Raises:
-        ClusterError: it is no such text.
+        ClusterError: it cannot be read, or is no such text.
     """
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        root, graphs, parameters = _parse(lines)
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
+            root, graphs, parameters = _parse(lines)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ClusterError(f"{file}: cannot be read ({error})") from None
     if root not in graphs:
         raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
     for nodes in graphs.values():

@@ -1,0 +1,132 @@
+"""`tc3 fusion`: which operators become one kernel, and what that saves; exit code 0, 1 if refused, 2 for usage."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from plugins.errors import RecipeError
+from plugins.operator_fusion.plan import LEVELS, Fusion
+from tools.auto.resolve import resolve
+from tools.dryrun.cli import compile_all, refusal_of, resized, without_files
+from tools.dryrun.compile.cache import text_of
+from tools.dryrun.jobs import plan_jobs
+from tools.dryrun.quick import quick_plan
+from tools.estimate.device_time import DeviceTimes
+from tools.estimate.efficiency import cluster as find_cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.files.atomic import check_writable
+from tools.files.figure import check_ending
+from tools.fusion.level import level_of
+from tools.fusion.picture import draw
+from tools.fusion.pieces import Pieces, quick_pieces, stage_pieces
+from tools.fusion.render import render
+from tools.fusion.report import report_of
+from tools.hardware import DEFAULT_HARDWARE
+from tools.process.waiting import saying
+from tools.ranges import Number
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
+from tools.schema.versions import require_verified, unverified_option
+
+_WIDTH = 150  # of tables in a file or pipe
+_OF_A_GRAPH = -1  # the stage of a graph that was handed over
+
+
+@click.command("fusion", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--stage", type=click.IntRange(0), help="One pipeline stage at full depth; by default each kind of layer."
+)
+@click.option(
+    "--graph",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="A final graph of RECIPE that is on disk already (*_backend_pass_*.ir, or .ir.gz); nothing is compiled.",
+)
+@click.option("--level", type=click.Choice(LEVELS), help="Another level than the recipe has.")
+@click.option("--devices", type=Number("devices"), help="Another number of devices: data_parallel follows.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
+@click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw traffic by part and pass (.svg or .png).")
+@unverified_option
+def fusion(
+    recipe: Path,
+    stage: int | None,
+    graph: Path | None,
+    level: str | None,
+    devices: int | None,
+    cluster: str,
+    overrides: tuple[str, ...],
+    jobs: int | None,
+    no_cache: bool,
+    as_json: bool,
+    picture: Path | None,
+) -> None:
+    """Say which operators of RECIPE MindSpore would fuse into kernels of DVM, and what that saves.
+
+    \b
+    tc3 fusion recipes/telechat3_438b/pretrain_4k.yaml
+    tc3 fusion my.yaml --level off --json
+    tc3 fusion my.yaml --stage 7 --picture stage_7.svg
+
+    It compiles as tc3 dryrun --quick does, and keeps the graphs: a second call compiles nothing. Bytes are counted on
+    the graph, seconds are modelled. No NPU was asked.
+
+    Exit codes: 0 counted; 1 the recipe does not compile; 2 a wrong input; 130 interrupted.
+    """
+    if picture:
+        check_ending(picture)
+        check_writable(picture)
+    if graph and stage is not None:
+        raise click.UsageError("--graph is one stage already: leave --stage out")
+    loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
+    loaded = resolve(loaded, partial(click.echo, err=True))
+    chosen, why = level_of(loaded)
+    if level:
+        chosen, why = replace(chosen, level=level), f"--level {level}; the recipe: {chosen.level}, {why}"
+    config, times = from_recipe(loaded), DeviceTimes(find_cluster(cluster))
+    if graph:
+        with saying("counting"):
+            pieces = stage_pieces(loaded, graph, chosen, _OF_A_GRAPH)
+    else:
+        pieces = _compiled(loaded, chosen, stage, jobs, not no_cache)
+    report = report_of(loaded.source, pieces, chosen, why, config, times)
+    if picture:
+        draw(report, picture)
+        click.echo(f"written: {picture}", err=True)
+    if as_json:
+        click.echo(json.dumps(report))
+    else:
+        console = Console(highlight=False, markup=False)
+        render(report, console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH))
+
+
+def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | None, use_cache: bool) -> Pieces:
+    """Compile what is not in the cache, and count."""
+    view = View(recipe)
+    if view.cpu_classes:
+        raise RecipeError(f"{recipe.source}: a recipe of the CPU has no graph for Ascend; take the model at full size")
+    if stage is not None and stage >= view.pp:
+        raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {view.pp - 1}")
+    require_verified()
+    whole = stage is not None or view.pp == 1
+    number = stage or 0
+    plan = plan_jobs(recipe, (number * (view.devices // view.pp),)) if whole else quick_plan(recipe)
+    results = compile_all(plan, at_once, use_cache, texts=True)
+    if refused := [refusal_of(result) for result in results if "error" in result]:
+        click.echo("\n".join(refused), err=True)
+        sys.exit(1)
+    texts = [text_of(job) for job in plan.jobs]
+    with saying("counting"):
+        return stage_pieces(recipe, texts[0], chosen, number) if whole else quick_pieces(recipe, texts, chosen)

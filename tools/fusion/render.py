@@ -1,0 +1,136 @@
+"""`tc3 fusion` for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.fusion.report import fullest
+from tools.hardware.units import GIB, MIB
+
+_SHOWN = 10  # rows of a table that may be long
+_LONGEST = 60  # letters of a pattern
+
+
+def render(report: Mapping[str, Any], console: Console) -> None:
+    """Print it."""
+    console.print(f"{report['recipe']}: level {report['level']} ({report['why']})")
+    if report["disabled"]:
+        console.print(f"left alone by plugins.operator_fusion.disable: {', '.join(report['disabled'])}")
+    console.print(_parts(report))
+    console.print(
+        "MiB of HBM traffic of the operators that DVM takes, each by itself and as kernels. Of one layer for a kind of"
+        " layers; others: MiB of operators that it refuses, without products, attention and collectives."
+    )
+    console.print(_stages(report))
+    if report["patterns"]:
+        console.print(_patterns(report))
+    console.print(_alone(report))
+    if report["weight_gradients"]:
+        console.print(_named(report))
+    for row in report["parts"]:
+        if "estimator" in row:
+            console.print(_estimator(row))
+    console.print(f"Modelled seconds on {report['cluster']}: bytes over what the estimator says elementwise operators")
+    console.print(f"reach of HBM. Their error on {report['error']}.", soft_wrap=True)
+    for line in report["not_known"]:
+        console.print(f"not known: {line}", soft_wrap=True)
+
+
+def _parts(report: Mapping[str, Any]) -> Table:
+    table = _table("part", "in model", "pass", "operators", "kernels", "MiB before", "after", "others")
+    for row in report["parts"]:
+        for name, numbers in row["passes"].items():
+            table.add_row(
+                row["part"],
+                str(row["in_model"]),
+                "once a step, with optimizer" if name == "step" else name,
+                f"{numbers['operators']:,}",
+                f"{numbers['kernels']:,}",
+                *(f"{numbers[key] / MIB:,.0f}" for key in ("bytes_before", "bytes_after", "bytes_of_others")),
+            )
+    return table
+
+
+def _stages(report: Mapping[str, Any]) -> Table:
+    table = _table(
+        "stage", "GiB before", "after", "modelled s before", "after", "saved", "launches saved", "s of these"
+    )
+    certainty = report["launch_certainty"]
+    for name, row in _alike(report["stages"]):
+        table.add_row(
+            name,
+            f"{row['bytes_before'] / GIB:,.0f}",
+            f"{row['bytes_after'] / GIB:,.0f}",
+            *(f"{row[f'seconds_{key}']:.3f}" for key in ("before", "after", "saved")),
+            f"{row['launches_saved']:,}",
+            f"{row['launch_seconds_saved']:.3f}",
+        )
+    table.caption = (
+        f"Of a step of {report['micro_batches']} micro-batches; most is saved on stage {fullest(report)['stage']}. A "
+        f"launch is {report['launch_seconds'] * 1e6:g} us ({certainty}), if the device waits for each."
+    )
+    return table
+
+
+def _alike(stages: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Stages that follow each other and have the same parts are one row."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for _, group in groupby(stages, key=lambda row: row["parts"]):
+        first, *others = group
+        name = "graph" if first["stage"] < 0 else str(first["stage"])
+        found.append((f"{name}-{others[-1]['stage']}, each" if others else name, first))
+    return found
+
+
+def _patterns(report: Mapping[str, Any]) -> Table:
+    table = _table("part", "runs each", "kernels", "MiB saved", "kernel")
+    for row in report["patterns"][:_SHOWN]:
+        pattern = row["pattern"]
+        short = pattern if len(pattern) <= _LONGEST else f"{pattern[:_LONGEST]}... ({pattern.count('-') + 1})"
+        table.add_row(row["part"], row["runs"], f"{row['kernels']:g}", f"{row['bytes_saved'] / MIB:,.1f}", short)
+    return _left(table, report["patterns"])
+
+
+def _alone(report: Mapping[str, Any]) -> Table:
+    table = _table("part", "stays alone", "operators", "MiB", "why")
+    for row in report["alone"][:_SHOWN]:
+        count, size = f"{row['operators']:g}", f"{row['bytes'] / MIB:,.0f}"
+        table.add_row(row["part"], row["operator"], count, size, row["why"])
+    return _left(table, report["alone"])
+
+
+def _named(report: Mapping[str, Any]) -> Table:
+    table = _table("part", "weight gradients", "products", "MiB at stake", "modelled ms", "pass", "matches")
+    for row in report["weight_gradients"]:
+        numbers = (f"{row['products']:g}", f"{row['bytes'] / MIB:,.0f}", f"{row['seconds'] * 1e3:.2f}")
+        table.add_row(row["part"], row["chain"], *numbers, row["pass"], "yes" if row["matches"] else row["why"])
+    return table
+
+
+def _estimator(row: Mapping[str, Any]) -> str:
+    """The estimator's traffic beside the graph's."""
+    told = row["estimator"]
+    return (
+        f"{row['part']}, forward, all but products and attention: the estimator takes {told['bytes'] / MIB:,.0f} MiB "
+        f"({'x' if told['applied'] else 'unfused x'} {told['factor']:g}{'' if told['applied'] else ', not applied'}); "
+        f"the graph has {told['graph_fused'] / MIB:,.0f} MiB, unfused x {told['graph_factor']:g}"
+    )
+
+
+def _left(table: Table, rows: list[Any]) -> Table:
+    if len(rows) > _SHOWN:
+        table.caption = f"{len(rows) - _SHOWN} more with --json"
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(caption_justify="left")
+    words = ("part", "pass", "stage", "runs each", "kernel", "stays alone", "why", "weight gradients", "matches")
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return table
