@@ -119,7 +119,7 @@ def dryrun(
         if quick and plan.job_of:
             click.echo("--quick: there is one stage, which is built as it is", err=True)
         results = compile_all(plan, jobs, not no_cache)
-        refused = [_refusal(result) for result in results if "error" in result]
+        refused = [_refusal(result, loaded) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
@@ -224,10 +224,10 @@ def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
         return run_jobs(jobs, told, at_once)
 
 
-def _refusal(result: Mapping[str, Any]) -> str:
+def _refusal(result: Mapping[str, Any], recipe: Recipe) -> str:
     """Why a rank did not compile, in one line."""
     again = " (cached; --no-cache)" if result.get("cached") else ""
-    return f"rank {result['rank']}: {diagnose(*result['error'].values())}{again}"
+    return f"rank {result['rank']}: {diagnose(*result['error'].values(), recipe)}{again}"
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:
