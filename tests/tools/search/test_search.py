@@ -237,4 +237,7 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     assert told["error"] == pytest.approx(0.0515, abs=0.05) and set(told["shares"]) <= {"1", "2", "3", "recipe"}
     words = "the choice holds within" if len(told["cannot_be_told_apart"]) == 1 else "cannot be told apart within"
     assert words in page.read_text("utf-8") and any(line.startswith(words) for line in answer["reasons"])
+    marked = set(told["cannot_be_told_apart"]) - {"recipe"} if len(told["cannot_be_told_apart"]) > 1 else set()
+    rows = [row.split("</td>")[0][-1] for row in page.read_text("utf-8").split('<tr class="alike">')[1:]]
+    assert set(rows) == marked
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
