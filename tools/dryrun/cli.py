@@ -227,7 +227,8 @@ def _compile(jobs: Sequence[Job], at_once: int | None) -> list[dict[str, Any]]:
 def _refusal(result: Mapping[str, Any], recipe: Recipe) -> str:
     """Why a rank did not compile, in one line."""
     again = " (cached; --no-cache)" if result.get("cached") else ""
-    return f"rank {result['rank']}: {diagnose(*result['error'].values(), recipe=recipe)}{again}"
+    error = result["error"]
+    return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:
