@@ -66,8 +66,7 @@ def _internal(recipe: Recipe | None) -> str:
     if recipe is None or View(recipe).pp == 1 or View(recipe).get(LEVEL) != "level3":
         return ""
     return (
-        f"{dotted(LEVEL)}: level3: MindSpore 2.9.0 compiled no pipeline with it that was tried; level2 and level1 "
-        "compile: "
+        f"{dotted(LEVEL)}: level3: MindSpore 2.9.0 compiled no pipeline with it that was tried, and did with level1: "
     )
 
 
