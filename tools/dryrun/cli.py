@@ -119,7 +119,7 @@ def dryrun(
         if quick and plan.job_of:
             click.echo("--quick: there is one stage, which is built as it is", err=True)
         results = compile_all(plan, jobs, not no_cache)
-        refused = [refusal_of(result) for result in results if "error" in result]
+        refused = [refusal_of(result, loaded) for result in results if "error" in result]
     if refused:
         _refuse(refused, as_json)
     lines: dict[int, TimeLine] = {}
@@ -228,10 +228,11 @@ def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> l
         return run_jobs(jobs, told, at_once, [cache.text_of(job) for job in jobs] if texts else ())
 
 
-def refusal_of(result: Mapping[str, Any]) -> str:
+def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
     """Why a rank did not compile, in one line."""
     again = " (cached; --no-cache)" if result.get("cached") else ""
-    return f"rank {result['rank']}: {diagnose(*result['error'].values())}{again}"
+    error = result["error"]
+    return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:

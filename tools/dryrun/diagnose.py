@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import re
 
+from tools.estimate.from_recipe import LEVEL
+from tools.recipe.load import Recipe
+from tools.recipe.override import dotted
+from tools.recipe.view import View
+
 _M = "model.model_config"
 _P = "parallel_config"
 
@@ -37,16 +42,32 @@ _SOURCES: tuple[tuple[str, str], ...] = (
 _NOISE = re.compile(r"\n-{3,}.*", re.DOTALL)  # MindSpore appends framework call stacks below ruled lines
 
 
-def diagnose(kind: str, message: str) -> str:
+# what MindSpore says of its own graph, not of a recipe; the Python lines below it are where it was, not the cause
+_INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
+
+
+def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     """One line: the key, and the message without the framework's call stacks.
 
     Args:
         kind: class of the exception.
+        recipe: that was compiled; some causes show in its keys alone.
     """
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
+    if _INTERNAL.search(said):
+        return f"{_internal(recipe)}{kind}: {said} (an error inside MindSpore, which names no key)"
     key = _first(_KEYS, said) or source_key(message)
     place = f"{key}: " if key else ""
     return f"{place}{kind}: {said}" + ("" if key else " (no key of the recipe is known for this message)")
+
+
+def _internal(recipe: Recipe | None) -> str:
+    """The key that is known to end in an error of MindSpore's own."""
+    if recipe is None or View(recipe).pp == 1 or View(recipe).get(LEVEL) != "level3":
+        return ""
+    return (
+        f"{dotted(LEVEL)}: level3: MindSpore 2.9.0 compiled no pipeline with it that was tried, and did with level1: "
+    )
 
 
 def source_key(source: str) -> str:

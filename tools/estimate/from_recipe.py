@@ -20,6 +20,10 @@ from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
+_SHARD = ("parallel", "parallel_optimizer_config")
+LEVEL = (*_SHARD, "optimizer_level")
+GRADIENTS = (*_SHARD, "gradient_accumulation_shard")
+
 Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the layers, as numbers of layers
 
 
@@ -54,7 +58,6 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
     fields = built.fields
     dtype = short_dtype(fields.get("compute_dtype"), "fp32")
     mode, cut = (ep_mode, None) if ep_mode else _dispatch(view, str(fields.get("moe_token_dispatcher_type")))
-    shard = ("parallel", "parallel_optimizer_config")
     return Configuration(
         model=model,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
@@ -70,7 +73,7 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
         ep_cut=cut,
         shared_beside=fields.get("moe_shared_expert_overlap") is True,
         shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
-        shard_gradients=view.flag((*shard, "gradient_accumulation_shard")),
+        shard_gradients=shards_gradients(view),
         shard_threshold=1024 * _shard_threshold(view),
         shard_size=_shard_size(view),
         flash=fields.get("use_flash_attention") is not False,
@@ -98,15 +101,25 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
     return str(mode), Cut(*ep_overlap.read(overlap)) if overlap else None
 
 
+def shards_gradients(view: View) -> bool:
+    """Whether accumulated gradients are sharded.
+
+    `optimizer_level: level2` has it so, whatever the flag says (MindSpore 2.9.0, set_parallel_optimizer_config); level1
+    and level3 have it off, and MindSpore refuses the flag beside them.
+    """
+    level = view.get(LEVEL)
+    return view.flag(GRADIENTS) if level is None else level == "level2"
+
+
 def _shard_size(view: View) -> int:
     """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
-    size = view.number(("parallel", "parallel_optimizer_config", "optimizer_weight_shard_size"), 0)
+    size = view.number((*_SHARD, "optimizer_weight_shard_size"), 0)
     return 0 if size == 1 else size
 
 
 def _shard_threshold(view: View) -> int:
     """KiB below which the optimizer shards no weight; 0 shards all of them."""
-    value = view.get(("parallel", "parallel_optimizer_config", "parallel_optimizer_threshold"))
+    value = view.get((*_SHARD, "parallel_optimizer_threshold"))
     return value if type(value) is int and value >= 0 else 64
 
 

@@ -124,7 +124,7 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
     number = stage or 0
     plan = plan_jobs(recipe, (number * (view.devices // view.pp),)) if whole else quick_plan(recipe)
     results = compile_all(plan, at_once, use_cache, texts=True)
-    if refused := [refusal_of(result) for result in results if "error" in result]:
+    if refused := [refusal_of(result, recipe) for result in results if "error" in result]:
         click.echo("\n".join(refused), err=True)
         sys.exit(1)
     texts = [text_of(job) for job in plan.jobs]

@@ -1,6 +1,7 @@
 import pytest
 
 from tools.dryrun.diagnose import diagnose
+from tools.recipe.load import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -37,3 +38,23 @@ def test_call_stacks_of_the_framework_are_left_out():
 
 def test_an_empty_message():
     assert "(no message)" in diagnose("KeyError", "")
+
+
+NULL = (
+    "The pointer[context] is null.\n\n----------------------------------------------------\n"
+    '- C++ Call Stack: (x)\nat File "mindformers/attention.py:3"'
+)
+LEVEL = "parallel.parallel_optimizer_config.optimizer_level"
+
+
+@pytest.mark.parametrize(
+    ("level", "stages", "named"), [("level3", 2, True), ("level3", 1, False), ("level2", 2, False)]
+)
+@pytest.mark.parametrize("message", [NULL, "Illegal AnfNode for evaluating, node: @embedding"])
+def test_an_error_inside_mindspore_leads_to_level3_in_a_pipeline_and_else_to_no_key(level, stages, named, message):
+    recipe = load_recipe("recipes/mini/pretrain_3d.yaml")
+    recipe["parallel"]["parallel_optimizer_config"]["optimizer_level"] = level
+    recipe["parallel_config"]["pipeline_stage"] = stages
+    line = diagnose("RuntimeError", message, recipe)
+    assert line.startswith(f"{LEVEL}: level3" if named else "RuntimeError: ") and "inside MindSpore" in line
+    assert diagnose("RuntimeError", message).startswith("RuntimeError: ")

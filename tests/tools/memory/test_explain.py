@@ -2,6 +2,7 @@
 
 import pytest
 
+from plugins.errors import RecipeError
 from tools.dryrun.memory import DOES_NOT_FIT, FITS
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
@@ -94,3 +95,11 @@ def test_nothing_is_proposed_where_nothing_is_known(times):
     recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
     config = from_recipe(recipe)
     assert all(change.peak < peak_memory(config) for change in single_changes(config, 50 * GIB))
+
+
+def test_of_level3_nothing_is_said(times):
+    recipe = load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")
+    recipe["parallel"]["parallel_optimizer_config"] = {"optimizer_level": "level3"}
+    with pytest.raises(RecipeError, match="whether it fits is unknown"):
+        room_of(recipe, times.hardware)
+    assert checked_advice(recipe, 10 * GIB).startswith("what would make it fit is unknown: ")

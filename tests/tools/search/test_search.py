@@ -25,6 +25,8 @@ from tools.search.ranking.entry import entry_of, why_faster
 from tools.search.ranking.infeasible import explain, more_memory
 from tools.search.ranking.rank import feasible, rank
 from tools.search.ranking.store import Store
+from tools.search.report import html as report
+from tools.search.sensitivity.doubt import Doubt
 from tools.search.space.limits import read_limit
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
@@ -238,3 +240,12 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     words = "the choice holds within" if len(told["cannot_be_told_apart"]) == 1 else "cannot be told apart within"
     assert words in page.read_text("utf-8") and any(line.startswith(words) for line in answer["reasons"])
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
+
+
+def test_the_page_marks_the_rows_that_cannot_be_told_apart(monkeypatch, tmp_path):
+    page = tmp_path / "r.html"
+    for shares, marked in (((0.5, 0.02, 0.48), ["1", "3"]), ((0.98, 0.02, 0.0), [])):
+        monkeypatch.setattr(report, "doubt_of", lambda *_, of=shares: Doubt(("1", "2", "3"), of, None, 0.05, True))
+        run("--top", 3, "--html", page)
+        rows = page.read_text("utf-8").split('<tr class="alike">')[1:]
+        assert [row.split("</td>")[0][-1] for row in rows] == marked

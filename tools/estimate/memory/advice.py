@@ -6,6 +6,7 @@ from plugins.errors import RecipeError
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.changes import Change, single_changes
 from tools.estimate.memory.error import known_errors
+from tools.estimate.memory.room import require_known
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 
@@ -15,6 +16,7 @@ _SHOWN = 3  # changes of each sort
 def checked_advice(recipe: Recipe, limit: int) -> str:
     """One line: which single changes fit by the model, less its known error, and what the others leave."""
     try:
+        require_known(recipe)
         changes = sorted(single_changes(from_recipe(recipe), limit), key=lambda change: change.peak)
     except RecipeError as error:
         return f"what would make it fit is unknown: {error}"

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from plugins.errors import RecipeError
+from tools.estimate.from_recipe import LEVEL
 from tools.estimate.memory.error import known_errors
 from tools.hardware import Hardware
 from tools.hardware.units import GIB
-from tools.recipe.view import limit_of
+from tools.recipe.view import limit_of, look
 
 # of HBM for a job where nobody says: the driver, HCCL's buffers and the allocator's fragments take the rest (assumed;
 # MindFormers' public recipes for 64 GB devices write 54 to 59 GB, of 2^30)
@@ -50,8 +52,9 @@ def room_of(
         margin: the estimator's known error by default.
 
     Raises:
-        RecipeError: `context.max_device_memory` is no such text.
+        RecipeError: `context.max_device_memory` is no such text, or nothing can be said of the recipe's memory.
     """
+    require_known(recipe)
     limit = limit_of(recipe)
     cap, source = USABLE * hardware.hbm_bytes, f"{USABLE:.0%} of the device's memory (assumed)"
     if memory_gib is not None:
@@ -59,3 +62,16 @@ def room_of(
     elif 0 < limit <= hardware.hbm_bytes:
         cap, source = float(limit), "context.max_device_memory of the recipe"
     return Room(cap, source, known_errors().margin if margin is None else margin)
+
+
+def require_known(recipe: Mapping[str, Any]) -> None:
+    """Refuse a recipe whose memory the model says nothing of.
+
+    Raises:
+        RecipeError: its optimizer_level is level3.
+    """
+    if look(recipe, LEVEL) == "level3":
+        raise RecipeError(
+            f"{'.'.join(LEVEL)}: level3: whether it fits is unknown, its memory is not modelled; level1 and level2 "
+            "are (docs/memory.md)"
+        )

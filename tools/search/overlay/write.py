@@ -15,7 +15,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import offset_of
 from tools.estimate.configuration import Configuration, Table
-from tools.estimate.from_recipe import patterns_of, reader_of
+from tools.estimate.from_recipe import GRADIENTS, LEVEL, patterns_of, reader_of, shards_gradients
 from tools.estimate.layer_numbers import numbers_of
 from tools.estimate.recompute_keys import (
     has_counts,
@@ -136,19 +136,28 @@ def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
     flags: dict[KeyPath, bool] = {
         (*PARALLEL, "use_seq_parallel"): config.sequence_parallel and config.tp > 1,
         ("parallel", "enable_parallel_optimizer"): config.shard_optimizer,
-        (*_SHARD, "gradient_accumulation_shard"): config.shard_gradients,
     }
     for index, callback in enumerate(view.get(("callbacks",), []) or []):
         if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats the number
             numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
     wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
     wanted += [(path, view.flag(path), value) for path, value in flags.items()]
+    wanted.append(_gradients(view, config))
     threshold = (*_SHARD, "parallel_optimizer_threshold")
     wanted.append((threshold, view.number(threshold, 64), config.shard_threshold // 1024))
     rows = view.get(_STRATEGY)
     if isinstance(rows, list):
         wanted.append((_STRATEGY, rows, [[config.dp, *row[1:]] for row in rows]))
     return {path: value for path, now, value in wanted if now != value}
+
+
+def _gradients(view: View, config: Configuration) -> tuple[KeyPath, Any, Any]:
+    """The key that shards accumulated gradients, now and wanted: MindSpore takes the flag beside level2 alone."""
+    both = shards_gradients(view), config.shard_gradients
+    if view.get(LEVEL) is None:
+        return GRADIENTS, *both
+    now, then = ("level2" if sharded else "level1" for sharded in both)
+    return LEVEL, now, then
 
 
 def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:

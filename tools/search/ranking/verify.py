@@ -88,7 +88,8 @@ def dry_run(path: Path, full: bool) -> DryRun:
         results = compile_all(plan, None, True)
     except SystemExit:  # its command's answer to Ctrl-C
         raise KeyboardInterrupt from None
-    refused = [diagnose(*result["error"].values()) for result in results if "error" in result]
+    errors = [result["error"] for result in results if "error" in result]
+    refused = [diagnose(error["type"], error["message"], recipe) for error in errors]
     if refused:
         return DryRun(refused, [], [])
     report = report_of(recipe, plan, results, View(recipe).node)

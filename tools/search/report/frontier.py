@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ from tools.pipeline.simulate import Durations, simulate
 from tools.search.ranking.entry import Entry
 from tools.search.ranking.rank import Ranking
 from tools.search.ranking.run import Found
+from tools.search.sensitivity.doubt import Doubt
+from tools.search.sensitivity.of_search import doubt_of
 from tools.search.space.candidates import RECOMPUTE
 from tools.search.space.limits import PLANNED
 
 _SHOWN = 6000  # points of the space
-_SLOWEST = 2.5  # times the fastest: what is slower is not drawn
+_SLOWEST = 2.0  # times the fastest: what is slower is not drawn
+_NEAR, _NEAR_S = 0.4, 0.03  # GiB and share of the seconds within which two marks' numbers would overlap
+_ROUNDS = 2  # micro-batches of a timeline for each stage: filling, steady state and emptying can be seen
 _DENSE = 2000  # operations of a timeline that are drawn as an image inside the picture
 
 
@@ -37,7 +41,7 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
     """Both pictures in one file (.svg or .png): the frontier above, the winner's timeline below."""
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
-    draw_frontier(above, found)
+    draw_frontier(above, found, doubt_of(found, times))
     draw_timeline(below, found.entries[0], times)
     return save_figure(figure, path)
 
@@ -49,12 +53,15 @@ def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
     return svg_text(figure)
 
 
-def draw_frontier(axes: Any, found: Found) -> None:
-    """Candidates that fit as dots coloured by their stages, the frontier as a line, those placed as marks.
+def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
+    """Candidates that fit as dots coloured by their stages, the frontier as a line, those placed as diamonds.
+
+    Diamonds that `doubt` cannot tell from the fastest are filled and have their number.
 
     "Planned" ones have no dot: as ranked, all that the limit binds lie on it.
     """
     from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator, NullLocator
 
     ranking, request = found.ranking, found.request
     shown = _sample(ranking)
@@ -76,9 +83,7 @@ def draw_frontier(axes: Any, found: Found) -> None:
     best = best[ranking.seconds[best] <= _SLOWEST * ranking.seconds.min()]
     line = {"color": "black", "linewidth": 1, "drawstyle": "steps-post"}
     axes.plot(ranking.peaks[best] / GIB, ranking.seconds[best], label="frontier, as ranked", **line)
-    entries = found.entries
-    marks = {"marker": "D", "color": "tab:red", "zorder": 3}
-    axes.scatter([e.peak / GIB for e in entries], [e.seconds for e in entries], s=28, label="placed", **marks)
+    _draw_placed(axes, found.entries, {name for name, _ in doubt.alike} if doubt else set())
     if found.own and not found.request.changed:
         axes.scatter([found.own.peak / GIB], [found.own.seconds], marker="*", s=130, color="tab:orange", label="recipe")
     if request.margin:
@@ -86,9 +91,32 @@ def draw_frontier(axes: Any, found: Found) -> None:
         axes.axvline(request.room / GIB, color="tab:orange", linestyle="--", linewidth=1, label=label)
     axes.axvline(request.cap / GIB, color="red", linestyle="--", linewidth=1, label="memory limit")
     axes.set_xlabel("memory of the heaviest stage, GiB")
+    axes.set_yscale("log")  # what is near the fastest has most of the height
+    axes.yaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("step, s")
     axes.set_title(f"{len(ranking.seconds):,} candidates that fit, of {ranking.funnel.total:,}")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def _draw_placed(axes: Any, entries: Sequence[Entry], alike: Collection[str]) -> None:
+    """A diamond for each; below those that may be the fastest their numbers in the table, one under the other where
+    they are near.
+    """
+    numbered: list[tuple[float, float]] = []
+    for filled, label in ((True, "placed, may be the fastest"), (False, "placed, others")):
+        own = {name: entry for name, entry in enumerate(entries, 1) if (str(name) in alike) == filled}
+        where = [entry.peak / GIB for entry in own.values()], [entry.seconds for entry in own.values()]
+        faces = "tab:red" if filled else "white"
+        if own:
+            axes.scatter(*where, s=28, marker="D", zorder=3, edgecolors="tab:red", facecolors=faces, label=label)
+        for name, place in zip(own, zip(*where, strict=True), strict=True) if filled else ():
+            near = sum(abs(x - place[0]) < _NEAR and abs(y / place[1] - 1) < _NEAR_S for x, y in numbered)
+            numbered.append(place)
+            below = {"xytext": (0, -15 - 11 * near), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            axes.annotate(str(name), place, zorder=4, color="tab:red", bbox=paper, **below)
 
 
 def _sample(ranking: Ranking) -> np.ndarray:
@@ -100,12 +128,14 @@ def _sample(ranking: Ranking) -> np.ndarray:
 
 
 def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
-    """Who runs what when, a row for each stage."""
+    """Who runs what when, a row for each stage; of many micro-batches as many as show how they follow each other."""
     config = entry.config
     forward, backward, _ = times.chunks(config)
     sending = 0.0 if config.overlap_pp else times.transfer(config)
     durations = Durations(forward, backward, backward / 2, sending, "none" if sending else "full")
-    simulation = simulate(config.schedule, config.micro_batches, durations)
+    step = simulate(config.schedule, config.micro_batches, durations)
+    few = min(config.micro_batches, max(_ROUNDS * config.pp, 8))
+    simulation = step if few == config.micro_batches else simulate(config.schedule, few, durations)
     pipeline_picture.draw_timeline(axes, simulation)
     if sum(map(len, simulation.orders)) > _DENSE:
         for bars in axes.collections:
@@ -113,5 +143,6 @@ def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
     # beside the rows: with many chunks the picture's own legend is wider than the picture
     handles = axes.get_legend().legend_handles
     axes.legend(handles=handles, fontsize="x-small", loc="center left", bbox_to_anchor=(1.01, 0.5))
-    axes.set_xlabel("seconds of one step")
-    axes.set_title(f"{entry.layout}: pipeline {simulation.makespan:.2f} s, simulated")
+    shown = "one step" if simulation is step else f"{few} micro-batches of the step's {config.micro_batches}"
+    axes.set_xlabel(f"seconds, {shown}")
+    axes.set_title(f"{entry.layout}: the pipeline of a step takes {step.makespan:.2f} s, simulated; drawn: {shown}")

@@ -23,7 +23,7 @@ from tools.recipe.view import View, limit_of
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.search.overlay.site import Site
-from tools.search.overlay.write import overlay, write_overlay
+from tools.search.overlay.write import changed, overlay, write_overlay
 
 LARGE = "recipes/telechat3_438b/pretrain_4k.yaml"
 PLUGGED = "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"
@@ -272,3 +272,19 @@ def test_one_device_has_no_layout():
     recipe = load_recipe("recipes/mini/pretrain.yaml")
     with pytest.raises(RecipeError, match="use_parallel"):
         overlay(recipe, replace(from_recipe(recipe), dp=2))
+
+
+@pytest.mark.parametrize(("now", "wanted"), [("level1", "level2"), ("level2", "level1")])
+def test_where_a_level_says_what_is_sharded_the_flag_is_not_written(now, wanted):
+    """MindSpore refuses gradient_accumulation_shard beside level1, and takes level2 for True whatever it says."""
+    recipe = load_recipe(LARGE)
+    section = recipe["parallel"]["parallel_optimizer_config"]
+    del section["gradient_accumulation_shard"]
+    section["optimizer_level"] = now
+    config = from_recipe(recipe)
+    assert config.shard_gradients == (now == "level2") and overlay(recipe, config) == {}
+    other = replace(config, shard_gradients=not config.shard_gradients)
+    assert overlay(recipe, other) == {"parallel": {"parallel_optimizer_config": {"optimizer_level": wanted}}}
+    assert not check_recipe(changed(recipe, other)).errors
+    section["gradient_accumulation_shard"] = False
+    assert from_recipe(recipe).shard_gradients == (now == "level2")
