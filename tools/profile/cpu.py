@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +44,7 @@ def read_cpu(folder: Path) -> Profile:
     kernels = _quiet(runs, shapes, steps)
     once = min(every for every in runs.values() if len(every) == steps)  # its starts are a step apart
     seconds = max((kernel.start + kernel.seconds for kernel in kernels), default=0.0)
-    notes += spread_notes(np.diff([start for start, _ in once]), seconds)
+    notes += spread_notes([after - start for (start, _), (after, _) in pairwise(once)], seconds)
     rank = re.search(r"_(\d+)\.txt$", found[0].name)
     return Profile(
         str(folder), "CPU", Step(tuple(kernels), seconds), steps, rank=int(rank[1]) if rank else None,

@@ -23,12 +23,12 @@ def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[
     found = []
     if high - low > _WIDE * middle:
         found.append(
-            f"steps differ widely: half of them take {low:.4g} to {high:.4g} s; other work, or a shared link, was beside "
-            "the run, and what is fitted holds for that: profile again on a quiet machine"
+            f"steps differ widely: half of them take {low:.4g} to {high:.4g} s; other work, or a shared link, was "
+            "beside the run, and what is fitted holds for that: profile again on a quiet machine"
         )
     if quiet and middle > _LONGER * quiet:
         found.append(
-            f"a usual step takes {middle:.4g} s, {middle / quiet:.2f} times one of quiet operators: the machine was not "
-            "quiet, and the fit is of neither"
+            f"a usual step takes {middle:.4g} s, {middle / quiet:.2f} times one of quiet operators, which is fitted: "
+            "the machine was not quiet"
         )
     return tuple(found)

@@ -55,9 +55,9 @@ def test_a_device_keeps_what_published_runs_leave():
 
 def test_each_weight_costs_its_host_and_the_terms_stay_the_step():
     values = replace(START, weight_s=0.25)
-    more = TimeModel(HARDWARE, values).optimizer(mini(), 0) - TimeModel(HARDWARE, replace(values, weight_s=0)).optimizer(
-        mini(), 0
-    )
+    more = TimeModel(HARDWARE, values).optimizer(mini(), 0) - TimeModel(
+        HARDWARE, replace(values, weight_s=0)
+    ).optimizer(mini(), 0)
     weights = len(list(stage_weights(mini(), 0)))
     assert weights == 60  # AdamW's Addcmul kernels in a profile of MindSpore 2.9.0
     assert more == pytest.approx(0.25 * weights)
