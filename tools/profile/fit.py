@@ -2,7 +2,8 @@
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
-   optimizer (memory; on a CPU, where no kernel is fused, `update` apart), each communication with what is hidden included and without (links, hidden), the host's time;
+   optimizer (memory; on a CPU, which fuses nothing, the optimizer's share apart), each communication with what is
+   hidden included and without (links, hidden), the host's time;
 3. *choice*: only parameters that move these numbers, and each in a way of its own (a QR decomposition with pivots of
    their derivatives). The others keep their values, and it is said why.
 
