@@ -44,6 +44,8 @@ class Efficiency:
         step_s: seconds of a step beside all that is computed here.
         graphed: elementwise traffic that fused operators leave, where the whole step is one CUDA graph.
         mesh: devices of a node are joined pair by pair, so a group uses only the links among its members.
+        update: factor on `memory` for the optimizer and the norm of gradients, where these reach another share.
+        weight_s: host's seconds of the update for each weight (tensor), once a step; 0 where one kernel updates many.
     """
 
     matmul: float
@@ -64,6 +66,8 @@ class Efficiency:
     graphed: float = 0.7
     network: float = 1.0
     mesh: bool = False
+    update: float = 1.0
+    weight_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class KnownError:
 
 
 UNKNOWN = "no published run tells how far they are off on this cluster"
-NAMES = tuple(field.name for field in fields(Efficiency) if field.name != "mesh")
+PROFILED = ("update", "weight_s")  # that only a profile tells: published runs leave them at what they are here
+NAMES = tuple(field.name for field in fields(Efficiency) if field.name not in ("mesh", *PROFILED))
 
 
 @lru_cache(maxsize=1)
@@ -124,11 +129,11 @@ def cluster(name: str) -> Hardware:
 # what an own value may be: shares, factors and seconds; wide, for published.calibrate bounds what is fitted
 _VALUES = {
     **dict.fromkeys(("hidden", "hidden_ep"), Range(0, 1, whole=False)),
-    **dict.fromkeys(("layer_s", "moe_s", "step_s"), Range(0, 100, whole=False)),
+    **dict.fromkeys(("layer_s", "moe_s", "step_s", "weight_s"), Range(0, 100, whole=False)),
     "half_size": Range(0, 1_000_000, whole=False),
 }
 _FACTOR = Range(0, 100, whole=False, above=True)
-_YOUNG = {"blocks", "matmul_fp4", "graphed", "network"}  # files made before these were there do without
+_YOUNG = {"blocks", "matmul_fp4", "graphed", "network", *PROFILED}  # files made before these were there do without
 
 
 def _own(hardware: Hardware) -> Efficiency:
@@ -136,7 +141,7 @@ def _own(hardware: Hardware) -> Efficiency:
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
     if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content) <= set(wanted):
         raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
-    for name in NAMES:
+    for name in (*NAMES, *PROFILED):
         if name in content and (refusal := _VALUES.get(name, _FACTOR).refusal(content[name])):
             raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")
     if not isinstance(content["mesh"], bool):

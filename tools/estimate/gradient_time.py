@@ -73,12 +73,14 @@ class GradientTimes(LayerTimes):
         return float(self.waited(once, each, work, config.micro_batches, rounds))
 
     def optimizer(self, config: Configuration, stage: int) -> float:
-        """Seconds of the update."""
+        """Seconds of the update: its bytes, and the host's time for each weight."""
+        counted = _counted(config, stage)
         held = sum(
             count * weight.size / sharding.cut(weight, config) / sharding.shards(weight, config)
-            for weight, count in _counted(config, stage)
+            for weight, count in counted
         )
-        return _OPTIMIZER_BYTES * held / (self.hardware.hbm_bytes_per_s * self.reached.memory)
+        speed = self.hardware.hbm_bytes_per_s * self.reached.memory * self.reached.update
+        return _OPTIMIZER_BYTES * held / speed + self.reached.weight_s * sum(count for _, count in counted)
 
 
 @lru_cache(maxsize=4096)

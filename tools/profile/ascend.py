@@ -26,6 +26,7 @@ from typing import Any
 
 from plugins.errors import DataError
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
+from tools.profile.spread import spread_notes
 
 FOLDER = "ASCEND_PROFILER_OUTPUT"
 KERNELS, STATISTIC, TRACE = "kernel_details.csv", "op_statistic.csv", "step_trace_time.csv"
@@ -65,7 +66,9 @@ def read_ascend(folder: Path, steps: int | None = None) -> Profile:
         notes = [] if any(kernel.inputs for kernel in found[0].kernels) else ["no shapes: profile at level 1 for them"]
         if len(found) == 1:
             alone = _divided(found[0], steps or max(1, len(lengths)), sum(lengths.values()))
+            notes += spread_notes(list(lengths.values()))
             return Profile(str(folder), "Ascend", alone, steps or max(1, len(lengths)), rank=rank, notes=tuple(notes))
+        notes += spread_notes([step.seconds for step in found])
         middle = sorted(found, key=lambda step: step.seconds)[len(found) // 2]
         return Profile(str(folder), "Ascend", middle, len(found), rank=rank, notes=tuple(notes))
     if (folder / STATISTIC).is_file():
@@ -183,7 +186,8 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
     step = Step(tuple(kernels), sum(lengths.values()) / steps, steps)
     note = f"no {KERNELS}: sums by type of {STATISTIC}; communication by its group, gaps by layer are unknown"
     return Profile(
-        str(folder), "Ascend", step, steps, timed=False, rank=rank, exposed=(shown, hidden), notes=(note,)
+        str(folder), "Ascend", step, steps, timed=False, rank=rank, exposed=(shown, hidden),
+        notes=(note, *spread_notes(list(lengths.values()))),
     )  # fmt: skip
 
 

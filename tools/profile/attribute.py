@@ -2,7 +2,8 @@
 
 1. *computing*: a kernel's own time; where two run at once the second's is what it goes on alone.
 2. *communication*: its exposed time, in which nothing is computed; what is hidden is kept beside it.
-3. *gaps*: nothing runs: the host. A gap belongs to what comes after it: a layer, a layer's experts, or neither.
+3. *gaps*: nothing runs: the host. A gap belongs to what comes after it: a layer, a layer's experts, the optimizer
+   (on a CPU, where it is many kernels a weight), or none of these.
 
 What fits no term is "not attributed", by type.
 """
@@ -16,11 +17,11 @@ import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.profile.kernels import Kernel, Profile
-from tools.profile.kinds import COMMUNICATION, COMPUTE, OTHER, communicates, place, term_of
+from tools.profile.kinds import COMMUNICATION, COMPUTE, OTHER, communicates, expanded, place, term_of
 
-HOST = ("host of layers", "host of experts", "host of the step")
+HOST = ("host of layers", "host of experts", "host of the optimizer", "host of the step")
 TERMS = (*COMPUTE, *COMMUNICATION, *HOST, OTHER)
-_PLACES = dict(zip(("layer", "moe", "step"), HOST, strict=True))
+_PLACES = dict(zip(("layer", "moe", "optimizer", "step"), HOST, strict=True))
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class Measured:
 def attribute(profile: Profile, config: Configuration) -> Measured:
     """The seconds of a profile's step by term."""
     kernels = sorted(profile.step.kernels, key=lambda kernel: kernel.start)
-    terms = [term_of(kernel, config) for kernel in kernels]
+    terms = _terms(profile, config, kernels)
     if profile.timed:
         own = _own(kernels)
         length = max(profile.step.seconds, _end(kernels))
-        gaps = _gaps(kernels, length)
+        gaps = _gaps(profile, kernels, length)
     else:
         own, length, gaps = _untimed(profile, kernels)
     found = dict.fromkeys(TERMS, 0.0)
@@ -77,6 +78,19 @@ def attribute(profile: Profile, config: Configuration) -> Measured:
         replayed,
         dict(sorted(unknown.items(), key=lambda item: -item[1])),
     )
+
+
+def _terms(profile: Profile, config: Configuration, kernels: list[Kernel]) -> list[str]:
+    """The term of each kernel (by start); one that no cell names counts to the optimizer where it stands in it."""
+    found = [term_of(kernel, config) for kernel in kernels]
+    if profile.device != "CPU":
+        return found
+    where = None
+    for index, kernel in enumerate(kernels):
+        where = place(kernel) or where
+        if where == "optimizer" and found[index] == "elementwise" and expanded(kernel):
+            found[index] = "optimizer"
+    return found
 
 
 def _end(kernels: list[Kernel]) -> float:
@@ -105,12 +119,14 @@ def _own(kernels: list[Kernel]) -> np.ndarray:
     return own
 
 
-def _gaps(kernels: list[Kernel], length: float) -> dict[str, float]:
+def _gaps(profile: Profile, kernels: list[Kernel], length: float) -> dict[str, float]:
     """Seconds in which nothing runs, by what comes next; a kernel without a scope belongs where the last one did."""
     found = dict.fromkeys(HOST, 0.0)
     now, where = 0.0, "step"
     for kernel in kernels:
         where = place(kernel) or where
+        if where == "optimizer" and profile.device != "CPU":
+            where = "step"
         found[_PLACES[where]] += max(0.0, kernel.start - now)
         now = max(now, kernel.start + kernel.seconds)
     found[_PLACES["step"]] += max(0.0, length - now)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from plugins.errors import DataError
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
+from tools.profile.spread import spread_notes
 
 TIMES = "cpu_op_execute_timestamp_*.txt"
 SHAPES = "cpu_framework_*.txt"
@@ -40,7 +42,9 @@ def read_cpu(folder: Path) -> Profile:
     if not shapes:
         notes.append("no cpu_framework_*.txt beside it: shapes are unknown")
     kernels = _quiet(runs, shapes, steps)
+    once = min(every for every in runs.values() if len(every) == steps)  # its starts are a step apart
     seconds = max((kernel.start + kernel.seconds for kernel in kernels), default=0.0)
+    notes += spread_notes([after - start for (start, _), (after, _) in pairwise(once)], seconds)
     rank = re.search(r"_(\d+)\.txt$", found[0].name)
     return Profile(
         str(folder), "CPU", Step(tuple(kernels), seconds), steps, rank=int(rank[1]) if rank else None,

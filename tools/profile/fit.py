@@ -2,7 +2,8 @@
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
-   optimizer (memory), each communication with what is hidden included and without (links, hidden), the host's time;
+   optimizer (memory; on a CPU, which fuses nothing, the optimizer's share apart), each communication with what is
+   hidden included and without (links, hidden), the host's time;
 3. *choice*: only parameters that move these numbers, and each in a way of its own (a QR decomposition with pivots of
    their derivatives). The others keep their values, and it is said why.
 
@@ -22,7 +23,7 @@ from scipy.optimize import least_squares
 
 from plugins.errors import DataError
 from tools.estimate.configuration import Configuration
-from tools.estimate.efficiency import NAMES, Efficiency
+from tools.estimate.efficiency import NAMES, PROFILED, Efficiency
 from tools.estimate.layer_model import Matmul
 from tools.estimate.published.calibrate import BOUNDS
 from tools.estimate.time_model import TimeModel
@@ -42,6 +43,8 @@ _WIDE = {  # of a CPU: what nobody fuses, and a host that is the device
     "matmul": (1e-2, 1.0),
     "layer_s": (1e-6, 1.0),
     "moe_s": (1e-6, 1.0),
+    "update": (0.01, 100.0),
+    "weight_s": (0.0, 0.1),
 }
 Numbers = Callable[[Efficiency], np.ndarray]
 
@@ -94,7 +97,7 @@ def fit(
         DataError: nothing in the profile tells any parameter.
     """
     bounds = {**BOUNDS, **(_WIDE if profile.device == "CPU" else {})}
-    bounds = {name: bounds[name] for name in NAMES if name in bounds}
+    bounds = {name: bounds[name] for name in (*NAMES, *PROFILED) if name in bounds}
     numbers = _numbers(profile, measured, config, hardware, stage)
     left = bounds if measured.scoped else _one_host(numbers, start, bounds)
     names, kept = _choose(numbers, start, left)
@@ -135,7 +138,7 @@ def _one_host(
     numbers: Numbers, start: Efficiency, bounds: Mapping[str, tuple[float, float]]
 ) -> dict[str, tuple[float, float]]:
     """The bounds with one parameter of the host, the one that moves the step most: gaps do not say whose they are."""
-    host = [name for name in ("layer_s", "moe_s", "step_s") if name in bounds]
+    host = [name for name in ("layer_s", "moe_s", "weight_s", "step_s") if name in bounds]
     moves = np.linalg.norm(_derivatives(numbers, start, host, bounds), axis=0)
     return {name: span for name, span in bounds.items() if name not in host or name == host[int(moves.argmax())]}
 

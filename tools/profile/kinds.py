@@ -28,8 +28,12 @@ _VECTOR = re.compile(
     re.I,
 )
 _VECTOR_CORES = ("AI_VECTOR_CORE", "MIX_AIV", "AIV", "AI_CORE", "MIX_AIC", "AIC", "Host", "N/A", "")
+# routing and the sums over a token's experts, which lose their scope on a CPU; weights have two dimensions
+_ROUTING = re.compile(r"sort|topk|gather|floordiv|onehot", re.I)
+_WEIGHT = 2
 _HEADS = 4  # dimensions of queries, keys and scores: batch, heads, two of the product
 LAYER = re.compile(r"layers-CellList/(\d+)-")
+_NETWORK = re.compile(r"Default/network")
 _MTP = re.compile(r"mtp-|MultiTokenPrediction")
 _EXPERTS = re.compile(r"MoELayer|/experts-|/router-|[Dd]ispatcher|shared_experts")
 
@@ -61,10 +65,23 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
     if kernel.core == "Host":
         if "/" not in kernel.name:  # no part of a graph: callbacks
             return OTHER
-        return "optimizer" if _AROUND.match(kernel.name) else "elementwise"
+        return "optimizer" if _around(kernel) else "elementwise"
     if kernel.core in _VECTOR_CORES and (kernel.core.endswith("V") or "VECTOR" in kernel.core or _VECTOR.search(words)):
         return "elementwise"
     return OTHER
+
+
+def expanded(kernel: Kernel) -> bool:
+    """Whether it is a part of an operator that the graph compiler took apart, which names no cell."""
+    return kernel.name.startswith("Expand/")
+
+
+def _around(kernel: Kernel) -> bool:
+    """Whether it stands in the step's own cell, and not in a layer that lost its scope."""
+    if not _AROUND.match(kernel.name):
+        return False
+    lost = _ROUTING.search(kernel.kind) or any(len(shape) > _WEIGHT for shape in kernel.inputs)
+    return kernel.core != "Host" or not lost
 
 
 def _words(kernel: Kernel) -> str:
@@ -106,10 +123,15 @@ def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
 
 
 def place(kernel: Kernel) -> str | None:
-    """Where a kernel's scope puts it: "moe" or "layer", "step" outside layers; None where its name says nothing."""
+    """Where a kernel's scope puts it: "moe" or "layer", "optimizer"; None where its name says nothing.
+
+    On a CPU "step" for what of the network is no layer: embedding, head and loss.
+    """
     if LAYER.search(kernel.name) or _MTP.search(kernel.name):
         return "moe" if _EXPERTS.search(kernel.name) else "layer"
-    return "step" if _OPTIMIZER.search(kernel.name) or _AROUND.match(kernel.name) else None
+    if _OPTIMIZER.search(kernel.name) or _around(kernel):
+        return "optimizer"
+    return "step" if kernel.core == "Host" and _NETWORK.search(kernel.name) else None
 
 
 def layer_numbers(kernels: tuple[Kernel, ...]) -> set[int]:

@@ -40,16 +40,16 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
         forward, backward, _ = times.chunks(config)
         stage = int((forward + backward).sum(axis=0).argmax())
     parts = stage_parts(times, config, stage)
-    lean = TimeModel(hardware, replace(efficiency, moe_s=0.0))
+    lean = TimeModel(hardware, replace(efficiency, moe_s=0.0, weight_s=0.0))
     layers = stage_parts(lean, config, stage).fixed
     found = dict.fromkeys(TERMS, 0.0)
     for term, names in _LAYER.items():
         found[term] = sum(getattr(parts, name) for name in names)
     found.update({term: getattr(parts, term) for term in ("tp", "cp", "ep")})
-    if not config.layer_only:
-        found["optimizer"] = times.optimizer(config, stage)
+    update = 0.0 if config.layer_only else times.optimizer(config, stage)
+    found["optimizer"] = 0.0 if config.layer_only else lean.optimizer(config, stage)
     found["data"] = step.data_parallel
-    found.update(zip(HOST, (layers, parts.fixed - layers, step.fixed), strict=True))
+    found.update(zip(HOST, (layers, parts.fixed - layers, update - found["optimizer"], step.fixed), strict=True))
     found["pipeline"] = step.total - sum(found.values())
     return found
 

@@ -14,8 +14,9 @@ from tools.profile.kinds import term_of
 from tools.profile.shapes import matmul_of
 
 START = Efficiency(
-    matmul=0.9, matmul_fp8=0.5, half_size=64.0, attention=0.3, memory=0.3, unfused=1.0, link=1.0, hidden=0.5,
+    matmul=0.9, matmul_fp8=0.5, half_size=64.0, attention=0.3, memory=0.05, unfused=1.0, link=1.0, hidden=0.5,
     hidden_ep=0.5, layer_s=1e-3, moe_s=1e-3, burst=1.0, step_s=1e-2,
+    weight_s=1e-4,
 )  # fmt: skip
 _LARGE = 1e-4  # seconds: shorter kernels are mostly their own start
 _ITEM = 4

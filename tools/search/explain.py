@@ -22,6 +22,7 @@ WORDS = {  # term -> in words, and what to look at where it takes longer than pr
     "pipeline": ("pipeline: bubble, sends, waiting", "the schedule, uneven stages, a rank that is late (stragglers)"),
     "host of layers": ("host: gaps in layers", "cores of the worker (tc3 affinity), jit_level, launches"),
     "host of experts": ("host: gaps in experts", "host synchronisation on routed sizes"),
+    "host of the optimizer": ("host: gaps in the optimizer", "the number of weights, fused AdamW, jit_level"),
     "host of the step": ("host: gaps beside layers", "data loading, callbacks, logging"),
     OTHER: ("not attributed", "the kernels named below"),
 }

@@ -45,6 +45,9 @@ def profile_of(*kernels, seconds=0.0):
         ("elementwise", kernel("Anything")),
         ("optimizer", kernel("Mul", name="Default/optimizer-AdamW/Mul-op3")),
         ("optimizer", kernel("IsFinite", name="Default/IsFinite-op0", core="Host")),
+        ("elementwise", Kernel("Default/ReduceSum-op3", "ReduceSum", "Host", 0, 1, ((1, 1024, 4, 128),))),
+        ("elementwise", Kernel("Default/Sort-op0", "Sort", "Host", 0, 1, ((4096,),))),
+        ("optimizer", Kernel("Default/ReduceSum-op45", "ReduceSum", "Host", 0, 1, ((2048, 128),))),
         (OTHER, kernel("Mul", name="Mul", core="Host")),
         (OTHER, kernel("Unique", core="AI_CPU")),
         (OTHER, kernel("OddCube", core="AI_CORE")),
@@ -95,6 +98,29 @@ def test_a_gap_belongs_to_what_comes_after_it():
     )
     assert found.scoped
     assert [found.terms[f"host of {name}"] for name in ("layers", "experts", "the step")] == [0.0, 3.0, 5.0]
+
+
+def test_on_a_cpu_the_optimizer_has_its_own_gaps_and_what_its_operators_were_taken_apart_into():
+    def host(kind, start, name):
+        return kernel(kind, start, 1.0, name, core="Host")
+
+    kernels = (
+        host("Mul", 0.0, "Expand/_SiLU/Mul-op0"),
+        host("Add", 2.0, LAYER + "self_attention/Add-op0"),
+        host("Square", 6.0, "Default/clip_grad_norm-ClipGradNorm/Square-op0"),
+        host("ReduceSum", 8.0, "Expand/_SumExt/ReduceSum-op1"),
+        host("Sort", 10.0, "Default/Sort-op0"),
+        host("Mul", 12.0, LAYER + "self_attention/Mul-op9"),
+        host("Mul", 13.0, "Expand/_SiLU/Mul-op1"),
+        host("Mul", 15.0, "Default/network/loss-CrossEntropy/Mul-op0"),
+    )
+    found = attribute(Profile("x", "CPU", Step(kernels, 16.0), 1), CONFIG).terms
+    assert (found["optimizer"], found["elementwise"]) == (2.0, 6.0)
+    gaps = {name: found[f"host of {name}"] for name in ("layers", "experts", "the optimizer", "the step")}
+    assert gaps == {"layers": 2.0, "experts": 0.0, "the optimizer": 5.0, "the step": 1.0}
+    # a device's optimizer is few kernels: its gaps stand in the step's
+    device = attribute(profile_of(*kernels, seconds=16.0), CONFIG).terms
+    assert (device["host of the optimizer"], device["host of the step"]) == (0.0, 6.0)
 
 
 def slow(kernels, length):

@@ -9,7 +9,7 @@ import yaml
 from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
-from tools.estimate.efficiency import NAMES, Efficiency, cluster, efficiency_of
+from tools.estimate.efficiency import NAMES, PROFILED, Efficiency, cluster, efficiency_of
 from tools.estimate.published.calibrate import BOUNDS, calibrate, cluster_text
 from tools.estimate.published.rows import express
 from tools.estimate.published.validate import predict
@@ -46,7 +46,7 @@ def dense_configs():
 
 def test_every_parameter_has_bounds_and_starts_inside():
     assert tuple(BOUNDS) == NAMES
-    assert set(NAMES) == {field.name for field in fields(Efficiency)} - {"mesh"}
+    assert set(NAMES) == {field.name for field in fields(Efficiency)} - {"mesh", *PROFILED}
 
 
 def test_parameters_come_back():
