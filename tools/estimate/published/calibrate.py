@@ -21,6 +21,7 @@ import yaml
 
 from plugins.errors import DataError
 from tools.estimate.efficiency import Efficiency, cluster_file
+from tools.estimate.efficiency import cluster as hardware_of
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import predict
 
@@ -114,9 +115,18 @@ def _shares(names: Sequence[str]) -> np.ndarray:
     return np.array([BOUNDS[name][0] == 0 for name in names], bool)
 
 
-def limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Least and most of each of the `coordinates`."""
-    pairs = np.array([BOUNDS[name] for name in names], float)
+def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Least and most of each of the `coordinates`; no link of these clusters is faster than its nominal figure.
+
+    Beyond that nothing moves (`DeviceTimes._speed`), so a search that went there would not find back.
+    """
+    bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
+    for name, fractions in (
+        ("link", [own.intra_node.efficiency for own in links]),
+        ("network", [own.inter_node.efficiency for own in links]),
+    ):
+        bounds[name] = (bounds[name][0], min([bounds[name][1], *(1 / fraction for fraction in fractions)]))
+    pairs = np.array([bounds[name] for name in names], float)
     shares = _shares(names)[:, None]
     low, high = np.where(shares, pairs, np.log(np.where(shares, 1.0, pairs))).T
     return low, high
