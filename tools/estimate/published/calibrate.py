@@ -180,7 +180,9 @@ def _choose(
     return [names[index] for index in chosen], kept
 
 
-def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str], bounds: Bounds) -> Efficiency:
+def _fit(
+    residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str], bounds: Bounds
+) -> Efficiency:
     home = np.clip(coordinates(start, names), *bounds)
     pull = (NOISE / (WIDE * np.array([SPREAD[name][0] for name in names]))) ** 2
 
