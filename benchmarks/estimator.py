@@ -98,10 +98,14 @@ def calibrated(rows: list[Row], group: str = "simumax_b200") -> str:
         ("all steps of other models", lambda row, one: group_of(row) != group_of(one)),
         ("all steps, those judged among them", lambda row, one: True),
     ):
+        made: dict[tuple[str, ...], Efficiency] = {}
         errors = []
         for one in own:
-            found = calibrate([row for row in own if other(row, one)], name, start[type_of(name)])
-            errors.append(predict(one, found.efficiency).step_error or 0.0)
+            used = [row for row in own if other(row, one)]
+            ids = tuple(row.id for row in used)
+            if ids not in made:
+                made[ids] = calibrate(used, name, start[type_of(name)]).efficiency
+            errors.append(predict(one, made[ids]).step_error or 0.0)
         lines.append(line(words, errors))
     return "\n".join(lines)
 

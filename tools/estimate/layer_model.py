@@ -43,11 +43,12 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a layer: its matmuls, bytes of its other operators, rows that it hands to experts."""
+    """A part of a layer: its matmuls, bytes of its other operators (of them of sorting), rows handed to experts."""
 
     matmuls: tuple[Matmul, ...]
     elementwise: float = 0.0
     copies: float = 0.0
+    sorting: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ class Work:
         collectives: such AllGathers and ReduceScatters, forward.
         moved_keys: bytes of keys and values of the device's part of the sequence, for context parallelism.
         turned_heads: bytes of its queries, keys, values and results, which Ulysses sends to the ranks of their heads.
+        sorting: of `elementwise`, what moves rows to their experts' order and back; backward moves them once, too.
         copies: rows that a device hands to experts; 0 without experts.
     """
 
@@ -72,6 +74,7 @@ class Work:
     moved_keys: float = 0.0
     copies: float = 0.0
     turned_heads: float = 0.0
+    sorting: float = 0.0
 
     @property
     def flops(self) -> float:
@@ -98,7 +101,7 @@ def work(config: Configuration, kind: str) -> Work:
         head = work(config, "head")
         products = (*layer.matmuls, more, *head.matmuls)
         traffic = layer.elementwise + head.elementwise + 6 * held * h * ITEM
-        exchanged = (layer.moved_keys, layer.copies, layer.turned_heads)
+        exchanged = (layer.moved_keys, layer.copies, layer.turned_heads, layer.sorting)
         return Work(products, layer.attention, traffic, layer.gathered, 5, *exchanged)
     mlp = _mlp_work(config, kind, tokens, held)
     # two norms and two residual sums; dropout reads, writes and masks what it drops
@@ -106,7 +109,7 @@ def work(config: Configuration, kind: str) -> Work:
     turned = 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * tokens
     attention = _attention(config)
     if config.layer_only:
-        return Work(mlp.matmuls, elementwise=mlp.elementwise, copies=mlp.copies)
+        return Work(mlp.matmuls, elementwise=mlp.elementwise, copies=mlp.copies, sorting=mlp.sorting)
     return Work(
         matmuls=(*_projections(config, tokens, held), *mlp.matmuls),
         attention=attention,
@@ -116,6 +119,7 @@ def work(config: Configuration, kind: str) -> Work:
         moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * ITEM,
         copies=mlp.copies,
         turned_heads=tokens * (model.heads + model.kv_heads) * (model.qk_dim + model.v_dim) / config.tp * ITEM,
+        sorting=mlp.sorting,
     )
 
 
@@ -137,6 +141,14 @@ def accumulated_bytes(config: Configuration, matmul: Matmul) -> float:
     if config.shard_weights or config.keep_gathered or config.layer_only:
         return 0.0
     return (8 if config.wide_gradients else 4) * matmul.times * matmul.depth * matmul.columns
+
+
+def sorted_once(config: Configuration, done: Work) -> float:
+    """Bytes that backward does not move: gradients are sorted back once, other traffic counts twice forward's.
+
+    Sets fitted to MindFormers' runs hold it in their other efficiencies.
+    """
+    return 0.0 if config.keep_gathered else done.sorting
 
 
 def score_bytes(config: Configuration) -> float:
@@ -189,7 +201,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
         return Part(_two(config, tokens, width), _activated(config) * width * tokens)
     routed, shared = routed_part(config), shared_part(config)
     products = (*routed.matmuls, *shared.matmuls, Matmul(held, config.model.experts, config.model.hidden, high=True))
-    return Part(products, routed.elementwise + shared.elementwise, routed.copies)
+    return Part(products, routed.elementwise + shared.elementwise, routed.copies, routed.sorting)
 
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
@@ -206,11 +218,12 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
     width = model.expert_ffn / (config.tp if config.expert_tp else 1)
     # copies are sorted by expert and back, on the way (HybridEP), by separate kernels or, in global mode, at both ends
     sorting = 8 if config.ep_mode == "global" and config.ep > 1 else 0 if config.ep_mode == "hybridep" else 4
-    traffic = _activated(config) * width * computed + sorting * ITEM * h * copies
+    moved = sorting * ITEM * h * copies
+    traffic = _activated(config) * width * computed + moved
     if model.biased:
         # the clamped, biased activation in separate kernels, and a bias to each product
         traffic += computed * ITEM * (19 * width + 2 * h)
-    return Part(_two(config, computed / local, width, local), traffic, copies)
+    return Part(_two(config, computed / local, width, local), traffic, copies, moved)
 
 
 def shared_part(config: Configuration) -> Part:

@@ -10,9 +10,9 @@ Forward:
     ep            dispatch and combine, as far as they are waited for (`expert_time`)
     fixed         host and launches, more for MoE layers
 
-Backward is twice the matmuls, elementwise traffic and fixed time, 2.5 times fused attention (it computes scores again)
-and the same communication (keys and values are sent again, but for MindFormers' training_graph, which keeps them);
-recomputation adds forward.
+Backward is twice the matmuls, elementwise traffic (but rows are sorted once each way) and fixed time, 2.5 times fused
+attention (it computes scores again) and the same communication (keys and values are sent again, but for MindFormers'
+training_graph, which keeps them); recomputation adds forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from dataclasses import dataclass, replace
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.expert_time import NOTHING, ExpertTimes, Exposed
-from tools.estimate.layer_model import Matmul, Work, accumulated_bytes, cast_bytes, score_bytes, score_passes, work
+from tools.estimate.layer_model import (
+    Matmul,
+    Work,
+    accumulated_bytes,
+    cast_bytes,
+    score_bytes,
+    score_passes,
+    sorted_once,
+    work,
+)
 from tools.estimate.memory.training_graph import logit_exchanges
 
 
@@ -75,6 +84,7 @@ class LayerTimes(ExpertTimes):
             matmul=2 * forward.matmul,
             attention=(2.5 if config.flash else 2) * forward.attention,
             elementwise=2 * forward.elementwise
+            - self._moved(config, sorted_once(config, done))
             + (score_passes(config) - 2) * (self._scores(config) if done.attention else 0.0)
             + sum(self._accumulating(config, matmul) for matmul in done.matmuls),
             tp=forward.tp * self._backward_tp(config),

@@ -1,13 +1,13 @@
 """Fit the efficiencies of a device (`tools.estimate.efficiency`) to a few measured steps of it.
 
-Robust least squares on the logarithm of step time, by Gauss-Newton with damping inside sane bounds:
+Robust least squares on the logarithm of step time, by Gauss-Newton inside sane bounds:
 
 1. *sensitivity*: how each row's predicted time moves with each parameter (a unit is a factor e, of a share in [0, 1]
    all of it);
 2. *choice*: one parameter after the other, whichever moves the rows most in a way that those chosen before cannot
    imitate; none that moves them by less than `TELLING`, and no more than there are rows. The others keep their values;
-3. *fit*: rows that miss by more than `OUTLIER` weigh less (Huber), and a weak pull to the starting values decides what
-   the rows leave open.
+3. *fit*: rows that miss by more than `OUTLIER` weigh less (Huber), and a pull to the starting values, weak where
+   device types differ much (`SPREAD`), decides what the rows leave open.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import yaml
 
 from plugins.errors import DataError
 from tools.estimate.efficiency import Efficiency, cluster_file
+from tools.estimate.efficiency import cluster as hardware_of
+from tools.estimate.published.device_types import SPREAD
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import predict
 
@@ -44,12 +46,16 @@ BOUNDS = {
     "graphed": (0.2, 1.0),
     "network": (0.1, 2.0),
 }
-TELLING = 0.05  # a parameter that is a tenth off must show as half a percent somewhere
+TELLING = 0.02  # a parameter that is a tenth off must show as a fifth of a percent somewhere
 OUTLIER = 0.1  # of the logarithm of time
-_PULL = 1e-4  # weight of the starting values, against 1 for a row
+NOISE = 0.05  # of the logarithm of time: as `fit` has it
+WIDE = 4.0  # how much further than `SPREAD` one machine may be from what it starts with
 _STEP = 1e-3  # of the numeric derivative
-_ROUNDS = 60
+_ROUNDS = 40
+_SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)  # of a step, until one is found that wins
+_WON = 1e-6  # of the cost: less ends the search
 Residuals = Callable[[np.ndarray], np.ndarray]
+Bounds = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -90,8 +96,8 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
     def residuals(values: Efficiency) -> np.ndarray:
         return np.log1p(np.array([predict(row, values).step_error for row in used], float))
 
-    names, kept = _choose(residuals, start)
-    best = _fit(residuals, start, names) if names else start
+    names, kept = _choose(residuals, start, limits(list(BOUNDS), [cluster]))
+    best = _fit(residuals, start, names, limits(names, [cluster])) if names else start
     before, after = np.expm1(residuals(start)), np.expm1(residuals(best))
     errors = {row.id: (float(b), float(a)) for row, b, a in zip(used, before, after, strict=True)}
     return Calibration(best, tuple(names), kept, errors, skipped)
@@ -114,30 +120,44 @@ def _shares(names: Sequence[str]) -> np.ndarray:
     return np.array([BOUNDS[name][0] == 0 for name in names], bool)
 
 
-def limits(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Least and most of each of the `coordinates`."""
-    pairs = np.array([BOUNDS[name] for name in names], float)
+def limits(names: Sequence[str], clusters: Sequence[str] = ()) -> tuple[np.ndarray, np.ndarray]:
+    """Least and most of each of the `coordinates`; no link of these clusters is faster than its nominal figure.
+
+    Beyond that nothing moves (`DeviceTimes._speed`), so a search that went there would not find back.
+    """
+    bounds, links = dict(BOUNDS), [hardware_of(name) for name in clusters]
+    for name, fractions in (
+        ("link", [own.intra_node.efficiency for own in links]),
+        ("network", [own.inter_node.efficiency for own in links]),
+    ):
+        bounds[name] = (bounds[name][0], min([bounds[name][1], *(1 / fraction for fraction in fractions)]))
+    pairs = np.array([bounds[name] for name in names], float)
     shares = _shares(names)[:, None]
     low, high = np.where(shares, pairs, np.log(np.where(shares, 1.0, pairs))).T
     return low, high
 
 
-def _derivatives(residuals: Residuals, at: np.ndarray, limits: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """[rows, parameters], each by a step that stays inside its limits."""
+def _derivatives(residuals: Residuals, at: np.ndarray, here: np.ndarray, bounds: Bounds) -> np.ndarray:
+    """[rows, parameters], each by a step that stays inside its limits; `here`: the residuals at `at`."""
     columns = []
     for index in range(len(at)):
-        ahead, behind = at.copy(), at.copy()
-        ahead[index] = min(at[index] + _STEP, limits[1][index])
-        behind[index] = max(at[index] - _STEP, limits[0][index])
-        columns.append((residuals(ahead) - residuals(behind)) / (ahead[index] - behind[index]))
+        moved = at.copy()
+        moved[index] += _STEP if at[index] + _STEP <= bounds[1][index] else -_STEP
+        columns.append((residuals(moved) - here) / (moved[index] - at[index]))
     return np.array(columns).T
 
 
-def _choose(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency) -> tuple[list[str], dict[str, str]]:
+def _choose(
+    residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, bounds: Bounds
+) -> tuple[list[str], dict[str, str]]:
     """The parameters that the rows tell apart, the most telling first; and why not the others."""
     names = list(BOUNDS)
-    at = coordinates(start, names)
-    moves = _derivatives(lambda where: residuals(with_coordinates(start, names, where)), at, limits(names))
+    at = np.clip(coordinates(start, names), *bounds)
+
+    def missed(where: np.ndarray) -> np.ndarray:
+        return residuals(with_coordinates(start, names, where))
+
+    moves = _derivatives(missed, at, missed(at), bounds)
     left = moves.copy()
     chosen: list[int] = []
     while len(chosen) < len(moves):
@@ -160,8 +180,11 @@ def _choose(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency) ->
     return [names[index] for index in chosen], kept
 
 
-def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str]) -> Efficiency:
-    bounds, home = limits(names), coordinates(start, names)
+def _fit(
+    residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names: Sequence[str], bounds: Bounds
+) -> Efficiency:
+    home = np.clip(coordinates(start, names), *bounds)
+    pull = (NOISE / (WIDE * np.array([SPREAD[name][0] for name in names]))) ** 2
 
     def missed(where: np.ndarray) -> np.ndarray:
         return residuals(with_coordinates(start, names, where))
@@ -169,27 +192,24 @@ def _fit(residuals: Callable[[Efficiency], np.ndarray], start: Efficiency, names
     def cost(off: np.ndarray, where: np.ndarray) -> float:
         size = np.abs(off)
         huber = np.where(size <= OUTLIER, size**2, OUTLIER * (2 * size - OUTLIER))
-        return float(huber.sum() + _PULL * ((where - home) ** 2).sum())
+        return float(huber.sum() + (pull * (where - home) ** 2).sum())
 
-    at, damping = home, 1e-3
-    off = missed(at)
+    at, off = home, missed(home)
     for _ in range(_ROUNDS):
-        moves = _derivatives(missed, at, bounds)
+        moves = _derivatives(missed, at, off, bounds)
         weight = np.minimum(1.0, OUTLIER / np.maximum(np.abs(off), 1e-12))
-        normal = moves.T @ (weight[:, None] * moves) + _PULL * np.eye(len(at))
-        slope = moves.T @ (weight * off) + _PULL * (at - home)
-        while damping < 1e6:
-            step = np.linalg.solve(normal + damping * np.diag(normal.diagonal()), -slope)
-            tried = np.clip(at + step, *bounds)
-            missed_now = missed(tried)
-            if cost(missed_now, tried) < cost(off, at):
+        normal = moves.T @ (weight[:, None] * moves) + np.diag(pull)
+        step = np.linalg.solve(normal, -(moves.T @ (weight * off) + pull * (at - home)))
+        before = cost(off, at)
+        for share in _SHARES:
+            tried = np.clip(at + share * step, *bounds)
+            off_now = missed(tried)
+            if cost(off_now, tried) < before:
                 break
-            damping *= 4
         else:
             break
-        moved = float(np.abs(tried - at).max())
-        at, off, damping = tried, missed_now, max(1e-9, damping / 8)
-        if moved < 1e-7:
+        at, off = tried, off_now
+        if cost(off, at) > (1 - _WON) * before:
             break
     return with_coordinates(start, names, at)
 

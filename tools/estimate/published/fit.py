@@ -32,6 +32,7 @@ OUTLIER = 2.0  # in NOISE; beyond it a run pulls no harder
 _STEP = 1e-3
 _ROUNDS = 30
 _DONE = 2e-3  # a step that changes no prediction by more than this ends the search
+_SEARCHES, _WON = 8, 0.05  # whole searches, and what one must win of the cost for another
 _FAR = 0.05  # derivatives are made anew where a prediction has moved by more
 Sets = dict[str, Efficiency]
 
@@ -87,7 +88,8 @@ class Problem:
         self.owner = np.array([index for index, run in enumerate(runs) for _ in run.seconds], int)
         self.measured = np.log([seconds for run in runs for seconds in run.seconds])
         self.weight = np.array([len(run.seconds) ** -0.5 for run in runs for _ in run.seconds])
-        self.low, self.high = (np.tile(side, len(self.kinds)) for side in limits(NAMES))
+        sides = [limits(NAMES, TYPES[kind].clusters) for kind in self.kinds]
+        self.low, self.high = (np.concatenate(side) for side in zip(*sides, strict=True))
         self.pull, self.home = self._prior()
 
     def _prior(self) -> tuple[np.ndarray, np.ndarray]:
@@ -178,9 +180,21 @@ class Problem:
 
     def begin(self, sets: Mapping[str, Efficiency]) -> Point:
         """Where a search begins."""
-        x = self.vector(sets)
+        x = np.clip(self.vector(sets), self.low, self.high)
         logs = self.logs(x)
         return Point(x, logs, self.slopes(x, logs))
+
+    def settled(self, sets: Mapping[str, Efficiency]) -> Point:
+        """The least cost of all measurements: searched for anew, with new derivatives, until nothing is won by it."""
+        kept = np.ones(len(self.measured))
+        at, before = self.begin(sets), np.inf
+        for _ in range(_SEARCHES):
+            found = self.solve(at, kept)
+            at, cost = self.begin(self.sets(found.x)), self.cost(found.logs, found.x, self.weight)
+            if cost > before - _WON:
+                break
+            before = cost
+        return at
 
 
 def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
@@ -190,8 +204,7 @@ def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> S
         start: where the search begins; it has no part in what is minimised.
     """
     problem = Problem(runs_of(usable(rows)), list(TYPES))
-    begin = problem.begin(start or dict.fromkeys(TYPES, START))
-    return problem.sets(problem.solve(begin, np.ones(len(problem.measured))).x)
+    return problem.sets(problem.settled(start or dict.fromkeys(TYPES, START)).x)
 
 
 @dataclass(frozen=True)
@@ -220,9 +233,7 @@ def cross_validated(rows: Iterable[Row], start: Mapping[str, Efficiency] | None 
     """Every usable row, predicted by a fit to all groups but its own."""
     every = usable(rows)
     problem = Problem(runs_of(every), list(TYPES))
-    begin = problem.begin(start or dict.fromkeys(TYPES, START))
-    whole = problem.solve(begin, np.ones(len(problem.measured)))
-    whole = replace(whole, slopes=problem.slopes(whole.x, whole.logs))
+    whole = problem.settled(start or dict.fromkeys(TYPES, START))
     by_group, judged = grouped(every), []
     for group, kept in folds(problem):
         sets, own = problem.sets(problem.solve(whole, kept).x), by_group[group]

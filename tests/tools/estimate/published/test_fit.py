@@ -91,10 +91,32 @@ def test_known_parameters_come_back(alone):
     assert abs(np.log(found["a100"].link / 0.8)) < abs(np.log(START.link / 0.8))
 
 
+def test_a_search_that_stops_short_goes_on(alone, monkeypatch):
+    problem = Problem(runs_of(A100), ["a100"])
+    far = {"a100": replace(START, matmul=0.35, half_size=40.0, memory=0.3, link=2.0, step_s=1.0, layer_s=1e-3)}
+
+    def cost(at):
+        assert np.allclose(at.logs, problem.logs(at.x))
+        return problem.cost(at.logs, at.x, problem.weight)
+
+    best = cost(problem.settled({"a100": START}))
+    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 1)
+    assert cost(problem.settled(far)) == pytest.approx(best, abs=0.3)
+
+
+def test_no_link_is_fitted_faster_than_nominal():
+    problem = Problem(runs_of(A100), list(TYPES))
+    fastest = problem.sets(problem.high)
+    for kind, values in fastest.items():
+        for name in TYPES[kind].clusters:
+            assert values.link * cluster(name).intra_node.efficiency <= 1 + 1e-9
+            assert values.network * cluster(name).inter_node.efficiency <= 1 + 1e-9
+
+
 def test_a_type_without_runs_is_as_its_parent(monkeypatch):
     kinds = {"a100": TYPES["a100"], "h800": replace(TYPES["h800"], parent="a100")}
     monkeypatch.setattr("tools.estimate.published.fit.TYPES", kinds)
-    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 3)
+    monkeypatch.setattr("tools.estimate.published.fit._ROUNDS", 1)
     found = fit(A100[:4])
     for name in NAMES:
         assert getattr(found["h800"], name) == pytest.approx(getattr(found["a100"], name), rel=0.02)
