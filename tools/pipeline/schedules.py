@@ -22,11 +22,15 @@ from tools.pipeline.operation import BOTH_WAYS, KINDS, LOOP, Op, V, widened
 
 
 class _Schedule(NamedTuple):
-    """`order` takes stage, stages, chunks and micro-batches, and parts if it `splits` sequences."""
+    """`order` takes stage, stages, chunks and micro-batches, and parts if it `splits` sequences.
+
+    `weights`: weight gradients are split off some backwards.
+    """
 
     order: Callable[..., np.ndarray]
     shape: str = LOOP
     splits: bool = False
+    weights: bool = False
 
 
 _MINDSPORE = {
@@ -37,21 +41,22 @@ _MINDSPORE = {
     "seqpipe": _Schedule(mindspore_orders.seqpipe, splits=True),
     "seqvpp": _Schedule(mindspore_orders.seqvpp, splits=True),
     "seqsmartvpp": _Schedule(mindspore_orders.seqsmartvpp, splits=True),
-    "zero_bubble_v": _Schedule(mindspore_orders.zero_bubble_v, V),
+    "zero_bubble_v": _Schedule(mindspore_orders.zero_bubble_v, V, weights=True),
 }
 _PAPERS = {
-    "zb_h1": _Schedule(zero_bubble.zb_h1),
-    "zb_h2": _Schedule(zero_bubble.zb_h2),
-    "zb_v": _Schedule(v_schedules.zb_v, V),
-    "v_half": _Schedule(v_schedules.v_half, V),
-    "v_min": _Schedule(v_schedules.v_min, V),
-    "dual_pipe": _Schedule(dual_pipe.dual_pipe, BOTH_WAYS),
-    "dual_pipe_v": _Schedule(dual_pipe.dual_pipe_v, V),
+    "zb_h1": _Schedule(zero_bubble.zb_h1, weights=True),
+    "zb_h2": _Schedule(zero_bubble.zb_h2, weights=True),
+    "zb_v": _Schedule(v_schedules.zb_v, V, weights=True),
+    "v_half": _Schedule(v_schedules.v_half, V, weights=True),
+    "v_min": _Schedule(v_schedules.v_min, V, weights=True),
+    "dual_pipe": _Schedule(dual_pipe.dual_pipe, BOTH_WAYS, weights=True),
+    "dual_pipe_v": _Schedule(dual_pipe.dual_pipe_v, V, weights=True),
     "interleaved_1f1b_pairs": _Schedule(dual_pipe.interleaved_1f1b_pairs),
 }
 _ORDERS = _MINDSPORE | _PAPERS
 SCHEDULES = tuple(_MINDSPORE)
 PAPER_SCHEDULES = tuple(_PAPERS)
+_PAIRS = ("dual_pipe", "dual_pipe_v", "interleaved_1f1b_pairs")
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
@@ -146,6 +151,16 @@ def scheduler_of(schedule: str) -> str:
 def shape_of(schedule: str) -> str:
     """How a micro-batch goes through a schedule's chunks: `LOOP`, `V` or `BOTH_WAYS`."""
     return _ORDERS[schedule].shape
+
+
+def splits_backward(schedule: str) -> bool:
+    """Say whether some weight gradients run apart from their backward."""
+    return schedule in _ORDERS and _ORDERS[schedule].weights
+
+
+def pairs_up(schedule: str) -> bool:
+    """Say whether forwards and backwards run together as pairs."""
+    return schedule in _PAIRS
 
 
 def is_v_shaped(schedule: str) -> bool:
