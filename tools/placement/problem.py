@@ -155,16 +155,18 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
     model = config.model
     # one layer more, which stays at the end: MTP goes where the last layer is
     more = replace(model, pattern=(*model.pattern, model.last_kind))
+    begin = int(_last_stage(config) == 0)  # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int) -> np.ndarray:
         """[stages] with so many layers at the beginning and the others at the end."""
-        counts = [first] + [0] * (config.pp * config.chunks - 2) + [more.layers - first]
+        counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
+        counts[begin] = first
         laid = replace(config, model=more, layers=table_of(config, counts))
         return np.array([sum(static_memory(laid, stage)) for stage in range(config.pp)])
 
     ends, parameters, before = held(0), {}, 0
     for kind in kinds:
-        parameters[kind] = float((held(before + 1) - held(before))[0])
+        parameters[kind] = float((held(before + 1) - held(before))[begin])
         before += kind_count(config, kind)
     ends[_last_stage(config)] -= parameters[more.last_kind] + sum(parameters[kind] * kind_count(config, kind) for kind in kinds)
     return ends, parameters
