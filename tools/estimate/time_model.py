@@ -143,12 +143,21 @@ def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, s
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 
-def pipeline_of(work: np.ndarray, chunks: int, micro_batches: Any, sending: Any = 0.0) -> Any:
+def has_closed_form(schedule: str) -> bool:
+    """Whether `closed_form` holds for a schedule."""
+    return schedule in _CLOSED
+
+
+def pipeline_of(
+    work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
+) -> Any:
     """All micro-batches on the slowest stage, and the others' first and last one; `work` [..., stages] a micro-batch.
 
     (m + (p - 1) / v) (f + b) for equal stages, as Narayanan et al. (arXiv 2104.04473) have it. Each micro-batch and
-    chunk is sent and received once each way.
+    chunk is sent and received once each way; `transfers` are the chunks, where `chunks` are not, which divide the
+    other stages' work.
     """
-    every = work + np.asarray(2 * sending * chunks if work.shape[-1] > 1 else 0 * sending)[..., None]
+    sent = chunks if transfers is None else transfers
+    every = work + np.asarray(2 * sending * sent if work.shape[-1] > 1 else 0 * sending)[..., None]
     slowest = every.max(axis=-1)
     return micro_batches * slowest + (every.sum(axis=-1) - slowest) / chunks

@@ -12,6 +12,7 @@ interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -103,6 +104,12 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
         have = f"{stages} stages, {chunks} chunks, {micro_batches} micro-batches"
         split = f", sequences in {parts} parts" if parts > 1 else ""
         raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: want {want}")
+
+
+@lru_cache(maxsize=65536)
+def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
+    """Say whether `check_schedule` lets a schedule that exists pass, of whole sequences."""
+    return _wants(schedule, stages, chunks, micro_batches, 1)[0]
 
 
 def _wants(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:

@@ -168,7 +168,9 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
     for kind in kinds:
         parameters[kind] = float((held(before + 1) - held(before))[begin])
         before += kind_count(config, kind)
-    ends[_last_stage(config)] -= parameters[more.last_kind] + sum(parameters[kind] * kind_count(config, kind) for kind in kinds)
+    ends[_last_stage(config)] -= parameters[more.last_kind] + sum(
+        parameters[kind] * kind_count(config, kind) for kind in kinds
+    )
     return ends, parameters
 
 

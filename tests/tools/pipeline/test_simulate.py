@@ -145,7 +145,9 @@ def test_the_longest_chain_is_the_step_and_bounds_all_others(seed, schedule):
 
 
 @many
-@given(st.integers(0, 10**6), st.sampled_from(["zero_bubble_v", "zb_v", "v_min", "dual_pipe_v", "interleaved_1f1b_pairs"]))
+@given(
+    st.integers(0, 10**6), st.sampled_from(["zero_bubble_v", "zb_v", "v_min", "dual_pipe_v", "interleaved_1f1b_pairs"])
+)
 def test_the_longest_chain_goes_through_split_backwards_and_pairs(seed, schedule):
     rng = np.random.default_rng(seed)
     table = timetable(schedule, 4, 2, 8)

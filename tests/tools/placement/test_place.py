@@ -32,9 +32,7 @@ def configuration(model=MOE, pp=2, chunks=2, micro_batches=8, layers=None, **mor
     more = {"schedule": "interleaved_1f1b" if chunks > 1 else "1f1b", **more}
     fixed = {"dp": 4, "tp": 2, "ep": 4 if model.experts else 1, "keep_gathered": True, "shared_whole": True}
     table = layers or even_layers(model.layers, pp, chunks)
-    return Configuration(
-        model, pp=pp, layers=table, micro_batches=micro_batches, **{**fixed, "sequence": 512, **more}
-    )
+    return Configuration(model, pp=pp, layers=table, micro_batches=micro_batches, **{**fixed, "sequence": 512, **more})
 
 
 @st.composite
@@ -209,14 +207,14 @@ def test_what_cannot_fit_says_what_is_missing():
     assert "the least cap that any plan keeps is 0.0572" in found.why
 
 
-@pytest.mark.parametrize("schedule", ["zero_bubble_v", "zb_v", "v_half"])
-@pytest.mark.parametrize("cap", [64, 0.062])
-def test_a_v_is_placed_as_every_placement_tried_one_by_one_says(schedule, cap):
-    config = configuration(pp=2, chunks=2, schedule=schedule)
-    found = place(config, TIMES, cap * GIB, Budget(2))
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "zb_v"])
+def test_a_v_is_placed_as_every_placement_tried_one_by_one_says(schedule):
+    config = configuration(replace(MOE, pattern=pattern_of(4, 16)), pp=2, chunks=2, micro_batches=4, schedule=schedule)
+    cap = 0.9 * peak_memory(config) / GIB
+    found = place(config, TIMES, cap * GIB, Budget(1))
     fastest = float("inf")
-    for layers in itertools.product(range(10), repeat=4):
-        if sum(layers) != 9 or 0 in layers[1:3]:  # chunks inside of the model hold a layer each
+    for layers in itertools.product(range(5), repeat=4):
+        if sum(layers) != 4 or 0 in layers[1:3]:  # chunks inside of the model hold a layer each
             continue
         every = replace(config, layers=(layers[:2], (layers[3], layers[2])))
         for full in itertools.product(*(range(count + 1) for row in every.layers for count in row)):
