@@ -121,7 +121,7 @@ class Instance:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """[2, K] forward and backward of a layer in each column; [3, K] with the weight gradients that are split off."""
+        """[2, K] forward and backward of a layer in each column; [3, K] with weight gradients where they are split."""
         if not splits_backward(self.schedule):
             return self.costs[:2]
         return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
