@@ -209,7 +209,9 @@ def test_what_cannot_fit_says_what_is_missing():
 
 @pytest.mark.parametrize("schedule", ["zero_bubble_v", "zb_v"])
 def test_a_v_is_placed_as_every_placement_tried_one_by_one_says(schedule):
-    config = configuration(replace(MOE, pattern=pattern_of(5, 16), vocab=16384), chunks=2, micro_batches=4, schedule=schedule)
+    config = configuration(
+        replace(MOE, pattern=pattern_of(5, 16), vocab=16384), chunks=2, micro_batches=4, schedule=schedule
+    )
     cap = 0.97 * peak_memory(config) / GIB
     found = place(config, TIMES, cap * GIB, Budget(0.3))
     fastest = float("inf")

@@ -9,18 +9,20 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.estimate.configuration import Configuration
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.search.ranking.by_schedule import BySchedule, Scheduled
 from tools.search.ranking.entry import Entry
 from tools.search.ranking.run import Found
+from tools.search.ranking.swap_price import swap_words
 from tools.search.report.text import notes
 
 HEADS = ("schedule", "layout", "recompute", "step s", "to 1", "GiB", "bubble", "MindFormers 1.9.0")
 _LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
 
 
-def print_schedules(found: BySchedule, first: Entry, console: Console) -> None:
-    """Print the table."""
+def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
+    """Print the table, and what swapping would cost `first`."""
     console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
     table = Table(box=None, pad_edge=False)
     for head in HEADS:
@@ -28,6 +30,8 @@ def print_schedules(found: BySchedule, first: Entry, console: Console) -> None:
     for row in rows_of(found, first):
         table.add_row(*row)
     console.print(table)
+    for line in swap_words(first.config, times):
+        console.print(f"- {line}")
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
