@@ -26,7 +26,7 @@ def swap_words(config: Configuration, times: TimeModel) -> list[str]:
         lines.append(
             f"swapping what a {kind} layer keeps ({moved / GIB:.2f} GiB a micro-batch) would add "
             f"{1e3 * found.extra_backward:.1f} ms to its backward, recomputing all of it {1e3 * again:.1f} ms: host "
-            f"link {host.bytes_per_s / 1e9:g} GB/s ({host.origin.certainty}), nothing else on it; swap_config cannot be "
-            "run by MindFormers 1.9.0"
+            f"link {host.bytes_per_s / 1e9:g} GB/s ({host.origin.certainty}), nothing else on it; swap_config cannot "
+            "be run by MindFormers 1.9.0"
         )
     return lines
