@@ -156,8 +156,9 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     values: dict[KeyPath, Any] = {}
     if view.scheduler != scheduler:
         values[_SCHEDULER] = scheduler
-    if view.flag(_INTERLEAVE) != interleaves(config.schedule, chunks):
-        values[_INTERLEAVE] = interleaves(config.schedule, chunks)
+    turns = interleaves(config.schedule, chunks) if config.pp > 1 else chunks > 1
+    if view.flag(_INTERLEAVE) != turns:
+        values[_INTERLEAVE] = turns
     if view.number(_CHUNKS, 1) != chunks:
         values[_CHUNKS] = chunks
     same_shape = (view.pp, view.chunks) == (config.pp, chunks)
