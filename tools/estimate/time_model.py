@@ -21,6 +21,8 @@ from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import layer_options
 from tools.estimate.step_time import COMMUNICATION, StepTime
 from tools.model.flops import flops_per_token
+from tools.pipeline.pair import LayerSeconds, hidden_seconds
+from tools.pipeline.schedules import pairs_up
 from tools.pipeline.simulate import Durations, simulate
 
 _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
@@ -59,14 +61,22 @@ class TimeModel(GradientTimes):
         """Seconds of a step; `simulated` replays the schedule operation by operation."""
         forward, backward, parts = self.chunks(config)
         sending = 0.0 if config.overlap_pp else self.transfer(config)
-        if simulated or config.schedule not in _CLOSED:
-            durations = Durations(forward, backward, backward / 2, sending, "none" if sending else "full")
-            pipeline = simulate(config.schedule, config.micro_batches, durations).makespan
-        else:
-            pipeline = closed_form(forward, backward, config.micro_batches, sending)
         stages = (forward + backward).sum(axis=0)
         slowest = int(stages.argmax())
         busy = config.micro_batches * float(stages[slowest])
+        if simulated or config.schedule not in _CLOSED:
+            hidden = self.hidden(config) if pairs_up(config.schedule) else None
+            # the fit's row of DualPipe, whose experts' communication `expert_time` takes as hidden, was fitted so
+            fitted = config.overlap_ep and config.schedule == "zero_bubble_v"
+            weights = backward / 2 if fitted else self.weight_gradients(config)
+            durations = Durations(forward, backward, weights, sending, "none" if sending else "full", hidden)
+            replayed = simulate(config.schedule, config.micro_batches, durations)
+            pipeline = replayed.makespan
+            if hidden is not None:  # under the other one of a pair
+                parts["ep"] = parts["ep"] - (busy - replayed.busy[slowest]) / config.micro_batches
+                busy = float(replayed.busy[slowest])
+        else:
+            pipeline = closed_form(forward, backward, config.micro_batches, sending)
         return StepTime(
             pipeline=pipeline,
             bubble=1 - busy / pipeline,
@@ -77,6 +87,26 @@ class TimeModel(GradientTimes):
             sending=2 * sending * config.chunks * config.micro_batches,
         )
 
+    def weight_gradients(self, config: Configuration) -> np.ndarray:
+        """Seconds [chunks, stages] of a micro-batch's backward that are weight gradients: half of its matmuls."""
+        found = np.zeros((config.chunks, config.pp))
+        for kind, options in _census(config).items():
+            found += self.layer(config, kind).backward.matmul / 2 * sum(options.values())
+        return found
+
+    def hidden(self, config: Configuration) -> np.ndarray:
+        """Seconds [chunks, chunks, stages] that a forward and a backward hide of each other as a pair.
+
+        Of MoE layers alone. Half of a layer's computation is taken to come before dispatch and half to be the
+        experts' (assumed); what a backward recomputes hides nothing.
+        """
+        layers = sum(_census(config).get("moe", {}).values(), np.zeros((config.chunks, config.pp))).astype(int)
+        if not layers.any():
+            return np.zeros((config.chunks, config.chunks, config.pp))
+        layer = self.layer(config, "moe")
+        forward, backward = _halves(layer.forward, 0.0), _halves(layer.backward, layer.backward.matmul / 2)
+        return hidden_seconds(forward, backward, layers)
+
     def mfu(self, config: Configuration, seconds: float) -> float:
         """Model FLOPs (no recomputation, causal attention) of a step of so many seconds over the devices' peak."""
         rate = flops_per_token(config.model, config.sequence) * config.tokens / seconds / config.devices
@@ -86,6 +116,12 @@ class TimeModel(GradientTimes):
     def fixed(self) -> float:
         """Seconds of a step beside all that is computed here."""
         return self.reached.step_s
+
+
+def _halves(part: Parts, weights: float) -> LayerSeconds:
+    """A layer's forward, or its backward with `weights` seconds of weight gradients."""
+    half = (part.total - part.ep - weights) / 2
+    return LayerSeconds(half, part.ep / 2, half, part.ep / 2, weights)
 
 
 @lru_cache(maxsize=4096)
@@ -107,12 +143,21 @@ def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, s
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 
-def pipeline_of(work: np.ndarray, chunks: int, micro_batches: Any, sending: Any = 0.0) -> Any:
+def has_closed_form(schedule: str) -> bool:
+    """Whether `closed_form` holds for a schedule."""
+    return schedule in _CLOSED
+
+
+def pipeline_of(
+    work: np.ndarray, chunks: Any, micro_batches: Any, sending: Any = 0.0, transfers: int | None = None
+) -> Any:
     """All micro-batches on the slowest stage, and the others' first and last one; `work` [..., stages] a micro-batch.
 
     (m + (p - 1) / v) (f + b) for equal stages, as Narayanan et al. (arXiv 2104.04473) have it. Each micro-batch and
-    chunk is sent and received once each way.
+    chunk is sent and received once each way; `transfers` are the chunks, where `chunks` are not, which divide the
+    other stages' work.
     """
-    every = work + np.asarray(2 * sending * chunks if work.shape[-1] > 1 else 0 * sending)[..., None]
+    sent = chunks if transfers is None else transfers
+    every = work + np.asarray(2 * sending * sent if work.shape[-1] > 1 else 0 * sending)[..., None]
     slowest = every.max(axis=-1)
     return micro_batches * slowest + (every.sum(axis=-1) - slowest) / chunks

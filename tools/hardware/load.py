@@ -33,6 +33,7 @@ _FIGURES: dict[str, Any] = {
     "launch_s": _SECONDS,
 }
 _WORDS = ("name", "device")
+_HOST = "host_link"  # may be missing: only the price of swapping hangs on it
 # keys of older files, and what is to be done about them
 _GONE = {"matmul_efficiency": "delete it: what matmuls reach is fitted (tools/estimate/efficiencies.yaml)"}
 
@@ -65,6 +66,14 @@ class Link:
 
 
 @dataclass(frozen=True)
+class HostLink:
+    """What a device reaches to its host's memory in one direction, beside the other devices or not as `origin` says."""
+
+    bytes_per_s: float
+    origin: Origin
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One cluster. Sizes in bytes, times in seconds, FLOP/s dense.
 
@@ -72,6 +81,7 @@ class Hardware:
         peak_flops: dtype ("bf16", "fp16", "fp32", "fp8", "fp4") -> FLOP/s; the dtypes that the file names.
         launch_s: fixed cost of one operator.
         origins: dotted key -> where the number comes from.
+        host_link: to the host's memory; None where the file does not say.
         file: what the file is called in messages.
         efficiency: a file's own values of `tools.estimate.efficiency.Efficiency` (`tc3 search calibrate`); {} without.
     """
@@ -87,6 +97,7 @@ class Hardware:
     launch_s: float
     origins: Mapping[str, Origin] = field(repr=False)
     efficiency: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    host_link: HostLink | None = None
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
@@ -135,16 +146,21 @@ class _Reader:
     def hardware(self) -> Hardware:
         """Everything, checked."""
         efficiency = self.content.pop("efficiency", {}) if isinstance(self.content, dict) else {}
-        content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True)
+        content = self._mapping(self.content, "", [*_WORDS, *_FIGURES], required=True, more=(_HOST,))
         for word in _WORDS:
             if not isinstance(content[word], str):
                 raise RecipeError(f"{self.shown}: {word}: want text, got {content[word]!r}")
         values = {key: self._value(content[key], key, kind) for key, kind in _FIGURES.items()}
         values["intra_node"] = Link(**values["intra_node"])
         values["inter_node"] = Link(**values["inter_node"])
-        return Hardware(
-            content["name"], content["device"], **values, origins=self.origins, efficiency=efficiency, file=self.shown
-        )
+        host = self._host(content[_HOST]) if _HOST in content else None
+        more: dict[str, Any] = {"origins": self.origins, "efficiency": efficiency, "host_link": host}
+        return Hardware(content["name"], content["device"], **values, **more, file=self.shown)
+
+    def _host(self, content: Any) -> HostLink:
+        """The link to the host; its origin stands with it, for no prediction of a step rests on it."""
+        rate = self._figure(content, _HOST, _RATE)
+        return HostLink(rate, self.origins.pop(_HOST))
 
     def _value(self, content: Any, key: str, kind: Any) -> Any:
         """A number, or a mapping of numbers."""
@@ -173,16 +189,18 @@ class _Reader:
         assert number is not None
         return int(number) if kind.whole else number
 
-    def _mapping(self, content: Any, key: str, known: list[str], required: bool) -> dict[str, Any]:
-        """`content` as a mapping of `known` keys, of which all must be there if `required`."""
+    def _mapping(
+        self, content: Any, key: str, known: list[str], required: bool, more: tuple[str, ...] = ()
+    ) -> dict[str, Any]:
+        """`content` as a mapping of `known` keys, of which all must be there if `required`, and of `more`."""
         place = f"{key}." if key else ""
         if not isinstance(content, dict):
             raise RecipeError(f"{self.shown}: {key or 'the file'}: want a mapping of {', '.join(known)}")
         for name in content:
             if not key and name in _GONE:
                 raise RecipeError(f"{self.shown}: {name}: no longer read; {_GONE[name]}")
-            if name not in known:
-                hint = did_you_mean(str(name), known)
+            if name not in (*known, *more):
+                hint = did_you_mean(str(name), [*known, *more])
                 raise RecipeError(f"{self.shown}: {place}{name}: no such key{hint}; known are {', '.join(known)}")
         for name in known:
             if required and name not in content:

@@ -12,6 +12,7 @@ interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (r
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -22,11 +23,15 @@ from tools.pipeline.operation import BOTH_WAYS, KINDS, LOOP, Op, V, widened
 
 
 class _Schedule(NamedTuple):
-    """`order` takes stage, stages, chunks and micro-batches, and parts if it `splits` sequences."""
+    """`order` takes stage, stages, chunks and micro-batches, and parts if it `splits` sequences.
+
+    `weights`: weight gradients are split off some backwards.
+    """
 
     order: Callable[..., np.ndarray]
     shape: str = LOOP
     splits: bool = False
+    weights: bool = False
 
 
 _MINDSPORE = {
@@ -37,21 +42,22 @@ _MINDSPORE = {
     "seqpipe": _Schedule(mindspore_orders.seqpipe, splits=True),
     "seqvpp": _Schedule(mindspore_orders.seqvpp, splits=True),
     "seqsmartvpp": _Schedule(mindspore_orders.seqsmartvpp, splits=True),
-    "zero_bubble_v": _Schedule(mindspore_orders.zero_bubble_v, V),
+    "zero_bubble_v": _Schedule(mindspore_orders.zero_bubble_v, V, weights=True),
 }
 _PAPERS = {
-    "zb_h1": _Schedule(zero_bubble.zb_h1),
-    "zb_h2": _Schedule(zero_bubble.zb_h2),
-    "zb_v": _Schedule(v_schedules.zb_v, V),
-    "v_half": _Schedule(v_schedules.v_half, V),
-    "v_min": _Schedule(v_schedules.v_min, V),
-    "dual_pipe": _Schedule(dual_pipe.dual_pipe, BOTH_WAYS),
-    "dual_pipe_v": _Schedule(dual_pipe.dual_pipe_v, V),
+    "zb_h1": _Schedule(zero_bubble.zb_h1, weights=True),
+    "zb_h2": _Schedule(zero_bubble.zb_h2, weights=True),
+    "zb_v": _Schedule(v_schedules.zb_v, V, weights=True),
+    "v_half": _Schedule(v_schedules.v_half, V, weights=True),
+    "v_min": _Schedule(v_schedules.v_min, V, weights=True),
+    "dual_pipe": _Schedule(dual_pipe.dual_pipe, BOTH_WAYS, weights=True),
+    "dual_pipe_v": _Schedule(dual_pipe.dual_pipe_v, V, weights=True),
     "interleaved_1f1b_pairs": _Schedule(dual_pipe.interleaved_1f1b_pairs),
 }
 _ORDERS = _MINDSPORE | _PAPERS
 SCHEDULES = tuple(_MINDSPORE)
 PAPER_SCHEDULES = tuple(_PAPERS)
+_PAIRS = ("dual_pipe", "dual_pipe_v", "interleaved_1f1b_pairs")
 
 
 def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> list[Op]:
@@ -100,6 +106,12 @@ def check_schedule(schedule: str, stages: int, chunks: int, micro_batches: int, 
         raise RecipeError(f"pipeline schedule {schedule} with {have}{split}: want {want}")
 
 
+@lru_cache(maxsize=65536)
+def can_run(schedule: str, stages: int, chunks: int, micro_batches: int) -> bool:
+    """Say whether `check_schedule` lets a schedule that exists pass, of whole sequences."""
+    return _wants(schedule, stages, chunks, micro_batches, 1)[0]
+
+
 def _wants(schedule: str, stages: int, chunks: int, micro_batches: int, parts: int) -> tuple[bool, str]:
     """Whether a schedule can run with these numbers, and what it wants."""
     if parts > 1 and not _ORDERS[schedule].splits:
@@ -146,6 +158,16 @@ def scheduler_of(schedule: str) -> str:
 def shape_of(schedule: str) -> str:
     """How a micro-batch goes through a schedule's chunks: `LOOP`, `V` or `BOTH_WAYS`."""
     return _ORDERS[schedule].shape
+
+
+def splits_backward(schedule: str) -> bool:
+    """Say whether some weight gradients run apart from their backward."""
+    return schedule in _ORDERS and _ORDERS[schedule].weights
+
+
+def pairs_up(schedule: str) -> bool:
+    """Say whether forwards and backwards run together as pairs."""
+    return schedule in _PAIRS
 
 
 def is_v_shaped(schedule: str) -> bool:

@@ -20,6 +20,7 @@ No contention between transfers, no variation between micro-batches. Times and m
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -114,6 +115,17 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
         ends=tuple(ends[levels, stage] for stage, levels in by_stage),
         table=table,
     )
+
+
+@lru_cache(maxsize=4096)
+def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
+    """The time that a stage of equal ones does not work, in micro-batches of its work: (p - 1) / v for 1F1B.
+
+    A forward takes as long as the input gradients and as the weight gradients; transfers take none.
+    """
+    ones = np.ones((chunks, stages))
+    makespan = simulate(schedule, micro_batches, Durations(ones, 2 * ones, ones)).makespan
+    return makespan / (3 * chunks) - micro_batches
 
 
 def makespans(

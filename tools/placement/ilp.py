@@ -81,9 +81,9 @@ class PathModel:
         self._limit_memory()
 
     def add_chain(self, visits: np.ndarray) -> None:
-        """Bound T by a chain: `visits` [2, C], how often it runs each chunk's forward and backward."""
-        layer = np.einsum("ik,ic->kc", self.instance.costs[:2], visits)
-        self._add_row(float((visits * self.instance.ends).sum()), INFINITE, -layer, {self._time: 1.0})
+        """Bound T by a chain: `visits` [rows, C] of `Instance.longest_chain`."""
+        layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
+        self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
         self.chains += 1
 
     def relaxed(self, budget: Budget) -> Answer:
@@ -188,7 +188,8 @@ class PathModel:
         for stage, peaks in enumerate(self.instance.peaks):
             for held in peaks:
                 memory = np.zeros(self.shape)
-                memory[:, stage :: self.instance.stages] = parameters[:, None] + np.outer(activation, held)
+                own = self.instance.stage_of == stage  # chunk by chunk, whichever way they run
+                memory[:, own] = parameters[:, None] + np.outer(activation, held)
                 self._add_row(-INFINITE, self.instance.cap - self.instance.static[stage], memory, {self._excess: -1.0})
 
     def _add_variable(self, high: float) -> int:

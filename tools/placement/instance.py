@@ -1,9 +1,10 @@
 """A pipeline-balance problem in the neutral schema pp-balance/1, and what a solution of it costs.
 
 A model's layers go to stages x chunks. Chunk (v, s) is the v-th chunk of stage s; the model's order is v-major: chunk 0
-of all stages, then chunk 1, ... Layers of one type are alike; each has one of its type's recompute options. A
-solution says n[type][v][s][option], the number of layers. Arrays of this module have the types' options in one column
-each (K of them, `columns`) and the chunks in model order (C = V x P, chunk v * P + s).
+of all stages, then chunk 1, ...; of V-shaped schedules odd chunks go from the last stage to the first. Layers of one
+type are alike; each has one of its type's recompute options. A solution says n[type][v][s][option], the number of
+layers. Arrays of this module have the types' options in one column each (K of them, `columns`) and the chunks in model
+order (C = V x P; `by_stage` puts chunk (v, s) at v * P + s).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from tools.pipeline.critical_path import critical_path
 from tools.pipeline.in_flight import peak_vectors
+from tools.pipeline.schedules import is_v_shaped, splits_backward
 from tools.pipeline.simulate import makespans
 from tools.pipeline.timetable import Timetable, timetable
 
@@ -31,7 +34,10 @@ class Option:
 
 @dataclass(frozen=True)
 class LayerType:
-    """Layers that are alike: how many, times of a micro-batch, memory of parameters (with gradients and so on)."""
+    """Layers that are alike: how many, times of a micro-batch, memory of parameters (with gradients and so on).
+
+    `weight` is the part of `backward` that is weight gradients, which some schedules split off.
+    """
 
     name: str
     count: int
@@ -39,6 +45,7 @@ class LayerType:
     backward: float
     parameters: float
     options: tuple[Option, ...]
+    weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,21 +102,55 @@ class Instance:
         """Layers that each chunk but the first and the last must hold: 1 where the model has enough."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
 
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[C] v * P + s of the chunk (v, s) at each place of the model's order."""
+        numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
+        if is_v_shaped(self.schedule):
+            numbers[1::2] = numbers[1::2, ::-1].copy()
+        return numbers.ravel()
+
+    @cached_property
+    def stage_of(self) -> np.ndarray:
+        """[C] stage of each chunk."""
+        return self.places % self.stages
+
+    def by_stage(self, values: np.ndarray) -> np.ndarray:
+        """[..., C] in the model's order as [..., C] by v * P + s, or back again."""
+        return values[..., self.places] if is_v_shaped(self.schedule) else values
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[2, K] forward and backward of a layer in each column; [3, K] with weight gradients where they are split."""
+        if not splits_backward(self.schedule):
+            return self.costs[:2]
+        return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
+
+    @cached_property
+    def fixed(self) -> np.ndarray:
+        """[rows, C] of what no layer causes: `ends`, whose weight gradients are not split off."""
+        return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
+
     def times(self, plans: np.ndarray) -> np.ndarray:
-        """Return [..., 2, C] forward and backward of the chunks of plans [..., K, C]."""
-        return np.einsum("ik,...kc->...ic", self.costs[:2], plans) + self.ends
+        """Return [..., rows, C] times of the chunks of plans [..., K, C], as `rows`."""
+        return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
 
     def step_times(self, plans: np.ndarray) -> np.ndarray:
         """Return the simulated step time [N] of plans [N, K, C]."""
-        shape = (len(plans), self.chunks, self.stages)
-        times = self.times(plans)
-        return makespans(self.table, times[:, 0].reshape(shape), times[:, 1].reshape(shape))
+        times = self.by_stage(self.times(plans)).reshape(len(plans), -1, self.chunks, self.stages)
+        return makespans(self.table, *times.transpose(1, 0, 2, 3))
+
+    def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return (step time, visits [rows, C]) of a plan [K, C] (`tools.pipeline.critical_path`)."""
+        time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
+        return time, self.by_stage(visits)
 
     def peak_memory(self, plans: np.ndarray) -> np.ndarray:
         """Return [N, stages] peak memory of plans [N, K, C]."""
         shape = (len(plans), self.chunks, self.stages)
-        parameters = np.einsum("k,nkc->nc", self.costs[2], plans).reshape(shape).sum(axis=1) + self.static
-        activation = np.einsum("k,nkc->nc", self.costs[3], plans).reshape(shape)
+        every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
+        parameters = every.reshape(shape).sum(axis=1) + self.static
+        activation = kept.reshape(shape)
         held = [(activation[:, :, s] @ peaks.T).max(axis=1) for s, peaks in enumerate(self.peaks)]
         return parameters + np.array(held).T
 
@@ -144,9 +185,9 @@ class Instance:
     def from_solution(self, solution: list) -> np.ndarray:
         """Return the plan [K, C] of n[type][v][s][option]."""
         size = self.chunks * self.stages
-        return np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution])
+        return self.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
 
     def to_solution(self, plan: np.ndarray) -> list:
         """Return n[type][v][s][option] of a plan [K, C]."""
-        parts = [plan[self.type_columns(t)] for t in range(len(self.types))]
+        parts = [self.by_stage(plan)[self.type_columns(t)] for t in range(len(self.types))]
         return [part.T.reshape(self.chunks, self.stages, -1).tolist() for part in parts]

@@ -8,7 +8,6 @@ drain and the times of head and tail.
 
 from __future__ import annotations
 
-from tools.pipeline.critical_path import critical_path
 from tools.placement.budget import Budget
 from tools.placement.ilp import PathModel
 from tools.placement.instance import Instance
@@ -38,7 +37,7 @@ def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
             return answer.bound if answer.done else bound
         bound = max(bound, answer.bound)
         budget.spend(_CHAIN * instance.micro_batches * model.size)
-        simulated, visits = critical_path(instance.table, instance.times(answer.plan))
+        simulated, visits = instance.longest_chain(answer.plan)
         if simulated - answer.value <= AGREED * simulated:
             break
         model.add_chain(visits)

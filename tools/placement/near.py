@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tools.pipeline.critical_path import critical_path
 from tools.placement.budget import Budget
 from tools.placement.ilp import Answer, PathModel
 from tools.placement.incumbent import Incumbent
@@ -40,7 +39,7 @@ def _fill(incumbent: Incumbent, model: PathModel, budget: Budget, low: np.ndarra
 
 def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
     """Offer a plan of the model and add the chain that decides it; say whether it was taken."""
-    _, visits = critical_path(incumbent.instance.table, incumbent.instance.times(plan))
+    _, visits = incumbent.instance.longest_chain(plan)
     model.add_chain(visits)
     return incumbent.offer(plan)
 
@@ -55,7 +54,7 @@ def _part(incumbent: Incumbent, width: int, rng: np.random.Generator) -> tuple[n
         free = (rng.integers(instance.stages) + np.arange(few)) % instance.stages
     else:
         free = rng.permutation(instance.stages)[:few]
-    chunks = np.isin(np.arange(plan.shape[1]) % instance.stages, free)
+    chunks = np.isin(instance.stage_of, free)
     most = np.array([[instance.types[t].count] for t, _ in instance.columns])
     if kind == "by one":
         low, high = np.maximum(plan - 1, 0), np.minimum(plan + 1, most)

@@ -64,7 +64,7 @@ def print_text(outcome: Outcome, console: Console) -> None:
     for name in ("stage", "layers by chunk", "recompute", "peak memory", "of the cap"):
         table.add_column(name, justify="left" if name == "recompute" else "right")
     for stage in range(instance.stages):
-        own = plan[:, stage :: instance.stages]
+        own = plan[:, instance.stage_of == stage]
         peak = outcome.peak[stage]
         table.add_row(
             str(stage),

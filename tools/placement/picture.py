@@ -20,7 +20,7 @@ def draw(instance: Instance, plan: np.ndarray, path: Path) -> Path:
     Raises:
         DataError: as `save_figure`.
     """
-    forward, backward = instance.times(plan).reshape(2, instance.chunks, instance.stages)
+    forward, backward = instance.by_stage(instance.times(plan)[:2]).reshape(2, instance.chunks, instance.stages)
     simulation = simulate_timetable(instance.table, Durations(forward, backward))
     figure = new_figure(14, 3 + 0.4 * instance.stages)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -39,7 +39,7 @@ def _layers(axes: Any, instance: Instance, plan: np.ndarray) -> None:
     # the option that costs no time is the one that recomputes nothing
     free = np.array([instance.types[t].options[o].extra_backward == 0 for t, o in instance.columns])
     for stage in range(instance.stages):
-        own = plan[:, stage :: instance.stages]
+        own = plan[:, instance.stage_of == stage]
         layers, recomputed = own.sum(axis=0), own[~free].sum(axis=0)
         text = f"layers by chunk {' '.join(map(str, layers))}\nof them recomputed {' '.join(map(str, recomputed))}"
         axes.annotate(text, (1.005, stage), xycoords=("axes fraction", "data"), va="center", fontsize="x-small")
@@ -48,8 +48,8 @@ def _layers(axes: Any, instance: Instance, plan: np.ndarray) -> None:
 def _memory(axes: Any, instance: Instance, plan: np.ndarray, simulation: Simulation) -> None:
     from matplotlib import colormaps
 
-    parameters = (instance.costs[2] @ plan).reshape(instance.chunks, instance.stages).sum(axis=0) + instance.static
-    activation = (instance.costs[3] @ plan).reshape(instance.chunks, instance.stages)
+    every, kept = instance.by_stage(instance.costs[2:] @ plan).reshape(2, instance.chunks, instance.stages)
+    parameters, activation = every.sum(axis=0) + instance.static, kept
     for stage in range(instance.stages):
         times, memory = memory_over_time(simulation, stage, parameters[stage], activation[:, stage])
         times, memory = np.append(times, simulation.makespan), np.append(memory, memory[-1])

@@ -19,7 +19,7 @@ from tools.estimate.configuration import Configuration, Recompute, Table
 from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.pipeline.schedules import is_v_shaped
+from tools.pipeline.schedules import pairs_up
 from tools.placement.budget import Budget
 from tools.placement.ilp import PathModel
 from tools.placement.instance import Instance
@@ -57,8 +57,9 @@ class Placement:
 def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0) -> Placement:
     """The fastest placement of `config`'s layers, and recomputation for each, that keeps `cap_bytes` on every stage.
 
-    The configuration's own tables are one of the candidates, and the only one for V-shaped schedules and for models
-    whose dense and MoE layers alternate.
+    The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers
+    alternate. Of schedules with pairs (`tools.pipeline.dual_pipe`) the optimiser does not count what a pair hides,
+    which hangs on two chunks at once; the answer's time does. The bound is then 0.
 
     Raises:
         RecipeError: the schedule cannot run with these numbers.
@@ -77,6 +78,7 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
             candidates += [] if plan is None else [configuration_of(config, instance, plan)]
     best: Placement | None = None
     bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
+    bound = 0.0 if pairs_up(config.schedule) else bound
     for candidate in candidates:
         peaks = tuple(memory.peak for memory in all_stages(candidate))
         if max(peaks) > cap_bytes:
@@ -95,7 +97,7 @@ def ways(config: Configuration) -> list[tuple[bool, bool]]:
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
     """
-    if is_v_shaped(config.schedule) or config.model.alternates:  # the optimiser keeps layers of a kind side by side
+    if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
     return [(False, False), (True, False)] + [(True, True)] * bool(config.model.mtp)
 
@@ -107,7 +109,7 @@ def least_seconds(config: Configuration, model: TimeModel, cap_bytes: float, bud
     where nothing is moved, infinite where nothing fits.
     """
     every = ways(config)
-    if not every or config.pp == 1:
+    if not every or config.pp == 1 or pairs_up(config.schedule):
         return 0.0
     bounds = []
     for full, mtp in every:
@@ -132,9 +134,8 @@ def _bound(outcome: Outcome) -> float:
 def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> str:
     if not outcomes:
         peak = max(memory.peak for memory in all_stages(config))
-        kept = "layers that alternate between dense and MoE" if config.model.alternates else config.schedule
         needs = f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}"
-        return f"{needs}, and nothing is moved or recomputed for {kept}"
+        return f"{needs}, and nothing is moved or recomputed for layers that alternate between dense and MoE"
     return f"{outcomes[-1].why or 'no order of recompute options that MindFormers can express fits'} (GiB)"
 
 
@@ -200,4 +201,5 @@ def _columns(instance: Instance, option: str) -> list[int]:
 
 
 def _table(instance: Instance, counts: np.ndarray) -> Table:
-    return tuple(tuple(int(count) for count in row) for row in counts.reshape(instance.chunks, instance.stages))
+    rows = instance.by_stage(counts).reshape(instance.chunks, instance.stages)
+    return tuple(tuple(int(count) for count in row) for row in rows)

@@ -64,7 +64,7 @@ class Changes:
 
     def __init__(self, instance: Instance, rng: np.random.Generator):
         self._rng = rng
-        self._stages = instance.stages
+        self._stage_of = instance.stage_of
         spans = [instance.type_columns(t) for t, _ in instance.columns]
         self._first = np.array([span.start for span in spans])
         self._options = np.array([span.stop - span.start for span in spans])
@@ -82,7 +82,7 @@ class Changes:
             changed[movers, column, chunk] -= 1
             changed[movers, option, target] += 1
             if turn == 0:
-                stage[movers] = np.where(rng.random(len(movers)) < 0.5, chunk, target) % self._stages
+                stage[movers] = self._stage_of[np.where(rng.random(len(movers)) < 0.5, chunk, target)]
         return changed
 
     def _pick(
@@ -90,7 +90,7 @@ class Changes:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """A layer of each mover, from any stage or `only` one: (movers that have one, its column, its chunk)."""
         layers, size = plans[movers], plans.shape[2]
-        elsewhere = (only[:, None] >= 0) & (np.arange(size) % self._stages != only[:, None])
+        elsewhere = (only[:, None] >= 0) & (self._stage_of != only[:, None])
         layers = np.where(elsewhere[:, None], 0, layers).reshape(len(movers), plans.shape[1] * size).cumsum(axis=1)
         total = layers[:, -1]
         drawn = (self._rng.random(len(movers)) * total).astype(int)

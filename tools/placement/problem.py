@@ -20,6 +20,7 @@ from tools.estimate.memory.activations import mtp_option, saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
+from tools.pipeline.schedules import is_v_shaped
 from tools.placement.instance import CAP_TOLERANCE, Instance, LayerType, Option
 
 OPTIONS = ("none", "communication", "select", "full")
@@ -32,9 +33,19 @@ class PlacedInstance(Instance):
 
     receiving   added to each forward but the first chunk's and each backward but the last chunk's. A sender's own time
                 is left out, so that no real plan is faster than the instance says.
+    end_weights weight gradients in the backward of head and tail.
     """
 
     receiving: float = 0.0
+    end_weights: tuple[float, float] = (0.0, 0.0)
+
+    @cached_property
+    def fixed(self) -> np.ndarray:
+        """`ends`, with the weight gradients of head and tail where they are split off."""
+        found = super().fixed
+        found[2:, 0] += self.end_weights[0]
+        found[2:, -1] += self.end_weights[1]
+        return found
 
     @cached_property
     def ends(self) -> np.ndarray:
@@ -44,6 +55,9 @@ class PlacedInstance(Instance):
         fixed[:, -1] += self.tail
         fixed[0, 0] -= self.receiving
         fixed[1, -1] -= self.receiving
+        stays = np.flatnonzero(np.diff(self.stage_of) == 0)  # where a V turns round nothing is sent
+        fixed[0, stays + 1] -= self.receiving
+        fixed[1, stays] -= self.receiving
         return fixed
 
 
@@ -75,6 +89,7 @@ def pipeline_instance(
             times[kind].backward.total * _MS,
             parameters[kind] / GIB,
             _options(probe, kind, times[kind].recomputed, full),
+            _weights([times[kind]]),
         )
         for kind in kinds
     )
@@ -90,6 +105,7 @@ def pipeline_instance(
         tail=_both(tail),
         types=types,
         receiving=0.0 if config.overlap_pp else model.transfer(config) * _MS,
+        end_weights=(_weights(ends), _weights(tail)),
     )
 
 
@@ -99,13 +115,19 @@ def kind_count(config: Configuration, kind: str) -> int:
 
 
 def table_of(config: Configuration, counts: list[int]) -> Table:
-    """[chunks][stages] of a list in model order."""
-    stages = config.pp
-    return tuple(tuple(counts[first : first + stages]) for first in range(0, len(counts), stages))
+    """[chunks][stages] of a list in model order, which runs back up where the schedule is V-shaped."""
+    stages, turned = config.pp, is_v_shaped(config.schedule)
+    rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
+    return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
 
 
 def _both(times: list) -> tuple[float, float]:
     return sum(t.forward.total for t in times) * _MS, sum(t.backward.total for t in times) * _MS
+
+
+def _weights(times: list) -> float:
+    """Weight gradients, as `TimeModel.weight_gradients` counts them."""
+    return float(sum(t.backward.matmul / 2 for t in times)) * _MS
 
 
 def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
@@ -133,34 +155,43 @@ def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, di
     model = config.model
     # one layer more, which stays at the end: MTP goes where the last layer is
     more = replace(model, pattern=(*model.pattern, model.last_kind))
+    begin = int(_last_stage(config) == 0)  # of a V both ends are on stage 0: layers are counted on the next one
 
     def held(first: int) -> np.ndarray:
         """[stages] with so many layers at the beginning and the others at the end."""
-        counts = [first] + [0] * (config.pp * config.chunks - 2) + [more.layers - first]
+        counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
+        counts[begin] = first
         laid = replace(config, model=more, layers=table_of(config, counts))
         return np.array([sum(static_memory(laid, stage)) for stage in range(config.pp)])
 
     ends, parameters, before = held(0), {}, 0
     for kind in kinds:
-        parameters[kind] = float((held(before + 1) - held(before))[0])
+        parameters[kind] = float((held(before + 1) - held(before))[begin])
         before += kind_count(config, kind)
-    ends[-1] -= parameters[more.last_kind] + sum(parameters[kind] * kind_count(config, kind) for kind in kinds)
+    ends[_last_stage(config)] -= parameters[more.last_kind] + sum(
+        parameters[kind] * kind_count(config, kind) for kind in kinds
+    )
     return ends, parameters
 
 
 def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
     """[stages] bytes of buffers, of working memory and of the ends' activations in flight."""
     buffers = max(stage_memory(config, stage).buffers for stage in range(config.pp))
-    whole = mtp_option(config)
+    whole, end = mtp_option(config), _last_stage(config)
     found = []
     for stage in range(config.pp):
-        ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == config.pp - 1)
+        ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == end)
         inside = [kind for kind in kinds if kind != kinds[0] or may_hold_first(config, stage)]
         held = held_micro_batches(config, stage).max(axis=0)
         first = saved(config, "embedding", whole) * held[0] * (stage == 0)
         last = sum(saved(config, kind, whole) for kind in ends if kind != "embedding") * held[-1]
         found.append(buffers + working(config, [*inside, *ends]) + first + last)
     return np.array(found)
+
+
+def _last_stage(config: Configuration) -> int:
+    """The stage of the model's last chunk."""
+    return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1
 
 
 def may_hold_first(config: Configuration, stage: int) -> bool:

@@ -20,12 +20,13 @@ from tools.placement.budget import LATE, Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
-from tools.search.options import effort_option, effort_within, margin_option
+from tools.search.options import effort_option, effort_within, margin_option, schedule_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
     from tools.estimate.time_model import TimeModel
     from tools.recipe.load import Recipe
+    from tools.search.ranking.by_schedule import BySchedule
     from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
     from tools.search.ranking.store import Store
@@ -54,6 +55,7 @@ _WIDTH = 200  # of tables in a file or pipe
     metavar="LIMIT",
     help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
 )
+@schedule_option
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
 @click.option(
@@ -118,6 +120,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
             effort = effort_within(options["effort"], "normal", limit / options["top"])
             budget = Budget(effort, max(limit - _RESERVE, limit / 2))
             found = search(request, options["top"], budget, store, times, progress.tell)
+            others = _others(request, found, budget, times, options, progress.tell)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing found yet", err=True)
             sys.exit(130)
@@ -126,7 +129,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     found.to_verify = options["verified"] or 0
     if found.to_verify and found.whole:
         _verify(loaded, found, options["full"])
-    _tell(found, times, loaded, options, as_json)
+    _tell(found, others, times, loaded, options, as_json)
     if found.cut:
         click.echo(LATE, err=True)
     if not found.whole:
@@ -158,6 +161,7 @@ def _asked(
     if options["html_file"]:
         check_page(options["html_file"])
     asked = tuple(read_limit(text) for text in limits)
+    _require_schedules(options)
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
     require_ulysses(recipe, request.base.model, request.ulysses)
@@ -165,6 +169,37 @@ def _asked(
         require_layouts(recipe, request.devices)
     times = TimeModel(request.hardware)
     return recipe, request, times, Store(request, times, options["state"], options["resume"])
+
+
+def _require_schedules(options: dict[str, Any]) -> None:
+    """Refuse what cannot be answered for `--schedule`, before the search takes its minutes."""
+    from tools.search.ranking.by_schedule import asked_schedules, require_writable
+
+    options["schedules"] = asked_schedules(options["schedules"])
+    if options["write"]:
+        require_writable(options["schedules"])
+    if options["schedules"] and options["verified"]:
+        raise RecipeError("--verify dry-runs 1F1B's layouts; with --schedule write the recipe, then tc3 dryrun it")
+
+
+def _others(
+    request: Request, found: Found, budget: Budget, times: TimeModel, options: dict[str, Any], tell: Callable[..., None]
+) -> BySchedule:
+    """The layouts of `--schedule`; nothing where none was asked for, or where 1F1B has no layout."""
+    from tools.search.ranking.by_schedule import BySchedule, search_schedules
+    from tools.search.ranking.store import Store
+
+    if not found.whole or not found.entries:
+        return BySchedule()
+
+    def store_of(own: Request) -> Store:
+        state = options["state"]
+        path = state.with_name(f"{state.name}.{own.schedule}") if state else None
+        return Store(own, times, path, options["resume"])
+
+    others = search_schedules(request, options["schedules"], budget, store_of, times, tell)
+    found.cut, found.whole = found.cut or others.cut, found.whole and others.whole
+    return others
 
 
 def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
@@ -211,21 +246,27 @@ def _verify(recipe: Recipe, found: Found, full: bool) -> None:
         found.whole = False
 
 
-def _tell(found: Found, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool) -> None:
+def _tell(
+    found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
+) -> None:
     """Print and write everything that was asked for."""
     from tools.search.overlay.write import write_overlay
     from tools.search.report.frontier import draw
     from tools.search.report.html import html
+    from tools.search.report.schedules import print_schedules, to_write
     from tools.search.report.text import as_json as content
-    from tools.search.report.text import notes, print_text
+    from tools.search.report.text import print_text
 
     name = Path(recipe.source).name
     if as_json:
-        click.echo(json.dumps(content(found, times)))
+        more = {"schedules": [one.as_json() for one in others.every]} if others.every else {}
+        click.echo(json.dumps({**content(found, times), **more}))
     else:
         console = Console(highlight=False, markup=False)
         console.width = max(console.width, _WIDTH)
         print_text(found, times, console)
+        if others.every:
+            print_schedules(others, found.entries[0], times, console)
     if not found.entries:
         return
     if found.unverified:
@@ -233,7 +274,7 @@ def _tell(found: Found, times: TimeModel, recipe: Recipe, options: dict[str, Any
     writers: dict[str, Callable[[Path], object]] = {
         "picture": lambda path: draw(found, times, path),
         "html_file": lambda path: write_atomically(path, html(found, times, f"Parallel strategies for {name}")),
-        "write": lambda path: write_overlay(recipe, found.best.config, path, notes(found), found.request.site),
+        "write": lambda path: write_overlay(recipe, *to_write(found, others, path), found.request.site),
     }
     failed: list[ValueError] = []
     for option in (option for option in writers if options[option]):

@@ -18,6 +18,16 @@ margin_option = click.option(
 )
 
 
+schedule_option = click.option(
+    "--schedule",
+    "schedules",
+    multiple=True,
+    metavar="NAME|all",
+    help="Rank layouts of another pipeline schedule beside 1F1B's, such as zero_bubble_v; the table says which can be "
+    "run and which are simulated only. --write then writes the fastest of those named that can.",
+)
+
+
 class Effort(click.ParamType):
     """A click type: `low`, `normal`, `high`, or units of `tools.placement.budget`."""
 

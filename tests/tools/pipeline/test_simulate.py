@@ -144,6 +144,21 @@ def test_the_longest_chain_is_the_step_and_bounds_all_others(seed, schedule):
     assert (visits * other).sum() <= critical_path(table, other)[0] * (1 + 1e-12)
 
 
+@many
+@given(
+    st.integers(0, 10**6), st.sampled_from(["zero_bubble_v", "zb_v", "v_min", "dual_pipe_v", "interleaved_1f1b_pairs"])
+)
+def test_the_longest_chain_goes_through_split_backwards_and_pairs(seed, schedule):
+    rng = np.random.default_rng(seed)
+    table = timetable(schedule, 4, 2, 8)
+    mine, other = rng.random((2, 3, 8))
+    mine[1], other[1] = mine[1] + mine[2], other[1] + other[2]
+    time, visits = critical_path(table, mine)
+    assert time == pytest.approx((visits * mine).sum())
+    assert time == pytest.approx(makespans(table, *mine.reshape(3, 1, 2, 4))[0])
+    assert (visits * other).sum() <= critical_path(table, other)[0] * (1 + 1e-12)
+
+
 def test_orders_that_wait_for_each_other_are_named():
     first = [Op("B", 0, 0), Op("F", 0, 0)]
     with pytest.raises(RecipeError, match=r"stage 0 at \('B', 0, 0\); stage 1 at \('F', 0, 0\)"):

@@ -27,6 +27,7 @@ from tools.estimate.recompute_keys import (
     with_patterns,
 )
 from tools.files.atomic import write_atomically
+from tools.pipeline.runnable import interleaves, why_not
 from tools.pipeline.schedules import scheduler_of
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
@@ -46,7 +47,6 @@ _LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
 _STRATEGY = ("parallel", "dataset_strategy")
 _SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
 _CHUNKS = (*MODEL, "pp_interleave_num")
-_BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
 
 
 def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
@@ -101,10 +101,8 @@ def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> 
     """A copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
     view = View(recipe)
     require_layouts(recipe, config.devices)
-    if config.schedule == _BY_ENVIRONMENT:
-        raise RecipeError(
-            f"schedule {_BY_ENVIRONMENT}: the environment asks for it (ENABLE_LESS_MEM_VPP=1), no key does"
-        )
+    if reason := why_not(config.schedule):
+        raise RecipeError(f"schedule {config.schedule}: no recipe can ask for it: {reason}")
     values = {**_degrees(view, config), **_pipeline(view, config)}
     values |= dispatch_values(view, config, site.node if site else None)
     values |= site_values(view, config, site) if site else {}
@@ -167,8 +165,9 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
     values: dict[KeyPath, Any] = {}
     if view.scheduler != scheduler:
         values[_SCHEDULER] = scheduler
-    if view.flag(_INTERLEAVE) != (chunks > 1):
-        values[_INTERLEAVE] = chunks > 1
+    turns = interleaves(config.schedule, chunks) if config.pp > 1 else chunks > 1
+    if view.flag(_INTERLEAVE) != turns:
+        values[_INTERLEAVE] = turns
     if view.number(_CHUNKS, 1) != chunks:
         values[_CHUNKS] = chunks
     same_shape = (view.pp, view.chunks) == (config.pp, chunks)

@@ -8,13 +8,16 @@ candidates. The reference is `TimeModel.step` of a candidate's configuration (th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_time import LayerTime
-from tools.estimate.time_model import TimeModel, pipeline_of
+from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
 from tools.model.weights import KINDS
+from tools.pipeline.in_flight import enough
+from tools.pipeline.simulate import filling
 from tools.search.ranking.memory import Memo, groups, kind_counts, stage_keys
 from tools.search.space.candidates import Block, configuration
 from tools.search.space.limits import POLICIES
@@ -70,13 +73,22 @@ class TimeTable(TimeModel):
             sending: as `StageTimes`.
         """
         m = block.columns["m"]
-        pipeline = pipeline_of(work, block.vpp, m, sending)
+        pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
         once, each, optimizer = self._once(block, work.argmax(axis=1))
         data = once + each * m
         if self.request.base.overlap_dp:
             rounds = np.minimum(block.pp, m) if block.vpp > 1 else np.ones_like(m)
             data = self.waited(once, each, work.max(axis=1), m, rounds)
         return pipeline + data + optimizer + self.fixed
+
+    def _filling(self, block: Block) -> Any:
+        """What divides the other stages' work in `pipeline_of`: the chunks, or [rows] for what has no closed form."""
+        schedule = self.request.schedule
+        if not schedule or has_closed_form(schedule):
+            return block.vpp
+        m = enough(schedule, block.pp, block.columns["m"])
+        found = {int(one): filling(schedule, block.pp, block.vpp, int(one)) for one in np.unique(m)}
+        return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
 
     def least(self, block: Block, work: np.ndarray) -> np.ndarray:
         """[rows] seconds that no layout of these candidates' layers is under, whatever memory a device has.

@@ -29,6 +29,7 @@ import numpy as np
 
 from plugins.hierarchical_ep.plan import MODES
 from tools.estimate.configuration import Configuration
+from tools.pipeline.schedules import can_run, is_v_shaped
 from tools.search.space.funnel import Funnel
 from tools.search.space.layers import balanced_layers
 from tools.search.space.limits import PLANNED, POLICIES, SHARDS, Limit
@@ -178,6 +179,9 @@ class _Axes:
         yield "batch: dp x samples of a micro-batch do not divide it", request.global_batch % (dp * mbs) == 0
         yield "batch: fewer micro-batches than stages", request.global_batch // (dp * mbs) >= pp
         whole = (ep > request.node) & (ep % request.node == 0)
+        if request.schedule:
+            words = f"schedule: {request.schedule} does not run with these stages, chunks and micro-batches"
+            yield words, self._runs(request)
         yield "mode: all the same unless an EP group covers several whole nodes", whole | (mode == 0)
         yield "tp: does not divide a node (report 5.1)", np.array(request.node % tp == 0)
 
@@ -187,6 +191,15 @@ class _Axes:
         b, s = cut.chunks if cut and cut.chunks else (1, 1)
         rows = request.base.sequence // (self.mesh.tp * self.mesh.cp)
         return (self.along("ep") == 1) | ((self.along("mbs") >= b) & np.bool_(rows >= s))
+
+    def _runs(self, request: Request) -> np.ndarray:
+        """Where the schedule that is asked for can run."""
+        numbers = request.global_batch // (self.mesh.dp * self.values["mbs"])
+        runs = [
+            [self.mesh.pp > 1 and can_run(request.schedule, self.mesh.pp, int(vpp), int(m)) for m in numbers]
+            for vpp in self.values["vpp"]
+        ]
+        return self.along("vpp").astype(bool) & np.array(runs)[:, None, :, None, None, None]
 
     def _limits(self, request: Request) -> Iterator[tuple[str, np.ndarray]]:
         fixed = self.mesh._asdict()
@@ -231,6 +244,8 @@ def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
 
 def schedule_of(request: Request, pp: int, vpp: int) -> str:
     """The schedule that a candidate runs."""
+    if request.schedule and pp > 1:
+        return request.schedule
     if vpp == 1:
         return "1f1b"
     own = request.base.schedule
@@ -239,7 +254,9 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
     """The run of a candidate with balanced layers; "planned" recomputes all of them, until it is planned."""
-    layers = balanced_layers(request.base.model, request.base.sequence, candidate.pp, candidate.vpp)
+    schedule = schedule_of(request, candidate.pp, candidate.vpp)
+    turned = is_v_shaped(schedule)
+    layers = balanced_layers(request.base.model, request.base.sequence, candidate.pp, candidate.vpp, turned)
     word = "full" if candidate.recompute == PLANNED else candidate.recompute
     tables: dict[str, Any] = {"full": None, "select": None, "communication": None} | (
         {word: layers} if word != "none" else {}
@@ -248,7 +265,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
         request.base,
         **{name: getattr(candidate, name) for name in ("dp", "tp", "pp", "cp", "ep")},
         layers=layers,
-        schedule=schedule_of(request, candidate.pp, candidate.vpp),
+        schedule=schedule,
         batch=candidate.mbs,
         micro_batches=candidate.m,
         recompute=replace(request.base.recompute, **tables),

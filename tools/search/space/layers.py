@@ -13,8 +13,8 @@ from tools.model.architecture import Model
 
 
 @lru_cache(maxsize=4096)
-def balanced_layers(model: Model, sequence: int, stages: int, chunks: int) -> Table:
-    """[chunks][stages] layers; needs `model.layers` >= stages x chunks.
+def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turned: bool = False) -> Table:
+    """[chunks][stages] layers; needs `model.layers` >= stages x chunks. `turned`: odd chunks run back up (a V).
 
     1. Each chunk gets a layer, except the last one where the head alone weighs as much.
     2. Each other layer goes to the stage with the least load; of equals to the last, which holds the fewest
@@ -23,11 +23,12 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int) -> Ta
     extra = end_weight(model, sequence)
     counts = [[1] * stages for _ in range(chunks)]
     # an MTP layer would move to the place before an empty last chunk
+    end = 0 if turned and chunks % 2 == 0 else stages - 1
     if extra >= 1 and not model.mtp and stages * chunks > 1:
-        counts[-1][-1] = 0
+        counts[-1][end] = 0
 
     def load(chunk: int, stage: int) -> float:
-        return counts[chunk][stage] + (extra if (chunk, stage) == (chunks - 1, stages - 1) else 0.0)
+        return counts[chunk][stage] + (extra if (chunk, stage) == (chunks - 1, end) else 0.0)
 
     for _ in range(model.layers - sum(map(sum, counts))):
         loads = [round(sum(load(chunk, stage) for chunk in range(chunks)), 6) for stage in range(stages)]

@@ -39,6 +39,7 @@ class Request:
         limits: the user's.
         hardware_file: name or file of `hardware`, as a recipe names it.
         swaps: the recipe moves activations to the host, which is not modelled.
+        schedule: every pipeline runs this one (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks.
         own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
     """
 
@@ -54,6 +55,7 @@ class Request:
     own_cap: bool = True
     margin: float = 0.0
     swaps: bool = False
+    schedule: str = ""
 
     @property
     def room(self) -> float:

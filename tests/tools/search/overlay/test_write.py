@@ -258,7 +258,8 @@ def test_what_was_set_on_the_command_line_is_written_too(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schedule": "interleaved_1f1b_less_memory"}, "no key does"),
+        ({"schedule": "interleaved_1f1b_less_memory"}, "no key of a recipe does"),
+        ({"schedule": "zb_h1"}, "no recipe can ask for it"),
         ({"ep_mode": "deepep"}, "want one of global"),
     ],
 )

@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 
 from tests.tools.search.space.reference import cheapest_mix, predicted
 from tests.tools.search.space.test_candidates import MODEL, request
+from tools.estimate.memory.model import all_stages
+from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.model.architecture import pattern_of
+from tools.pipeline.schedules import check_schedule
+from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
 from tools.search.ranking.rank import feasible, mix, rank
-from tools.search.space.candidates import RECOMPUTE
+from tools.search.space.candidates import RECOMPUTE, configuration
 from tools.search.space.limits import PLANNED, read_limit
 from tools.search.space.request import request_of
 
@@ -32,6 +36,27 @@ def judge(asked, ranking, draws, seed=0):
             assert ranking.at(index).candidate == candidate
             assert (ranking.seconds[index], ranking.peaks[index]) == pytest.approx(expected, rel=1e-9), candidate
     return fits
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "v_half", "zb_h1", "seqpipe", "gpipe", "interleaved_1f1b_pairs"])
+def test_another_schedule_is_ranked_by_its_own_memory_and_filling(schedule):
+    asked = replace(request(), schedule=schedule)
+    ranking, rng = rank(asked), np.random.default_rng(0)
+    for index in rng.integers(len(ranking.seconds), size=25):
+        one = ranking.at(int(index))
+        config = configuration(asked, one.candidate)
+        check_schedule(config.schedule, config.pp, config.chunks, config.micro_batches)
+        assert config.schedule == schedule and config.pp > 1
+        if one.candidate.recompute != PLANNED:
+            assert one.peak == pytest.approx(max(memory.peak for memory in all_stages(config)))
+            simulated = TimeModel(asked.hardware).step(replace(config, overlap_ep=False), simulated=True).total
+            assert one.seconds == pytest.approx(simulated, rel=0.25)  # equal stages of equal passes stand for these
+
+
+def test_what_a_stage_idles_is_what_the_papers_say():
+    assert filling("1f1b", 8, 1, 32) == pytest.approx(7)
+    assert filling("interleaved_1f1b", 8, 4, 32) == pytest.approx(7 / 4)
+    assert filling("zb_h1", 8, 1, 32) == pytest.approx(7 / 3)  # (p - 1) (F + B - 2 W) of F + B = 3
 
 
 DENSE = {"pattern": pattern_of(7), "experts": 0, "top_k": 0, "shared_ffn": 0, "kv_heads": 6}
