@@ -41,7 +41,6 @@ LONG = (
     "plugins/hierarchical_ep/graph/test_compiled.py",
     "training/test_group_aux_loss.py",
     "tools/accuracy/align/test_mindformers.py",
-    "training/test_converted.py",
     "recipes/test_models.py",
     "tools/dryrun/compile/test_rank.py",
     "training/test_own_model.py",

@@ -1,6 +1,7 @@
 """Fine-tuning trains the answers of packed conversations, from own weights and Hugging Face's, and survives a kill."""
 
 import json
+import math
 import subprocess
 
 import pytest
@@ -65,12 +66,14 @@ def test_answers_are_learnt_alike_from_converted_weights_and_after_a_kill(whole,
     expected, held_out = runs.steps(tmp_path / "own"), read_held_out(tmp_path / "own")
     assert sorted(expected) == list(range(1, 9)) and sorted(held_out) == [0, 8]
     assert held_out[8] < held_out[0] - 0.5, "the answers of functions that are never trained on"
+    assert expected[1]["lm_loss"] > math.log(512) + 0.5, "worse than new weights: these know another corpus"
 
     for source, target, more in (
         (weights, tmp_path / "hf", ()),
-        (tmp_path / "hf", tmp_path / "ms", ("--recipe", str(whole / "recipe.yaml"))),
+        (tmp_path / "hf", tmp_path / "ms", ("--recipe", str(whole / "recipe.yaml"), "--file-size", "0.001")),
     ):
         subprocess.run([runs.TC3, "weights", "convert", str(source), str(target), *more], check=True)
+    assert len(list((tmp_path / "ms").glob("*.safetensors"))) > 1, "they are read from several files"
     run_dir = tmp_path / "converted"
     runs.train_and_kill(recipe(tmp_path / "ms"), run_dir, None, step=5)
     assert 5 <= max(runs.steps(run_dir)) < 8

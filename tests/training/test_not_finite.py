@@ -47,11 +47,11 @@ def test_two_workers_end_together(whole_dp2, graph_dp2, corpus, tmp_path):
     assert runs.checkpoints(run_dir) == [4, 8] and runs.processes_of(run_dir) == []
 
 
-def test_within_what_is_allowed_nothing_is_saved_either(whole_dp2, graph_dp2, corpus, tmp_path):
+def test_within_what_is_allowed_nothing_is_saved_either(whole, graph, corpus, tmp_path):
     run_dir = tmp_path / "run"
-    runs.poisoned(whole_dp2, run_dir, 8, EMBEDDING)
-    recipe = tolerant(tmp_path, runs.TINY_DP2, 10)
-    text = runs.train(recipe, run_dir, corpus, "--resume", "auto", expect=1, **graph_dp2)
+    runs.poisoned(whole, run_dir, 8, EMBEDDING)
+    recipe = tolerant(tmp_path, runs.TINY, 10)
+    text = runs.train(recipe, run_dir, corpus, "--resume", "auto", expect=1, **graph)
     words = "step 12: load-balancing loss is NaN, the step number 4 in a row that is not finite; the first was step 9, "
     assert words + "whose lm loss is NaN" in text
     assert max(runs.steps(run_dir)) == 12 and runs.checkpoints(run_dir) == [4, 8], "12 is a step of saving"

@@ -119,7 +119,7 @@ def test_there_are_those_who_came_and_neither_left_nor_died(tmp_path):
     assert here.there(0) == ["b", "d/../e:1"] and seconds >= 0.7 * LOST
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(host=st.text(min_size=1, max_size=12), other=st.text(min_size=1, max_size=12))
 def test_any_name_of_a_host_is_a_file_of_its_own(tmp_path_factory, host, other):
     folder = tmp_path_factory.getbasetemp()

@@ -92,7 +92,7 @@ DEATHS = st.lists(st.one_of(st.none(), st.integers(1, 250)), min_size=5, max_siz
 
 
 @given(deaths=DEATHS, seed=st.integers(0, 99), fails=st.booleans(), until=st.sampled_from([20.0, 1e9]))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whoever_dies_wherever_the_others_agree(folder, deaths, seed, fails, until):
     folder = Path(tempfile.mkdtemp(dir=folder))  # the fixture's serves all examples
     with pytest.MonkeyPatch.context() as monkeypatch:

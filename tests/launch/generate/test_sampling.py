@@ -39,7 +39,7 @@ def slow(logits, how):
 
 
 @given(logits_of, ways)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_chances_are_those_of_a_slow_count(logits, how):
     want, near = slow(logits, how)
     got = probabilities(logits, how)
@@ -52,7 +52,7 @@ def test_chances_are_those_of_a_slow_count(logits, how):
 
 
 @given(logits_of, ways, st.integers(0, 2**32 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_draw_has_a_chance_and_a_seed_repeats_it(logits, how, seed):
     drawn = draw(logits, how, np.random.default_rng(seed))
     assert probabilities(logits, how)[drawn] > 0
@@ -60,7 +60,6 @@ def test_a_draw_has_a_chance_and_a_seed_repeats_it(logits, how, seed):
 
 
 @given(logits_of, st.floats(0.05, 20))
-@settings(deadline=None)
 def test_one_token_to_choose_from_is_the_likeliest(logits, temperature):
     random = np.random.default_rng(0)
     assert draw(logits, Sampling(temperature, top_k=1), random) == likeliest(logits)

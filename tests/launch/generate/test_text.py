@@ -21,7 +21,7 @@ def coder(tmp_path_factory):
 
 
 @given(text=st.text(max_size=40), before=st.text(max_size=10))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_pieces_are_the_text(coder, text, before):
     spoken, ids = Spoken(coder, coder.encode([before])[0]), coder.encode([text])[0]
     pieces = [spoken.push(token) for token in ids]
@@ -30,7 +30,7 @@ def test_the_pieces_are_the_text(coder, text, before):
 
 
 @given(ids=st.lists(st.integers(0, 299), max_size=30))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ids_that_are_no_text_are_said_as_they_decode(coder, ids):
     spoken = Spoken(coder, [])
     assert "".join(spoken.push(token) for token in ids) + spoken.rest() == coder.decode(ids)

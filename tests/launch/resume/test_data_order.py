@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from launch.resume import data_order
@@ -12,7 +12,6 @@ from plugins.errors import DataError
 from tools.recipe.load import Recipe
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(5, 40), min_size=4, max_size=12),
     sequence=st.integers(2, 8),

@@ -103,7 +103,7 @@ def as_sets(delivered):
     return [sorted(map(bytes, step.reshape(-1, LENGTH))) for step in delivered]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.booleans())
 def test_each_device_computes_what_the_plan_says(ranks, micro_batches, slots, gathered):
     layout = Layout(ranks, micro_batches, slots, Objective(ranks))

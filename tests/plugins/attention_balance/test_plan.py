@@ -7,7 +7,7 @@ from plugins.attention_balance import plan as planner
 from plugins.attention_balance.plan import Layout, Objective, balance, delivery_order, epoch_plan, step_plan
 from plugins.errors import DataError
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 LAYOUTS = [
     Layout(4, 3, 1, Objective(4)),

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from plugins.ep_overlap.plan import (
@@ -139,7 +139,6 @@ def test_differentiation_keeps_the_order_with_chunks_counted_from_the_last(chunk
     st.floats(0, 1e-2),
     st.booleans(),
 )
-@settings(deadline=None)
 def test_a_cut_is_within_its_bounds(mode, chunks, stride, experts, shared, replay):
     one = layer(mode, experts=experts, shared=shared, replay=replay)
     choice = cut_layer(one, chunks, stride, chunk_shares(4, 8, chunks))
@@ -160,7 +159,6 @@ def test_a_cut_is_within_its_bounds(mode, chunks, stride, experts, shared, repla
 
 
 @given(st.sampled_from(MODES), st.integers(1, 8), st.booleans(), st.floats(1e-5, 1e-1))
-@settings(deadline=None)
 def test_the_order_is_the_best_stride_and_all_of_them_run(mode, chunks, replay, experts):
     assume(chunks > 1)
     one = layer(mode, experts=experts, shared=0.0, replay=replay)

@@ -76,7 +76,7 @@ def mesh():
         yield mesh
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.permutations(range(8)), st.permutations(range(8)), st.sampled_from([1, 2, 4, 8]))
 def test_each_expert_leaves_one_place_and_arrives_at_its_own(old, new, devices):
     old, new, each = np.array(old), np.array(new), 8 // devices

@@ -8,7 +8,7 @@ from plugins.expert_balance.settings import Settings
 
 
 @given(st.integers(0, 10**6), st.sampled_from([None, 4, 16]), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_groups_stay_whole_and_the_budget_is_kept(seed, moves, aligned):
     rng = np.random.default_rng(seed)
     loads, nodes, devices, groups = rng.integers(0, 1000, 48), 2, 4, 6

@@ -27,7 +27,7 @@ def cases(draw):
 
 
 @given(cases(), st.sampled_from(METHODS), st.sampled_from([0.0, 0.01, 0.2]), st.sampled_from([None, 2, 5]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_plan_is_a_placement_never_worse_and_within_its_budget(case, method, gate, moves):
     loads, old, devices = case
     wanted = Settings(method=method, gate=gate, moves=moves)
@@ -44,7 +44,7 @@ def test_a_plan_is_a_placement_never_worse_and_within_its_budget(case, method, g
 
 
 @given(cases(), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_swaps_start_from_the_placement_there_is(case, aligned):
     loads, old, devices = case
     each = len(loads) // devices

@@ -12,7 +12,7 @@ from plugins.hierarchical_ep.topology import Topology
 from tests.plugins.hierarchical_ep.cases import cases, route
 
 HIDDEN, WIDTH = 3, 2
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=150)
 modes = st.sampled_from(MODES)
 
 

@@ -12,7 +12,7 @@ from plugins.hierarchical_ep.programs import Call, check_groups, check_programs,
 from plugins.hierarchical_ep.topology import Topology
 from tests.plugins.hierarchical_ep.cases import cases, route
 
-many = settings(max_examples=150, deadline=None)
+many = settings(max_examples=150)
 
 
 @many

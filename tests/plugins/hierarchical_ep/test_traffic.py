@@ -19,7 +19,7 @@ from plugins.hierarchical_ep.traffic import (
 )
 from tests.plugins.hierarchical_ep.cases import cases, route
 
-many = settings(max_examples=100, deadline=None)
+many = settings(max_examples=100)
 modes = st.sampled_from(MODES)
 
 

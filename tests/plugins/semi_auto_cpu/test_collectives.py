@@ -110,7 +110,7 @@ def test_all_to_all(three, split, concat):
         np.testing.assert_array_equal(out, due)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=3, max_size=3), st.integers(1, 3))
 def test_all_to_all_v_of_uneven_and_empty_parts(three, counts, block):
     counts = np.array(counts)

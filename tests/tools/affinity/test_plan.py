@@ -132,7 +132,7 @@ def hosts(draw):
     return Host(nodes, distance, frozenset(allowed), dict(enumerate(near)), (), frozenset(nodes))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(hosts())
 def test_each_core_is_given_once_and_none_that_is_not_allowed(host):
     plan = make_plan(host, len(host.npus), sorted(host.npus))
@@ -141,7 +141,7 @@ def test_each_core_is_given_once_and_none_that_is_not_allowed(host):
     assert plan.binds == (len(host.allowed) >= len(host.npus))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(hosts())
 def test_no_remote_core_where_none_is_needed(host):
     """A worker with enough cores near it has no other; and nobody has one if every socket holds its workers' shares."""
@@ -161,7 +161,7 @@ def test_no_remote_core_where_none_is_needed(host):
         assert sum(count["remote"] for count in counts) == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_the_shares_are_optimal(data):
     """Against every plan that there is."""

@@ -78,7 +78,7 @@ def combination(draw):
     return plugins, offset
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=24)
 @given(combination(), st.sampled_from(["file", "even"]))
 def test_nothing_stays_auto_and_nothing_else_changes(opened, drawn, layout):
     plugins, offset = drawn

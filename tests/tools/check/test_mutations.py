@@ -62,7 +62,7 @@ def score(recipe, count, folder):
     tried, accepted = [], []
 
     @settings(
-        max_examples=count, derandomize=True, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=count, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(mutations(recipe))

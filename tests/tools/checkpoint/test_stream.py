@@ -25,7 +25,7 @@ def made(kind, array, cuts):
     return Made(kind, array.shape, lambda: iter(rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tensors)
 def test_it_is_the_packages_file(tmp_path_factory, drawn):
     folder, random = tmp_path_factory.mktemp("stream"), np.random.default_rng(0)

@@ -154,7 +154,7 @@ def layouts(draw):
 
 
 @given(layouts())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_is_lost_and_nothing_duplicated(tmp_path_factory, layout):
     world, tensors = layout
     saved, wholes = Saved(tmp_path_factory.mktemp("any") / "iteration_00000001", world), {}

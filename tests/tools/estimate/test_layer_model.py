@@ -65,7 +65,7 @@ def slow_flops(config):
     kv_heads=st.sampled_from([1, 2, 4]),
     gated=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_dense_layer_multiplies_every_weight_with_every_token(tp, cp, batch, kv_heads, gated):
     model = replace(GPT, kv_heads=kv_heads, gated=gated)
     config = Configuration(model, tp=tp, cp=cp, layers=((4,),), batch=batch, sequence=128)
@@ -116,7 +116,7 @@ def test_activations_of_a_gpt_layer_are_korthikantis(tp):
 
 
 @given(kind=st.sampled_from(["dense", "moe"]), tp=st.sampled_from([1, 2, 4]), keep=st.booleans())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_more_recomputation_keeps_less(kind, tp, keep):
     model = replace(GPT, pattern=pattern_of(4, 16), experts=16, top_k=2, expert_ffn=32, gated=True)
     config = Configuration(model, tp=tp, layers=((4,),), keep_gathered=keep)
@@ -160,7 +160,7 @@ def test_recompute_settings_by_layer():
 
 
 @given(st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_recompute_lists_are_dealt_as_mindformers_deals_them(data):
     from mindformers.parallel_core.training_graph.transformer.utils import LayerSetting
 

@@ -61,7 +61,7 @@ def test_a_list_that_counts_elsewhere_is_written_as_numbers(tmp_path):
 
 @pytest.mark.parametrize("file", [MTP, LARGE])
 @pytest.mark.parametrize("written", ["{recompute: False}", "{select_recompute: {'.*\\.norm': True}}"])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_what_is_written_passes_the_check_and_is_read_back(tmp_path_factory, file, written, data):
     folder = tmp_path_factory.mktemp("swap")

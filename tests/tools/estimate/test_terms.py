@@ -72,7 +72,7 @@ def test_sorting_on_the_way_saves_traffic():
     assert modes[0] > modes[1] > modes[2]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.floats(0.3, 0.9), st.floats(1.01, 1.5), st.sampled_from(["link", "network", "attention", "matmul", "memory"]))
 def test_more_of_anything_reached_takes_no_longer(value, factor, name):
     config = run(model=MOE, dp=144, ep=144 // 9, tp=2, sequence=8192)

@@ -58,7 +58,7 @@ def test_no_operator_is_faster_than_the_device():
     forward=st.floats(0.5, 2),
     ratio=st.floats(1, 3),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_closed_form_equals_the_simulator_for_equal_stages(stages, chunks, rounds, forward, ratio):
     chunks = chunks if stages > 1 else 1
     micro_batches = stages * rounds
@@ -69,7 +69,7 @@ def test_closed_form_equals_the_simulator_for_equal_stages(stages, chunks, round
 
 
 @given(stages=st.integers(2, 6), chunks=st.integers(1, 3), seed=st.integers(0, 100))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_closed_form_is_near_the_simulator_for_uneven_stages(stages, chunks, seed):
     draw = np.random.default_rng(seed)
     forward = 1 + 0.2 * draw.random((chunks, stages))
@@ -95,7 +95,7 @@ def test_parts_add_up_to_the_slowest_stage():
 
 
 @given(tp=st.sampled_from([1, 2, 4, 8]), batch=st.integers(1, 4), recompute=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_more_work_takes_longer(tp, batch, recompute):
     config = run(tp=tp, batch=batch, recompute=Recompute(full=((16,),)) if recompute else Recompute())
     base = A2.step(config).total

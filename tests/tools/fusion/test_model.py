@@ -41,7 +41,7 @@ def in_circles(operators, groups):
     TopologicalSorter(edges).prepare()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs())
 def test_clusters_hold_each_operator_that_is_taken_once_and_can_run(found):
     taken = [not refusal(operator) for operator in found]
@@ -50,7 +50,7 @@ def test_clusters_hold_each_operator_that_is_taken_once_and_can_run(found):
     in_circles(found, groups)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(graphs(), st.sampled_from([CPU, DVM]), st.integers(1, 30), st.data())
 def test_kernels_hold_each_operator_once_and_can_run(found, rules, largest, data):
     used = {each for operator in found for each in operator.inputs}

@@ -88,7 +88,7 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
         map_lengths(tmp_path / "corpus")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 12), min_size=3, max_size=30),
     st.integers(1, 8),

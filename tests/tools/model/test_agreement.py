@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.counted import counted
@@ -109,7 +109,7 @@ def recipes(draw):
 
 
 @given(recipe=recipes())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60)
 def test_every_reader_counts_the_same(recipe):
     view, fields = View(recipe), fields_of(recipe)
     table = table_of(view, convert(view, load_schema()))
@@ -127,7 +127,7 @@ def test_every_reader_counts_the_same(recipe):
 
 
 @given(recipe=recipes(), recompute=st.sampled_from([False, True]))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40)
 def test_imbalance_weighs_samples_by_the_flops_of_tc3_check(recipe, recompute):
     """What `tc3 data imbalance` predicts with, and what a launch writes for the plugin."""
     recipe["recompute_config"] = {"recompute": recompute}

@@ -10,7 +10,7 @@ from tools.pipeline.schedules import operations
 from tools.pipeline.simulate import Durations, simulate_timetable
 from tools.pipeline.timetable import lay_out
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 
 def test_1f1b_holds_one_micro_batch_for_each_stage_after_it():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tools.pipeline.pair import LayerSeconds, hidden_seconds, pair_seconds, share_hidden
 from tools.pipeline.simulate import Durations, simulate
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 seconds = st.builds(LayerSeconds, *(st.integers(0, 9),) * 5)
 
 

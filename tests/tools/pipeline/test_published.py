@@ -11,7 +11,7 @@ from tools.pipeline.published import PUBLISHED
 from tools.pipeline.schedules import check_schedule, operations
 from tools.pipeline.simulate import Durations, simulate
 
-many = settings(max_examples=40, deadline=None)
+many = settings(max_examples=40)
 
 
 def simulated(name, pieces, rounds, f, b, w, pair=None):

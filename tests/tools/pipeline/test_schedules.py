@@ -23,7 +23,7 @@ from tools.pipeline.schedules import (
 from tools.pipeline.timetable import timetable
 
 TOOLS = Path(__file__).resolve().parents[3] / "tools"
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 
 @many

@@ -13,7 +13,7 @@ from tools.pipeline.operation import Op
 from tools.pipeline.schedules import check_schedule, operations
 from tools.pipeline.simulate import Durations, simulate
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 
 def by_queue_and_stacks(schedule, stage, stages, chunks, micro_batches, parts):

@@ -13,7 +13,7 @@ from tools.pipeline.schedules import PAPER_SCHEDULES, SCHEDULES, check_schedule,
 from tools.pipeline.simulate import OVERLAPS, Durations, makespans, simulate, simulate_timetable
 from tools.pipeline.timetable import lay_out, timetable
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 CHUNKED = [name for name in SCHEDULES if name != "1f1b"]
 
@@ -119,7 +119,7 @@ def test_overlap_never_costs(seed, schedule):
     assert free >= simulate(schedule, 8, durations(seed, 2, 4)).busy.max()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6))
 @pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zero_bubble_v", "zb_v", "dual_pipe_v", "dual_pipe"])
 def test_many_plans_at_once_equal_one_by_one(schedule, seed):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tools.pipeline.swap import free_seconds, swapped
 
-many = settings(max_examples=80, deadline=None)
+many = settings(max_examples=80)
 
 
 LAYERS = 4

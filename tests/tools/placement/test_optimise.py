@@ -22,7 +22,7 @@ from tools.placement.optimise import optimise
 from tools.placement.polish import Changes, anneal
 from tools.placement.start import even_plan, recompute_less
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 
 SMALL = [
@@ -65,7 +65,7 @@ def test_no_plan_is_better(tmp_path, numbers):
     assert compare(instance(tmp_path, **numbers)).plan is not None
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(st.data())
 def test_no_plan_is_better_on_random_instances(data):
     stages, chunks = data.draw(st.sampled_from([(2, 1), (3, 1), (4, 1), (2, 2)]))

@@ -82,7 +82,7 @@ def planned(draw):
     return config, instance, plan, counts, (full, mtp)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(planned())
 def test_the_instance_is_the_estimator(case):
     config, instance, plan, counts, (full, mtp) = case

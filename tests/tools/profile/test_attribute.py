@@ -141,7 +141,7 @@ def slow(kernels, length):
 KINDS = [("Add", "AI_VECTOR_CORE"), ("MatMulV3", "AI_CORE"), ("hcom_alltoallv_", "HCCL"), ("hcom_receive_", "HCCL")]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=12),
     st.integers(0, 60),

@@ -47,7 +47,6 @@ def found_in(folder, config, truth, stage=1, scoped=True):
 
 @settings(
     max_examples=5,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink takes minutes and says little here
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -38,7 +38,7 @@ def test_documents_that_see_each_other_are_refused(config, model, words):
         check_apart(config, model)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=30), st.integers(2, 24), st.integers(0, 9))
 def test_documents_are_those_in_the_tokens(lengths, sequence_length, seed):
     if sum(lengths) <= sequence_length:

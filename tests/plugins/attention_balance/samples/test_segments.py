@@ -11,7 +11,7 @@ from plugins.attention_balance.samples.gpt_index import GPTIndex, blended, build
 from plugins.attention_balance.samples.segments import segments_in_stream_order, segments_of
 from plugins.errors import DataError
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 EOD = 0
 

@@ -11,7 +11,7 @@ from plugins.attention_balance.schedule.lower_bound import lower_bound
 from plugins.attention_balance.schedule.objective import Objective
 from plugins.attention_balance.schedule.partition import partition
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 ROUNDING = 1 + 1e-8  # plans are made of costs rounded to 32 bits
 

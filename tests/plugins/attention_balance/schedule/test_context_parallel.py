@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from plugins.attention_balance import reference
 from plugins.attention_balance.schedule.context_parallel import balanced, contiguous, head_tail
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 
 @st.composite

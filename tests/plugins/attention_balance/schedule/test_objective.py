@@ -7,7 +7,7 @@ from plugins.attention_balance import reference
 from plugins.attention_balance.schedule.objective import Objective, objective_of
 from plugins.errors import RecipeError
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 
 @pytest.mark.parametrize(

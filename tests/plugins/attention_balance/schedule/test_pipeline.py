@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from plugins.attention_balance import reference
 from plugins.attention_balance.schedule.pipeline import best_order, makespan
 
-many = settings(max_examples=60, deadline=None)
+many = settings(max_examples=60)
 
 TIMES = st.lists(st.floats(0, 10), min_size=1, max_size=9)
 

@@ -46,7 +46,7 @@ def assert_equals_the_oracle(breaks, dtype, tolerance):
         np.testing.assert_allclose(got, want, atol=tolerance)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.lists(st.one_of(st.integers(1, 6), st.integers(BLOCK - 2, BLOCK + 3)), min_size=1, max_size=4))
 @example([1])  # one token
 @example([1] * 20)

@@ -42,7 +42,7 @@ def test_random_parts_arrive_and_exactly_their_bytes_are_sent(size):
             assert mesh[rank].sent_bytes == plan
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1), st.permutations(range(4)), st.integers(1, 4))
 def test_any_group_in_any_order(mesh, seed, order, members):
     group = order[:members]

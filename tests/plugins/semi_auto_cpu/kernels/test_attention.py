@@ -150,7 +150,7 @@ def test_part_of_the_queries_with_keys_that_nobody_sees(rng):
     check(q, k, v, "TND", 3, sees_documents(query_ends, key_ends), mask=COMPRESSED, ends=(query_ends, key_ends))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=4).filter(sum), st.integers(0, 2**32 - 1))
 def test_a_query_sees_exactly_the_earlier_tokens_of_its_document(sizes, seed):
     """Weights read off by values that are unit vectors."""

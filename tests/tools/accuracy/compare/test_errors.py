@@ -42,7 +42,7 @@ def pairs(draw):
     return want, got
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pairs(), st.sampled_from([0.0, 1e-4, 4e-3]))
 def test_errors_are_those_of_judge(folder, pair, tolerance):
     want, got = pair
@@ -85,7 +85,7 @@ def test_many_chunks(folder, monkeypatch):
         assert (found.where, found.outside, found.error) == (place, 1, math.inf)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     arrays.arrays(np.float64, st.integers(1, 30), elements=st.floats(-100, 100)),
     st.integers(0, 2**32 - 1),

@@ -59,7 +59,7 @@ def test_a_rerun_has_no_finding(tmp_path, task):
 ARRAYS = [where for where in tensors(run()) if not (where[2] == "parameters" and where[0])]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(ARRAYS), st.integers(0, 10**6), st.booleans())
 def test_a_single_changed_tensor_is_named_first(where, position, above):
     """Above the tolerance it is the only finding and its phase's first; well below, there is none."""

@@ -76,7 +76,7 @@ KINDS = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(64, 20000),
     st.sampled_from(sorted(KINDS)),
@@ -94,7 +94,7 @@ def test_independent_rounding_is_no_factor(folder, size, kind, dtype, seed, near
     assert found(folder, got, exact.astype(got.dtype), dtype) is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(64, 20000), st.floats(1e-4, 0.1), st.floats(1e-4, 0.1), st.integers(0, 2**32 - 1))
 def test_independent_errors_of_both_sides_are_no_factor(folder, size, one, other, seed):
     """Of any size: an accumulation's. `low` alone would be too small by the square of golden's errors."""
@@ -104,7 +104,7 @@ def test_independent_errors_of_both_sides_are_no_factor(folder, size, one, other
     assert found(folder, want, got, "bfloat16") is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.integers(1000, 20000),
     st.sampled_from(["normal", "positive", "all equal"]),
@@ -210,7 +210,7 @@ def test_a_value_finding_names_the_factor_too(tmp_path):
     assert row.kind == "value" and row.detail.endswith("all of it scaled by 1.01")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(64, 5000), st.sampled_from(sorted(KINDS)), st.integers(0, 2**32 - 1), st.sampled_from([1, 2000, 200000])
 )

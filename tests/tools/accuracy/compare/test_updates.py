@@ -64,7 +64,7 @@ def test_a_missing_weight_decay_is_found_across_platforms(tmp_path, shape, noise
         assert "the optimizer: weight decay" in report.meaning() and len(rows) == len(report.findings)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(8, 128), st.integers(8, 128), st.floats(1e-8, 2e-5))
 def test_noise_of_the_gradients_is_no_finding(seed, rows, columns, noise):
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +89,7 @@ def test_a_wrong_rate_is_not_called_weight_decay(tmp_path):
     assert all("off by 0.05 of itself (L2 norm)" in row.detail for row in report.findings)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(0, 10**6), st.integers(2, 400), st.floats(-2, 2), st.floats(-2, 2))
 def test_the_shares_are_those_of_the_formulas(tmp_path_factory, seed, size, along_update, along_weight):
     folder = tmp_path_factory.mktemp("update")

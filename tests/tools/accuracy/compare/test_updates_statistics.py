@@ -54,7 +54,7 @@ def test_a_missing_weight_decay_is_found_across_platforms(tmp_path, shape, noise
         assert "the optimizer: weight decay" in report.meaning()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(8, 128), st.integers(8, 128), st.floats(1e-9, 2e-5))
 def test_noise_of_the_gradients_is_no_finding(seed, rows, columns, noise):
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def test_noise_of_the_gradients_is_no_finding(seed, rows, columns, noise):
     assert report.passed and report.updates + sum(report.judged.unknown.values()) == 3
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(2, 4000), st.floats(1e-8, 1e-1))
 def test_another_rounding_of_the_same_update_is_no_finding(seed, size, rate):
     """Decay and step in one rounding or in two, as a fused optimizer and its parts do."""

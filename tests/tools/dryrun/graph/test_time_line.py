@@ -36,7 +36,7 @@ def chunks(draw, count):
 
 
 @given(data=st.data(), stages=st.integers(2, 4), rounds=st.integers(2, 3), cut=st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_peak_is_the_total_of_the_report(data, stages, rounds, cut):
     count = 2 if cut else 1
     graph = {"kept": {"decoder.layers.0.mlp.experts.weight1": 100}, "activations": data.draw(chunks(count))}

@@ -103,7 +103,7 @@ def slow_held(order, chunks):
     schedule=st.sampled_from(["gpipe", "interleaved_1f1b", "seqvpp", "seqsmartvpp"]),
     data=st.data(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_in_flight_micro_batches_are_those_of_the_whole_schedule(pp, chunks, rounds, extra, schedule, data):
     micro_batches, stage = pp * rounds + extra % pp, data.draw(st.integers(0, pp - 1))
     if chunks == 1:
@@ -164,7 +164,7 @@ def test_shard_size_is_read_from_the_recipe():
 
 
 @given(tp=st.sampled_from([1, 2]), pp=st.sampled_from([1, 2, 4]), dp=st.sampled_from([1, 2, 8]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_recomputing_and_sharding_more_never_takes_more(tp, pp, dp):
     layers = even_layers(16, pp, 1)
     plain = Configuration(MODEL, dp=dp, tp=tp, pp=pp, layers=layers, micro_batches=8, shard_optimizer=False)

@@ -60,7 +60,7 @@ def line_of(config, stage, rng):
 
 
 @given(config=runs(), data=st.data(), seed=st.integers(0, 99))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_line_has_the_models_peak_and_ends_as_it_began(config, data, seed):
     stage = data.draw(st.integers(0, config.pp - 1))
     line, memory = line_of(config, stage, np.random.default_rng(seed)), stage_memory(config, stage)
@@ -73,7 +73,7 @@ def test_the_line_has_the_models_peak_and_ends_as_it_began(config, data, seed):
 
 
 @given(config=runs(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_modules_add_up_to_the_parts(config, data):
     stage = data.draw(st.integers(0, config.pp - 1))
     found = static_modules(config, stage)
@@ -94,7 +94,7 @@ def slow_waiting(order, sizes):
 
 
 @given(config=runs(), data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_kept_is_freed_by_its_own_backward(config, data):
     from tools.estimate.memory.model import chunk_activations
 

@@ -44,7 +44,7 @@ def test_every_cluster_has_one_type_and_parents_come_first():
 
 
 @given(st.sets(st.integers(0, len(ROWS) - 1), min_size=2, max_size=25))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_no_group_is_on_both_sides_of_a_fold(picked):
     problem = Problem(runs_of(ROWS[index] for index in picked), list(TYPES))
     owners = [group_of(replace(ROWS[0], cluster=run.cluster, config=run.config)) for run in problem.runs]

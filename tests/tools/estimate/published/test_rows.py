@@ -96,7 +96,7 @@ def test_a_missing_file_and_a_missing_id_are_refused(tmp_path):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_row_with_anything_missing_or_odd_gets_a_reason_or_a_configuration(data):
     source = data.draw(st.sampled_from(SOURCES[:6]))
     config = dict(source["config"])

@@ -145,7 +145,7 @@ def dispatch_of(recipe):
     )
 
 
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=24)
 @given(st.data())
 def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("overlay")

@@ -35,7 +35,7 @@ def planned(asked):
     st.sampled_from([0.6, 0.9, 50]),
     st.integers(0, 10**6),
 )
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, derandomize=True)
 def test_no_placement_is_under_its_bounds(changes, cap, draw):
     """Of both bounds, whatever is placed: also where memory is tight."""
     asked = request(4, 8, limits=["pp>1", "cp=1"], model=replace(SMALL, **changes), cap=cap * GIB)

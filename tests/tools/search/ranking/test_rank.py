@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tools.search.space.reference import cheapest_mix, predicted
@@ -127,7 +127,6 @@ def test_the_least_memory_is_of_what_limits_leave():
 
 
 @given(st.lists(st.tuples(st.floats(1, 10), st.floats(1, 10)), min_size=4, max_size=4), st.floats(1, 10))
-@settings(deadline=None)
 def test_mix(points, cap):
     peaks, works = np.array(points).T
     seconds, held = mix(peaks[None, :, None], works[None, :, None], cap)

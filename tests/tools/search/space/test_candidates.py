@@ -52,7 +52,7 @@ def enumerated(asked):
 
 
 @given(devices=st.sampled_from([1, 6, 12]), batch=st.sampled_from([12, 18]), dense=st.booleans())
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 def test_space_is_what_plain_loops_find(devices, batch, dense):
     model = replace(MODEL, pattern=pattern_of(7), experts=0, top_k=0, shared_ffn=0) if dense else MODEL
     asked = request(devices, batch, model=model)
@@ -113,7 +113,6 @@ def test_limits_that_are_none(limit, message):
 
 
 @given(stages=st.integers(1, 9), chunks=st.integers(1, 4), layers=st.integers(1, 60), mtp=st.integers(0, 1))
-@settings(deadline=None)
 def test_balanced_layers(stages, chunks, layers, mtp):
     if layers < stages * chunks:
         return

@@ -30,7 +30,7 @@ def ours():
     return headers({entry.mindformers: entry.shape for entry in table(MODEL)})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 200_000), st.sampled_from(["Hugging Face", "MindFormers"]))
 def test_every_weight_is_in_one_file_and_files_keep_their_limit_where_they_can(limit, to):
     plan = plan_conversion(theirs() if to == "MindFormers" else ours(), MODEL, to, None, limit)

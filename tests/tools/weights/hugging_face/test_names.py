@@ -49,7 +49,7 @@ def llamas(draw):
     return Sizes(hf, 1e-5, draw(st.booleans()), 0, 0.0, 0.0, 0.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models | llamas())
 def test_round_trip_is_identity_and_every_element_has_one_place(model):
     arrays, count = numbered(model)
@@ -62,7 +62,7 @@ def test_round_trip_is_identity_and_every_element_has_one_place(model):
     assert all(np.array_equal(back[name], arrays[name]) for name in arrays)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(models | llamas())
 def test_the_other_way_round_too(model):
     theirs = initial_weights(model, 3)

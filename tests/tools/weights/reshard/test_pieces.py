@@ -30,7 +30,7 @@ def box(start, size):
     return tuple(slice(low, low + length) for low, length in zip(start, size, strict=True))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cut_twice())
 def test_each_element_is_read_once_and_written_once(case):
     shape, old, new = case
@@ -47,7 +47,7 @@ def test_each_element_is_read_once_and_written_once(case):
     assert all((count == 1).all() for count in read)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cut_twice())
 def test_what_two_slices_have_in_common_is_counted(case):
     shape, old, new = case

@@ -34,7 +34,7 @@ def slow_places(layout):
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(layouts(2), layouts(2))
 def test_the_costs_of_a_plan_are_those_of_moving_each_number(old, new):
     shape, world = (8, 16), 10
