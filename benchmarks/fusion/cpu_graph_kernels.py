@@ -1,4 +1,4 @@
-"""Steps of the mini with MindSpore's CPU graph kernels (AKG) and without, in one run: time, and how far losses go apart.
+"""Steps of the mini with MindSpore's CPU graph kernels (AKG) and without, in one run: time, and how far losses differ.
 
     python benchmarks/fusion/cpu_graph_kernels.py [--steps 12] [--pairs 2] [--packages FOLDER]
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -49,9 +48,9 @@ def told(name: str, run: list[dict[str, float]], base: list[dict[str, float]]) -
     apart = [abs(one["loss"] / other["loss"] - 1) for one, other in zip(run, base, strict=True)]
     cpu = median(step["cpu_seconds"] for step in run[SKIPPED:])
     return (
-        f"{name:7} {cpu:6.3f} CPU s a step, ratio {ratios['cpu_seconds']:.2f} (wall {ratios['seconds']:.2f}); first step "
-        f"{run[0]['cpu_seconds']:.0f} CPU s, ratio {run[0]['cpu_seconds'] / base[0]['cpu_seconds']:.2f}; losses apart: "
-        f"step 1 {apart[0]:.1e}, at most {max(apart):.1e}"
+        f"{name:7} {cpu:6.3f} CPU s a step, ratio {ratios['cpu_seconds']:.2f} (wall {ratios['seconds']:.2f}); first "
+        f"step {run[0]['cpu_seconds']:.0f} CPU s, ratio {run[0]['cpu_seconds'] / base[0]['cpu_seconds']:.2f}; "
+        f"losses apart: step 1 {apart[0]:.1e}, at most {max(apart):.1e}"
     )
 
 

@@ -1,6 +1,6 @@
 """Kernels as cells of MindSpore, so that its own CPU graph kernels (AKG) or its plain operators compute them.
 
-    python -m tools.accuracy.fusion.cells FOLDER       runs FOLDER/cells.py on FOLDER/inputs.npz, into FOLDER/results.npz
+    python -m tools.accuracy.fusion.cells FOLDER       runs its cells.py on its inputs.npz, into results.npz
 
 A cell is Python text, for MindSpore compiles the source of what it runs.
 """
@@ -18,13 +18,17 @@ import numpy as np
 
 from plugins.errors import ClusterError
 from plugins.operator_fusion.plan import VARIABLE
-from tools.accuracy.fusion.kernel import Argument, Kernel, Step, numpy_type
+from tools.accuracy.fusion.kernel import Argument, Kernel, Step
 from tools.process import child
 
 ON, OFF = "--opt_level=2", "--opt_level=0"
 MODULE = "tools.accuracy.fusion.cells"
 ROOT = Path(__file__).resolve().parents[3]
-_HEAD = "import numpy as np\nimport mindspore as ms\nfrom mindspore import Tensor\nfrom mindspore.ops import operations as P\n"
+_HEAD = """import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore.ops import operations as P
+"""
 
 
 def source(kernels: Sequence[Kernel], every_step: bool = False) -> str:
@@ -61,12 +65,18 @@ def _text(argument: Argument) -> str:
     if kind != "constant":
         return f"{'x' if kind == 'input' else 'v'}{what}"
     if isinstance(what, np.ndarray):
-        return f"Tensor(np.array({what.tolist()!r}, np.{what.dtype.name.replace('bool', 'bool_')}).reshape({what.shape}))"
+        return (
+            f"Tensor(np.array({what.tolist()!r}, np.{what.dtype.name.replace('bool', 'bool_')}).reshape({what.shape}))"
+        )
     return repr(what)
 
 
 def results_of(
-    kernels: Sequence[Kernel], inputs: Sequence[Sequence[np.ndarray]], flags: str, folder: Path, every_step: bool = False
+    kernels: Sequence[Kernel],
+    inputs: Sequence[Sequence[np.ndarray]],
+    flags: str,
+    folder: Path,
+    every_step: bool = False,
 ) -> list[list[np.ndarray] | str]:
     """What MindSpore computes with these flags, in a process of its own; a text where a kernel cannot be compiled.
 

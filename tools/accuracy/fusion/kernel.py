@@ -80,7 +80,9 @@ class Kernel:
     @property
     def elements(self) -> int:
         """Numbers that it takes and gives."""
-        return sum(math.prod(kind.shape) for kind in (*self.inputs, *(self.steps[place].output for place in self.outputs)))
+        return sum(
+            math.prod(kind.shape) for kind in (*self.inputs, *(self.steps[place].output for place in self.outputs))
+        )
 
     @property
     def key(self) -> str:
@@ -101,7 +103,9 @@ def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection
     for place in chosen:
         node = nodes[place]
         types = node.types[0].removeprefix("(<").removesuffix(">)").split(">, <")
-        taken = [_argument(text, kind, number, names) for text, kind in zip(arguments_of(node.head), types, strict=False)]
+        taken = [
+            _argument(text, kind, number, names) for text, kind in zip(arguments_of(node.head), types, strict=False)
+        ]
         keeps = _KEEP_DIMS.search(node.text)
         steps.append(Step(node.op, _known(node.outputs[0]), tuple(taken), bool(keeps and keeps[1] == "1")))
     kept = tuple(number[place] for place in sorted(outputs))

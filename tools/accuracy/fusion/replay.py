@@ -104,7 +104,9 @@ def allowances(kernel: Kernel) -> list[Allowance]:
     found: list[Allowance] = []
     for step in kernel.steps:
         before = [found[what] for kind, what in step.arguments if kind == "step" and isinstance(what, int)]
-        types = [kernel.inputs[what].dtype for kind, what in step.arguments if kind == "input" and isinstance(what, int)]
+        types = [
+            kernel.inputs[what].dtype for kind, what in step.arguments if kind == "input" and isinstance(what, int)
+        ]
         types += [step.output.dtype, *(each.dtype for each in before)]
         low = next((half.lower() for half in ("BFloat16", "Float16") if {half, half.lower()} & set(types)), "float32")
         count = max((each.count for each in before), default=0)
