@@ -65,9 +65,10 @@ def _text(argument: Argument) -> str:
     if kind != "constant":
         return f"{'x' if kind == 'input' else 'v'}{what}"
     if isinstance(what, np.ndarray):
-        return (
-            f"Tensor(np.array({what.tolist()!r}, np.{what.dtype.name.replace('bool', 'bool_')}).reshape({what.shape}))"
-        )
+        if what.dtype.kind == "i" and what.ndim:
+            return repr(tuple(what.ravel().tolist()))  # axes: an operator wants them as a tuple
+        dtype = what.dtype.name.replace("bool", "bool_")
+        return f"Tensor(np.array({what.tolist()!r}, np.{dtype}).reshape({what.shape}))"
     return repr(what)
 
 

@@ -108,7 +108,7 @@ def _print(report: Report) -> None:
 
 def _used(row: Row) -> float:
     """Share of its tolerance."""
-    if row.why:
+    if row.why or row.culprit:
         return float("inf")
     return row.fused / row.allowed if row.allowed else row.fused
 
@@ -117,7 +117,7 @@ def _line(row: Row) -> str:
     if row.why:
         return f"unknown  {row.name}: {row.why}"
     word = "ok   " if row.passed else "WRONG"
-    culprit = f"; wrong by itself: {row.culprit}" if row.culprit else ""
+    culprit = f"; wrong by itself: {row.culprit}, {row.detail}" if row.culprit else ""
     also = "" if row.unfused_passed else " (out of tolerance, too)"
     return (
         f"{word} {row.name} x{row.times} {row.dtype}: fused {row.fused:.1e}, unfused {row.unfused:.1e}{also}, "

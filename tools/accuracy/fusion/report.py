@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 from tools.accuracy.fusion import cells
 from tools.accuracy.fusion.groups import Found
 from tools.accuracy.fusion.kernel import Kernel
-from tools.accuracy.fusion.locate import first_wrong
+from tools.accuracy.fusion.locate import Culprit, first_wrong
 from tools.accuracy.fusion.replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
 from tools.accuracy.judge import Verdict
 
@@ -27,7 +27,7 @@ class Row:
         who: `DVM` or `AKG`. name: its operators. where: the path of one. times: how many there are in the graphs.
         dtype: that it was judged in.
         fused, unfused: the largest error of its results against float64. allowed: of the fused one, by Table 2.
-        passed, unfused_passed: whether they are within it.
+        passed, unfused_passed: whether they are within it; no fused one with a culprit is.
         detail: the worst element. culprit: the operator that is wrong alone. why: what kept it from being run.
     """
 
@@ -108,23 +108,33 @@ def measured(found: Found, seed: int, folder: Path) -> list[Row]:
         else:
             exact = _leaving(kernel, run(kernel, taken, EXACT))
             rows.append(_row(AKG, kernel, times[kernel.kind], exact, one, other))
-    wrong = [place for place, row in enumerate(rows) if not row.passed and not row.why]
-    named = culprits([kernels[place] for place in wrong], [inputs[place] for place in wrong], folder / "steps")
-    for place, culprit in zip(wrong, named, strict=True):
-        rows[place] = Row(**asdict(rows[place]) | {"culprit": culprit})
-    return rows
+    named = culprits(kernels, inputs, fused, folder / "steps")
+    return [_named(row, culprit) if culprit and not row.why else row for row, culprit in zip(rows, named, strict=True)]
 
 
-def culprits(kernels: list[Kernel], inputs: list[list[np.ndarray]], folder: Path) -> list[str]:
-    """The operator of each kernel that is wrong alone; "" where none is, or the kernel runs only as it is."""
-    if not kernels:
-        return []
-    observed = cells.results_of(kernels, inputs, cells.ON, folder, every_step=True)
-    names = []
-    for kernel, taken, seen in zip(kernels, inputs, observed, strict=True):
-        found = None if isinstance(seen, str) else first_wrong(kernel, taken, seen)
-        names.append(found.op if found else "")
-    return names
+def culprits(
+    kernels: list[Kernel], inputs: list[list[np.ndarray]], fused: list[list[np.ndarray] | str], folder: Path
+) -> list[Culprit | None]:
+    """The first operator of each kernel that is wrong alone; None where none is, or where that could not be asked.
+
+    Args:
+        fused: results of the kernels as they are; one of a single operator is not run again.
+    """
+    several = [place for place, kernel in enumerate(kernels) if len(kernel.steps) > 1]
+    observed = dict(enumerate(fused))
+    if several:
+        ones, taken = [kernels[place] for place in several], [inputs[place] for place in several]
+        observed |= zip(several, cells.results_of(ones, taken, cells.ON, folder, every_step=True), strict=True)
+    found = []
+    for place, kernel in enumerate(kernels):
+        seen = observed[place]
+        found.append(None if isinstance(seen, str) else first_wrong(kernel, inputs[place], seen))
+    return found
+
+
+def _named(row: Row, culprit: Culprit) -> Row:
+    """An operator that is wrong makes its kernel wrong, even where a sum hides it."""
+    return replace(row, passed=False, culprit=culprit.op, detail=f"off by {culprit.verdict.error:.1e}")
 
 
 def _times(found: Found) -> Mapping[str, int]:
