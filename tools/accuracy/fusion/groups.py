@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from plugins.operator_fusion.operators import VECTOR
 from tools.accuracy.fusion.arithmetic import KNOWN
 from tools.accuracy.fusion.kernel import Kernel, UnreadableError, of_nodes
+from tools.accuracy.fusion.shrink import shrunk
 from tools.dryrun.graph.text import GraphText, Node
 from tools.fusion.cluster import clusters
 from tools.fusion.graph import VIRTUAL, operators
@@ -37,13 +38,14 @@ class Found:
             found[kernel.kind] = min(known, kernel, key=lambda each: each.elements)
         return {kernel.key: kernel for kernel in found.values()}
 
-    def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Sequence[int]) -> None:
-        """One kernel more."""
+    def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Sequence[int], small: bool = False) -> None:
+        """One kernel more; `small`: at toy size."""
         strange = next((nodes[place].op for place in places if nodes[place].op not in KNOWN), None)
         try:
             if strange is not None:
                 raise UnreadableError(f"the operator {strange or 'call'}")
             kernel = of_nodes(nodes, places, outputs)
+            kernel = shrunk(kernel) if small else kernel
         except UnreadableError as error:
             self.skipped[str(error)] += 1
             return
@@ -66,12 +68,15 @@ def built(graphs: Sequence[GraphText]) -> Found:
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """The kernels that DVM would make, of two operators or more; composites that are not opened yet are left alone."""
+    """The kernels that DVM would make, of two operators or more, at toy size (`shrink.shrunk`).
+
+    Composites that are not opened yet are left alone.
+    """
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
         for places, outputs in _kernels_of(nodes):
             if len(places) > 1:
-                found.add(nodes, places, outputs)
+                found.add(nodes, places, outputs, small=True)
     return found
 
 

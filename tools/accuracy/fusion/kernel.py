@@ -94,7 +94,7 @@ def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection
     """The kernel that the nodes at `places` make; results at `outputs` leave it.
 
     Raises:
-        UnreadableError: a constant that the text does not show, or a shape that is known at run time only.
+        UnreadableError: a constant that the text does not show, or an input that is no tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}
@@ -107,7 +107,7 @@ def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection
             _argument(text, kind, number, names) for text, kind in zip(arguments_of(node.head), types, strict=False)
         ]
         keeps = _KEEP_DIMS.search(node.text)
-        steps.append(Step(node.op, _known(node.outputs[0]), tuple(taken), bool(keeps and keeps[1] == "1")))
+        steps.append(Step(node.op, node.outputs[0], tuple(taken), bool(keeps and keeps[1] == "1")))
     kept = tuple(number[place] for place in sorted(outputs))
     inputs = tuple(kind for _, kind in sorted(names.values(), key=lambda pair: pair[0]))
     return Kernel(inputs, tuple(steps), kept, nodes[chosen[-1]].scope)
@@ -125,14 +125,8 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
     found = tensors(f"<{kind}>")
     if len(found) != 1:
         raise UnreadableError(f"an input that is no tensor: {kind[:60]}")
-    place, _ = names.setdefault(text, (len(names), _known(found[0])))
+    place, _ = names.setdefault(text, (len(names), found[0]))
     return "input", place
-
-
-def _known(kind: TensorType) -> TensorType:
-    if any(size < 0 for size in kind.shape):
-        raise UnreadableError("a shape that is known at run time only")
-    return kind
 
 
 def constant(text: str) -> object:

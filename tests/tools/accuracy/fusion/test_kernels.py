@@ -8,6 +8,7 @@ from tools.accuracy.fusion.groups import built, predicted
 from tools.accuracy.fusion.kernel import Kernel, Step, UnreadableError, constant
 from tools.accuracy.fusion.locate import first_wrong
 from tools.accuracy.fusion.replay import EXACT, inputs_of, run
+from tools.accuracy.fusion.shrink import shrunk
 from tools.dryrun.graph.text import TensorType, read_graph
 
 FULL, ROWS = TensorType("Float32", (4, 64)), TensorType("Float32", (4, 1))
@@ -50,6 +51,17 @@ def test_predicted_kernels_are_those_of_the_model(tmp_path):
     """The reduction ends the first kernel; the product is alone, and so no kernel to replay."""
     (kernel,) = predicted([text_of(tmp_path, inside=False)]).kernels.values()
     assert kernel.name == "Exp-ReduceSum" and kernel.outputs == (0, 1)
+    assert kernel.inputs == (TensorType("Float32", (4, 33)),)
+
+
+def test_a_kernel_made_small_keeps_what_is_equal_and_what_broadcasts():
+    large, rows, some = (TensorType("BFloat16", shape) for shape in ((-1, 4096, 7168), (-1, 4096, 1), (7168,)))
+    steps = (Step("Mul", large, (("input", 0), ("input", 1))), Step("Add", large, (("step", 0), ("input", 2))))
+    small = shrunk(Kernel((large, rows, some), steps, (1,)))
+    assert [kind.shape for kind in small.inputs] == [(33, 34, 35), (33, 34, 1), (35,)]
+    assert run(small, inputs_of(small, 0), EXACT)[1].shape == small.steps[1].output.shape == (33, 34, 35)
+    with pytest.raises(UnreadableError, match="Reshape"):
+        shrunk(Kernel((large,), (Step("Reshape", some, (("input", 0),)),), (0,)))
 
 
 @pytest.mark.parametrize(
