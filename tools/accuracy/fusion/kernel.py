@@ -20,6 +20,7 @@ _KEEP_DIMS = re.compile(r"keep_dims: Bool\((\d)\)")
 _ARRAY = re.compile(r"Tensor\(shape=\[([\d, ]*)\], dtype=(\w+), value=\s*\[?([^\]\[]*)\]?\)$")
 _NUMBER = re.compile(r"[A-Z]\w*\(([-+\w.]+)\)")
 _STEP = re.compile(r"%(\d+)$")
+_SHAPED = ("BroadcastTo", "Reshape", "Cast")  # the result's type says what their other arguments do
 _MOVES = ("Transpose", "BroadcastTo", "Reshape", "Assign")  # values stay as they are
 
 
@@ -103,9 +104,10 @@ def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection
     for place in chosen:
         node = nodes[place]
         types = node.types[0].removeprefix("(<").removesuffix(">)").split(">, <")
-        taken = [
-            _argument(text, kind, number, names) for text, kind in zip(arguments_of(node.head), types, strict=False)
-        ]
+        pairs = list(zip(arguments_of(node.head), types, strict=False))
+        values = [pair for pair in pairs if "Monad" not in pair[1]]  # a monad is an order, and no value
+        values = values[:1] if node.op in _SHAPED else values
+        taken = [_argument(text, kind, number, names) for text, kind in values]
         keeps = _KEEP_DIMS.search(node.text)
         steps.append(Step(node.op, node.outputs[0], tuple(taken), bool(keeps and keeps[1] == "1")))
     kept = tuple(number[place] for place in sorted(outputs))

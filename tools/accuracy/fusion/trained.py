@@ -72,7 +72,6 @@ def train_both(recipe: Recipe, folder: Path) -> Steps:
         "MS_DEV_SAVE_GRAPHS": "2",
         "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "graphs"),
         "MS_DEV_DUMP_IR_PASSES": "stage1_cluster,stage3_split",
-        "MS_COMPILER_CACHE_PATH": str(folder),  # AKG writes its objects there, and not beside the user's files
     }
     on = _train(recipe, folder / "on", {VARIABLE: ON, **saved})
     return Steps(on, off, _texts(folder / "graphs", _BEFORE), _texts(folder / "graphs", _AFTER))
@@ -87,7 +86,7 @@ def _train(recipe: Recipe, folder: Path, variables: dict[str, str]) -> list[floa
     short["callbacks"] = [each for each in short["callbacks"] if each["type"] != "CheckpointMonitor"]
     short["checkpoint"] = {"save_path": "", "load_path": ""}
     (short.get("plugins") or {}).pop("held_out_loss", None)
-    launch(short, folder / "run", variables)
+    launch(short, folder / "run", variables, folder)  # AKG writes its objects where it runs
     return [step["loss"] for step in read_steps(folder / "run" / "metrics" / "rank_0.jsonl")]
 
 
