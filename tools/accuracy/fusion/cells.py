@@ -46,7 +46,7 @@ def _cell(number: int, kernel: Kernel, every_step: bool) -> str:
 
 
 def _call(step: Step) -> str:
-    taken = [_text(argument) for argument in step.arguments]
+    taken = [_text(argument, axes=step.op in ("ReduceSum", "Transpose")) for argument in step.arguments]
     if step.op == "Assign":
         return taken[1]  # what is written; a cell has no parameter to write it into
     if step.op == "Cast":
@@ -60,13 +60,13 @@ def _call(step: Step) -> str:
     return f"P.{step.op}()({', '.join(taken)})"
 
 
-def _text(argument: Argument) -> str:
+def _text(argument: Argument, axes: bool = False) -> str:
     kind, what = argument
     if kind != "constant":
         return f"{'x' if kind == 'input' else 'v'}{what}"
     if isinstance(what, np.ndarray):
-        if what.dtype.kind == "i" and what.ndim:
-            return repr(tuple(what.ravel().tolist()))  # axes: an operator wants them as a tuple
+        if axes:
+            return repr(tuple(what.ravel().tolist()))  # an operator wants them as a tuple
         dtype = what.dtype.name.replace("bool", "bool_")
         return f"Tensor(np.array({what.tolist()!r}, np.{dtype}).reshape({what.shape}))"
     return repr(what)

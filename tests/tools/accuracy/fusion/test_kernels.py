@@ -115,6 +115,15 @@ def test_cells_compute_what_the_replay_does(tmp_path):
     np.testing.assert_allclose(given, run(WHOLE, inputs, EXACT)[2], rtol=1e-4)
 
 
+def test_constants_stay_tensors_but_for_axes():
+    one = ("constant", np.array([1]))
+    assert "ReduceSum(True)(v0, (1,))" in cells.source([WHOLE])
+    kind = TensorType("Int64", (1,))
+    add = Kernel((kind,), (Step("Add", kind, (("input", 0), one)), Step("ReduceSum", kind, (("step", 0), one))), (1,))
+    text = cells.source([add])
+    assert "P.Add()(x0, Tensor(np.array([1], np.int64)" in text and "ReduceSum(False)(v0, (1,))" in text
+
+
 def test_a_report_names_the_first_wrong_operator(tmp_path, monkeypatch):
     """A device whose Exp is wrong in graph kernels alone."""
     found = built([text_of(tmp_path, inside=True)])
