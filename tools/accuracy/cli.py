@@ -15,6 +15,7 @@ from tools.accuracy.collectives.cli import collectives_command
 from tools.accuracy.compare.cli import compare
 from tools.accuracy.dumps.cli import dump
 from tools.accuracy.equivalence.cli import equivalence_command
+from tools.accuracy.fusion.cli import fusion_command
 from tools.accuracy.pages import check_page
 from tools.accuracy.promotion import DEFAULT, NAMES
 from tools.files.atomic import write_atomically
@@ -46,6 +47,7 @@ accuracy.add_command(dump)
 accuracy.add_command(compare)
 accuracy.add_command(equivalence_command)
 accuracy.add_command(collectives_command)
+accuracy.add_command(fusion_command)
 
 
 @accuracy.command()

@@ -58,7 +58,7 @@ def read_answers(folder: Path) -> list[Answer]:
         counts = [len(files) for files in stages]
         raise ClusterError(f"{folder}: {counts} texts of the passes: they did not run to their end")
     with tempfile.TemporaryDirectory() as scratch:
-        return [_answer(*(_read(file, Path(scratch)) for file in files)) for files in zip(*stages, strict=True)]
+        return [_answer(*(read_text(file, Path(scratch)) for file in files)) for files in zip(*stages, strict=True)]
 
 
 def ask(source: Path, folder: Path, arguments: Sequence[str] = (), timeout: float = 1200) -> list[Answer]:
@@ -98,7 +98,7 @@ def _body(body: list[Node], cut: Mapping[str, str]) -> tuple[list[Operator], lis
     return operators(body), sorted(outputs), sorted(groups.values())
 
 
-def _read(file: Path, scratch: Path) -> GraphText:
+def read_text(file: Path, scratch: Path) -> GraphText:
     """A text of a pass. Lines below a graph's Return describe its operands, and are not the operator's."""
     kept, ended = [], False
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -92,8 +94,13 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     return read_run(run_dir)
 
 
-def launch(recipe: Recipe, run_dir: Path) -> None:
+def launch(
+    recipe: Recipe, run_dir: Path, variables: Mapping[str, str] = MappingProxyType({}), folder: Path = ROOT
+) -> None:
     """Train a recipe by `tc3 train` into `run_dir`; the recipe stands beside it.
+
+    Args:
+        variables: of the environment, beside our own. folder: where it is started.
 
     Raises:
         RunFailedError: the training failed.
@@ -103,8 +110,8 @@ def launch(recipe: Recipe, run_dir: Path) -> None:
     file = run_dir.with_name(f"{run_dir.name}.yaml")
     dump_recipe(recipe, file)
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
-    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers")}
-    done = child.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers"), **variables}
+    done = child.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))
 

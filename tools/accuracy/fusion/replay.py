@@ -1,0 +1,136 @@
+"""A kernel computed three ways on the same inputs, in NumPy.
+
+exact     every float in float64
+unfused   each operator's result is rounded to its type, as if it were written to memory
+fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
+
+An operator alone computes in float32 at least, whatever its type, sums included.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tools.accuracy.fusion.arithmetic import compute
+from tools.accuracy.fusion.kernel import Kernel, Step, numpy_type
+from tools.accuracy.judge import Verdict, judge
+from tools.accuracy.promotion import rounded
+from tools.accuracy.tolerance import lower_bound, tolerance
+
+EXACT, UNFUSED, FUSED = "exact", "unfused", "fused"
+_HALVES = ("Float16", "BFloat16")
+_POSITIVE = frozenset(("Log", "Sqrt", "Rsqrt", "Pow", "Div", "RealDiv", "Reciprocal"))
+_LARGEST = 2.0
+
+
+def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
+    """Random inputs: floats of magnitude `lower_bound` to 2, positive where a root or a division may take them.
+
+    They depend on the seed and the kernel alone, and are numbers that the inputs' types hold.
+    """
+    rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
+    positive = any(step.op in _POSITIVE for step in kernel.steps)
+    return [_random(rng, dtype, shape, positive) for dtype, shape in kernel.inputs]
+
+
+def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], positive: bool) -> np.ndarray:
+    if dtype == "Bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype.startswith(("Int", "UInt")):
+        return rng.integers(0, 16, shape).astype(numpy_type(dtype))
+    values = rng.uniform(lower_bound(), _LARGEST, shape)
+    if not positive:
+        values *= rng.choice([-1.0, 1.0], shape)
+    return hold(values, dtype)
+
+
+def hold(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest numbers of MindSpore's `dtype`, as float32 where they have 16 bits; other types as they are."""
+    if not np.issubdtype(values.dtype, np.floating) or dtype == "Float64":
+        return values
+    return np.asarray(rounded(values, dtype.lower())).astype(np.float32)
+
+
+def run(kernel: Kernel, inputs: list[np.ndarray], way: str) -> list[np.ndarray]:
+    """Results of all steps, those that stay inside included."""
+    wide = np.float64 if way == EXACT else np.float32
+    results: list[np.ndarray] = []
+    for place, step in enumerate(kernel.steps):
+        value = compute(step, [_value(kind, what, inputs, results, wide) for kind, what in step.arguments])
+        if np.issubdtype(value.dtype, np.floating):
+            value = value.astype(wide)
+            leaves = place in kernel.outputs or step.op == "Cast"
+            if way == UNFUSED or (way == FUSED and leaves):
+                value = hold(value, step.output.dtype)
+        results.append(value)
+    return results
+
+
+def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndarray], wide: type) -> Any:
+    if kind == "constant":
+        return what.astype(wide) if isinstance(what, np.ndarray) and what.dtype.kind == "f" else what
+    value = inputs[what] if kind == "input" else results[what]
+    return value.astype(wide) if np.issubdtype(value.dtype, np.floating) else value
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What Table 2 allows a result (`tools.accuracy.tolerance`).
+
+    Args:
+        dtype: the type of fewest bits that it depends on.
+        count: numbers that it sums; 0 where it is only moved.
+        stores: how often a value is rounded to 16 bits on its longest way, each operator's result being stored.
+        casts: how often it is rounded to 16 bits by a Cast.
+    """
+
+    dtype: str
+    count: int
+    stores: int
+    casts: int
+
+    def tolerance(self, way: str) -> float:
+        """Of a result that was computed this way."""
+        roundings = self.stores if way == UNFUSED else min(self.stores, self.casts + 1)
+        return tolerance(self.dtype, self.count, max(roundings, 1))
+
+
+def allowances(kernel: Kernel) -> list[Allowance]:
+    """Of each step's result."""
+    found: list[Allowance] = []
+    for step in kernel.steps:
+        before = [found[what] for kind, what in step.arguments if kind == "step" and isinstance(what, int)]
+        types = [
+            kernel.inputs[what].dtype for kind, what in step.arguments if kind == "input" and isinstance(what, int)
+        ]
+        types += [step.output.dtype, *(each.dtype for each in before)]
+        low = next((half.lower() for half in ("BFloat16", "Float16") if {half, half.lower()} & set(types)), "float32")
+        count = max((each.count for each in before), default=0)
+        if not step.moves:
+            count = max(count, 1) * _summed(step, kernel)
+        rounds = step.output.dtype in _HALVES and not step.moves
+        stores = max((each.stores for each in before), default=0) + rounds
+        casts = max((each.casts for each in before), default=0) + (rounds and step.op == "Cast")
+        found.append(Allowance(low, count, stores, casts))
+    return found
+
+
+def _summed(step: Step, kernel: Kernel) -> int:
+    """Numbers that one of its results is the sum of."""
+    if step.op != "ReduceSum":
+        return 1
+    kind, what = step.arguments[0]
+    assert isinstance(what, int)
+    taken = kernel.inputs[what] if kind == "input" else kernel.steps[what].output
+    return max(int(np.prod(taken.shape)) // max(int(np.prod(step.output.shape)), 1), 1)
+
+
+def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -> Verdict:
+    """`judge` of one result against the exact one; booleans and integers must be the same."""
+    if not np.issubdtype(want.dtype, np.floating):
+        got, want = got.astype(np.float64), want.astype(np.float64)
+    return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
