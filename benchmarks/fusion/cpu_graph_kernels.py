@@ -29,10 +29,13 @@ def train(flags: str, steps: int, packages: Path | None) -> list[dict[str, float
     path = [str(ROOT), *([str(packages.resolve())] if packages else [])]
     environment = os.environ | {"MS_DEV_GRAPH_KERNEL_FLAGS": flags, "PYTHONPATH": os.pathsep.join(path)}
     with tempfile.TemporaryDirectory() as folder:
-        settings = ("lr_schedule.warmup_steps=2", "plugins.held_out_loss=False")
+        corpus = ROOT / "output" / "data" / "stdlib"
+        data = f'train_dataset.data_loader.config.data_path=["1","{corpus}"]'
+        settings = ("lr_schedule.warmup_steps=2", "plugins.held_out_loss=False", data)
         overrides = [word for setting in settings for word in ("--set", setting)]
         command = ["tc3", "train", str(RECIPE), "--steps", str(steps), "--run-dir", f"{folder}/run", *overrides]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        # AKG leaves files in the folder in which it is started
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise click.ClickException(f"{flags}: {(done.stdout + done.stderr)[-1500:]}")
         lines = (Path(folder) / "run" / "metrics" / "rank_0.jsonl").read_text("utf-8").splitlines()
