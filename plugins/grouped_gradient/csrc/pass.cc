@@ -84,6 +84,17 @@ size_t Users(const FuncGraphManagerPtr &manager, const AnfNodePtr &node, std::ve
   return users;
 }
 
+// Those of the operator's Python class: the last input is written, so that the result is a reference to it.
+std::vector<mindspore::Signature> Signatures() {
+  std::vector<mindspore::Signature> inputs;
+  for (const char *name : {"x", "weight", "group_list"}) {
+    inputs.emplace_back(name, mindspore::SignatureEnumRW::kRWRead, mindspore::SignatureEnumKind::kKindPositionalKeyword);
+  }
+  inputs.emplace_back("out", mindspore::SignatureEnumRW::kRWWrite,
+                      mindspore::SignatureEnumKind::kKindPositionalKeyword);
+  return inputs;
+}
+
 // What stands in the way of one AssignAdd(accumulator, Reshape(TupleGetItem(GroupedMatmul))); "" where it was replaced.
 std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const std::vector<CNodePtr> &way) {
   const auto &product = way.back();
@@ -105,6 +116,7 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const 
     if (Users(manager, node, &waiting) != 1) return "another user of " + NameOf(node);
   }
   const auto primitive = std::make_shared<mindspore::Primitive>("InplaceGroupedMatmulAdd");
+  primitive->set_signatures(Signatures());
   primitive->AddAttr("side_effect_mem", mindspore::MakeValue(true));
   primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
   std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(primitive), x, gradient, group_list, accumulator};
@@ -118,14 +130,14 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const 
   return "";
 }
 
-// TupleGetItem and Reshape down to the weight's gradient that an AssignAdd takes; empty where it takes something else.
+// TupleGetItem, Reshape and Cast down to the weight's gradient that an AssignAdd takes; empty where it takes something else.
 std::vector<CNodePtr> WayOf(const CNodePtr &add) {
   std::vector<CNodePtr> way;
   for (auto node = add->input(2)->cast<CNodePtr>(); node != nullptr; node = node->input(1)->cast<CNodePtr>()) {
     way.push_back(node);
     const auto name = NameOf(node);
     if (name == "GroupedMatmul") return IsWeightGradient(node) ? way : std::vector<CNodePtr>{};
-    if (name != "TupleGetItem" && name != "Reshape") return {};
+    if (name != "TupleGetItem" && name != "Reshape" && name != "Cast") return {};  // a Cast to float32 loses nothing
   }
   return {};
 }

@@ -9,7 +9,10 @@ from tools.dryrun.graph.collectives import role_of
 from tools.dryrun.graph.passes import chunks_of
 from tools.dryrun.graph.text import GraphText, Node, TensorType
 
-_PRODUCTS = frozenset(("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Dense", "GroupedMatmul", "Mm", "Bmm"))
+_PRODUCTS = frozenset(
+    ("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Dense", "GroupedMatmul", "InplaceGroupedMatmulAdd", "Mm",
+     "Bmm")
+)  # fmt: skip
 _ATTENTION = {"FlashAttentionScore": (1, 1), "FlashAttentionScoreGrad": (3, 2)}  # products of d_qk and of d_v
 # the last arguments: heads, kept share, scale, tokens before and behind, precision, layout, kind of mask
 _ARGUMENTS = re.compile(r"I64\((\d+)\), F32\(\S+\), F32\(\S+\)(?:, I64\(-?\d+\)){3}, I64\((\d)\), I64\(\d+\)\)$")

@@ -1,0 +1,3 @@
+KEY="plugins.grouped_gradient"
+SETTINGS=()
+def check(c): return True
