@@ -78,11 +78,12 @@ for name in LOW_PRECISION:
 random = np.random.default_rng(0)
 step = Step(np.float32, Layer(case == "twice"), (EXPERTS * WIDTH, INNER))
 weight = Tensor(random.normal(size=(EXPERTS * WIDTH, INNER)), low)
-result = {"rows": []}
+result = {"rows": [], "given": []}
 try:
     for _ in range(STEPS):
         rows, sens = (Tensor(random.normal(size=(ENDS[-1], size)), low) for size in (WIDTH, INNER))
         of_rows = step(rows, weight, Tensor(ENDS, ms.int64), sens)
+        result["given"].append([each.astype(ms.float32).asnumpy().tolist() for each in (rows, sens)])
         result["rows"].append(of_rows.astype(ms.float32).asnumpy().tolist())
     result["accumulator"] = step.accumulator.asnumpy().tolist()
 except RuntimeError as error:
