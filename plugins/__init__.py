@@ -17,6 +17,7 @@ ADAPTERS = {
     "group_aux_loss": "plugins.group_aux_loss.adapter",
     "expert_balance": "plugins.expert_balance.adapter",
     "attention_balance": "plugins.attention_balance.adapter",
+    "grouped_gradient": "plugins.grouped_gradient.adapter",
     "operator_fusion": "plugins.operator_fusion.adapter",  # flags of MindSpore, there before it was imported
     "spike_guard": "plugins.spike_guard.adapter",  # what it leaves out it counts in the order of attention_balance
     "straggler_probe": "plugins.straggler_probe.adapter",  # last: its callback sees the end of a step after all others

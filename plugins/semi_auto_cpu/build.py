@@ -1,4 +1,4 @@
-"""Compile `csrc/` against the headers that MindSpore's wheel ships. Run as `python -m plugins.semi_auto_cpu.build`.
+"""Compile a plugin's `csrc/` against the headers of MindSpore's wheel. Run as `python -m plugins.semi_auto_cpu.build`.
 
 The result is kept in the user's cache folder under a name made of all that it depends on: the installed MindSpore, the
 sources and the flags. Another MindSpore therefore never meets a library that was made for this one.
@@ -44,14 +44,19 @@ HEADER = "include/mindspore/ops/kernel/cpu/cpu_kernel.h"
 WITHOUT = "until then recipes with `device_target: CPU` and `parallel_mode: semi_auto_parallel` cannot run here"
 
 
-def ensure() -> Path:
+def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
     """Return the library, compiled now if it is not there; several processes may ask at once, and one compiles.
+
+    Args:
+        sources: folder `csrc` of the plugin that the library is of; this plugin's where none is given.
+        without: what cannot be done until it compiles.
 
     Raises:
         ClusterError: MindSpore, its headers or g++ are missing, g++ fails, or the cache folder cannot be written.
     """
+    sources = sources or SOURCES
     package = mindspore_folder()
-    path = cache_folder() / f"{key(package)}.so"
+    path = cache_folder(sources) / f"{key(package, sources)}.so"
     if path.exists():
         return path
     try:
@@ -59,18 +64,22 @@ def ensure() -> Path:
         with (path.parent / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.exists():
-                _compile(package, path)
+                _compile(package, path, sources, without)
     except OSError as error:
         raise ClusterError(
-            f"the library of semi_auto_cpu cannot be kept in {path.parent}: {error}; set XDG_CACHE_HOME to a folder "
+            f"the library of {_owner(sources)} cannot be kept in {path.parent}: {error}; set XDG_CACHE_HOME to a folder "
             "that can be written"
         ) from None
     return path
 
 
-def cache_folder() -> Path:
-    """Where compiled libraries are kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "semi_auto_cpu"
+def cache_folder(sources: Path | None = None) -> Path:
+    """Where the compiled libraries of a plugin are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
+
+
+def _owner(sources: Path) -> str:
+    return sources.parent.name
 
 
 def mindspore_folder() -> Path:
@@ -85,7 +94,7 @@ def mindspore_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def key(package: Path) -> str:
+def key(package: Path, sources: Path | None = None) -> str:
     """Name all that a library depends on, as 16 letters.
 
     Args:
@@ -95,48 +104,50 @@ def key(package: Path) -> str:
     # RECORD holds the digest of every file of the wheel
     parts = [str(package), wheel.version, wheel.read_text("RECORD") or "", *FLAGS, *INCLUDES, *LIBRARIES]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(SOURCES.rglob("*.*")):
-        digest.update(source.relative_to(SOURCES).as_posix().encode() + b"\0" + source.read_bytes())
+    sources = sources or SOURCES
+    for source in sorted(sources.rglob("*.*")):
+        digest.update(source.relative_to(sources).as_posix().encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(package: Path, path: Path) -> None:
+def _compile(package: Path, path: Path, sources: Path, without: str) -> None:
+    owner = _owner(sources)
     if not (package / HEADER).is_file():
         raise ClusterError(
-            f"{package} has no {HEADER}: this MindSpore ships no headers to compile semi_auto_cpu with; install the "
-            f"wheel in constraints.txt; {WITHOUT}"
+            f"{package} has no {HEADER}: this MindSpore ships no headers to compile {owner} with; install the wheel "
+            f"in constraints.txt; {without}"
         )
-    print("semi_auto_cpu: compiling its C++ library (once, about 20 s)", file=sys.stderr, flush=True)
+    print(f"{owner}: compiling its C++ library (once, about 20 s)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
         try:
             done = subprocess.run(
-                _command(package, part), input=_one_unit(), capture_output=True, text=True, check=False
+                _command(package, part, sources), input=_one_unit(sources), capture_output=True, text=True, check=False
             )
         except FileNotFoundError:
             raise ClusterError(
-                f"g++ is not installed, semi_auto_cpu compiles its kernels with it: apt-get install g++; {WITHOUT}"
+                f"g++ is not installed, {owner} compiles its library with it: apt-get install g++; {without}"
             ) from None
         if done.returncode:
             version = metadata.version("mindspore")
             raise ClusterError(
-                f"the C++ library of semi_auto_cpu does not compile against MindSpore {version} in {package}; install "
-                f"the version in constraints.txt, or see docs/upgrade-mindformers.md; {WITHOUT}. The compiler says:\n"
+                f"the C++ library of {owner} does not compile against MindSpore {version} in {package}; install "
+                f"the version in constraints.txt, or see docs/upgrade-mindformers.md; {without}. The compiler says:\n"
                 f"{_last_lines(done.stderr)}"
             )
         part.replace(path)
 
 
-def _command(package: Path, out: Path) -> list[str]:
-    includes = [f"-I{SOURCES / 'shim'}", f"-I{SOURCES}", *(f"-I{package / folder}" for folder in INCLUDES)]
+def _command(package: Path, out: Path, sources: Path) -> list[str]:
+    includes = [f"-I{SOURCES / 'shim'}", f"-I{sources}", *(f"-I{package / folder}" for folder in INCLUDES)]
     libraries = [f"-lmindspore_{name}" for name in LIBRARIES]
     found = [f"{flag}{package / folder}" for folder in ("lib", "lib/plugin") for flag in ("-L", "-Wl,-rpath,")]
     return ["g++", *FLAGS, *includes, "-x", "c++", "-", "-o", str(out), *found, *libraries]
 
 
-def _one_unit() -> str:
+def _one_unit(sources: Path) -> str:
     """All sources as one: MindSpore's headers take most of the time, and are read once."""
-    return "".join(f'#include "{source.name}"\n' for source in sorted(SOURCES.glob("*.cc")))
+    return "".join(f'#include "{source.name}"\n' for source in sorted(sources.glob("*.cc")))
 
 
 def _last_lines(words: str, lines: int = 12, letters: int = 2000) -> str:

@@ -13,6 +13,7 @@ from plugins.expert_balance import limits as expert_limits
 from plugins.expert_balance import settings as expert_balance
 from plugins.finite_loss import plan as finite_loss
 from plugins.group_aux_loss import settings as group_aux_loss
+from plugins.grouped_gradient import plan as grouped_gradient
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.operator_fusion import plan as operator_fusion
@@ -30,7 +31,7 @@ _FINITE, _GROUP_LOSS = ("plugins", "finite_loss"), ("plugins", "group_aux_loss")
 _EXPERTS, _PROBE = ("plugins", "expert_balance"), ("plugins", "straggler_probe")
 _SPIKES, _PACKED = ("plugins", "spike_guard"), ("plugins", "packed_labels")
 _BALANCE, _HELD_OUT = ("plugins", "attention_balance"), ("plugins", "held_out_loss")
-_FUSION = ("plugins", "operator_fusion")
+_FUSION, _GRADIENT = ("plugins", "operator_fusion"), ("plugins", "grouped_gradient")
 
 
 def check_plugins(view: View, built: Built, found: Findings) -> None:
@@ -57,6 +58,8 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         _settings(_SPIKES, spike_guard.check, view.recipe, found)
     if view.get(_FUSION, False) is not False:
         _operator_fusion(view, found)
+    if view.get(_GRADIENT, False) is not False:
+        _grouped_gradient(view, found)
     if view.get(_GROUP_LOSS) not in (None, False):
         _group_aux_loss(view, built, found)
     if view.get(_EXPERTS) not in (None, False):
@@ -131,6 +134,20 @@ def _operator_fusion(view: View, found: Findings) -> None:
         found.warning(
             (*_FUSION, "level"), "cube is experimental: nobody has run it on an NPU here", "see docs/fusion.md"
         )
+
+
+def _grouped_gradient(view: View, found: Findings) -> None:
+    where = "see docs/grouped-gradient.md"
+    try:
+        needed = grouped_gradient.check(view.recipe)
+    except RecipeError as error:
+        key, _, wrong = str(error).partition(": ")
+        found.error(tuple(key.split(".")), wrong, rule="grouped_gradient")
+        return
+    if needed:
+        found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
+    else:
+        found.note(_GRADIENT, "a CPU has no such operator: nothing is replaced here", where)
 
 
 def _group_aux_loss(view: View, built: Built, found: Findings) -> None:

@@ -154,6 +154,11 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     # C++: stands beside "jit_level", "Ascend" and "O1" in GraphKernelFlags::GetGraphKernelConfig, which turns kernels
     # of graphs on for these two and lets the variable overrule the context
     "operator_fusion": ("mindspore/lib/libmindspore_hardware_abstract.so", "MS_DEV_GRAPH_KERNEL_FLAGS"),
+    # the operator's page: "This API is only supported on KBK mode", and types and shapes of its inputs
+    "grouped_gradient": (
+        "mindspore/ops/auto_generate/gen_ops_def.py",
+        "def grouped_matmul_add_(x, weight, group_list, out):",
+    ),
     "scheduler": (_AUTO, "When pipeline_interleave is False, {scheduler_val!r} is not supported, "),
     "optimizer_shard": (_AUTO, 'Validator.check_positive_int(value, prim_name="optimizer_weight_shard_size")'),
     "optimizer_level": (_AUTO, 'if optimizer_level not in ["level1", "level2", "level3"]:'),

@@ -40,6 +40,7 @@ PLUGINS: dict[str, dict[str, Spec]] = {
         "memory": _NUMBER,
         "record": {"types": ["bool"]},
     },
+    "grouped_gradient": {},
     "operator_fusion": {
         "level": {"enum": [*LEVELS, False], "rule": "operator_fusion"},  # YAML reads a bare off as False
         "disable": {"types": ["list"], "items": ["str"]},

@@ -1,4 +1,4 @@
-"""GroupedMatmul: each expert's rows with its own matrix, and the gradient of those matrices.
+"""GroupedMatmul: each expert's rows with its own matrix, and the gradient of those matrices, also added in place.
 
 Source: `grouped_matmul` in `mindspore/ops/auto_generate/gen_ops_def.py`. MindFormers' experts call it with one x, one
 weight, split_item 3; the gradient of x is group_type 0 again, that of the weights group_type 2.
@@ -63,6 +63,23 @@ def GroupedMatmul(
     for rows, matrix in zip(groups, b, strict=True):
         np.matmul(a[rows], matrix, out=out[rows])
     return out
+
+
+@kernel(updates=3)
+def InplaceGroupedMatmulAdd(
+    attrs: Attrs, x: np.ndarray, weight: np.ndarray, group_list: np.ndarray, out: np.ndarray
+) -> np.ndarray:
+    """`out` plus the products of each group's rows, not rounded to the rows' type in between.
+
+    Args:
+        x: [m, k]; weight: [m, n]. group_list: where each group's rows end.
+        out: [groups, k, n] or [groups * k, n], changed in place.
+
+    Raises:
+        ValueError: a group list that does not cover the rows.
+    """
+    products = np.stack([x[rows].T @ weight[rows] for rows in _groups(group_list, len(x))])
+    return out + products.reshape(out.shape)
 
 
 def _groups(group_list: np.ndarray | None, size: int) -> list[slice]:

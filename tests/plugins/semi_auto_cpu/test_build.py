@@ -104,11 +104,28 @@ def test_the_name_changes_with_sources_and_installation(tmp_path, monkeypatch):
     assert len({before, without, build.key(package)}) == 3
 
 
-def test_every_source_is_shipped_by_setup_cfg():
+def test_another_plugin_has_a_library_and_words_of_its_own(compiler, tmp_path, capsys):
+    compiler()
+    sources = tmp_path / "other_plugin" / "csrc"
+    sources.mkdir(parents=True)
+    (sources / "pass.cc").write_text("")
+    path = build.ensure(sources, "do without it")
+    assert path.parent.name == "other_plugin" and path != build.ensure()
+    assert capsys.readouterr().err.startswith("other_plugin: compiling")
+    (sources / "pass.cc").write_text("// other")
+    compiler(code=1, words="pass.cc:1: error: no\n")
+    with pytest.raises(ClusterError, match=r"library of other_plugin does not compile.*; do without it"):
+        build.ensure(sources, "do without it")
+
+
+@pytest.mark.parametrize("name", ["semi_auto_cpu", "grouped_gradient"])
+def test_every_source_is_shipped_by_setup_cfg(name):
     import configparser
 
     config = configparser.ConfigParser()
-    config.read(Path(build.__file__).resolve().parents[2] / "setup.cfg")
-    patterns = [text.strip() for text in config["options.package_data"]["plugins.semi_auto_cpu"].split(",")]
-    shipped = {path for pattern in patterns for path in build.SOURCES.parent.glob(pattern)}
-    assert shipped == {path for path in build.SOURCES.rglob("*") if path.is_file()}
+    root = Path(build.__file__).resolve().parents[2]
+    config.read(root / "setup.cfg")
+    patterns = [text.strip() for text in config["options.package_data"][f"plugins.{name}"].split(",")]
+    folder = root / "plugins" / name
+    shipped = {path for pattern in patterns for path in folder.glob(pattern)}
+    assert shipped == {path for path in (folder / "csrc").rglob("*") if path.is_file()}

@@ -9,7 +9,10 @@ from tools.dryrun.graph.collectives import role_of
 from tools.dryrun.graph.passes import chunks_of
 from tools.dryrun.graph.text import GraphText, Node, TensorType
 
-_PRODUCTS = frozenset(("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Dense", "GroupedMatmul", "Mm", "Bmm"))
+_PRODUCTS = frozenset(
+    ("MatMul", "MatMulExt", "BatchMatMul", "BatchMatMulExt", "Dense", "GroupedMatmul", "InplaceGroupedMatmulAdd", "Mm",
+     "Bmm")
+)  # fmt: skip
 _ATTENTION = {"FlashAttentionScore": (1, 1), "FlashAttentionScoreGrad": (3, 2)}  # products of d_qk and of d_v
 MULTIPLY = _PRODUCTS | _ATTENTION.keys()  # operators that `node_flops` knows
 # the last arguments: heads, kept share, scale, tokens before and behind, precision, layout, kind of mask

@@ -36,6 +36,18 @@ def test_gradients_are_its_two_group_types(rng):
     np.testing.assert_allclose(call(x.T, dout.T, ENDS, 2, tb=True), dweight, atol=1e-5)
 
 
+@pytest.mark.parametrize("flat", (False, True))
+def test_gradients_are_added_in_place(rng, flat):
+    x, dout = rng.normal(size=(5, 3)).astype(np.float32), rng.normal(size=(5, 4)).astype(np.float32)
+    before = rng.normal(size=(9, 4) if flat else (3, 3, 4)).astype(np.float32)
+    out = before.copy()
+    KERNELS["InplaceGroupedMatmulAdd"]({}, x, dout, ENDS, out)
+    gradient = call(np.ascontiguousarray(x.T), dout, ENDS, 2)
+    np.testing.assert_allclose(out - before, gradient.reshape(out.shape), atol=1e-5)
+    with pytest.raises(ValueError, match="group_list"):
+        KERNELS["InplaceGroupedMatmulAdd"]({}, x, dout, ENDS - 1, out)
+
+
 def test_no_rows_at_all():
     none = np.zeros(3, np.int64)
     assert call(np.zeros((0, 3), np.float32), np.ones((3, 3, 4), np.float32), none, 0).shape == (0, 4)

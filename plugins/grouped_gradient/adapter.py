@@ -1,0 +1,44 @@
+"""Hands `plugins.grouped_gradient` over to MindSpore: a compiler pass of ours, by its hook for them.
+
+`mindspore.graph.register_custom_pass` (experimental in 2.9.0) runs the pass of `csrc/` on each graph that is compiled
+later, between the pipeline scheduler and the validator. `tc3 dryrun` compiles with it, too, and shows what it did.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mindspore.graph import CustomPassType, register_custom_pass
+
+from plugins.errors import ClusterError
+from plugins.grouped_gradient import plan
+from plugins.grouped_gradient.plan import SETTINGS
+from plugins.semi_auto_cpu import build
+
+__all__ = ["PASS", "SETTINGS", "add_pass", "enable"]
+
+PASS = "tc3_grouped_gradient"
+SOURCES = Path(__file__).resolve().parent / "csrc"
+WITHOUT = f"until then write {plan.KEY}: False"
+
+
+def enable(config, settings) -> None:
+    """Have graphs that are compiled later add their grouped weights' gradients in place; nothing on a CPU.
+
+    Raises:
+        RecipeError: see `plan.check`.
+        ClusterError: see `add_pass`.
+    """
+    if plan.check(config):
+        add_pass()
+
+
+def add_pass() -> None:
+    """Compile the pass if need be, and register it for this process; a pass that cannot do its work ends a compile.
+
+    Raises:
+        ClusterError: it cannot be compiled, or MindSpore does not take it.
+    """
+    path = build.ensure(SOURCES, WITHOUT)
+    if not register_custom_pass(PASS, str(path), "all", CustomPassType.FULL_GRAPH):
+        raise ClusterError(f"MindSpore does not take the compiler pass {PASS} of {path}; see its log; {WITHOUT}")

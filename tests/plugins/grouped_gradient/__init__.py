@@ -1,0 +1,1 @@
+"""The gradient of grouped weights, added in place."""

@@ -1,0 +1,61 @@
+"""The pass in MindSpore's own compiler, and what it makes of a gradient, executed on CPU."""
+
+import json
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from plugins.grouped_gradient.reference import summed
+
+ROOT = Path(__file__).parents[3]
+KINDS = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+ENDS = (3, 3, 8, 16)
+
+pytestmark = pytest.mark.slow
+
+
+@lru_cache
+def run(switch, case):
+    command = [sys.executable, "-m", "tests.plugins.grouped_gradient.one_process", switch, case]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_one_operator_adds_what_three_did(case):
+    with_pass, without = run("on", case), run("off", case)
+    assert with_pass["asked"]["InplaceGroupedMatmulAdd"] == len(with_pass["rows"])
+    assert "InplaceGroupedMatmulAdd" not in without["asked"]
+    # one GroupedMatmul less a step: the gradient of the rows remains, bit by bit
+    assert with_pass["asked"]["GroupedMatmul"] * 2 == without["asked"]["GroupedMatmul"]
+    assert with_pass["rows"] == without["rows"] and with_pass["given"] == without["given"]
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
+def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(case, switch, rounded):
+    found = run(switch, case)
+    batches = [[np.array(each, np.float32) for each in given] for given in found["given"]]
+    wanted, other = (summed(batches, ENDS, KINDS[case], each) for each in (rounded, not rounded))
+    sums = np.array(found["accumulator"], np.float32)
+    np.testing.assert_array_equal(sums, wanted)
+    assert not np.array_equal(sums, other)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"), [("float32", "rows that are not bfloat16 or float16"), ("twice", "no AssignAdd of it")]
+)
+def test_what_it_cannot_replace_ends_the_compile(case, words):
+    error = run("on", case)["error"]
+    assert error.startswith("plugins.grouped_gradient: ") and words in error
+    assert error.endswith("write plugins.grouped_gradient: False")
+
+
+def test_without_the_pass_float32_is_added():
+    assert "error" not in run("off", "float32")
