@@ -115,8 +115,10 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const 
   for (const auto &node : way) {
     if (Users(manager, node, &waiting) != 1) return "another user of " + NameOf(node);
   }
-  const auto primitive = std::make_shared<mindspore::Primitive>("InplaceGroupedMatmulAdd");
+  const auto primitive = std::make_shared<mindspore::Primitive>("InplaceGroupedMatmulAdd", true);
   primitive->set_signatures(Signatures());
+  primitive->set_rw_write_input_indexes({3});
+  primitive->set_inplace_input_indexes({3});
   primitive->AddAttr("side_effect_mem", mindspore::MakeValue(true));
   primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
   std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(primitive), x, gradient, group_list, accumulator};
@@ -124,6 +126,7 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const 
   const auto fused = add->func_graph()->NewCNode(inputs);
   fused->set_abstract(add->abstract());
   fused->set_scope(product->scope());
+  fused->set_primal_attrs(product->primal_attrs());  // which forward operator it is the gradient of
   fused->set_debug_info(product->debug_info());
   (void)manager->Replace(add, fused);
   for (const auto &node : waiting) manager->SetEdge(node, 2, fused);
@@ -147,7 +150,6 @@ class GroupedGradient : public mindspore::opt::Pass {
   GroupedGradient() : Pass("tc3_grouped_gradient") {}
 
   bool Run(const FuncGraphPtr &graph) override {
-    if (getenv("TC3_DEBUG")) fprintf(stderr, "TC3 pass runs\n");
     auto manager = graph->manager();
     if (manager == nullptr) manager = mindspore::MakeManager({graph});
     std::vector<CNodePtr> additions;
