@@ -67,8 +67,8 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
                 _compile(package, path, sources, without)
     except OSError as error:
         raise ClusterError(
-            f"the library of {_owner(sources)} cannot be kept in {path.parent}: {error}; set XDG_CACHE_HOME to a folder "
-            "that can be written"
+            f"the library of {_owner(sources)} cannot be kept in {path.parent}: {error}; set XDG_CACHE_HOME to a "
+            "folder that can be written"
         ) from None
     return path
 

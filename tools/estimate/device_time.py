@@ -75,6 +75,15 @@ class DeviceTimes:
         """Seconds in which operators read and write `size` bytes of HBM, all that there is counted."""
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
+    def launching(self, operators: float) -> float:
+        """Seconds to launch so many operators, if the device waits for each."""
+        return operators * self.hardware.launch_s
+
+    def to_host(self, size: float) -> float | None:
+        """Seconds to copy `size` bytes to the host's memory with nothing else on the link; None where it is unknown."""
+        host = self.hardware.host_link
+        return None if host is None else size / host.bytes_per_s
+
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
         """Seconds of `matmul` in the run's precision."""
         return self._matmul(config, matmul)

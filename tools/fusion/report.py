@@ -57,7 +57,7 @@ def report_of(
         "patterns": _patterns(pieces),
         "alone": _alone(pieces),
         "weight_gradients": _named(pieces, times),
-        "launch_seconds": times.hardware.launch_s,
+        "launch_seconds": times.launching(1),
         "launch_certainty": times.hardware.origins["launch_s"].certainty,
         "known_error": known.as_json() if known else None,
         "error": f"single kernels: unknown; the estimator's step times are {known.words if known else NO_RUN}",
@@ -107,7 +107,7 @@ def _numbers(tally: Tally, times: DeviceTimes) -> dict[str, Any]:
         "seconds_before": times.moving(tally.before),
         "seconds_after": times.moving(tally.after),
         "seconds_saved": times.moving(saved),
-        "launch_seconds_saved": tally.launches * times.hardware.launch_s,
+        "launch_seconds_saved": times.launching(tally.launches),
     }
 
 

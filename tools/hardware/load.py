@@ -72,6 +72,9 @@ class HostLink:
     bytes_per_s: float
     origin: Origin
 
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s / 1e9:g} GB/s ({self.origin.certainty})"
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -14,19 +14,19 @@ from tools.pipeline.swap import swapped
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
     """A line for each kind of layer; one that says so where the hardware file has no link to the host."""
-    host = times.hardware.host_link
-    if host is None:
-        return [f"swapping instead of recomputing: not known, {times.hardware.name} has no host_link"]
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
         moved = whole - saved(config, kind, "full")
-        found = swapped(whole, moved, moved / host.bytes_per_s, layer.forward.total, layer.backward.total)
+        copied = times.to_host(moved)
+        if copied is None:
+            return [f"swapping instead of recomputing: not known, {times.hardware.name} has no host_link"]
+        found = swapped(whole, moved, copied, layer.forward.total, layer.backward.total)
         again = layer.recomputed["full"].total
         lines.append(
             f"swapping what a {kind} layer keeps ({moved / GIB:.2f} GiB a micro-batch) would add "
             f"{1e3 * found.extra_backward:.1f} ms to its backward, recomputing all of it {1e3 * again:.1f} ms: host "
-            f"link {host.bytes_per_s / 1e9:g} GB/s ({host.origin.certainty}), nothing else on it; swap_config cannot "
-            "be run by MindFormers 1.9.0"
+            f"link {times.hardware.host_link}, nothing else on it; swap_config cannot be run by "
+            "MindFormers 1.9.0"
         )
     return lines
