@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +81,19 @@ class Bench:
 
     Args:
         base: of `one_worker`. work: folder for the runs.
+        layers: of the model; the strategy's own number where none is given.
     """
 
     base: Recipe
     steps: int
     work: Path
+    layers: int | None = None
     references: dict[str, Trained] = field(default_factory=dict)
 
     def outcome(self, name: str, fault: Fault) -> Outcome:
         """Run a fault, and compare."""
         sharding = SHARDINGS[fault.strategy]
+        sharding = replace(sharding, layers=self.layers or sharding.layers)
         reference = self._reference(sharding)
         recipe = self._recipe(sharding)
         if fault.kind:

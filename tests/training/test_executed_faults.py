@@ -1,7 +1,6 @@
 """Faults of a layout, each in an executed run of two processes: caught, and placed."""
 
 import pytest
-import yaml
 
 from benchmarks.executed_faults import FAULTS, Bench, errors_of
 from tests.training import runs
@@ -12,12 +11,9 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory):
-    """Of one MoE layer, which has all that the faults disturb: seven processes compile it."""
+    """Of one dense layer, which has all that the faults disturb: six processes compile it."""
     folder = tmp_path_factory.mktemp("faults")
-    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
-    child = {"base_config": str(runs.TINY), "model": {"model_config": sizes}}
-    (folder / "one_layer.yaml").write_text(yaml.safe_dump(child))
-    return Bench(one_worker(str(folder / "one_layer.yaml")), STEPS, folder)
+    return Bench(one_worker(str(runs.TINY)), STEPS, folder, layers=1)
 
 
 @pytest.mark.slow
