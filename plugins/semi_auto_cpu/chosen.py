@@ -7,6 +7,7 @@ from typing import Any
 
 SEMI_AUTO = (1, "semi_auto_parallel")
 AUTO = (2, "auto_parallel")
+SECTIONS = ("context", "parallel")
 
 
 def is_semi_auto(mode: Any) -> bool:
@@ -20,8 +21,11 @@ def splits_model(mode: Any) -> bool:
 
 
 def chosen(recipe: Mapping[str, Any]) -> bool:
-    """True for a recipe (or MindFormerConfig) of the CPU with `parallel.parallel_mode: 1`."""
-    context, parallel = recipe.get("context") or {}, recipe.get("parallel") or {}
+    """True for a recipe (or MindFormerConfig) of the CPU with `parallel.parallel_mode: 1`.
+
+    A section that is no mapping counts as empty: `tc3 check`, which asks, too, has its own word for it.
+    """
+    context, parallel = (section if isinstance(section := recipe.get(name), Mapping) else {} for name in SECTIONS)
     return context.get("device_target") == "CPU" and is_semi_auto(parallel.get("parallel_mode"))
 
 

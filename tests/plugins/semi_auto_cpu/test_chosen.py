@@ -23,3 +23,10 @@ def test_the_mode_decides(mode, splits, runs):
     assert chosen({"context": {"device_target": "CPU"}, "parallel": parallel}) == runs
     assert not chosen({"context": {"device_target": "Ascend"}, "parallel": parallel})
     assert not chosen({"parallel": parallel}) and not chosen({})
+
+
+@pytest.mark.parametrize("spoilt", [5, "text", [1]])
+@pytest.mark.parametrize("section", ["context", "parallel"])
+def test_a_section_that_is_no_mapping_chooses_nothing(section, spoilt):
+    recipe = {"context": {"device_target": "CPU"}, "parallel": {"parallel_mode": 1}, section: spoilt}
+    assert not chosen(recipe)

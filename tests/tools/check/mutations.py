@@ -23,6 +23,8 @@ CHOICES = [  # keys whose values come from a fixed set
     *((*MODEL, key) for key in ("position_embedding_type", "moe_token_dispatcher_type", "scoring_func")),
     *((*MODEL, "moe_router_load_balancing_type"), (*PARALLEL, "context_parallel_algo")),
 ]
+FLAG_LISTS = ("recompute", "select_recompute", "select_comm_recompute")  # MindFormers takes a flag for each stage
+REAL = ("mscale", "mscale_all_dim")  # real numbers that recipes write as whole ones
 SIZES = [  # numbers that must be positive
     *((*MODEL, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")),
     *((*MODEL, key) for key in ("vocab_size", "seq_length", "v_head_dim", "kv_lora_rank", "moe_intermediate_size")),
@@ -132,6 +134,8 @@ def wrong_type(draw, recipe):
         dict: ["text", 5, [1]],
         type(None): [{"a": [1]}],
     }[type(value)]
+    allowed = [*([[True]] if path[-1] in FLAG_LISTS else []), *([2.5] if path[-1] in REAL else [])]
+    wrong = [other for other in wrong if other not in allowed]
     new = draw(st.sampled_from(wrong))
     return f"{path}: {value!r} -> {new!r}", text_of(put(recipe, path, new))
 
@@ -192,7 +196,8 @@ def _layout(recipe, model, parallel):
     yield (*PARALLEL, "model_parallel"), tp * 3
     yield (*MODEL, "num_attention_heads"), model["num_attention_heads"] + 1
     yield (*MODEL, "vocab_size"), model["vocab_size"] + 1
-    yield (*MODEL, "hidden_size"), model["hidden_size"] + 1
+    if tp > 1:
+        yield (*MODEL, "hidden_size"), model["hidden_size"] + 1
     yield (*PARALLEL, "context_parallel"), 7
     if pp > 1:
         yield (*MODEL, "num_hidden_layers"), model["num_hidden_layers"] + 1
