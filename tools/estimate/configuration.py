@@ -95,6 +95,8 @@ class Configuration:
             layer (CUDA graphs by scope), "step" all of it, in one graph of fused operators.
         logit_bytes: for each logit while the loss runs: compute precision and fp32, in which Megatron's cross entropy
             makes the softmax and its gradient in place.
+        spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
+        cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
     """
 
@@ -135,6 +137,8 @@ class Configuration:
     training_graph: bool = False
     fp32_residual: bool = False
     logit_bytes: int = 6
+    spare_gradients: bool = False
+    cp_exchanges_heads: bool = False
     layer_only: bool = False
     ulysses: int = 1
     contiguous: bool = False

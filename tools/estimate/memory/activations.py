@@ -9,6 +9,7 @@ from __future__ import annotations
 from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_model import ITEM, work
+from tools.estimate.memory import megatron
 from tools.estimate.memory.modules import (
     ATTENTION,
     DISPATCH,
@@ -23,7 +24,6 @@ from tools.estimate.memory.modules import (
     SHARED,
 )
 from tools.estimate.memory.training_graph import kept_parts, layer_pass, loss_pass
-from tools.model.architecture import Model
 from tools.model.weights import weights
 from tools.pipeline.schedules import is_v_shaped
 
@@ -65,16 +65,19 @@ def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[
     if not (config.flash or (option == "select" and config.recompute.selective == "attention")):
         scores = _SCORE * tokens * config.sequence * model.heads / config.tp
     mlp = _routed(config, tokens, held, cheap) if kind == "moe" else {MLP: _dense(config, tokens, cheap)}
-    return {NORMS: (rows + masks) * h, ATTENTION: tokens * _attention(model) / config.tp + scores, **mlp}
+    return {NORMS: (rows + masks) * h, ATTENTION: tokens * _attention(config) / config.tp + scores, **mlp}
 
 
-def _attention(model: Model) -> float:
+def _attention(config: Configuration) -> float:
     """Bytes of a token: queries, keys, values, the result, and what MLA compresses."""
+    model = config.model
     heads = model.heads * (model.qk_dim + model.v_dim)
+    if config.cp_exchanges_heads and config.cp > 1:
+        heads += model.heads * model.v_dim  # the result before and after its exchange
     if model.latent is None:
         return ITEM * (heads + 2 * model.kv_heads * model.head_dim)
     ranks = 2 * (model.latent.query_rank + model.latent.kv_rank)
-    return ITEM * (2 * heads + ranks)
+    return ITEM * (heads + model.heads * (model.qk_dim + model.v_dim) + ranks)
 
 
 def _halved(config: Configuration) -> float:
@@ -116,19 +119,11 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> d
     }
 
 
-def _weight_gradient(config: Configuration, kind: str) -> float:
-    """Bytes of gradients of weights on their way: the largest one's, in the type in which they add up.
-
-    Where computing weights are sharded, all of a layer's (or the head's) are whole, and once more as they are reduced.
-    Of experts each has its own, which is small.
-    """
+def _gathered_gradients(config: Configuration, kind: str) -> float:
+    """Bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are reduced."""
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
-    sizes = [weight.size / sharding.cut(weight, config) for weight in own]
-    if config.shard_weights:
-        return (ITEM + wide) * sum(sizes)
-    parts = (config.model.experts // config.ep if weight.split == "experts" else 1 for weight in own)
-    return wide * max((size / count for size, count in zip(sizes, parts, strict=True)), default=0.0)
+    return (ITEM + wide) * sum(weight.size / sharding.cut(weight, config) for weight in own)
 
 
 def buffers(config: Configuration, kind: str) -> float:
@@ -170,13 +165,25 @@ def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
         if kind in ("dense", "moe", "mtp") and config.training_graph:
             found.append((words, layer_pass(config, kind, again)))
         elif kind in ("dense", "moe", "mtp"):
-            # activations of one layer and their gradients; without recomputation the former are among what is kept
-            layer = saved(config, kind) * (2 if again else 1)
-            found.append((words, layer + _weight_gradient(config, kind) + buffers(config, kind)))
+            found.append((words, _layer_pass(config, kind, again)))
         elif kind == "head" and config.training_graph:
             found.append(("the loss", loss_pass(config, "mtp" in kinds)))
         elif kind == "head":
-            logits = config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp
-            whole = _weight_gradient(config, kind) if config.shard_weights else 0.0
-            found.append(("the loss", logits + whole + buffers(config, kind)))
+            found.append(("the loss", _loss_pass(config)))
     return max(found, key=lambda pair: pair[1])
+
+
+def _layer_pass(config: Configuration, kind: str, again: bool) -> float:
+    """What a layer made again keeps, and the gradients of its activations and weights."""
+    layer = saved(config, kind) if again else 0.0
+    if config.shard_weights:
+        return layer + saved(config, kind) + _gathered_gradients(config, kind) + buffers(config, kind)
+    cheap = bool(config.recompute.select) and config.recompute.selective == "norms" and not again
+    return layer + megatron.layer_pass(config, config.model.last_kind if kind == "mtp" else kind, cheap)
+
+
+def _loss_pass(config: Configuration) -> float:
+    if not config.shard_weights:
+        return megatron.loss_pass(config)
+    logits = config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp
+    return logits + _gathered_gradients(config, "head") + buffers(config, "head")

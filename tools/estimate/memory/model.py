@@ -20,13 +20,14 @@ import numpy as np
 from tools.estimate import sharding
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts
-from tools.estimate.memory.modules import of_weight
+from tools.estimate.memory.megatron import spare_gradients
+from tools.estimate.memory.modules import SPARE, of_weight
 from tools.model.weights import Weight, weights
 from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
-_WIDE, _STATE = 4, 8  # bytes of a number in fp32, and of its two Adam moments
+_LOW, _WIDE, _STATE = 2, 4, 8  # bytes of a number in half precision, in fp32, and of its two Adam moments
 _ITEM = {"fp32": 4, "fp8": 2}  # of weights that compute; fp8 is made from bf16 ones
 _BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded
 
@@ -38,7 +39,7 @@ class StageMemory:
     Args:
         weights: in fp32, as the optimizer updates them.
         state: Adam's two moments.
-        accumulated: gradients.
+        accumulated: gradients, and those that Transformer Engine keeps spare.
         gathered: weights in the type that computes, for the whole step.
         activations: kept for backward, at the fullest moment of the schedule.
         working: what one pass needs beside that.
@@ -80,6 +81,7 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
     """Bytes of (weights, state, accumulated, gathered) on one device of a stage."""
     rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
     held, state, summed, gathered = map(float, rows.sum(axis=0))
+    summed += spare_gradients(config, stage_weights(config, stage))
     return held, state, summed, _in_turn(config, stage) if config.shard_weights else gathered
 
 
@@ -87,6 +89,8 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
     """(part, module of `tools.estimate.memory.modules`) -> bytes; they add up to `static_memory`."""
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
+    if spare := spare_gradients(config, stage_weights(config, stage)):
+        found["accumulated", SPARE] = spare
     if config.shard_weights:
         found = {key: size for key, size in found.items() if key[0] != "gathered"}
         found["gathered", "layers in turn"] = _in_turn(config, stage)
@@ -97,6 +101,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     """Module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest weight."""
     rows: dict[str, list[float]] = {}
     largest, item = 0.0, _ITEM.get(config.dtype, 2)
+    wide = _WIDE if config.wide_gradients or config.training_graph else _LOW
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
@@ -107,7 +112,7 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
             # in MindFormers norms, router and embedding compute in fp32: what nobody shards is used as it is
             gathered = local * _WIDE * (shards > 1)
         row = rows.setdefault(of_weight(weight.name), [0.0] * len(_STATIC))
-        for place, size in enumerate((local / shards * _WIDE, local / shards * _STATE, summed * _WIDE, gathered)):
+        for place, size in enumerate((local / shards * _WIDE, local / shards * _STATE, summed * wide, gathered)):
             row[place] += size
         largest = max(largest, local * item)
     return rows, largest

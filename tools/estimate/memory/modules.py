@@ -6,8 +6,8 @@ import re
 
 ATTENTION, MLP, EXPERTS, SHARED, ROUTER = "attention", "dense MLP", "experts", "shared experts", "router"
 DISPATCH, NORMS, EMBEDDING, HEAD, MTP = "dispatch", "norms", "embedding", "head and logits", "MTP"
-LAYER_INPUT, OTHER = "inputs of recomputed layers", "other"
-MODULES = (ATTENTION, MLP, EXPERTS, SHARED, ROUTER, DISPATCH, NORMS, EMBEDDING, HEAD, MTP, LAYER_INPUT, OTHER)
+LAYER_INPUT, SPARE, OTHER = "inputs of recomputed layers", "spare gradients", "other"
+MODULES = (ATTENTION, MLP, EXPERTS, SHARED, ROUTER, DISPATCH, NORMS, EMBEDDING, HEAD, MTP, LAYER_INPUT, SPARE, OTHER)
 
 _WEIGHTS = (  # of `tools.model.weights`, first match
     (r"expert", EXPERTS),

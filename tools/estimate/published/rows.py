@@ -183,6 +183,9 @@ def _flat(
         overlap_pp=settings.overlap,
         overlap_tp_backward=settings.overlap_tp_backward,
         overlap_ep=settings.overlap_ep or (settings.overlap and chunks > 1),
+        logit_bytes=settings.logit_bytes,
+        spare_gradients=settings.spare_gradients,
+        cp_exchanges_heads=settings.cp_exchanges_heads,
     )
     return made, config["gbs"], assumed
 

@@ -34,6 +34,7 @@ class Settings:
         node_limit: see `configuration.Model`.
         overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
         interleaved: a row without vpp is interleaved all the same (its source leaves the column out).
+        logit_bytes, spare_gradients, cp_exchanges_heads: see `configuration.Configuration`.
         overlap: tensor-, data- and pipeline-parallel communication runs beside computation (MindFormers: data only).
     """
 
@@ -56,6 +57,9 @@ class Settings:
     overlap_tp_backward: bool = False
     wide_gradients: bool = True
     interleaved: bool = True
+    logit_bytes: int = 6
+    spare_gradients: bool = False
+    cp_exchanges_heads: bool = False
 
 
 _GPT3 = Settings(
@@ -73,9 +77,18 @@ _GROUPS = {
     "megatron_sc21": replace(_GPT3, wide_gradients=False),
     "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
     "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16", interleaved=False),
-    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving
-    "simumax_b200": Settings(precision="bf16", overlap=False, ep_mode="global", interleaved=False),
+    "megatron_bridge": Settings(precision="bf16", interleaved=False, spare_gradients=True),
+    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving, CP by All-to-All;
+    # Transformer Engine 2.11, whose fused cross entropy (the rows' "cef") writes gradients over the bf16 logits
+    "simumax_b200": Settings(
+        precision="bf16",
+        overlap=False,
+        ep_mode="global",
+        interleaved=False,
+        logit_bytes=2,
+        spare_gradients=True,
+        cp_exchanges_heads=True,
+    ),
     "llama3_405b": Settings(shard_gradients=True),
     "deepseek_v3": Settings(
         selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4
