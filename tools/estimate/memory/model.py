@@ -82,7 +82,7 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
     rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
     held, state, summed, gathered = map(float, rows.sum(axis=0))
     summed += spare_gradients(config, stage_weights(config, stage))
-    return held, state, summed, _in_turn(config, stage) if config.shard_weights else gathered
+    return held, state, summed, _in_turn(config, stage) if _resharded(config) else gathered
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
@@ -91,7 +91,7 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
         found["accumulated", SPARE] = spare
-    if config.shard_weights:
+    if _resharded(config):
         found = {key: size for key, size in found.items() if key[0] != "gathered"}
         found["gathered", "layers in turn"] = _in_turn(config, stage)
     return found
@@ -106,7 +106,9 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
         local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
-        summed = local / (shards if config.shard_gradients or at_once else 1)
+        # in a pipeline FSDP adds gradients up whole and reduces them after the last micro-batch
+        waiting = config.shard_weights and config.pp > 1
+        summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
         gathered = local * item
         if item == _WIDE or (weight.wide and config.keep_gathered):
             # in MindFormers norms, router and embedding compute in fp32: what nobody shards is used as it is
@@ -116,6 +118,11 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
             row[place] += size
         largest = max(largest, local * item)
     return rows, largest
+
+
+def _resharded(config: Configuration) -> bool:
+    """Whether computing weights are dropped after each layer; in a pipeline torchtitan keeps them for the step."""
+    return config.shard_weights and config.pp == 1
 
 
 def _in_turn(config: Configuration, stage: int) -> float:

@@ -23,10 +23,14 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
     model = public_model(str(config["model"]))
     technique = f"{config.get('technique', '')} {config.get('precision', '')}".lower()
     assumed = [] if config.get("seq") else ["sequence 8,192, torchtitan's default"]
-    dp, batch = config["devices"] // (tp * pp * cp), config["local_batch"]
+    dp, samples = config["devices"] // (tp * pp * cp), config["local_batch"]
+    # `pipeline_parallel_microbatches` was the number of stages where nobody said (until April 2025)
+    micro_batches = pp if pp > 1 and samples % pp == 0 else samples if pp > 1 else 1
+    if pp > 1:
+        assumed.append(f"{micro_batches} micro-batches, the number of stages as its default was")
     chunks = 1
     if pp > 1 and "interleaved" in f"{technique} {config.get('schedule', '')}".lower():
-        chunks = interleaved(model.layers, pp, batch, assumed)
+        chunks = interleaved(model.layers, pp, micro_batches, assumed)
     layers = even_layers(model.layers, pp, chunks)
     made = Configuration(
         model=model,
@@ -37,8 +41,8 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         layers=layers,
         schedule=schedule_of("1f1b", chunks),
         sequence=config.get("seq") or 8192,
-        batch=1 if pp > 1 else batch,
-        micro_batches=batch if pp > 1 else 1,
+        batch=samples // micro_batches,
+        micro_batches=micro_batches,
         dtype="fp8" if "fp8" in technique or "float8" in technique else "bf16",
         recompute=recomputation(str(config.get("recompute", "")).split()[-1], layers, "operators"),
         shard_gradients=True,
@@ -51,7 +55,7 @@ def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]
         overlap_dp=True,
         contiguous=cp > 1,
     )
-    return made, dp * batch, assumed
+    return made, dp * samples, assumed
 
 
 def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
