@@ -29,7 +29,8 @@ from tools.pipeline.schedules import is_v_shaped
 
 _WORDS = {"dense": "a dense layer", "moe": "a MoE layer", "mtp": "the MTP layer"}
 _WIDE = 4  # bytes of a gradient that adds up in fp32
-_SCORE = 5  # bytes kept for each score of an unfused attention: softmax, its dropout and the mask
+_SCORE = 2  # bytes kept for each score of an unfused attention: its softmax
+_DROPPED = 3  # and where some are dropped: what is left, and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
@@ -63,7 +64,7 @@ def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[
     masks = 2 * held if model.dropout else 0
     scores = 0.0
     if not (config.flash or (option == "select" and config.recompute.selective == "attention")):
-        scores = _SCORE * tokens * config.sequence * model.heads / config.tp
+        scores = (_SCORE + _DROPPED * model.dropout) * tokens * config.sequence * model.heads / config.tp
     mlp = _routed(config, tokens, held, cheap) if kind == "moe" else {MLP: _dense(config, tokens, cheap)}
     return {NORMS: (rows + masks) * h, ATTENTION: tokens * _attention(config) / config.tp + scores, **mlp}
 

@@ -215,7 +215,7 @@ def _dimensions(config: Mapping[str, Any], group: str) -> Model:
         head_dim=config.get("head_dim") or h // config["heads"],
         ffn=ffn if isinstance(ffn, int) else (3 if experts else 4) * h,
         vocab=config["vocab"],
-        gated=bool(experts or config.get("kv_heads")),
+        gated=bool(config.get("gated", experts or config.get("kv_heads"))),
         tied=settings.tied,
         latent=latent,
         experts=experts,

@@ -89,6 +89,8 @@ _GROUPS = {
         spare_gradients=True,
         cp_exchanges_heads=True,
     ),
+    # GPT with dropout, without sequence parallelism and without gradients added up inside matmuls
+    "megatron_tests": Settings(dropout=True, sequence_parallel=False, interleaved=False),
     "llama3_405b": Settings(shard_gradients=True),
     "deepseek_v3": Settings(
         selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4

@@ -9,7 +9,8 @@ from typing import Any
 from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency
 from tools.estimate.layer_model import work
-from tools.estimate.memory.model import peak_memory, stage_memory
+from tools.estimate.memory.model import peak_memory, stage_memory, static_modules
+from tools.estimate.memory.modules import EMBEDDING
 from tools.estimate.published.rows import Row
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -84,8 +85,10 @@ def _memory(row: Row) -> tuple[float | None, str | None]:
         return None, "one layer has no tokens/s, and what its benchmark keeps in memory is not said"
     try:
         if "activation_GiB_first_stage" in row.measured and "peak_memory_GiB" not in row.measured:
-            first = stage_memory(config, 0)  # such sources count what is kept, and nothing that a pass works with
-            return first.static + first.activations, None
+            # such sources count what is kept and nothing that a pass works with, and of the weights 12 h^2 a layer
+            first = stage_memory(config, 0)
+            embedding = sum(size for (_, name), size in static_modules(config, 0).items() if name == EMBEDDING)
+            return first.static - embedding + first.activations, None
         return peak_memory(config), None
     except RecipeError as error:
         return None, f"memory: {error}"
