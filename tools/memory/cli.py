@@ -29,7 +29,7 @@ from tools.memory.explain import explain, verdict
 from tools.memory.render import print_proposals, print_stages
 from tools.process.waiting import saying
 from tools.ranges import Number
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
 _WIDTH = 130  # of tables in a file or pipe
@@ -39,7 +39,10 @@ _WIDTH = 130  # of tables in a file or pipe
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--explain-oom", is_flag=True, help="Which keys free how much at what cost in step time, ranked.")
 @click.option(
-    "--limit", type=Number("memory_gib"), metavar="GIB", help="A device's for the job; the recipe's by default."
+    "--limit",
+    type=Number("memory_gib"),
+    metavar="GIB",
+    help="GiB that the job may use on a device; by default the recipe's context.max_device_memory.",
 )
 @click.option(
     "--time-line",
@@ -48,8 +51,16 @@ _WIDTH = 130  # of tables in a file or pipe
     metavar="FILE",
     help="Live bytes of a stage over a step, to an .svg, .png or .json.",
 )
-@click.option("--stage", type=click.IntRange(0), help="Of --time-line and the peak's owners; the fullest by default.")
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option(
+    "--stage", type=click.IntRange(0), help="The stage of --time-line and of the peak's owners; by default the fullest."
+)
+@click.option(
+    "--cluster",
+    default=DEFAULT_HARDWARE,
+    show_default=True,
+    metavar="NAME|FILE",
+    help="The cluster, for the device's memory and step times.",
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def memory(
@@ -62,7 +73,7 @@ def memory(
     overrides: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Predict the memory of a device of each stage of RECIPE, without compiling it.
+    """Predict the memory of a device of each stage of RECIPE, in seconds and without compiling it.
 
     \b
     tc3 memory recipes/telechat3_438b/pretrain_4k.yaml
@@ -77,7 +88,7 @@ def memory(
         check_form(picture)
     changed = apply_overrides(load_recipe(recipe), overrides)
     loaded = resolve(changed, partial(click.echo, err=True), layout="file")
-    config, hardware = from_recipe(loaded), find_cluster(cluster)
+    config, hardware = _configuration(loaded), find_cluster(cluster)
     if stage is not None and stage >= config.pp:
         raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {config.pp - 1}")
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
@@ -100,8 +111,18 @@ def memory(
         console = console if console.is_terminal else Console(highlight=False, markup=False, width=_WIDTH)
         print_stages(report, console)
         if explain_oom:
-            print_proposals(report["proposals"], console)
+            print_proposals(report["proposals"], console, report["fit"] == FITS)
     sys.exit(0 if report["fit"] == FITS else 1)
+
+
+def _configuration(recipe: Recipe) -> Configuration:
+    """The recipe's run. Raises RecipeError, which names the recipe."""
+    try:
+        return from_recipe(recipe)
+    except RecipeError as error:
+        if recipe.source in str(error):
+            raise
+        raise RecipeError(f"{recipe.source}: {error}; tc3 check {recipe.source} names the keys") from error
 
 
 def _report(config: Configuration, times: TimeModel, room: Room, stage: int | None) -> tuple[dict[str, Any], TimeLine]:

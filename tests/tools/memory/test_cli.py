@@ -3,13 +3,15 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from tools.hardware.units import GIB, MIB
 from tools.memory.cli import memory
+from tools.memory.render import pass_in_words, unit_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 
 
-def run(*words):
-    return CliRunner().invoke(memory, [RECIPE, *map(str, words)])
+def run(*words, recipe=RECIPE):
+    return CliRunner().invoke(memory, [recipe, *map(str, words)])
 
 
 def test_json_has_stages_room_and_the_peaks_owners():
@@ -43,3 +45,20 @@ def test_the_line_is_written(tmp_path, name):
         assert max(map(sum, line["live"])) == pytest.approx(line["peak"]["bytes"], abs=50)
     else:
         assert "accumulated gradients" in text
+
+
+def test_a_mini_is_shown_in_mib_and_told_to_fit_before_what_would_free_some():
+    shown = run("--explain-oom", recipe="recipes/mini/pretrain.yaml").stdout
+    peak = json.loads(run("--json", recipe="recipes/mini/pretrain.yaml").stdout)["peak"]["bytes"]
+    assert f"{peak / MIB:.1f} MiB" in shown and "MiB on one device" in shown
+    assert "It fits as it is" in shown and "  MiB  frees" in shown
+    assert "It fits" not in run("--limit", 16, "--explain-oom").stdout
+
+
+def test_the_peak_of_a_stage_is_named_in_words():
+    shown = run("--stage", 7).stdout
+    assert "stage 7 holds most in the backward of micro-batch" in shown
+    assert pass_in_words("F 3.1") == "the forward of micro-batch 3, chunk 1"
+    assert pass_in_words("W 0.0") == "the gradients of weights of micro-batch 0, chunk 0"
+    assert pass_in_words("") == "no pass"
+    assert (unit_of(GIB), unit_of(GIB - 1)) == ((GIB, "GiB"), (MIB, "MiB"))

@@ -121,7 +121,7 @@ def _routed(config: Configuration, tokens: float, held: float, cheap: bool) -> d
 
 
 def _gathered_gradients(config: Configuration, kind: str) -> float:
-    """Bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are reduced."""
+    """Bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are sent."""
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
     return (ITEM + wide) * sum(weight.size / sharding.cut(weight, config) for weight in own)

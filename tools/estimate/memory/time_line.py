@@ -76,8 +76,10 @@ class TimeLine:
 
     @property
     def fullest(self) -> int:
-        """The first moment at which the most bytes live, but for rounding."""
-        return int((self.total >= self.peak * (1 - 1e-12)).argmax())
+        """The moment at which the most bytes live, but for rounding: the first one in a backward, else the first."""
+        full = self.total >= self.peak * (1 - 1e-12)
+        behind = full & np.array([label.startswith("B") for label in self.labels])
+        return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
         """Who holds how much at the fullest moment, most first; nobody who holds nothing."""

@@ -12,7 +12,7 @@ from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.draw import bands, draw
 from tools.estimate.memory.model import stage_memory, static_memory, static_modules
-from tools.estimate.memory.time_line import KEPT, Owner, Timed, simulated, stitch, time_line
+from tools.estimate.memory.time_line import KEPT, WORKING, Owner, Timed, simulated, stitch, time_line
 from tools.model.architecture import Model, pattern_of
 from tools.pipeline.schedules import Op
 from tools.recipe.load import load_recipe
@@ -117,6 +117,15 @@ def test_moments_inside_a_pass_share_its_time():
     assert line.labels == ("", "F 0.0", "F 0.0", "B 0.0", "")
     assert line.at_peak() == [(own, 10.0), (kept, 7.0)]
     assert line.as_json()["peak"] == {"bytes": 17, "moment": 3, "pass": "B 0.0"}
+
+
+def test_the_fullest_moment_is_one_of_a_backward_where_a_forward_is_as_full():
+    passes = [Timed(Op("F", 0, 0), 0.0, 1.0), Timed(Op("B", 0, 0), 1.0, 3.0)]
+    owner, inside = Owner(KEPT, "attention"), Owner(WORKING, "a layer")
+    line = stitch(passes, {}, [{owner: 5.0}], lambda op: [{inside: 2.0}], 3.0)
+    assert line.labels[line.fullest] == "B 0.0" and line.peak == 7.0
+    forward = stitch(passes, {}, [{owner: 5.0}], lambda op: [{inside: 2.0 + (op.kind == "F")}], 3.0)
+    assert forward.labels[forward.fullest] == "F 0.0"
 
 
 def test_bands_of_the_picture_add_up_to_the_line(tmp_path):
