@@ -1,0 +1,89 @@
+"""Memory of published runs: errors as recorded, as first predicted, and without what was learnt from a group's own runs.
+
+    python -m benchmarks.memory_terms
+
+A group's own terms are those that were looked for because of its runs, whether a source says them or not. Without them
+a group is predicted like a stack whose source nobody has read. torchtitan's whole gradient of the head was found on its
+runs, too, and cannot be taken away here: it is part of how sharded weights are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import yaml
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.memory.error import ROWS
+from tools.estimate.published.rows import Row, read_rows
+from tools.estimate.published.validate import predict
+
+Change = Callable[[Configuration], Configuration]
+_PUBLIC_405B = 8  # query groups of the public model; SimuMax's runs have 16
+
+
+def _eight_groups(config: Configuration) -> Configuration:
+    model = config.model
+    return replace(config, model=replace(model, kv_heads=_PUBLIC_405B)) if model.hidden == 16384 else config
+
+
+def _as_megatron(config: Configuration) -> Configuration:
+    """Megatron without Transformer Engine's spare gradients and fused loss, and context parallelism of keys."""
+    return _eight_groups(replace(config, spare_gradients=False, logit_bytes=6, cp_exchanges_heads=False))
+
+
+OWN: dict[str, dict[str, Change]] = {
+    "simumax_b200": {
+        "spare gradients": lambda config: replace(config, spare_gradients=False),
+        "a loss in place of the logits": lambda config: replace(config, logit_bytes=6),
+        "attention's result before its exchange": lambda config: replace(config, cp_exchanges_heads=False),
+        "16 query groups of 405B": _eight_groups,
+        "all": _as_megatron,
+    },
+    "torchtitan": {
+        "a layer's last product without a compiler": lambda config: replace(config, fused=True),
+        "what is gathered and scattered at once": lambda config: replace(config, overlap_tp=True),
+        "all": lambda config: replace(config, fused=True, overlap_tp=True),
+    },
+    "korthikanti22": {},
+    "megatron_tests": {},
+}
+
+
+def errors(rows: list[Row], change: Change | None = None) -> np.ndarray:
+    """Predicted over measured memory - 1 of some rows."""
+    changed = [replace(row, config=change(row.config)) if change and row.config else row for row in rows]
+    return np.array([predict(row).memory_error for row in changed], float)
+
+
+def line(name: str, found: np.ndarray) -> str:
+    """A line of the table: rows, mean and worst of absolute errors, and the most that was missed."""
+    size, missed = np.abs(found), max(0.0, -found.min())
+    return f"| {name} | {len(found)} | {size.mean():.1%} | {size.max():.1%} | {missed:.1%} |"
+
+
+def table() -> str:
+    """By group: as it is, and without each of its own terms; then all rows, and those with a first prediction."""
+    rows = [row for row in read_rows(ROWS) if row.use == "fit"]
+    lines = ["| runs | rows | mean | worst | missed |", "|---|---:|---:|---:|---:|"]
+    left_out, now = [], []
+    for group, terms in OWN.items():
+        own = [row for row in rows if row.group == group]
+        now.append(errors(own))
+        lines.append(line(group, now[-1]))
+        lines += [line(f"{group} without {name}", errors(own, change)) for name, change in terms.items()]
+        left_out.append(errors(own, terms.get("all")))
+    lines += [line("all", np.concatenate(now)), line("all, each group without its own", np.concatenate(left_out))]
+    written = yaml.safe_load(ROWS.read_text(encoding="utf-8"))["rows"]
+    first = {
+        use: [row["first"] for row in written if "first" in row and row["use"] == use]
+        for use in ("fit", "context_only")
+    }
+    lines += [line(f"as first predicted, {use}", np.array(found)) for use, found in first.items()]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
