@@ -1,9 +1,11 @@
 """The known errors of predicted memory: recorded as they are computed, and what margin and odds follow."""
 
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
 
+from benchmarks.memory_terms import OWN, errors
 from tools.estimate.memory.error import FILE, LEFT_OUT, ROWS, MemoryErrors, known_errors
 from tools.estimate.published.rows import read_rows
 from tools.estimate.published.validate import predict, summary
@@ -39,6 +41,15 @@ def test_odds_are_the_share_of_runs_that_would_have_fit(predictions):
         assert known.fits(predicted, limit) == f"{fit} of {len(measured)}"
     assert known.fitting(limit * (1 - known.margin), limit) == len(measured)
     assert known.fitting(0.998 * limit, limit) < 0.7 * len(measured)  # what winners were filled to
+
+
+def test_the_margin_is_what_a_group_misses_without_its_own_terms():
+    rows = [row for row in read_rows(ROWS) if row.use == "fit"]
+    assert {row.group for row in rows} == set(OWN)
+    found = [errors([row for row in rows if row.group == group], terms.get("all")) for group, terms in OWN.items()]
+    missed = -np.concatenate(found).min()
+    assert LEFT_OUT - 0.005 < missed <= LEFT_OUT
+    assert 0.01 < np.abs(np.concatenate(found)).mean() < 0.02
 
 
 def test_rows_that_are_only_shown_are_in_no_error(predictions):
