@@ -1,4 +1,4 @@
-"""Memory of published runs: errors as recorded, as first predicted, and without what was learnt from a group's own runs.
+"""Memory of published runs: errors now, as first predicted, and without what was learnt from a group's own runs.
 
     python -m benchmarks.memory_terms
 

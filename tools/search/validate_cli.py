@@ -43,8 +43,8 @@ def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> Non
     keep_existing("--record", record, force)
     with Progressing("predicting"):
         predictions = [predict(row) for row in read_rows(rows)]
-    known = [found for found in predictions if found.memory_error is not None and found.row.use == "fit"]
-    errors = {found.row.id: found.memory_error for found in known}
+    fitting = [found for found in predictions if found.row.use == "fit"]
+    errors = {found.row.id: found.memory_error for found in fitting if found.memory_error is not None}
     if as_json:
         click.echo(json.dumps([prediction.as_json() for prediction in predictions]))
     else:
