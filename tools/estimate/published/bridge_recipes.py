@@ -23,10 +23,11 @@ def release(row: str) -> str:
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
     """The configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
-    if "tokendrop" in row:
-        assumed.append("All-to-All dispatch, the only one of Megatron Core that drops tokens")
-        return replace(config, ep_mode="global")
-    if cluster not in _BLACKWELL or not config.model.experts:
+    if not config.model.experts:
+        return config
+    if cluster == "h100" and not config.model.latent:
+        return _qwen_on_h100(row, config, assumed)
+    if cluster not in _BLACKWELL:
         return config
     if release(row) >= _GRAPHED and cluster in ("gb200", "gb300") and config.dtype == "mxfp8":
         assumed.append("one CUDA graph a step, fused operators, HybridEP overlapped, as its recipe has it")
@@ -44,3 +45,10 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
         f"dispatch {'HybridEP' if config.ep == 8 else 'All-to-All'}, norms and activations recomputed on B200"
     )
     return replace(config, ep_mode=mode, recompute=again, graphs="" if again.select else "layers")
+
+
+def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
+    """Qwen3 on H100: All-to-All in every release; from 25.11 on beside another micro-batch, tensor-parallel alone."""
+    beside = "tokendrop" not in row
+    assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
+    return replace(config, ep_mode="global", overlap_ep=beside, overlap_tp=not beside)
