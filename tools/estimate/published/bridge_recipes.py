@@ -36,15 +36,10 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
         beside = config.overlap_ep and cluster in ("b200", "b300")
         assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
         # DeepSeek-V3's have graphs on GB200 and where its dispatch is overlapped, Qwen3's everywhere
-        graphs = "layers" if not config.model.latent or cluster == "gb200" or beside else ""
+        again = cluster == "b300" and release(row) >= "26.04.01"
+        graphs = "layers" if not config.model.latent or cluster == "gb200" or beside or again else ""
         return replace(config, overlap_ep=beside, ep_mode="hybridep", graphs=graphs)
-    # GPT-OSS: its recipes' second version has HybridEP inside a node of 8
-    mode = "hybridep" if config.ep == 8 else "global"
-    again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute
-    assumed.append(
-        f"dispatch {'HybridEP' if config.ep == 8 else 'All-to-All'}, norms and activations recomputed on B200"
-    )
-    return replace(config, ep_mode=mode, recompute=again, graphs="" if again.select else "layers")
+    return _gpt_oss(release(row), cluster, config, assumed)
 
 
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
@@ -52,3 +47,23 @@ def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Config
     beside = "tokendrop" not in row
     assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
     return replace(config, ep_mode="global", overlap_ep=beside, overlap_tp=not beside)
+
+
+def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
+    """GPT-OSS on Blackwell, but for what runs in one graph.
+
+    Until 26.02 its recipes have EP 64 everywhere; the table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8
+    and names HybridEP, but does not apply it; 26.04 does, and 26.04.01 takes it back on B200 and GB200.
+    """
+    if cluster == "b200" and version < "26.02.01" and config.ep != 64:
+        assumed.append(f"EP 64, as its recipe has it (the table says {config.ep})")
+        config = replace(config, ep=64)
+    hybrid = version >= "26.04" and (version == "26.04" or cluster == "b300")
+    beside = version >= "26.04" and cluster == "gb200"
+    again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute
+    assumed.append(
+        f"dispatch {'HybridEP' if hybrid else 'All-to-All'}{', overlapped' if beside else ''}, norms and activations "
+        f"{'' if again.select else 'not '}recomputed, as its recipe has it"
+    )
+    mode = "hybridep" if hybrid else "global"
+    return replace(config, ep_mode=mode, overlap_ep=beside, recompute=again, graphs="" if again.select else "layers")

@@ -73,7 +73,7 @@ _GROUPS = {
     "megatron_sc21": replace(_GPT3, wide_gradients=False),
     "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
     "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16", interleaved=False),
+    "megatron_bridge": Settings(precision="bf16", interleaved=False, wide_gradients=False),
     # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving
     "simumax_b200": Settings(precision="bf16", overlap=False, ep_mode="global", interleaved=False),
     "llama3_405b": Settings(shard_gradients=True),
