@@ -1,7 +1,8 @@
 """What Megatron-Bridge's performance recipes set for MoE models beyond what its tables of results show.
 
-Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, from February to
-August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device, release and model only.
+Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0 to
+r0.6.0 of October 2025 to August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device, release
+and model only. Its token drop has a capacity factor of 1 and pads to it: experts get the rows that they get on average.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
     """The configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
     if not config.model.experts:
         return config
-    if cluster == "h100" and not config.model.latent:
+    if cluster == "h100" and not config.model.latent and not config.model.biased:
         return _qwen_on_h100(row, config, assumed)
     if cluster not in _BLACKWELL:
         return config
@@ -35,15 +36,19 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
     if not config.model.biased:
         beside = config.overlap_ep and cluster in ("b200", "b300")
         assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
-        # DeepSeek-V3's have graphs on GB200 and where its dispatch is overlapped, Qwen3's everywhere
-        again = cluster == "b300" and release(row) >= "26.04.01"
-        graphs = "layers" if not config.model.latent or cluster == "gb200" or beside or again else ""
+        # DeepSeek-V3's have graphs on GB200, where its dispatch is overlapped and by now on B300, Qwen3's everywhere
+        graphed = cluster == "gb200" or beside or (cluster == "b300" and release(row) >= "26.04.01")
+        graphs = "layers" if graphed or not config.model.latent else ""
         return replace(config, overlap_ep=beside, ep_mode="hybridep", graphs=graphs)
     return _gpt_oss(release(row), cluster, config, assumed)
 
 
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """Qwen3 on H100: All-to-All in every release; from 25.11 on beside another micro-batch, tensor-parallel alone."""
+    """Qwen3 235B on H100: All-to-All in every release.
+
+    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication alone; 25.09, with token drop, has
+    it the other way round.
+    """
     beside = "tokendrop" not in row
     assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
     return replace(config, ep_mode="global", overlap_ep=beside, overlap_tp=not beside)
@@ -55,7 +60,7 @@ def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[st
     Until 26.02 its recipes have EP 64 everywhere; the table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8
     and names HybridEP, but does not apply it; 26.04 does, and 26.04.01 takes it back on B200 and GB200.
     """
-    if cluster == "b200" and version < "26.02.01" and config.ep != 64:
+    if cluster == "b200" and "" < version < "26.02.01" and config.ep != 64:
         assumed.append(f"EP 64, as its recipe has it (the table says {config.ep})")
         config = replace(config, ep=64)
     hybrid = version >= "26.04" and (version == "26.04" or cluster == "b300")
