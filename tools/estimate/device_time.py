@@ -39,11 +39,10 @@ class DeviceTimes:
 
     def _attention_flops(self, config: Configuration) -> float:
         dtype = config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
-        width = config.model.qk_dim
-        batched = self.reached.matmul * width / (width + self.reached.half_size)
         # narrower heads have as many exponentials for each score
-        fused = self.reached.attention * min(1.0, width / _WIDE_HEAD)
-        return self._peak(dtype) * (fused if config.flash else batched)
+        fused = self.reached.attention * min(1.0, config.model.qk_dim / _WIDE_HEAD)
+        # unfused products are slow because they write or read their scores, which `score_bytes` counts
+        return self._peak(dtype) * (fused if config.flash else self.reached.matmul)
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
         """Forward seconds."""

@@ -139,9 +139,10 @@ class ExpertTimes(DeviceTimes):
         ]
 
     def _step(self, step: Step, share: float) -> float:
-        """Seconds of a step for a chunk."""
+        """Seconds of a step for a chunk; what goes to one rank leaves through one port."""
         inter, intra = self.hardware.inter_node, self.hardware.intra_node
-        outside = share * step.inter_bytes / self._speed(inter) + (inter.latency_s if step.inter_peers else 0.0)
+        port = self._speed(inter) / inter.ports
+        outside = share * step.inter_bytes / port + (inter.latency_s if step.inter_peers else 0.0)
         inside = share * step.intra_bytes / self._speed(intra) + (intra.latency_s if step.intra_peers else 0.0)
         return max(outside, inside) + self.hardware.launch_s
 

@@ -23,6 +23,7 @@ _RATE = Range(1e3, 1e18, whole=False)  # bytes or FLOPs per second
 _SECONDS = Range(0, 10, whole=False)
 _SHARE = Range(0, 1, whole=False, above=True)
 _LINK = {"bytes_per_s": _RATE, "latency_s": _SECONDS, "efficiency": _SHARE}
+_PORTS = Range(1, 16)
 _FIGURES: dict[str, Any] = {
     "peak_flops": dict.fromkeys(DTYPES, Range(1e9, 1e18, whole=False)),
     "hbm_bytes": Range(1e6, 1e13, whole=False),
@@ -53,11 +54,13 @@ class Link:
         bytes_per_s: nominal bandwidth.
         latency_s: seconds that each message costs beside its bytes.
         efficiency: share of the bandwidth that a large collective reaches, in (0, 1].
+        ports: that the bandwidth is the sum of; rings use all of them, experts' exchanges one (a file may leave it out).
     """
 
     bytes_per_s: float
     latency_s: float
     efficiency: float
+    ports: int = 1
 
     @property
     def reached(self) -> float:
@@ -170,10 +173,11 @@ class _Reader:
         if isinstance(kind, Range):
             return self._figure(content, key, kind)
         dtypes = key == "peak_flops"  # of which one may be enough
-        content = self._mapping(content, key, list(kind), required=not dtypes)
+        more = {} if dtypes else {"ports": _PORTS}
+        content = self._mapping(content, key, list(kind), required=not dtypes, more=tuple(more))
         if not content:
             raise RecipeError(f"{self.shown}: {key}: empty; give at least one of {', '.join(kind)}")
-        return {name: self._figure(content[name], f"{key}.{name}", kind[name]) for name in content}
+        return {name: self._figure(content[name], f"{key}.{name}", {**kind, **more}[name]) for name in content}
 
     def _figure(self, content: Any, key: str, kind: Range) -> float:
         """The number at `key`; notes its origin."""

@@ -12,10 +12,12 @@ from tools.estimate.layer_model import Matmul, cast_bytes, score_passes, work
 from tools.estimate.published.bridge_recipes import as_recipes_have_it, release
 from tools.estimate.published.device_types import START
 from tools.estimate.time_model import TimeModel
-from tools.model.architecture import Model, pattern_of
+from tools.model.architecture import Latent, Model, pattern_of
 
 MODEL = Model(pattern_of(8), hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000)
 MOE = replace(MODEL, pattern=pattern_of(8, 64), experts=64, top_k=8, expert_ffn=1024)
+LATENT = replace(MOE, latent=Latent(512, 512, 128, 64, 128))
+BIASED = replace(MOE, biased=True)
 TIMES = TimeModel(cluster("gb200"), START)
 
 
@@ -112,16 +114,53 @@ def test_a_release_is_read_from_the_id():
 
 
 @pytest.mark.parametrize(
-    ("row", "name", "expected"),
+    ("row", "name", "model", "expected"),
     [
-        ("new_26.06_x", "gb300", ("step", "hybridep", True)),
-        ("new_26.04_x", "gb300", ("layers", "hybridep", False)),
-        ("new_26.06_x", "h100", ("", "deepep", False)),
-        ("mbridge_25.09_(tokendrop)", "h100", ("", "global", False)),
+        ("new_26.06_x", "gb300", MOE, ("step", "hybridep", True)),
+        ("new_26.04_x", "gb300", MOE, ("layers", "hybridep", False)),
+        ("new_26.04_x", "h800", MOE, ("", "deepep", False)),
+        ("mbridge_25.11_x", "h100", MOE, ("", "global", True)),
+        ("mbridge_25.09_(tokendrop)", "h100", MOE, ("", "global", False)),
+        ("mbridge_25.09_x", "h100", LATENT, ("", "deepep", False)),
+        ("new_26.04_x", "b300", LATENT, ("", "hybridep", False)),
+        ("new_26.04.01_x", "b300", LATENT, ("layers", "hybridep", False)),
+        ("new_26.02.01_x", "b300", BIASED, ("layers", "global", False)),
+        ("new_26.04_x", "b300", BIASED, ("layers", "hybridep", False)),
+        ("mbridge_26.04_x", "b200", BIASED, ("", "hybridep", False)),
+        ("mbridge_26.04.01_x", "b200", BIASED, ("", "global", False)),
+        ("mbridge_26.04.01_x", "gb200", BIASED, ("", "global", True)),
     ],
 )
-def test_recipes_of_a_release_say_what_its_table_does_not(row, name, expected):
-    assumed = []
-    found = as_recipes_have_it(row, name, run(model=MOE, ep=8, dtype="mxfp8", ep_mode="deepep"), assumed)
+def test_recipes_of_a_release_say_what_its_table_does_not(row, name, model, expected):
+    assumed, written = [], run(model=model, ep=8, dtype="bf16" if model.biased else "mxfp8", ep_mode="deepep")
+    found = as_recipes_have_it(row, name, written, assumed)
     assert (found.graphs, found.ep_mode, found.overlap_ep) == expected
-    assert bool(assumed) == (found != run(model=MOE, ep=8, dtype="mxfp8", ep_mode="deepep"))
+    assert bool(assumed) == (found != written)
+
+
+@pytest.mark.parametrize(("row", "name", "ep"), [("25.11", "b200", 64), ("26.04", "b200", 8), ("25.11", "gb200", 8)])
+def test_where_a_table_contradicts_its_recipe_the_recipe_is_taken_and_said(row, name, ep):
+    assumed = []
+    found = as_recipes_have_it(f"mbridge_{row}_x", name, run(model=BIASED, dp=64, ep=8), assumed)
+    assert found.ep == ep and ("the table says 8" in assumed[0]) == (ep == 64)
+
+
+def test_experts_exchanges_leave_through_one_port_and_gradients_through_all():
+    b300 = cluster("b300")
+    joined = replace(b300, inter_node=replace(b300.inter_node, ports=1))
+    slow, fast = TimeModel(b300, START), TimeModel(joined, START)
+    config, gradients = run(model=MOE, dp=64, ep=64), run(dp=64)
+    assert slow.exposed(config).waited.forward == pytest.approx(2 * fast.exposed(config).waited.forward, rel=0.05)
+    assert slow.step(gradients).total == fast.step(gradients).total
+
+
+@given(st.sampled_from([64, 128, 256]))
+def test_unfused_products_are_as_fast_as_large_matmuls_beside_their_scores(width):
+    """Their scores are counted apart; that narrow matmuls are slow because of them must not be counted, too."""
+    config = run(model=replace(MODEL, head_dim=width), flash=False)
+    blunt = TimeModel(cluster("gb200"), replace(START, half_size=8.0))
+    assert blunt.layer(config, "dense").forward.attention == TIMES.layer(config, "dense").forward.attention
+    flops = work(config, "dense").attention
+    assert TIMES.layer(config, "dense").forward.attention == pytest.approx(
+        flops / (cluster("gb200").peak_flops["bf16"] * START.matmul)
+    )

@@ -53,6 +53,17 @@ def test_an_own_file_and_numbers_written_as_people_write_them(tmp_path):
     assert isinstance(hardware.devices_per_node, int)
 
 
+def test_ports_may_be_left_out_and_are_counted(tmp_path):
+    assert load_hardware("atlas_800t_a2").inter_node.ports == 1 and cluster("b300").inter_node.ports == 2
+
+    def change(value):
+        return lambda mapping: mapping["inter_node"].update(ports={"value": value, "certainty": "assumed", "source": "x"})
+
+    assert load_hardware(written(tmp_path, change(4))).inter_node.ports == 4
+    with pytest.raises(RecipeError, match=r"inter_node\.ports\.value: 0 "):
+        load_hardware(written(tmp_path, change(0)))
+
+
 def test_what_matmuls_reach_is_no_longer_a_files_own_word(tmp_path):
     """It is fitted; a file of before says so, with what to do."""
 

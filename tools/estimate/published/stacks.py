@@ -77,7 +77,7 @@ _GROUPS = {
     "megatron_sc21": replace(_GPT3, wide_gradients=False),
     "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
     "mcore_h100_r0.8": Settings(masked=True),
-    "megatron_bridge": Settings(precision="bf16", interleaved=False, spare_gradients=True),
+    "megatron_bridge": Settings(precision="bf16", interleaved=False, wide_gradients=False, spare_gradients=True),
     # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving, CP by All-to-All;
     # Transformer Engine 2.11, whose fused cross entropy (the rows' "cef") writes gradients over the bf16 logits
     "simumax_b200": Settings(
