@@ -48,6 +48,18 @@ def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(case, switch, ro
     assert not np.array_equal(sums, other)
 
 
+@pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
+def test_a_sum_is_read_after_both_were_added_and_before_it_is_zero(switch, rounded):
+    """In another order a step would read a sum that is not finished, or one that has lost what was added."""
+    found = run(switch, "whole")
+    assert found["asked"].get("InplaceGroupedMatmulAdd", 0) == (0 if rounded else 2 * len(found["rows"]))
+    for given, read in zip(found["given"], found["rows"], strict=True):
+        x, dout = (np.array(each, np.float32) for each in given)
+        wanted = summed([(x, dout), (x + x, dout)], ENDS, KINDS["bfloat16"], rounded)
+        np.testing.assert_array_equal(np.array(read, np.float32), wanted)
+    assert not np.any(found["accumulator"])
+
+
 @pytest.mark.parametrize(
     ("case", "words"), [("float32", "rows that are not bfloat16 or float16"), ("twice", "no AssignAdd of it")]
 )
