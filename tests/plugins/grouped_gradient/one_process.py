@@ -2,13 +2,17 @@
 
     python -m tests.plugins.grouped_gradient.one_process on|off CASE [FOLDER for MindSpore's graphs]
 
+With a FOLDER, "graph" has the lines of the operators that MindSpore's validator has passed.
+
 The gradient is MindSpore's own derivative of GroupedMatmul, the weights have two dimensions as MindFormers' have, and
 the two operators that CPU lacks are those of `plugins.semi_auto_cpu.kernels`. Run by test_pass.
 """
 
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -104,5 +108,8 @@ try:
     result["accumulator"] = step.accumulator.asnumpy().tolist()
 except RuntimeError as error:
     result["error"] = str(error).strip().splitlines()[0]
+if folder:
+    (file,) = Path(folder[0]).glob("[0-9]*_validate_*.ir")
+    result["graph"] = re.findall(r"^  (%\d+)\(\S*\) = (\w+)\((.*?)\)(?: |$)", file.read_text(), re.MULTILINE)
 print(json.dumps(result | {"asked": asked}), flush=True)
 os._exit(0)
