@@ -12,6 +12,7 @@ from rich.table import Table
 from tools.fusion.report import fullest
 from tools.hardware.units import GIB, MIB
 
+REPLACED = "GroupedMatmul-Reshape-AssignAdd"  # by plugins.grouped_gradient
 _SHOWN = 10  # rows of a table that may be long
 _LONGEST = 60  # letters of a pattern
 
@@ -32,6 +33,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     console.print(_alone(report))
     if report["weight_gradients"]:
         console.print(_named(report))
+        if any(row["chain"] == REPLACED for row in report["weight_gradients"]):
+            console.print(f"{REPLACED}: plugins.grouped_gradient makes one operator of it (docs/grouped-gradient.md).")
     for row in report["parts"]:
         if "estimator" in row:
             console.print(_estimator(row))

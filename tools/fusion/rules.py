@@ -16,6 +16,8 @@ class Rules:
         broadcast_depth: operators of a kernel that its users may still take in.
         broadcast_into_reduce: a reduction takes in kernels with broadcasts, too; Ascend's model does so.
         largest: operators of a kernel (`composite_op_limit_size`).
+        chains_of_a_size: chains of one size are joined before other neighbours of one size.
+        chains_of_users: what has one user that takes nothing else is joined to it before what has several users.
     """
 
     convex: bool = True
@@ -24,6 +26,8 @@ class Rules:
     broadcast_depth: int = 6
     broadcast_into_reduce: bool = True
     largest: int = 200
+    chains_of_a_size: bool = True
+    chains_of_users: bool = True
 
 
 # split_model_ascend.cc and split_model_cpu.cc. A CPU wheel runs the second, whatever the generator: so the first shares

@@ -1,7 +1,12 @@
 """A cluster cut into kernels (split_model.cc with the patterns of split_model_factory's models).
 
 Each pattern goes over all areas until none matches any more, then the next one. Forward, an area takes in what it takes
-from; backward, what takes from it. With `depth` the two have only each other; with width others hold on to them, too.
+from; backward, what takes from it. With `depth` the two have only each other (a chain); with width others hold on to
+them, too.
+
+MindSpore has both kinds of all three patterns. For reductions depth is left out, for it changes nothing: what only one
+reduction takes, and it nothing else, no other can take, and the reduction's own turn takes it first; until then it is
+on the same paths as the two are as one.
 """
 
 from __future__ import annotations
@@ -33,10 +38,13 @@ def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = D
 
 def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
     """(what an area is joined with, whether forward), in order."""
-    depths = (True, False)
-    yield from ((partial(_same_size, depth=depth), True) for depth in depths)
-    yield from ((partial(_into_reduction, depth=depth, rules=rules), True) for depth in depths)
-    yield from ((partial(_into_users, depth=depth, limit=rules.broadcast_depth), False) for depth in depths)
+    if rules.chains_of_a_size:
+        yield partial(_same_size, depth=True), True
+    yield partial(_same_size, depth=False), True
+    yield partial(_into_reduction, rules=rules), True
+    if rules.chains_of_users:
+        yield partial(_into_users, depth=True, limit=rules.broadcast_depth), False
+    yield partial(_into_users, depth=False, limit=rules.broadcast_depth), False
 
 
 def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) -> bool:
@@ -71,20 +79,20 @@ def _same_size(areas: Areas, area: Area, depth: bool) -> list[Area]:
     return found
 
 
-def _into_reduction(areas: Areas, area: Area, depth: bool, rules: Rules) -> list[Area]:
+def _into_reduction(areas: Areas, area: Area, rules: Rules) -> list[Area]:
     """What a reduction takes from, if it is small."""
-    if area.pattern is not Pattern.REDUCE or (depth and len(area.inputs) != 1):
+    if area.pattern is not Pattern.REDUCE:
         return []
     highest = Pattern.BROADCAST if rules.broadcast_into_reduce else Pattern.ELEMENTWISE
     found = []
     for place, broadcasts in sorted(area.inputs.items()):
         other = areas.alive[place]
         alone = len(other.users) == 1
-        if (depth and not alone) or other.pattern > highest or len(other.operators) > rules.reduce_depth:
+        if other.pattern > highest or len(other.operators) > rules.reduce_depth:
             continue
         if broadcasts and not (rules.broadcast_into_reduce and alone and not other.output):
             continue
-        if depth or not areas.circle(other, area):
+        if not areas.circle(other, area):
             found.append(other)
     return found
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "mindspore/include/custom_pass_api.h"
+#include "ops/op_def.h"
 
 namespace tc3 {
 namespace {
@@ -21,6 +22,7 @@ constexpr char kWords[] = "plugins.grouped_gradient: ";
 // inputs of GroupedMatmul: 1 is x, 2 the other factor, 3 to 7 what is not used here
 constexpr size_t kFirstUnused = 3, kLastUnused = 7, kGroupList = 8, kSplitItem = 9, kGroupType = 10, kTransposeB = 12;
 constexpr int64_t kOneOutput = 3, kInner = 2;
+constexpr int64_t kAccumulator = 3;  // of InplaceGroupedMatmulAdd(x, weight, group_list, out)
 
 std::string NameOf(const AnfNodePtr &node) {
   const auto cnode = node == nullptr ? nullptr : node->cast<CNodePtr>();
@@ -84,15 +86,17 @@ size_t Users(const FuncGraphManagerPtr &manager, const AnfNodePtr &node, std::ve
   return users;
 }
 
-// Those of the operator's Python class: the last input is written, so that the result is a reference to it.
-std::vector<mindspore::Signature> Signatures() {
-  std::vector<mindspore::Signature> inputs;
-  for (const char *name : {"x", "weight", "group_list"}) {
-    inputs.emplace_back(name, mindspore::SignatureEnumRW::kRWRead, mindspore::SignatureEnumKind::kKindPositionalKeyword);
+// InplaceGroupedMatmulAdd as MindSpore describes it: its last input is written, and its result is that input. So whoever
+// reads the accumulator later waits for it, and the result takes no memory of its own.
+mindspore::PrimitivePtr Operation() {
+  constexpr char kName[] = "InplaceGroupedMatmulAdd";
+  const auto known = mindspore::ops::GetOpDef(kName);
+  if (known == nullptr || known->returns_.size() != 1 || known->returns_[0].inplace_input_index_ != kAccumulator) {
+    return nullptr;
   }
-  inputs.emplace_back("out", mindspore::SignatureEnumRW::kRWWrite,
-                      mindspore::SignatureEnumKind::kKindPositionalKeyword);
-  return inputs;
+  const auto primitive = std::make_shared<mindspore::Primitive>(kName, true, mindspore::kPrimTypeBuiltIn, true);
+  primitive->set_signatures(known->signatures_);
+  return primitive;
 }
 
 // What stands in the way of one AssignAdd(accumulator, Reshape(TupleGetItem(GroupedMatmul))); "" where it was replaced.
@@ -115,11 +119,8 @@ std::string Fuse(const FuncGraphManagerPtr &manager, const CNodePtr &add, const 
   for (const auto &node : way) {
     if (Users(manager, node, &waiting) != 1) return "another user of " + NameOf(node);
   }
-  const auto primitive = std::make_shared<mindspore::Primitive>("InplaceGroupedMatmulAdd", true);
-  primitive->set_signatures(Signatures());
-  primitive->set_rw_write_input_indexes({3});
-  primitive->set_inplace_input_indexes({3});
-  primitive->AddAttr("side_effect_mem", mindspore::MakeValue(true));
+  const auto primitive = Operation();
+  if (primitive == nullptr) return "a MindSpore whose InplaceGroupedMatmulAdd does not write its last input";
   primitive->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator asks for an operator of Python
   std::vector<AnfNodePtr> inputs{mindspore::NewValueNode(primitive), x, gradient, group_list, accumulator};
   if (add->size() > 3) inputs.push_back(add->input(3));  // the monad

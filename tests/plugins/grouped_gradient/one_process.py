@@ -2,13 +2,17 @@
 
     python -m tests.plugins.grouped_gradient.one_process on|off CASE [FOLDER for MindSpore's graphs]
 
+With a FOLDER, "graph" has the lines of the operators that MindSpore's validator has passed.
+
 The gradient is MindSpore's own derivative of GroupedMatmul, the weights have two dimensions as MindFormers' have, and
 the two operators that CPU lacks are those of `plugins.semi_auto_cpu.kernels`. Run by test_pass.
 """
 
 import json
 import os
+import re
 import sys
+from pathlib import Path
 
 import mindspore as ms
 import numpy as np
@@ -54,6 +58,22 @@ class Step(nn.Cell):
         return ops.depend(of_rows, ops.assign_add(self.accumulator, of_weight))
 
 
+class Whole(nn.Cell):
+    """A step as of a pipeline: two micro-batches, then the sum is read, as an optimizer does, and set to zero."""
+
+    def __init__(self, kind, layer, shape):
+        super().__init__()
+        self.accumulator = Parameter(Tensor(np.zeros(shape, kind)), name="accumulator")
+        self.of = ops.GradOperation(get_all=True, sens_param=True)(layer)
+
+    def construct(self, rows, weight, ends, sens):
+        ops.assign_add(self.accumulator, self.of(rows, weight, ends, sens)[1])
+        ops.assign_add(self.accumulator, self.of(rows + rows, weight, ends, sens)[1])
+        read = self.accumulator * 1.0
+        ops.assign(self.accumulator, ops.zeros_like(self.accumulator))
+        return read
+
+
 def compute(name, attrs, inputs, outputs):
     asked[name] = asked.get(name, 0) + 1
     call.store((KERNELS | LOW_PRECISION)[name](attrs, *inputs), outputs)
@@ -76,17 +96,20 @@ for name in KERNELS:
 for name in LOW_PRECISION:
     loaded.replace(name, low=True)
 random = np.random.default_rng(0)
-step = Step(np.float32, Layer(case == "twice"), (EXPERTS * WIDTH, INNER))
+step = (Whole if case == "whole" else Step)(np.float32, Layer(case == "twice"), (EXPERTS * WIDTH, INNER))
 weight = Tensor(random.normal(size=(EXPERTS * WIDTH, INNER)), low)
 result = {"rows": [], "given": []}
 try:
     for _ in range(STEPS):
         rows, sens = (Tensor(random.normal(size=(ENDS[-1], size)), low) for size in (WIDTH, INNER))
-        of_rows = step(rows, weight, Tensor(ENDS, ms.int64), sens)
+        given = step(rows, weight, Tensor(ENDS, ms.int64), sens)  # gradients of the rows, or sums that were read
         result["given"].append([each.astype(ms.float32).asnumpy().tolist() for each in (rows, sens)])
-        result["rows"].append(of_rows.astype(ms.float32).asnumpy().tolist())
+        result["rows"].append(given.astype(ms.float32).asnumpy().tolist())
     result["accumulator"] = step.accumulator.asnumpy().tolist()
 except RuntimeError as error:
     result["error"] = str(error).strip().splitlines()[0]
+if folder:
+    (file,) = Path(folder[0]).glob("[0-9]*_validate_*.ir")
+    result["graph"] = re.findall(r"^  (%\d+)\(\S*\) = (\w+)\((.*?)\)(?: |$)", file.read_text(), re.MULTILINE)
 print(json.dumps(result | {"asked": asked}), flush=True)
 os._exit(0)

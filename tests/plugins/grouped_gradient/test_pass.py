@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tempfile
 from functools import lru_cache
 from pathlib import Path
 
@@ -22,7 +23,9 @@ pytestmark = pytest.mark.slow
 @lru_cache
 def run(switch, case):
     command = [sys.executable, "-m", "tests.plugins.grouped_gradient.one_process", switch, case]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [folder] if case == "whole" else []
+        done = subprocess.run(command + words, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -46,6 +49,30 @@ def test_the_sums_differ_by_the_rounding_of_each_gradient_alone(case, switch, ro
     sums = np.array(found["accumulator"], np.float32)
     np.testing.assert_array_equal(sums, wanted)
     assert not np.array_equal(sums, other)
+
+
+@pytest.mark.parametrize(("switch", "rounded"), [("on", False), ("off", True)])
+def test_a_sum_is_read_after_both_were_added_and_before_it_is_zero(switch, rounded):
+    """In another order a step would read a sum that is not finished, or one that has lost what was added."""
+    found = run(switch, "whole")
+    assert found["asked"].get("InplaceGroupedMatmulAdd", 0) == (0 if rounded else 2 * len(found["rows"]))
+    for given, read in zip(found["given"], found["rows"], strict=True):
+        x, dout = (np.array(each, np.float32) for each in given)
+        wanted = summed([(x, dout), (x + x, dout)], ENDS, KINDS["bfloat16"], rounded)
+        np.testing.assert_array_equal(np.array(read, np.float32), wanted)
+    assert not np.any(found["accumulator"])
+
+
+def test_both_additions_stand_where_the_additions_stood():
+    """MindSpore orders what writes and what reads by states: each takes the last and is waited for by the next."""
+    graph = {name: (op, words.split(", ")) for name, op, words in run("on", "whole")["graph"]}
+    first, second = (name for name, (op, _) in graph.items() if op == "TC3_InplaceGroupedMatmulAdd")
+    (read,) = (words for op, words in graph.values() if op == "Load")
+    states = [graph[first][1][-1], graph[second][1][-1], read[-1]]
+    assert states[0] == "UMonad[U]"
+    assert graph[states[1]] == ("UpdateState", [states[0], first])
+    assert graph[states[2]] == ("UpdateState", [states[1], second])
+    assert graph[first][1][3] == graph[second][1][3] == read[0]  # the sum
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,13 @@ ROWS, COLUMNS = 64, 128
 LONG = 1000  # seeds from here on are single long chains, past the largest kernel
 KNOTS = 2000  # seeds from here on are knots of short chains and transposes
 TYPED = 3000  # seeds from here on have every type of a training, in operators that DVM takes of some types only
+CHAINS = 4000  # seeds from here on are cut otherwise where chains are not joined before shared neighbours
 SEEDS = (
     *range(240),
     *range(LONG, LONG + 3),
     *range(KNOTS, KNOTS + 60),
     *range(TYPED, TYPED + 40),
+    *range(CHAINS, CHAINS + 12),
 )  # those that are committed
 HEAD = "import mindspore as ms\nfrom mindspore import ops\n\n\nclass Net(ms.nn.Cell):\n    def construct(self, x, y):\n"
 TYPES = ("float32", "float16", "float64", "int32", "int64")  # float64 and int64 are none of DVM's
@@ -122,9 +124,35 @@ def mix(cell):
             cell.add(f"{name} {rng.choice('+-*')} {other}", dtype)
 
 
+def wait(cell):
+    """Two pairs of which one only can be joined, for each waits for the other's transpose; one is joined to a chain.
+
+    The chain's head is a result, too, and so comes long before the rest of it; without one, the two would follow each
+    other in MindSpore's order.
+    """
+    unary, sign = (lambda of: f"ops.{cell.rng.choice(UNARY)}({of})"), cell.rng.choice("+-*")
+    cell.lines += [f"c = {unary('x')}", f"d = {unary('y')}", f"b = c {sign} ops.transpose(d, (1, 0))"]
+    cell.lines += [f"e = d {sign} ops.transpose(c, (1, 0))", f"a = {unary('b')}"]
+    cell.lines += [f"a = {unary('a')}" for _ in range(cell.rng.randint(0, 2))]
+    return ["b", "e", "a"]
+
+
+def share(cell):
+    """A number that two rows take: they are its users of one size until one of them is joined to a whole tensor."""
+    unary, few = (lambda of: f"ops.{cell.rng.choice(UNARY)}({of})"), cell.rng.sample("+-*", 2)
+    cell.lines += ["r = ops.ReduceSum(True)(x, 1)", f"one = {unary('ops.ReduceSum(True)(y)')}"]
+    cell.lines += [f"z = one {few[0]} r", f"p = one {few[1]} r"]
+    cell.lines += [f"p = {unary('p')}" for _ in range(cell.rng.randint(0, 2))]
+    cell.lines += [f"u = p {cell.rng.choice('+-*')} x"]
+    return cell.rng.sample(["u", "z"], 2)
+
+
 def source(seed):
     """The Python text of a cell."""
     cell = Cell(seed)
+    if seed >= CHAINS:
+        kept = (wait, share)[seed % 2](cell)
+        return _text(cell, kept)
     if seed >= TYPED:
         mix(cell)
     elif seed >= KNOTS:
@@ -140,6 +168,10 @@ def source(seed):
     if KNOTS <= seed < TYPED:
         read = " ".join(cell.lines)
         kept = [name for name in names if len(re.findall(rf"\b{name}\b", read)) == 1]
+    return _text(cell, kept)
+
+
+def _text(cell, kept):
     return HEAD + "".join(f"        {line}\n" for line in cell.lines) + f"        return ({', '.join(kept)},)\n"
 
 

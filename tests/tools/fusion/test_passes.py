@@ -58,6 +58,8 @@ def test_training_graphs_are_clustered_and_split_as_by_mindspore(name):
         ({"broadcast_into_reduce": True}, False),
         ({"largest": 150}, False),
         ({"largest": 100_000}, False),
+        ({"chains_of_a_size": False}, False),
+        ({"chains_of_users": False}, False),
     ],
     ids=str,
 )
@@ -71,5 +73,5 @@ def test_every_rule_is_needed(change, clusters_change):
 def test_the_installed_passes_still_answer_so(tmp_path):
     """What is committed is not of another MindSpore; mend with python -m tests.tools.fusion.renew"""
     committed = read("random.jsonl.gz")
-    seeds = (0, 1, 2, 39, 118, random_graphs.LONG, random_graphs.KNOTS)
+    seeds = (0, 1, 2, 39, 118, random_graphs.LONG, random_graphs.KNOTS, random_graphs.CHAINS)
     assert renew.of_seeds(seeds, tmp_path) == {seed: committed[seed] for seed in seeds}

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from launch.cli import tc3
 from plugins.operator_fusion.plan import Fusion
 from tests.tools.fusion.small_graphs import node, text_of
+from tests.tools.fusion.test_named_passes import grouped
 from tools.dryrun.jobs import plan_jobs
 from tools.dryrun.quick import quick_plan
 from tools.estimate.device_time import DeviceTimes
@@ -105,6 +106,13 @@ def test_the_command_says_what_it_cannot_know(tmp_path):
     assert "kernels on Ascend were compared with nothing" in words
     assert "level cube" not in words and "from a layer of each kind" not in words
     assert "is not modelled" in " ".join(run("--graph", file, "--level", "cube").stdout.split())
+
+
+@pytest.mark.parametrize("between", [["Reshape"], []])
+def test_the_command_names_the_plugin_for_a_gradient_that_no_pass_matches(tmp_path, between):
+    file = tmp_path / "graph.ir"
+    file.write_text(text_of(grouped(between)).replace("%9", "%para1_ends"))
+    assert ("plugins.grouped_gradient makes one operator" in run("--graph", file).stdout) == bool(between)
 
 
 def test_level_off_saves_nothing_and_says_so(tmp_path):

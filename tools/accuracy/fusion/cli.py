@@ -16,11 +16,13 @@ from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
+GRAPHS = (".ir", ".ir.gz")
+_UNKNOWN = "unknown of {} kernels; the others are within tolerance"
 _SHOWN = 10  # kernels of each side, the worst first
 
 
 @click.command("fusion")
-@click.argument("recipe", metavar="RECIPE|GRAPH.ir", type=click.Path(path_type=Path))
+@click.argument("recipe", metavar="RECIPE|GRAPH", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -39,23 +41,24 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
     tc3 accuracy fusion graph.ir --json
 
     Tolerances are those of `tc3 accuracy ops` (report, Table 2). Exit codes: 0 all within tolerance, 1 a fused kernel
-    is out of it, 2 unknown, because something did not run, or a wrong input.
+    is out of it, 2 unknown of some, because they could not be run, or a wrong input.
     """
     from tools.accuracy.equivalence.runs import RunFailedError
 
     require_verified()
-    if recipe.suffix == ".ir" and overrides:
+    graph = recipe.name.endswith(GRAPHS)
+    if graph and overrides:
         raise click.UsageError("--set is for a recipe: a graph is replayed as it is")
     try:
         with terminate_as_interrupt():
-            report = _of_graph(recipe, seed) if recipe.suffix == ".ir" else _of_recipe(recipe, overrides, seed)
+            report = _of_graph(recipe, seed) if graph else _of_recipe(recipe, overrides, seed)
     except RunFailedError as error:
         raise ClusterError(f"{recipe}: unknown: the training failed: {error}") from None
     if as_json:
         click.echo(json.dumps({"recipe": str(recipe), **report.as_json()}))
     else:
         _print(report)
-    sys.exit(1 if report.wrong else 2 if not report.rows or any(row.why for row in report.rows) else 0)
+    sys.exit({True: 0, False: 1, None: 2}[report.passed])
 
 
 def _of_graph(file: Path, seed: int) -> Report:
@@ -103,7 +106,7 @@ def _print(report: Report) -> None:
     if first:
         click.echo(f"out of tolerance first: {first.culprit or first.name} ({first.where})")
     else:
-        click.echo("within tolerance" + (f", but for {report.unknown} that are unknown" if report.unknown else ""))
+        click.echo("all within tolerance" if report.passed else _UNKNOWN.format(report.unknown))
 
 
 def _used(row: Row) -> float:

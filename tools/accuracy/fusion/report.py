@@ -69,10 +69,17 @@ class Report:
         """Kernels that nothing is known of."""
         return sum(self.skipped.values()) + sum(row.times for row in self.rows if row.why)
 
+    @property
+    def passed(self) -> bool | None:
+        """Whether every kernel is within tolerance; None where none is known to be out of it, but not all are known."""
+        if self.wrong:
+            return False
+        return None if self.unknown or not self.rows else True
+
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
-            "passed": not self.wrong,
+            "passed": self.passed,
             "unknown": self.unknown,
             "rows": [asdict(row) for row in self.rows],
             "skipped": self.skipped,
