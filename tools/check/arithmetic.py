@@ -6,6 +6,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.layers.heads import check_heads
+from tools.estimate.from_recipe import shards_gradients
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
@@ -29,6 +30,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
         _strategy(view, found)
         _fill(view, built, found)
         _optimizer_shard(view, found)
+        _endless_compile(view, built, found)
 
 
 def _experts(view: View, built: Built, found: Findings) -> None:
@@ -231,6 +233,23 @@ def _strategy_shape(view: View, strategy: list[list[int]], columns: list[str], f
         product_fits = all(part == 1 for part in row[1:])
         if len(row) != len(wanted) or not product_fits:
             found.error(_STRATEGY, f"{row} for {column}", f"write {wanted}", rule="strategy_list")
+
+
+def _endless_compile(view: View, built: Built, found: Findings) -> None:
+    """Sharded gradients in a pipeline: MindSpore looks for a micro-batch along every path of a subgraph that has none.
+
+    The paths grow exponentially with the layers; three layers do not end. Without lazy inline operators name their
+    micro-batch, and the search ends (docs/memory.md).
+    """
+    if view.pp > 1 and shards_gradients(view) and built.fields.get("disable_lazy_inline") is not True:
+        section = ("parallel", "parallel_optimizer_config")
+        level = view.get((*section, "optimizer_level")) == "level2"
+        found.error(
+            (*section, "optimizer_level" if level else "gradient_accumulation_shard"),
+            "MindSpore 2.9.0 does not finish compiling a pipeline with sharded gradients and lazy inline",
+            "a larger parallel_config.expert_parallel makes gradients smaller, too; see docs/memory.md",
+            rule="endless_compile",
+        )
 
 
 def _whole(row: Any) -> bool:

@@ -131,12 +131,26 @@ _OPTIMIZER = ("parallel", "parallel_optimizer_config")
 @pytest.mark.parametrize("shard", [True, False])
 def test_mindspore_takes_sharded_gradients_beside_level2_alone(level, refused, shard):
     """set_auto_parallel_context looks at the key, not at its value; level2 makes False True."""
+    flat = change(SEMI, ((*MODEL, "disable_lazy_inline"), True))  # with lazy inline: the test below
     both = {"optimizer_level": level, "gradient_accumulation_shard": shard}
-    found = findings(put(SEMI, _OPTIMIZER, both))
+    found = findings(put(flat, _OPTIMIZER, both))
     assert (dotted((*_OPTIMIZER, "gradient_accumulation_shard")) in found) == (refused or not shard)
-    assert findings(put(SEMI, _OPTIMIZER, {"optimizer_level": level})) == {}
-    warned = findings(put(SEMI, _OPTIMIZER, {"optimizer_level": level}), "warning")
+    assert findings(put(flat, _OPTIMIZER, {"optimizer_level": level})) == {}
+    warned = findings(put(flat, _OPTIMIZER, {"optimizer_level": level}), "warning")
     assert (dotted((*_OPTIMIZER, "optimizer_level")) in warned) == (level == "level3")
+
+
+@pytest.mark.parametrize(("key", "value"), [("gradient_accumulation_shard", True), ("optimizer_level", "level2")])
+def test_sharded_gradients_in_a_pipeline_are_a_compile_that_does_not_end(key, value):
+    """recipes/mini/pretrain_pp2.yaml and 48 devices of the 105B were compiled: docs/memory.md."""
+    recipe = put(SEMI, _OPTIMIZER, {key: value})
+    found = findings(recipe)
+    assert found.keys() == {dotted((*_OPTIMIZER, key))}
+    assert found[dotted((*_OPTIMIZER, key))].source == load_schema().line("endless_compile")
+    whole = ((*PARALLEL, "pipeline_stage"), 1), ((*PARALLEL, "data_parallel"), 16), ((*MODEL, "offset"), 0)
+    for other in (whole, [((*MODEL, "disable_lazy_inline"), True)]):
+        assert dotted((*_OPTIMIZER, key)) not in findings(change(recipe, *other))
+    assert findings(put(SEMI, _OPTIMIZER, {"gradient_accumulation_shard": False})) == {}
 
 
 def test_mindspore_itself_refuses_the_same_levels():
