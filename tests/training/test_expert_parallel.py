@@ -17,7 +17,7 @@ from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
 
-TINY_EP4 = runs.HERE / "tiny_ep4.yaml"
+TINY_EP4, MINI_EP4 = runs.HERE / "tiny_ep4.yaml", runs.ROOT / "recipes" / "mini" / "pretrain_ep4.yaml"
 STEPS = 10
 # the auxiliary loss counts tokens: one token at a tie that goes to another expert moves it by 2e-4
 TOLERANCES = {"loss": 1e-4, "lm_loss": 1e-4, "mtp_loss": 1e-4, "load_balancing_loss": 2e-3, "global_norm": 1e-3}
@@ -48,6 +48,11 @@ def check_dry_run(run_dir):
 
 def test_global_dispatch_keeps_what_a_dry_run_says(whole_ep2):
     check_dry_run(whole_ep2)
+
+
+@pytest.mark.parametrize("section", ["parallel_config", "parallel"])
+def test_the_mini_recipe_lays_its_experts_out_as_what_is_trained_here(section):
+    assert load_recipe(TINY_EP4)[section] == load_recipe(MINI_EP4)[section]
 
 
 def test_deduplicated_dispatch_in_chunks_has_the_curve_of_one_worker(whole, corpus, tmp_path):

@@ -32,4 +32,4 @@ def saved(run_dir, step):
 def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", corpus, tmp_path_factory)
     runs.train(runs.HERE / "sharded_pp2.yaml", tmp_path / "run", corpus, "--resume", saved(whole, 3))
-    follows(tmp_path / "run", whole, [4, 5, 6], rank=1)
+    follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss
