@@ -8,11 +8,13 @@ import subprocess
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import load_file
 
 from plugins.expert_balance import record, settings
 from plugins.expert_balance.replay import differences, replay
 from tests.training import runs
+from tests.training.test_other_layout import follows
 from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
@@ -56,17 +58,18 @@ def test_the_losses_are_those_of_experts_that_stay(resumed, whole_ep2):
             assert move[step][key] == pytest.approx(expected[key], rel=TOLERANCE), f"step {step}: {key}"
 
 
-def test_put_back_in_order_the_checkpoint_goes_on_without_the_plugin(killed, whole_ep2, corpus, tmp_path):
+def test_put_back_in_order_the_experts_of_two_workers_come_together_on_one(killed, whole_ep2, corpus, tmp_path):
+    """Without the plugin, and with another layout: both as if the experts had never moved."""
     moved = killed[0] / "checkpoint" / f"iteration_{SAVED:08d}"
-    restored = tmp_path / "in_order" / moved.name
-    plain = (runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, "--steps", str(STEPS), "--resume")
-    assert "tc3 experts restore-order" in runs.train(*plain, str(moved), expect=2)
+    restored, more = tmp_path / "in_order" / moved.name, ("--steps", str(STEPS), "--resume")
+    refused = runs.train(runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, *more, str(moved), expect=2)
+    assert "tc3 experts restore-order" in refused
     subprocess.run([runs.TC3, "experts", "restore-order", moved, "--to", restored], check=True)
-    runs.train(*plain, str(restored))
-    stay, without = runs.steps(whole_ep2), runs.steps(tmp_path / "run")
-    assert sorted(without) == list(range(SAVED + 1, STEPS + 1))
-    for step, done in without.items():
-        assert done["loss"] == pytest.approx(stay[step]["loss"], rel=TOLERANCE), f"step {step}"
+    recipe = tmp_path / "recipe.yaml"
+    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
+    recipe.write_text(yaml.safe_dump({"base_config": str(runs.TINY), "model": {"model_config": sizes}}))
+    runs.train(recipe, tmp_path / "run", corpus, *more, str(restored))
+    follows(tmp_path / "run", whole_ep2, list(range(SAVED + 1, STEPS + 1)))
 
 
 def test_the_record_replays_to_the_placements_of_the_run_and_of_its_checkpoints(killed, resumed):

@@ -1,8 +1,9 @@
-"""Experts over CPU workers: the curve of one worker in every mode. The same after a resume: test_expert_balance.py.
+"""Experts over CPU workers: the curve of one worker.
 
-Four workers, two nodes of two, where the mode tells nodes apart: the EP-4 mini recipe with one of its two MoE layers in
-hierarchical mode, and a smaller model in deduplicated mode. Global dispatch knows no nodes, so two workers do: the same
-modes on four are compared with a dense reference in tests/plugins/hierarchical_ep/graph/test_exchange.py.
+Four workers, two nodes of two, where the mode tells nodes apart: a dense, a MoE and an MTP layer in deduplicated mode and
+in chunks. Global dispatch knows no nodes, so two workers do: they are compared with one, steps and tensors, in
+test_expert_balance.py. Every mode on four, hierarchical too, is compared with a dense reference, gradients and bytes as
+well, in tests/plugins/hierarchical_ep/graph/test_exchange.py.
 """
 
 import json
@@ -16,37 +17,21 @@ from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
 
-MINI = runs.ROOT / "recipes" / "mini"
-TINY_EP4 = runs.HERE / "tiny_ep4.yaml"
-MINI_STEPS, TINY_STEPS = 20, 10
+TINY_EP4, MINI_EP4 = runs.HERE / "tiny_ep4.yaml", runs.ROOT / "recipes" / "mini" / "pretrain_ep4.yaml"
+STEPS = 10
 # the auxiliary loss counts tokens: one token at a tie that goes to another expert moves it by 2e-4
 TOLERANCES = {"loss": 1e-4, "lm_loss": 1e-4, "mtp_loss": 1e-4, "load_balancing_loss": 2e-3, "global_norm": 1e-3}
 
 
-def train(recipe, folder, corpus, steps, *more, **plugins):
-    """The run folder of some steps of a recipe, with other settings of its plugins."""
-    changed = folder / "recipe.yaml"
-    changed.write_text(yaml.safe_dump({"base_config": str(recipe), "plugins": {"held_out_loss": False, **plugins}}))
-    runs.train(changed, folder / "run", corpus, "--steps", str(steps), *more)
-    return folder / "run"
-
-
-def check_same_curve(one, several, steps):
+def check_same_curve(one, several):
     one, several = runs.steps(one), runs.steps(several)
-    assert sorted(several) == sorted(one) == list(range(1, steps + 1))
-    assert one[steps]["loss"] < one[1]["loss"] - 1, "the recipe must learn for this to mean something"
+    assert sorted(several) == list(range(1, STEPS + 1))
+    assert one[STEPS]["loss"] < one[1]["loss"] - 1, "the recipe must learn for this to mean something"
     assert any(record["global_norm"] > 1 for record in one.values()), "no step was clipped"
-    for step, expected in one.items():
+    for step in several:
+        expected = one[step]
         for key, tolerance in TOLERANCES.items():
             assert several[step][key] == pytest.approx(expected[key], abs=tolerance), f"step {step}: {key}"
-
-
-@pytest.fixture(scope="module")
-def one_worker(corpus, tmp_path_factory):
-    config = load_recipe(TINY_EP4)["model"]["model_config"]
-    layers = ("num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers")
-    alike = [word for name in layers for word in ("--set", f"model.model_config.{name}={config[name]}")]
-    return train(runs.TINY, tmp_path_factory.mktemp("one"), corpus, TINY_STEPS, *alike)
 
 
 def check_dry_run(run_dir):
@@ -61,19 +46,20 @@ def check_dry_run(run_dir):
         assert json.loads(header)["held_bytes"] == rank["held_bytes"], f"rank {worker}"
 
 
-def test_the_mini_recipe_has_the_curve_of_one_worker(corpus, tmp_path_factory):
-    layers = ("--set", "model.model_config.num_hidden_layers=2")  # dense and MoE; the MTP layer has experts, too
-    rate = f"lr_schedule.learning_rate={load_recipe(MINI / 'pretrain_ep4.yaml')['lr_schedule']['learning_rate']}"
-    one = train(MINI / "pretrain.yaml", tmp_path_factory.mktemp("mini"), corpus, MINI_STEPS, *layers, "--set", rate)
-    four = train(MINI / "pretrain_ep4.yaml", tmp_path_factory.mktemp("mini_ep4"), corpus, MINI_STEPS, *layers)
-    check_same_curve(one, four, MINI_STEPS)
-
-
-def test_global_dispatch_has_the_curve_of_one_worker_and_keeps_what_a_dry_run_says(one_worker, whole_ep2):
-    check_same_curve(one_worker, whole_ep2, TINY_STEPS)
+def test_global_dispatch_keeps_what_a_dry_run_says(whole_ep2):
     check_dry_run(whole_ep2)
 
 
-def test_deduplicated_dispatch_in_chunks_has_the_curve_of_one_worker(one_worker, corpus, tmp_path):
+@pytest.mark.parametrize("section", ["parallel_config", "parallel"])
+def test_the_mini_recipe_lays_its_experts_out_as_what_is_trained_here(section):
+    assert load_recipe(TINY_EP4)[section] == load_recipe(MINI_EP4)[section]
+
+
+def test_deduplicated_dispatch_in_chunks_has_the_curve_of_one_worker(whole, corpus, tmp_path):
+    config, recipe = load_recipe(runs.TINY)["model"]["model_config"], tmp_path / "recipe.yaml"
+    layers = {name: config[name] for name in ("num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers")}
     plugins = {"hierarchical_ep": {"mode": "deduplicated"}, "ep_overlap": {"chunks": [1, 2], "stride": 2}}
-    check_same_curve(one_worker, train(TINY_EP4, tmp_path, corpus, TINY_STEPS, **plugins), TINY_STEPS)
+    changed = {"base_config": str(TINY_EP4), "model": {"model_config": layers}, "plugins": plugins}
+    recipe.write_text(yaml.safe_dump(changed))
+    runs.train(recipe, tmp_path / "run", corpus, "--steps", str(STEPS))
+    check_same_curve(whole, tmp_path / "run")

@@ -1,11 +1,10 @@
 """A run goes on with another layout: its losses, weights and moments are those of one that never changed.
 
 Whole chains, with more workers, are in benchmarks/weights/resume_layouts.py; two workers that become one, in
-test_smaller.py.
+test_smaller.py, and with experts in test_expert_balance.py.
 """
 
 import pytest
-import yaml
 
 from tests.training import runs
 from tests.training.test_sharded import run as sharded
@@ -30,15 +29,7 @@ def saved(run_dir, step):
     return str(run_dir / "checkpoint" / f"iteration_{step:08d}")
 
 
-def test_experts_of_two_workers_come_together_on_one(whole_ep2, corpus, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
-    recipe.write_text(yaml.safe_dump({"base_config": str(runs.TINY), "model": {"model_config": sizes}}))
-    runs.train(recipe, tmp_path / "run", corpus, "--steps", "10", "--resume", saved(whole_ep2, 8))
-    follows(tmp_path / "run", whole_ep2, [9, 10])
-
-
 def test_tensor_parallelism_becomes_a_pipeline(corpus, tmp_path_factory, tmp_path):
     whole = sharded("_tp2", corpus, tmp_path_factory)
     runs.train(runs.HERE / "sharded_pp2.yaml", tmp_path / "run", corpus, "--resume", saved(whole, 3))
-    follows(tmp_path / "run", whole, [4, 5, 6], rank=1)
+    follows(tmp_path / "run", whole, [4, 5, 6], rank=1)  # the last stage knows the loss

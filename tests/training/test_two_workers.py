@@ -1,6 +1,7 @@
-"""Data parallel on two CPU workers: the same curve as one worker, and the same after a kill in a save as without.
+"""Data parallel on two CPU workers: the same curve as one worker, and what both save at a preemption notice.
 
-Two workers killed in training, and compiled anew when they go on, are in test_attention_balance.py.
+Two workers killed in training, and compiled anew when they go on, are in test_attention_balance.py; killed in a save, in
+test_sharded.py.
 """
 
 import json
@@ -62,28 +63,6 @@ def test_the_checkpoint_describes_every_parameter_of_both_ranks(whole_dp2):
     assert any("adam_m" in name or "exp_avg" in name for name in names), sorted(names)[:5]
     for stored in metadata["storage_data"].values():
         assert {entry["storage_rank"] for entry in stored} == {0, 1}
-
-
-def test_killed_in_a_save_of_one_rank_both_go_on_from_the_checkpoint_before(whole_dp2, graph_dp2, corpus, tmp_path):
-    """Of which one is kept: it is there until all ranks have sealed the next.
-
-    Rank 1 dies over its first file of the second checkpoint; rank 0, which removes the old, has sealed its part. A rank
-    that dies while it writes a file: test_one_worker.py.
-    """
-    run_dir = tmp_path / "run"
-    hook = runs.dying(TC3_TEST_KILL_SEAL="1:3")
-    one = ("--set", "checkpoint.save_max=1")
-    runs.train(runs.TINY_DP2, run_dir, corpus, *one, expect=1, **hook, **graph_dp2)
-    assert runs.processes_of(run_dir) == []
-    assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
-    assert runs.checkpoints(run_dir) == [4]
-    text = runs.train(runs.TINY_DP2, run_dir, corpus, "--resume", "auto", **graph_dp2)
-    assert "seal_rank_1.json is missing: the save did not finish" in text
-    assert "going on from step 4" in text
-    expected, resumed = runs.steps(whole_dp2), runs.steps(run_dir)
-    assert sorted(resumed) == list(range(1, 13))
-    for step, record in resumed.items():
-        runs.same(record, expected[step])
 
 
 def test_at_a_preemption_notice_both_save_at_the_step_asked_for_and_leave(whole_dp2, graph_dp2, corpus, tmp_path):

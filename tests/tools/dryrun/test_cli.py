@@ -20,6 +20,7 @@ from tools.dryrun.compile import rank as compiling
 from tools.dryrun.compile.job import Job
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
+from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -218,8 +219,18 @@ def test_two_at_once_find_the_same_and_the_next_compiles_nothing(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    process = start(tmp_path_factory.mktemp("cache"), PIPELINE, "--json")
+def pipeline(tmp_path_factory):
+    """pipeline.yaml with the norms of the first stage's second chunk recomputed; its base says False, which stays so."""
+    recipe, path = load_recipe(PIPELINE), tmp_path_factory.mktemp("pipeline") / "pipeline.yaml"
+    layers = [[2, 1], [0, 0]]
+    recipe["recompute_config"] |= {"select_recompute": {r".*\.norm": layers}, "select_comm_recompute": layers}
+    dump_recipe(recipe, path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(pipeline, tmp_path_factory):
+    process = start(tmp_path_factory.mktemp("cache"), pipeline, "--json")
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     return json.loads(output)
@@ -241,8 +252,12 @@ def test_a_pipeline_is_compiled_stage_by_stage(whole):
 
 
 @pytest.mark.slow
-def test_the_quick_run_puts_the_same_stages_together(whole, tmp_path, monkeypatch):
-    process = start(tmp_path, PIPELINE, "--json", "--quick")
+def test_the_quick_run_puts_the_same_stages_together(whole, pipeline, tmp_path, monkeypatch):
+    """Two chunks a stage, layers that are recomputed, that recompute their norms and that do neither, and an MTP layer.
+
+    Other layouts: benchmarks/dryrun_quick_vs_full.py.
+    """
+    process = start(tmp_path, pipeline, "--json", "--quick")
     output = process.communicate(timeout=600)[0]
     assert process.returncode == 0, output
     quick = json.loads(output)
@@ -252,13 +267,13 @@ def test_the_quick_run_puts_the_same_stages_together(whole, tmp_path, monkeypatc
             assert ours["memory"][part] == theirs["memory"][part], part
         for part in ("saved", "total"):
             assert abs(ours["memory"][part] / theirs["memory"][part] - 1) < ERROR, part
-    _a_smaller_limit_is_told_by_stage(quick, tmp_path, monkeypatch)
+    _a_smaller_limit_is_told_by_stage(pipeline, quick, tmp_path, monkeypatch)
 
 
-def _a_smaller_limit_is_told_by_stage(quick, cache_folder, monkeypatch):
+def _a_smaller_limit_is_told_by_stage(pipeline, quick, cache_folder, monkeypatch):
     """The compiles are those of the run above; the limit lies between its two stages, and search counts the same."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_folder))
-    recipe = without_files(load_recipe(PIPELINE))
+    recipe = without_files(load_recipe(pipeline))
     plan = quick_plan(recipe)
     results = compile_all(plan, 1, use_cache=True)
     assert all(result["cached"] for result in results)

@@ -3,7 +3,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.dryrun_quick_vs_full import LAYOUTS, compare
 from tools.check.check import check_recipe
 from tools.dryrun.layout import WEIGHT
 from tools.dryrun.quick import ERROR, compose, quick_plan
@@ -20,7 +19,6 @@ from tools.search.ranking.verify import DryRun, judge
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 NAMES = [f"telechat3_{size}/{kind}" for size in ("105b", "438b", "1119b") for kind in ("pretrain_4k", "context_128k")]
 LARGE = "telechat3_105b/pretrain_4k.yaml"
-NORMS = "recompute [1, 0], norms [2, 1]"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -260,13 +258,6 @@ def test_search_takes_no_quick_dry_run_for_proof_that_is_nearer_to_the_limit_tha
     quick = judge(SimpleNamespace(config=config), near, asked, full=False)
     assert not quick.proven and not quick.problems and len(quick.doubts) == 8
     assert judge(SimpleNamespace(config=config), near, asked, full=True).proven
-
-
-@pytest.mark.slow
-def test_stages_put_together_are_those_of_full_depth_where_some_layers_recompute_their_norms(tmp_path, monkeypatch):
-    """One of the layouts of benchmarks/dryrun_quick_vs_full.py; test_cli.py has an interleaved one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compare(NORMS, LAYOUTS[NORMS], jobs=2) < ERROR
 
 
 def test_layers_that_are_recomputed_whole_keep_nothing_of_what_all_layers_read():

@@ -88,7 +88,8 @@ class _Run:
         folder.mkdir()
         self.job, self.out, self.log = job, folder / "out.json", folder / "log"
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-        environment = {**huge_pages.ENVIRONMENT, **os.environ, "PYTHONPATH": str(ROOT), "GLOG_v": "3"}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
+        environment = {**huge_pages.ENVIRONMENT, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
         command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out), *map(str, text)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
