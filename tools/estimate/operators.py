@@ -18,12 +18,12 @@ from tools.estimate.configuration import Configuration
 
 ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
 NORMS = "select"
-_ROTARY = "add|mul|mul_mscale|neg|split|cat|stack|slice|strideslice|reshape|cast|rope"
 PATTERNS = {
     # queries, keys and values from what MLA compresses; flash attention and its result are not repeated
     ATTENTION: (
-        r"self_attention\.(linear_q_up_proj|linear_kv_up_proj|linear_qb|linear_kvb)\.(cast|matmul)",
-        rf"self_attention\.(apply_rotary_emb|apply_rotary_emb2)\.({_ROTARY})",
+        r"self_attention\.linear_(q_up_proj|kv_up_proj|qb|kvb)\.(cast|matmul)",
+        r"self_attention\.apply_rotary_emb2?\.(add|mul|mul_mscale|neg|cast|rope)",
+        r"self_attention\.apply_rotary_emb2?\.(split|cat|stack|slice|strideslice|reshape)",
         r"self_attention\.(split|pe_concat|tile_kv|reshape|expand_dims|cast)",
         r"self_attention\.core_attention\.(bnsd_transpose|bsh_transpose)",
     ),

@@ -88,9 +88,10 @@ def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any]
     base's): MindFormers cannot build an operator that two patterns name.
     """
     same = (select_of(now, layers) or None, operators_of(now, layers)) == (recompute.select, recompute.operators)
-    if same and set(patterns_of(now)) <= {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}:
+    known = {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}
+    if same and all(one in known or (isinstance(now, dict) and now[one] is False) for one in patterns_of(now)):
         return None
-    norms = dict.fromkeys(SELECTED, plain_value(not_empty(recompute.select), layers))
+    norms = dict.fromkeys(SELECTED if recompute.select else (), plain_value(recompute.select, layers))
     tables = dict(recompute.operators)
     groups = {
         one: plain_value(tables.get(name), layers)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from tools.placement.ilp import PathModel
 from tools.placement.instance import Instance
 from tools.placement.lower_bound import path_bound
 from tools.placement.optimise import Outcome, optimise
-from tools.placement.problem import pipeline_instance
+from tools.placement.problem import by_price, pipeline_instance
 
 _SHARE = 0.35  # of effort and time, for each instance but the last
 _MOST_CHOICES, _MOST_OPTIONS = 50_000, 3  # of recomputation in a chunk that are tried; of options beyond that
@@ -78,19 +78,15 @@ def place(
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
     candidates = [config]
-    rounds = [(False, budget)]
-    if groups:
-        rounds = [(again, budget.part(0.5, 0.5 * budget.seconds)) for again in (False, True)]
-    for again, part in rounds:
-        every = ways(config, again)
-        for full, mtp in every:
-            instance = pipeline_instance(config, model, cap_bytes, full, mtp, again)
-            outcome = optimise(instance, _share(part, (full, mtp) == every[-1]), seed)
-            outcomes.append(outcome)
-            if outcome.plan is not None:
-                plan = in_order(instance, last_full(instance, outcome.plan) if mtp else outcome.plan)
-                found = [] if plan is None else [configuration_of(config, instance, plan)]
-                candidates += [eased(one, model, cap_bytes) for one in found] if again else found
+    half = budget.part(0.5, 0.5 * budget.seconds) if groups else budget
+    every = ways(config)
+    for way in every:
+        found = _optimised(config, model, cap_bytes, way, _share(half, way == every[-1]), seed, outcomes)
+        candidates += [] if found is None else [found]
+    every = group_ways(config, model) if groups else []
+    for left, way in zip(range(len(every), 0, -1), every, strict=True):
+        found = _optimised(config, model, cap_bytes, way, _even(budget, left), seed, outcomes)
+        candidates += [] if found is None else [eased(found, model, cap_bytes)]
     best: Placement | None = None
     bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
     bound = 0.0 if pairs_up(config.schedule) else bound
@@ -107,17 +103,53 @@ def place(
     return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes))
 
 
-def ways(config: Configuration, groups: bool = False) -> list[tuple[bool, bool]]:
-    """The instances that a configuration is placed by, (full, mtp) of `pipeline_instance`; [] where nothing is moved.
+def _optimised(
+    config: Configuration,
+    model: TimeModel,
+    cap_bytes: float,
+    way: Way,
+    budget: Budget,
+    seed: int,
+    outcomes: list[Outcome],
+) -> Configuration | None:
+    """What the optimiser makes of one instance, as MindFormers can express it; its outcome is added to `outcomes`."""
+    instance = pipeline_instance(config, model, cap_bytes, *way)
+    outcome = optimise(instance, budget, seed)
+    outcomes.append(outcome)
+    if outcome.plan is None:
+        return None
+    plan = in_order(instance, last_full(instance, outcome.plan) if way.mtp else outcome.plan)
+    return None if plan is None else configuration_of(config, instance, plan)
+
+
+class Way(NamedTuple):
+    """An instance that a configuration is placed by: the last arguments of `pipeline_instance`."""
+
+    full: bool
+    mtp: bool = False
+    groups: tuple[str, ...] = ()
+
+
+def ways(config: Configuration) -> list[Way]:
+    """The instances that a configuration is placed by; [] where nothing is moved.
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
-
-    Args:
-        groups: those in which layers may recompute groups of operators; [] where none is known.
     """
-    if config.model.alternates or (groups and not offered(config)):  # layers of a kind are kept side by side
+    if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
-    return [(False, False), (True, False)] + [(True, True)] * bool(config.model.mtp)
+    return [Way(False), Way(True)] + [Way(True, True)] * bool(config.model.mtp)
+
+
+def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
+    """The same where layers may recompute groups of operators as well; [] where none is known.
+
+    Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
+    """
+    if not offered(config) or not ways(config):
+        return []
+    groups = by_price(config, model)
+    some = [Way(False, False, groups[:count]) for count in range(1, len(groups) + 1)]
+    return some + [way._replace(groups=groups) for way in ways(config) if way.full]
 
 
 def least_seconds(
@@ -128,12 +160,12 @@ def least_seconds(
     The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
     where nothing is moved, infinite where nothing fits.
     """
-    every = [(*way, False) for way in ways(config)] + [(*way, True) for way in ways(config, groups) if groups]
+    every = [*ways(config), *(group_ways(config, model) if groups else [])]
     if not every or config.pp == 1 or pairs_up(config.schedule):
         return 0.0
     bounds = []
-    for full, mtp, again in every:
-        instance = pipeline_instance(config, model, cap_bytes, full, mtp, again)
+    for way in every:
+        instance = pipeline_instance(config, model, cap_bytes, *way)
         bounds.append(path_bound(instance, PathModel(instance), budget.part(1 / len(every))) / 1000)
     if max(memory.peak for memory in all_stages(config)) <= cap_bytes:  # `place` tries its own tables, too
         bounds.append(model.step(config, simulated=True).pipeline)
@@ -143,6 +175,11 @@ def least_seconds(
 def _share(budget: Budget, last: bool) -> Budget:
     """The effort of one of several instances, and its time: a deadline leaves the later ones theirs."""
     return budget if last else budget.part(_SHARE, _SHARE * budget.seconds)
+
+
+def _even(budget: Budget, left: int) -> Budget:
+    """What is left of the effort and of the time, shared by so many instances."""
+    return budget.part(budget.left / left / budget.effort, budget.seconds_left / left)
 
 
 def _bound(outcome: Outcome) -> float:

@@ -63,7 +63,7 @@ class PlacedInstance(Instance):
 
 
 def pipeline_instance(
-    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: bool = False
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
     """The problem of placing `config`'s layers anew; its own layers and recomputation are not read.
 
@@ -71,15 +71,16 @@ def pipeline_instance(
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
             repetition, whether a stage uses it or not.
         mtp: MTP layers recompute everything, which holds for plans whose last layer does.
-        groups: layers may recompute groups of operators (`chain`), whose working memory is then there, too.
+        groups: layers may recompute these, one more after the other (`by_price`); the working memory of all of them
+            is then there, too.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
     some = config.layers if mtp else some
     recompute = replace(config.recompute, full=some, select=None, communication=None, operators=())
     probe = replace(config, recompute=recompute)
-    names = chain(probe, model) if groups else OPTIONS[:-1]
-    named = tuple((name, config.layers) for name in offered(config) if groups)
+    names = tuple(joined(groups[:count]) for count in range(len(groups) + 1)) if groups else OPTIONS[:-1]
+    named = tuple((name, config.layers) for name in groups if name != NORMS)
     probe = replace(probe, recompute=replace(recompute, operators=named))
     static, parameters = _parameters(probe, kinds)
     times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
@@ -94,7 +95,7 @@ def pipeline_instance(
             times[kind].forward.total * _MS,
             times[kind].backward.total * _MS,
             parameters[kind] / GIB,
-            _options(probe, kind, times[kind], (*names, "full") if full else names, groups),
+            _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
             _weights([times[kind]]),
         )
         for kind in kinds
@@ -143,11 +144,12 @@ def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
     return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + recomputed.total))
 
 
-def chain(config: Configuration, model: TimeModel) -> tuple[str, ...]:
-    """Options of more and more groups of operators, norms among them: the group that costs the least a byte first.
+def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
+    """Norms and the groups of operators that are known, the one first that costs the least time for a byte.
 
     MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
-    What is asked for is the lower convex hull of time over memory, of the kind that has most layers.
+    Options that add group after group in this order are the lower convex hull of time over memory, here of the kind
+    that has most layers.
     """
     kind = max(dict.fromkeys(config.model.pattern), key=config.model.pattern.count)
     layer, whole = model.layer(config, kind), saved(config, kind)
@@ -156,8 +158,7 @@ def chain(config: Configuration, model: TimeModel) -> tuple[str, ...]:
         freed = whole - saved(config, kind, name)
         if freed > 0:
             price[name] = layer.again(name).total / freed
-    names = sorted(price, key=lambda name: price[name])
-    return tuple(joined(names[:count]) for count in range(len(names) + 1))
+    return tuple(sorted(price, key=lambda name: price[name]))
 
 
 def _options(

@@ -88,10 +88,12 @@ def _freed(config: Configuration, kind: str, group: str, tokens: float, held: fl
         heads = model.heads * (2 * model.qk_dim + model.v_dim)
         return {ATTENTION: _LOW * tokens / config.tp * heads}
     if group == operators.MLP and kind != "moe":
-        return {MLP: _dense(config, tokens)}
+        # the cast of what a product takes runs again with it: what was gathered is then kept in fp32
+        return {MLP: _dense(config, tokens) - (_WIDE * tokens * model.hidden if config.tp > 1 else 0)}
     routed = _routed(config, tokens, held) if kind == "moe" else {}
-    modules = (SHARED,) if group == operators.MLP else (DISPATCH, EXPERTS)
-    return {module: routed[module] for module in modules if module in routed}
+    if group == operators.MLP:
+        return {SHARED: routed[SHARED], ROUTER: _WIDE * held * model.hidden} if model.shared_ffn else {}
+    return {module: routed[module] for module in (DISPATCH, EXPERTS) if module in routed}
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
