@@ -87,11 +87,12 @@ def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any]
     Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
     base's): MindFormers cannot build an operator that two patterns name.
     """
-    same = (select_of(now, layers) or None, operators_of(now, layers)) == (recompute.select, recompute.operators)
+    select = not_empty(recompute.select)
+    same = (not_empty(select_of(now, layers)), operators_of(now, layers)) == (select, recompute.operators)
     known = {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}
     if same and all(one in known or (isinstance(now, dict) and now[one] is False) for one in patterns_of(now)):
         return None
-    norms = dict.fromkeys(SELECTED if recompute.select else (), plain_value(recompute.select, layers))
+    norms = dict.fromkeys(SELECTED if select else (), plain_value(select, layers))
     tables = dict(recompute.operators)
     groups = {
         one: plain_value(tables.get(name), layers)

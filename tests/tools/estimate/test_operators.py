@@ -92,6 +92,11 @@ def test_keys_are_read_as_they_were_written(groups, select, mapped):
     assert with_groups(wanted, LAYERS, written) is None
 
 
+def test_groups_are_turned_off_where_none_is_wanted():
+    now = {one: [[1, 1, 1], [0, 0, 0]] for one in PATTERNS["experts"]}
+    assert with_groups(Recompute(), LAYERS, now) == {"mlp\\.experts": False}
+
+
 def test_a_group_with_a_pattern_missing_is_none():
     written = {one: [[1, 1, 1], [1, 1, 1]] for one in PATTERNS["attention"]}
     assert operators_of(written, LAYERS) == (("attention", ((1, 1, 1), (1, 1, 1))),)
