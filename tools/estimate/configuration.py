@@ -43,6 +43,7 @@ class Recompute:
             the core of "attention" (Megatron's), or half of all "operators" (torchtitan's).
         communication: what tensor-parallel AllGathers made (`select_comm_recompute`).
         replay_tp: full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
+        operators: groups of `tools.estimate.operators` beside norms, each with its layers.
     """
 
     full: Table | None = None
@@ -50,6 +51,7 @@ class Recompute:
     communication: Table | None = None
     selective: str = "norms"
     replay_tp: bool = True
+    operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
         """Layers of a chunk and stage under an option ("full", "select" or "communication")."""

@@ -11,6 +11,7 @@ from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
 from tools.estimate.configuration import Configuration, Cut, Recompute, Table, spread
 from tools.estimate.layer_numbers import table_by_numbers
+from tools.estimate.operators import PATTERNS
 from tools.hardware.units import short_dtype
 from tools.model.architecture import model_of
 from tools.recipe.load import Recipe
@@ -131,6 +132,7 @@ def recompute_of(view: View, layers: Table) -> Recompute:
         select=select_of(view.get((*section, "select_recompute")), layers, read),
         communication=read(view.get((*section, "select_comm_recompute")), layers),
         replay_tp=view.flag((*section, "mp_comm_recompute"), True),
+        operators=operators_of(view.get((*section, "select_recompute")), layers, read),
     )
 
 
@@ -150,6 +152,22 @@ def select_of(value: Any, layers: Table, read: Reader = spread) -> Table | None:
     if isinstance(value, dict):
         return read({pattern: inner for pattern, inner in value.items() if of_norms(pattern)}, layers)
     return read(value, layers) if patterns_of(value) and any(map(of_norms, value)) else None
+
+
+def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tuple[str, Table], ...]:
+    """Groups of operators that a `select_recompute` names by all their patterns, with the layers that have them all.
+
+    A group of which a pattern is missing, or spelt otherwise, counts as none: it may free nothing.
+    """
+    if not isinstance(value, dict):
+        return ()
+    found = []
+    for group, patterns in PATTERNS.items():
+        tables = [read(value.get(pattern), layers) for pattern in patterns]
+        if all(tables):
+            rows = [[min(counts) for counts in zip(*lines, strict=True)] for lines in zip(*tables, strict=True)]
+            found += [(group, tuple(map(tuple, rows)))] if any(map(any, rows)) else []
+    return tuple(found)
 
 
 def patterns_of(value: Any) -> list[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tools.estimate.configuration import Configuration
+from tools.estimate.operators import ATTENTION, EXPERTS, MLP
 from tools.model.weights import attention_weights
 
 ITEM = 2  # bytes of an activation in compute precision
@@ -106,14 +107,13 @@ def work(config: Configuration, kind: str) -> Work:
     mlp = _mlp_work(config, kind, tokens, held)
     # two norms and two residual sums; dropout reads, writes and masks what it drops
     rows = 2 * (residual + ITEM) + 2 * (ITEM + 2 * residual) + (2 * (2 * ITEM + 1) if model.dropout else 0)
-    turned = 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * tokens
     attention = _attention(config)
     if config.layer_only:
         return Work(mlp.matmuls, elementwise=mlp.elementwise, copies=mlp.copies, sorting=mlp.sorting)
     return Work(
         matmuls=(*_projections(config, tokens, held), *mlp.matmuls),
         attention=attention,
-        elementwise=rows * held * h + turned + mlp.elementwise,
+        elementwise=rows * held * h + turned_bytes(config) + mlp.elementwise,
         gathered=tokens * h * ITEM,
         collectives=2 if kind == "moe" and not config.expert_tp else 4,
         moved_keys=tokens * model.kv_heads * (model.qk_dim + model.v_dim) / config.tp * ITEM,
@@ -121,6 +121,23 @@ def work(config: Configuration, kind: str) -> Work:
         turned_heads=tokens * (model.heads + model.kv_heads) * (model.qk_dim + model.v_dim) / config.tp * ITEM,
         sorting=mlp.sorting,
     )
+
+
+def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
+    """What each group of `tools.estimate.operators` computes and moves when it runs again in a layer of a kind."""
+    model, tokens = config.model, config.rank_tokens
+    up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
+    products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)
+    attention = Part(products if model.latent else (), turned_bytes(config))
+    if kind != "moe":
+        return {ATTENTION: attention, MLP: Part(_two(config, tokens, model.ffn / config.tp)[:1]), EXPERTS: Part(())}
+    return {ATTENTION: attention, MLP: Part(shared_part(config).matmuls[:1]), EXPERTS: routed_part(config)}
+
+
+def turned_bytes(config: Configuration) -> float:
+    """Bytes that rotary positions read and write of queries and keys, forward."""
+    model = config.model
+    return 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * config.rank_tokens
 
 
 def cast_bytes(config: Configuration, matmuls: Iterable[Matmul]) -> float:

@@ -27,12 +27,14 @@ from tools.estimate.layer_model import (
     Work,
     accumulated_bytes,
     cast_bytes,
+    repeated_parts,
     score_bytes,
     score_passes,
     sorted_once,
     work,
 )
 from tools.estimate.memory.training_graph import logit_exchanges
+from tools.estimate.operators import parts_of
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,13 @@ class LayerTime:
     forward: Parts
     backward: Parts
     recomputed: Mapping[str, Parts]
+
+    def again(self, option: str) -> Parts:
+        """What an option of a layer adds to its backward: one of `recomputed`, or several joined."""
+        if option in self.recomputed:
+            return self.recomputed[option]
+        every = [self.recomputed[name] for name in parts_of(option)]
+        return Parts(*(sum(getattr(part, name) for part in every) for name in Parts.__dataclass_fields__))
 
 
 class LayerTimes(ExpertTimes):
@@ -133,7 +142,18 @@ class LayerTimes(ExpertTimes):
             else Parts(attention=forward.attention, elementwise=self._scores(config)),
             "operators": Parts(elementwise=forward.elementwise, matmul=forward.matmul / 2),
         }[config.recompute.selective]
-        return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full}
+        groups = self._operators(config, kind, full.ep) if config.training_graph else {}
+        return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full, **groups}
+
+    def _operators(self, config: Configuration, kind: str, ep: float) -> dict[str, Parts]:
+        """What each group of `tools.estimate.operators` adds when it runs again; experts send as in a whole layer."""
+        found = {}
+        for group, part in repeated_parts(config, kind).items():
+            moved = self._moved(config, part.elementwise + cast_bytes(config, part.matmuls))
+            fixed = self._fixed(config, kind, work(config, kind)) - self._fixed(config, kind, Work(()))
+            experts = {"ep": ep, "fixed": fixed} if part.copies else {}
+            found[group] = Parts(sum(self._matmul(config, one) for one in part.matmuls), elementwise=moved, **experts)
+        return found
 
     def _fixed(self, config: Configuration, kind: str, done: Work) -> float:
         """Forward seconds that do not depend on sizes; a layer's benchmark keeps its device busy."""

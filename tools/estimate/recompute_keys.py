@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.estimate.configuration import Configuration, Table, spread
-from tools.estimate.from_recipe import Reader, of_norms, patterns_of, select_of
+from tools.estimate.configuration import Configuration, Recompute, Table, spread
+from tools.estimate.from_recipe import Reader, of_norms, operators_of, patterns_of, select_of
 from tools.estimate.layer_numbers import numbers_of
+from tools.estimate.operators import PATTERNS
 
 _SELECT = "select_recompute"
 # the operators of a `select_recompute` that saves memory: MindFormers' default leaves the norms out, all that a fused
@@ -78,3 +79,35 @@ def with_patterns(key: str, value: Any, now: Any) -> Any:
     if isinstance(now, dict) or (patterns and value and (now is None or value is not True)):
         return dict.fromkeys(patterns, value)
     return patterns if patterns and value else value
+
+
+def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
+    """What `select_recompute` becomes where groups of operators are named, or stand there `now`; None: nothing changes.
+
+    Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
+    base's): MindFormers cannot build an operator that two patterns name.
+    """
+    select = not_empty(recompute.select)
+    same = (not_empty(select_of(now, layers)), operators_of(now, layers)) == (select, recompute.operators)
+    known = {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}
+    if same and all(one in known or (isinstance(now, dict) and now[one] is False) for one in patterns_of(now)):
+        return None
+    norms = dict.fromkeys(SELECTED if select else (), plain_value(select, layers))
+    tables = dict(recompute.operators)
+    groups = {
+        one: plain_value(tables.get(name), layers)
+        for name, patterns in PATTERNS.items()
+        for one in patterns
+        if name in tables or one in patterns_of(now)
+    }
+    return {**dict.fromkeys(patterns_of(now), False), **norms, **groups}
+
+
+def names_groups(value: Any) -> bool:
+    """Whether patterns of groups of operators stand at a recompute key."""
+    return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
+
+
+def without_counts(value: Any) -> Any:
+    """A key's patterns without their layers, which were counted for other stages."""
+    return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value

@@ -39,7 +39,7 @@ class TimeModel(GradientTimes):
         for kind, options in _census(config).items():
             layer = self.layer(config, kind)
             for option, count in options.items():
-                recomputed, held = layer.recomputed[option], count.sum(axis=0)
+                recomputed, held = layer.again(option), count.sum(axis=0)
                 forward += layer.forward.total * count
                 backward += (layer.backward.total + recomputed.total) * count
                 for name in names:

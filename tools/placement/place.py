@@ -10,24 +10,28 @@ judged by the estimator itself: `TimeModel.step` with the schedule simulated, `m
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tools.estimate.configuration import Configuration, Recompute, Table
 from tools.estimate.memory.model import all_stages
+from tools.estimate.operators import PATTERNS, offered, parts_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import pairs_up
 from tools.placement.budget import Budget
+from tools.placement.ease import eased
 from tools.placement.ilp import PathModel
 from tools.placement.instance import Instance
 from tools.placement.lower_bound import path_bound
 from tools.placement.optimise import Outcome, optimise
-from tools.placement.problem import pipeline_instance
+from tools.placement.problem import by_price, pipeline_instance
 
 _SHARE = 0.35  # of effort and time, for each instance but the last
+_MOST_CHOICES, _MOST_OPTIONS = 50_000, 3  # of recomputation in a chunk that are tried; of options beyond that
 _ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
 
 
@@ -54,12 +58,18 @@ class Placement:
     cut: bool = False
 
 
-def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0) -> Placement:
+def place(
+    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0, groups: bool = False
+) -> Placement:
     """The fastest placement of `config`'s layers, and recomputation for each, that keeps `cap_bytes` on every stage.
 
     The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers
     alternate. Of schedules with pairs (`tools.pipeline.dual_pipe`) the optimiser does not count what a pair hides,
     which hangs on two chunks at once; the answer's time does. The bound is then 0.
+
+    Args:
+        groups: layers may recompute groups of operators as well (`tools.estimate.operators`). Half of the effort is
+            spent without them, so that the answer is never slower than that of half the effort.
 
     Raises:
         RecipeError: the schedule cannot run with these numbers.
@@ -68,14 +78,15 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
         config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
     outcomes: list[Outcome] = []
     candidates = [config]
+    half = budget.part(0.5, 0.5 * budget.seconds) if groups else budget
     every = ways(config)
-    for full, mtp in every:
-        instance = pipeline_instance(config, model, cap_bytes, full, mtp)
-        outcome = optimise(instance, _share(budget, (full, mtp) == every[-1]), seed)
-        outcomes.append(outcome)
-        if outcome.plan is not None:
-            plan = in_order(instance, last_full(instance, outcome.plan) if mtp else outcome.plan)
-            candidates += [] if plan is None else [configuration_of(config, instance, plan)]
+    for way in every:
+        found = _optimised(config, model, cap_bytes, way, _share(half, way == every[-1]), seed, outcomes)
+        candidates += [] if found is None else [found]
+    every = group_ways(config, model) if groups else []
+    for left, way in zip(range(len(every), 0, -1), every, strict=True):
+        found = _optimised(config, model, cap_bytes, way, _even(budget, left), seed, outcomes)
+        candidates += [] if found is None else [eased(found, model, cap_bytes)]
     best: Placement | None = None
     bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
     bound = 0.0 if pairs_up(config.schedule) else bound
@@ -92,28 +103,69 @@ def place(config: Configuration, model: TimeModel, cap_bytes: float, budget: Bud
     return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes))
 
 
-def ways(config: Configuration) -> list[tuple[bool, bool]]:
-    """The instances that a configuration is placed by, (full, mtp) of `pipeline_instance`; [] where nothing is moved.
+def _optimised(
+    config: Configuration,
+    model: TimeModel,
+    cap_bytes: float,
+    way: Way,
+    budget: Budget,
+    seed: int,
+    outcomes: list[Outcome],
+) -> Configuration | None:
+    """What the optimiser makes of one instance, as MindFormers can express it; its outcome is added to `outcomes`."""
+    instance = pipeline_instance(config, model, cap_bytes, *way)
+    outcome = optimise(instance, budget, seed)
+    outcomes.append(outcome)
+    if outcome.plan is None:
+        return None
+    plan = in_order(instance, last_full(instance, outcome.plan) if way.mtp else outcome.plan)
+    return None if plan is None else configuration_of(config, instance, plan)
+
+
+class Way(NamedTuple):
+    """An instance that a configuration is placed by: the last arguments of `pipeline_instance`."""
+
+    full: bool
+    mtp: bool = False
+    groups: tuple[str, ...] = ()
+
+
+def ways(config: Configuration) -> list[Way]:
+    """The instances that a configuration is placed by; [] where nothing is moved.
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
     """
     if config.model.alternates:  # the optimiser keeps layers of a kind side by side
         return []
-    return [(False, False), (True, False)] + [(True, True)] * bool(config.model.mtp)
+    return [Way(False), Way(True)] + [Way(True, True)] * bool(config.model.mtp)
 
 
-def least_seconds(config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget) -> float:
+def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
+    """The same where layers may recompute groups of operators as well; [] where none is known.
+
+    Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
+    """
+    if not offered(config) or not ways(config):
+        return []
+    groups = by_price(config, model)
+    some = [Way(False, False, groups[:count]) for count in range(1, len(groups) + 1)]
+    return some + [way._replace(groups=groups) for way in ways(config) if way.full]
+
+
+def least_seconds(
+    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
+) -> float:
     """Seconds of a step that nothing which `place` may return for `config` is under.
 
     The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
     where nothing is moved, infinite where nothing fits.
     """
-    every = ways(config)
+    every = [*ways(config), *(group_ways(config, model) if groups else [])]
     if not every or config.pp == 1 or pairs_up(config.schedule):
         return 0.0
     bounds = []
-    for full, mtp in every:
-        instance = pipeline_instance(config, model, cap_bytes, full, mtp)
+    for way in every:
+        instance = pipeline_instance(config, model, cap_bytes, *way)
         bounds.append(path_bound(instance, PathModel(instance), budget.part(1 / len(every))) / 1000)
     if max(memory.peak for memory in all_stages(config)) <= cap_bytes:  # `place` tries its own tables, too
         bounds.append(model.step(config, simulated=True).pipeline)
@@ -123,6 +175,11 @@ def least_seconds(config: Configuration, model: TimeModel, cap_bytes: float, bud
 def _share(budget: Budget, last: bool) -> Budget:
     """The effort of one of several instances, and its time: a deadline leaves the later ones theirs."""
     return budget if last else budget.part(_SHARE, _SHARE * budget.seconds)
+
+
+def _even(budget: Budget, left: int) -> Budget:
+    """What is left of the effort and of the time, shared by so many instances."""
+    return budget.part(budget.left / left / budget.effort, budget.seconds_left / left)
 
 
 def _bound(outcome: Outcome) -> float:
@@ -142,15 +199,33 @@ def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> st
 def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
     """`config` with the layers and recomputation of a plan [K, C] whose options are `in_order`."""
     layers = _table(instance, plan.sum(axis=0))
-    tables: dict[str, Any] = {}
-    so_far = np.zeros(plan.shape[1], int)
-    for option in _ORDER[:-1]:
-        count = plan[_columns(instance, option)].sum(axis=0)
-        so_far = so_far + count
-        # a table counts from the chunk's first layer; where it adds nothing to the stronger ones it stays 0
-        tables[option] = _table(instance, np.where(count > 0, so_far, 0)) if count.any() else None
-    recompute = replace(config.recompute, **tables)
-    return replace(config, layers=layers, recompute=recompute)
+    chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
+    names = {name for options in chunks for option in options for name in parts_of(option)}
+
+    def table(name: str) -> Table | None:
+        # it counts from the chunk's first layer; where it adds nothing to the stronger ones it stays 0
+        last = [max((n for n, o in enumerate(chunk, 1) if name in parts_of(o)), default=0) for chunk in chunks]
+        return _table(instance, np.array(last)) if name in names else None
+
+    operators = tuple((name, rows) for name in PATTERNS if (rows := table(name)))
+    tables: dict[str, Any] = {name: table(name) for name in _ORDER[:-1]}
+    return replace(config, layers=layers, recompute=replace(config.recompute, **tables, operators=operators))
+
+
+def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
+    """The option of each layer of a chunk, in the model's order and MindFormers' of options."""
+    found: list[str] = []
+    order = order_of(instance)
+    for index, kind in enumerate(instance.types):
+        counts = dict(zip((o.name for o in kind.options), plan[instance.type_columns(index), chunk], strict=True))
+        found += [name for name in order for _ in range(int(counts.get(name, 0)))]
+    return found
+
+
+def order_of(instance: Instance) -> list[str]:
+    """The names of all options, the strongest first, as MindFormers counts them; of groups the most first."""
+    names = {option.name for kind in instance.types for option in kind.options}
+    return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
 
 
 def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
@@ -166,10 +241,12 @@ def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
 
 def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
     """The plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none does."""
+    order = order_of(instance)
     for chunk in range(plan.shape[1]):
-        choices = _ordered(instance, plan, chunk)
-        if any((choice == plan[:, chunk]).all() for choice in choices):
+        strengths = [order.index(name) for name in _options_of(instance, plan, chunk)]
+        if strengths == sorted(strengths):
             continue
+        choices = _ordered(instance, plan, chunk)
         plans = np.repeat(plan[None], len(choices), axis=0)
         plans[:, :, chunk] = choices
         plans = plans[instance.fits(plans)]
@@ -185,8 +262,10 @@ def _ordered(instance: Instance, plan: np.ndarray, chunk: int) -> np.ndarray:
         index for index, _ in enumerate(instance.types) for _ in range(plan[instance.type_columns(index), chunk].sum())
     ]
     names = [[option.name for option in kind.options] for kind in instance.types]
-    wanted = [option for option in _ORDER if any(option in known for known in names)]
+    wanted = order_of(instance)
     choices = []
+    if math.comb(len(kinds) + len(wanted) - 1, len(kinds)) > _MOST_CHOICES:
+        wanted = [name for name in wanted if name in _options_of(instance, plan, chunk)][:_MOST_OPTIONS]
     for options in itertools.combinations_with_replacement(wanted, len(kinds)):
         if all(option in names[kind] for kind, option in zip(kinds, options, strict=True)):
             choice = np.zeros(len(instance.columns), int)
@@ -194,10 +273,6 @@ def _ordered(instance: Instance, plan: np.ndarray, chunk: int) -> np.ndarray:
                 choice[instance.type_columns(kind).start + names[kind].index(option)] += 1
             choices.append(choice)
     return np.array(choices)
-
-
-def _columns(instance: Instance, option: str) -> list[int]:
-    return [k for k, (t, o) in enumerate(instance.columns) if instance.types[t].options[o].name == option]
 
 
 def _table(instance: Instance, counts: np.ndarray) -> Table:

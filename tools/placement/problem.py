@@ -8,16 +8,17 @@ estimator, and equal to it where a stage holds the layer kind that needs most.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from tools.estimate.configuration import Configuration, Table
-from tools.estimate.layer_time import LayerTime, Parts
+from tools.estimate.layer_time import LayerTime
 from tools.estimate.memory.activations import mtp_option, saved, working
 from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
+from tools.estimate.operators import NORMS, joined, offered
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
@@ -62,7 +63,7 @@ class PlacedInstance(Instance):
 
 
 def pipeline_instance(
-    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
     """The problem of placing `config`'s layers anew; its own layers and recomputation are not read.
 
@@ -70,11 +71,17 @@ def pipeline_instance(
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
             repetition, whether a stage uses it or not.
         mtp: MTP layers recompute everything, which holds for plans whose last layer does.
+        groups: layers may recompute these, one more after the other (`by_price`); the working memory of all of them
+            is then there, too.
     """
     kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
     some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
     some = config.layers if mtp else some
-    probe = replace(config, recompute=replace(config.recompute, full=some, select=None, communication=None))
+    recompute = replace(config.recompute, full=some, select=None, communication=None, operators=())
+    probe = replace(config, recompute=recompute)
+    names = tuple(joined(groups[:count]) for count in range(len(groups) + 1)) if groups else OPTIONS[:-1]
+    named = tuple((name, config.layers) for name in groups if name != NORMS)
+    probe = replace(probe, recompute=replace(recompute, operators=named))
     static, parameters = _parameters(probe, kinds)
     times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
     tail = [times["head"]] + [_mtp(probe, model)] * config.model.mtp
@@ -88,7 +95,7 @@ def pipeline_instance(
             times[kind].forward.total * _MS,
             times[kind].backward.total * _MS,
             parameters[kind] / GIB,
-            _options(probe, kind, times[kind].recomputed, full),
+            _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
             _weights([times[kind]]),
         )
         for kind in kinds
@@ -137,12 +144,37 @@ def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
     return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + recomputed.total))
 
 
-def _options(config: Configuration, kind: str, recomputed: Mapping[str, Parts], full: bool) -> tuple[Option, ...]:
-    """The recompute options of a kind, without those that another beats in time and memory."""
+def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
+    """Norms and the groups of operators that are known, the one first that costs the least time for a byte.
+
+    MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
+    Options that add group after group in this order are the lower convex hull of time over memory, here of the kind
+    that has most layers.
+    """
+    kind = max(dict.fromkeys(config.model.pattern), key=config.model.pattern.count)
+    layer, whole = model.layer(config, kind), saved(config, kind)
+    price = {}
+    for name in (NORMS, *offered(config)):
+        freed = whole - saved(config, kind, name)
+        if freed > 0:
+            price[name] = layer.again(name).total / freed
+    return tuple(sorted(price, key=lambda name: price[name]))
+
+
+def _options(
+    config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
+) -> tuple[Option, ...]:
+    """The recompute options of a kind, without those that another beats in time and memory unless all are wanted.
+
+    A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
+    """
     found: list[Option] = []
-    for name in OPTIONS if full else OPTIONS[:-1]:
-        option = Option(name, recomputed[name].total * _MS, saved(config, kind, name) / GIB)
-        if all(option.activation < other.activation or option.extra_backward < other.extra_backward for other in found):
+    for name in names:
+        option = Option(name, layer.again(name).total * _MS, saved(config, kind, name) / GIB)
+        better = (
+            option.activation < other.activation or option.extra_backward < other.extra_backward for other in found
+        )
+        if every or all(better):
             found.append(option)
     return tuple(found)
 

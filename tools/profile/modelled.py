@@ -64,7 +64,7 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
             layer = layers[kind]
             option = next(options) if kind in ("dense", "moe") else mtp_option(config)
             for name in total:
-                runs = (layer.forward, layer.backward, layer.recomputed[option])
+                runs = (layer.forward, layer.backward, layer.again(option))
                 total[name] += config.micro_batches * sum(getattr(part, name) for part in runs)
     return Parts(**total)
 

@@ -20,7 +20,7 @@ from tools.placement.budget import LATE, Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
-from tools.search.options import effort_option, effort_within, margin_option, schedule_option
+from tools.search.options import effort_option, effort_within, groups_option, margin_option, schedule_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
@@ -56,6 +56,7 @@ _WIDTH = 200  # of tables in a file or pipe
     help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
 )
 @schedule_option
+@groups_option
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
 @click.option(
@@ -148,7 +149,7 @@ def _asked(
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of
+    from tools.search.space.request import request_of, with_groups
 
     if options["verified"]:
         require_verified()
@@ -164,6 +165,7 @@ def _asked(
     _require_schedules(options)
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
+    request = with_groups(request) if options["groups"] else request
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)

@@ -28,6 +28,15 @@ schedule_option = click.option(
 )
 
 
+groups_option = click.option(
+    "--recompute-operators",
+    "groups",
+    is_flag=True,
+    help="Let layers recompute groups of operators (MLA's up-projections, MLPs' first product, experts) beside norms, "
+    "communication and whole layers; takes twice as long.",
+)
+
+
 class Effort(click.ParamType):
     """A click type: `low`, `normal`, `high`, or units of `tools.placement.budget`."""
 

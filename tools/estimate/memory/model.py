@@ -22,6 +22,7 @@ from tools.estimate.configuration import Configuration
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts
 from tools.estimate.memory.megatron import spare_gradients
 from tools.estimate.memory.modules import SPARE, of_weight
+from tools.estimate.operators import joined, parts_of
 from tools.model.weights import Weight, weights
 from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations
@@ -175,7 +176,8 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
     """What each of a chunk's layers recomputes: the first ones fully, the next selectively, then communication.
 
-    MindFormers counts each option from the chunk's first layer and lets the stronger one win.
+    MindFormers counts each option from the chunk's first layer and lets the stronger one win. Groups of operators come
+    beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.operators`).
     """
     recompute = config.recompute
     full = recompute.layers("full", chunk, stage)
@@ -183,7 +185,14 @@ def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> 
     again = recompute.layers("communication", chunk, stage)
     options = ["full"] * full + ["select"] * (select - full)
     options += ["communication"] * (again - len(options))
-    return (options + ["none"] * count)[:count]
+    options = (options + ["none"] * count)[:count]
+    if not recompute.operators:
+        return options
+    groups = [(name, table[chunk][stage]) for name, table in recompute.operators]
+    return [
+        joined([*parts_of(option), *(name for name, layers in groups if place < layers and option != "full")])
+        for place, option in enumerate(options)
+    ]
 
 
 def stage_memory(config: Configuration, stage: int) -> StageMemory:

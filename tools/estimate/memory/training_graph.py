@@ -9,7 +9,8 @@ fused kernels; it is more than the mathematics needs:
   (with ulysses_degree_in_cp as well: flash attention is not told of it);
 * of the routed copies every permutation and exchange is kept: their number is known to the routing alone, and the
   backward of each asks the tensor for its shape;
-* `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows.
+* `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other
+  operators save stands in `tools.estimate.operators`.
 
 In backward the gradient of the largest weight is there in the type that computes and in fp32, before it is added up.
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import math
 
-from tools.estimate import sharding
+from tools.estimate import operators, sharding
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.modules import (
     ATTENTION,
@@ -37,6 +38,7 @@ from tools.estimate.memory.modules import (
     ROUTER,
     SHARED,
 )
+from tools.estimate.operators import joined, parts_of
 from tools.model.weights import weights
 
 _LOW, _WIDE = 2, 4  # bytes of a number in the type that computes, and in fp32
@@ -69,17 +71,43 @@ def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[s
         return kept_parts(config, model.last_kind, option) | kept_parts(config, "head") | own
     if option == "full":
         return {LAYER_INPUT: (_WIDE if config.fp32_residual else _LOW) * rows}
-    norms = (2 if option == "select" else 4) * _WIDE * rows + _LOW * rows
+    again = parts_of(option)
+    norms = (2 if operators.NORMS in again else 4) * _WIDE * rows + _LOW * rows
     mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}
-    return {NORMS: norms, ATTENTION: _attention(config, tokens, held), **mlp}
+    every = {NORMS: norms, ATTENTION: _attention(config, tokens, held), **mlp}
+    for group in set(again) & set(operators.PATTERNS):
+        for module, size in _freed(config, kind, group, tokens, held).items():
+            every[module] -= size
+    return every
+
+
+def _freed(config: Configuration, kind: str, group: str, tokens: float, held: float) -> dict[str, float]:
+    """Module -> bytes that a layer of a kind does not keep where a group of its operators runs again."""
+    model = config.model
+    if group == operators.ATTENTION:
+        heads = model.heads * (2 * model.qk_dim + model.v_dim)
+        return {ATTENTION: _LOW * tokens / config.tp * heads}
+    if group == operators.MLP and kind != "moe":
+        # the cast of what a product takes runs again with it: what was gathered is then kept in fp32
+        return {MLP: _dense(config, tokens) - (_WIDE * tokens * model.hidden if config.tp > 1 else 0)}
+    routed = _routed(config, tokens, held) if kind == "moe" else {}
+    if group == operators.MLP:
+        return {SHARED: routed[SHARED], ROUTER: _WIDE * held * model.hidden} if model.shared_ffn else {}
+    return {module: routed[module] for module in (DISPATCH, EXPERTS) if module in routed}
 
 
 def layer_pass(config: Configuration, kind: str, again: bool) -> float:
-    """Most bytes that a layer's backward needs beside what is kept, where its forward runs again in it or does not."""
+    """Most bytes that a layer's backward needs beside what is kept, where its forward runs again in it or does not.
+
+    What groups of operators make again is there then, too, whether this layer has all of the run's groups or not.
+    """
     every = weights(config.model, kind, config.shared_whole)
     largest = max(weight.size / sharding.cut(weight, config) for weight in every if weight.multiplies)
     own = kept(config, kind) - (kept(config, "head") if kind == "mtp" else 0.0)
-    return (_LOW + _WIDE) * largest + (own if again else _GRADIENTS * own)
+    if again or kind == "mtp" or not config.recompute.operators:
+        return (_LOW + _WIDE) * largest + (own if again else _GRADIENTS * own)
+    left = kept(config, kind, joined(name for name, _ in config.recompute.operators))
+    return (_LOW + _WIDE) * largest + _GRADIENTS * left + (own - left)
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:

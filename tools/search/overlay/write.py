@@ -20,11 +20,14 @@ from tools.estimate.layer_numbers import numbers_of
 from tools.estimate.recompute_keys import (
     has_counts,
     named_layers,
+    names_groups,
     not_empty,
     plain_value,
     swapped_value,
     table_of,
+    with_groups,
     with_patterns,
+    without_counts,
 )
 from tools.files.atomic import write_atomically
 from tools.pipeline.runnable import interleaves, why_not
@@ -180,7 +183,10 @@ def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
         "select_comm_recompute": config.recompute.communication,
     }.items():
         now, table = view.get(("recompute_config", key)), not_empty(wanted)
-        if swaps(view):
+        if key == "select_recompute" and (config.recompute.operators or names_groups(now)):
+            written = with_groups(config.recompute, config.layers, now if same_shape else without_counts(now))
+            values |= {} if written is None else {("recompute_config", key): written}
+        elif swaps(view):
             if not _swapped_alike(view, key, now, config, table, same_shape and OFFSET not in values):
                 values["recompute_config", key] = swapped_value(key, table, config, now)
         elif (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:

@@ -9,6 +9,7 @@ from typing import Any
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.memory.model import layer_options, peak_memory
+from tools.estimate.operators import PATTERNS, parts_of
 from tools.estimate.step_time import PARTS, exposed_of
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
@@ -65,8 +66,9 @@ class Entry:
         config, counts = self.config, Counter[str]()
         for chunk, row in enumerate(config.layers):
             for stage, count in enumerate(row):
-                counts.update(layer_options(config, chunk, stage, count))
-        words = [f"{option} {counts[option]}" for option in ("full", "select", "communication") if counts[option]]
+                for option in layer_options(config, chunk, stage, count):
+                    counts.update(parts_of(option))
+        words = [f"{name} {counts[name]}" for name in ("full", "select", *PATTERNS, "communication") if counts[name]]
         return f"{', '.join(words)} of {config.model.layers}" if words else "none"
 
     def as_json(self) -> dict[str, Any]:
@@ -77,7 +79,8 @@ class Entry:
             **self.candidate._asdict(),
             "schedule": c.schedule,
             "layers": c.layers,
-            "recompute": {name: getattr(recompute, name) for name in ("full", "select", "communication")},
+            "recompute": {name: getattr(recompute, name) for name in ("full", "select", "communication")}
+            | dict(recompute.operators),
             "step_s": self.seconds,
             "bound_s": self.bound or None,
             "parts_s": dict(self.parts),

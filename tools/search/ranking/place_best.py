@@ -55,7 +55,10 @@ def place_all(
             left.append(one)
         else:
             told(one, known)
-    jobs = [(configuration(request, one.candidate), times, request.room, budget.effort, seconds) for one in left]
+    jobs = [
+        (configuration(request, one.candidate), times, request.room, budget.effort, seconds, request.groups)
+        for one in left
+    ]
     try:
         with terminate_as_interrupt():
             for index, placement in _results(_place, jobs, at_once):
@@ -70,7 +73,7 @@ def bounds_of(
     request: Request, ranked: Sequence[Ranked], times: TimeModel, effort: float, at_once: int | None = None
 ) -> list[float]:
     """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
-    jobs = [(configuration(request, one.candidate), times, request.room, effort) for one in ranked]
+    jobs = [(configuration(request, one.candidate), times, request.room, effort, request.groups) for one in ranked]
     found = [0.0] * len(jobs)
     for index, bound in _results(_bound, jobs, min(at_once or processes(), max(1, len(jobs)))):
         found[index] = bound
@@ -93,12 +96,16 @@ def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> 
             yield futures[future], future.result()
 
 
-def _place(config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float) -> Placement:
-    return place(config, times, cap, Budget(effort, seconds))
+def _place(
+    config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float, groups: bool
+) -> Placement:
+    if not groups:
+        return place(config, times, cap, Budget(effort, seconds))
+    return place(config, times, cap, Budget(2 * effort, seconds), groups=True)  # half of it as without them
 
 
-def _bound(config: Configuration, times: TimeModel, cap: float, effort: float) -> float:
-    return least_seconds(config, times, cap, Budget(effort))
+def _bound(config: Configuration, times: TimeModel, cap: float, effort: float, groups: bool) -> float:
+    return least_seconds(config, times, cap, Budget(effort), groups)
 
 
 @contextmanager

@@ -74,6 +74,7 @@ class Store:
             "cut": placement.cut,
             "layers": config.layers if config else None,
             **tables,
+            "operators": dict(config.recompute.operators) if config else {},
             "step_s": _finite(placement.step_s),
             "bound_s": _finite(placement.bound_s),
             "least_s": _finite(placement.least_s),
@@ -124,7 +125,8 @@ def _key(candidate: Candidate) -> str:
 
 
 def _with_tables(config: Configuration, known: dict[str, Any]) -> Configuration:
-    tables = {name: _table(known[name]) for name in _TABLES}
+    tables: dict[str, Any] = {name: _table(known[name]) for name in _TABLES}
+    tables["operators"] = tuple((name, _table(rows)) for name, rows in known["operators"].items())
     return replace(config, layers=_table(known["layers"]), recompute=replace(config.recompute, **tables))
 
 

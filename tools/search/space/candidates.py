@@ -268,7 +268,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
         schedule=schedule,
         batch=candidate.mbs,
         micro_batches=candidate.m,
-        recompute=replace(request.base.recompute, **tables),
+        recompute=replace(request.base.recompute, **tables, operators=()),
         sequence_parallel=candidate.tp > 1,
         ep_mode=candidate.mode,
         shard_optimizer=candidate.shard != "none",
@@ -282,7 +282,7 @@ def candidate_of(config: Configuration) -> Candidate:
     """The candidate nearest to a run: its degrees, and its recomputation where all layers do the same."""
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]
-    used = [word for word, table in given.items() if table]
+    used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]
     policy = same[0] if same and used == same[:1] else PLANNED if used else "none"
     shard = SHARDS[config.shard_optimizer + (config.shard_optimizer and config.shard_gradients)]
     degrees = (config.dp, config.tp, config.pp, config.chunks, config.cp, config.ep)

@@ -11,6 +11,7 @@ from tools.estimate.configuration import Configuration, Cut
 from tools.estimate.efficiency import cluster, cluster_file
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.room import Room, room_of
+from tools.estimate.operators import offered
 from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.names import name_of
 from tools.model.ulysses import DEGREE
@@ -41,6 +42,7 @@ class Request:
         swaps: the recipe moves activations to the host, which is not modelled.
         schedule: every pipeline runs this one (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks.
         own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
+        groups: layers may recompute groups of operators as well (`tools.estimate.operators`).
     """
 
     base: Configuration
@@ -56,6 +58,7 @@ class Request:
     margin: float = 0.0
     swaps: bool = False
     schedule: str = ""
+    groups: bool = False
 
     @property
     def room(self) -> float:
@@ -120,6 +123,19 @@ def request_of(
         own_cap=memory_gib is None and limit_of(recipe) <= hardware.hbm_bytes,
         swaps=swaps(View(recipe)),
     )
+
+
+def with_groups(request: Request) -> Request:
+    """The same, where layers may recompute groups of operators as well.
+
+    Raises:
+        RecipeError: nothing is known of them, or the recipe lists layers by number.
+    """
+    if not offered(request.base):
+        raise RecipeError("--recompute-operators: of this model no group of operators is known to free memory")
+    if request.swaps:
+        raise RecipeError("--recompute-operators: the recipe swaps, and so lists layers by number; turn its swap off")
+    return replace(request, groups=True)
 
 
 def file_of(cluster_name: str) -> str:

@@ -14,6 +14,7 @@ from tools.check import check_recipe
 from tools.dryrun.stages import stages_of
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
+from tools.estimate.operators import PATTERNS
 from tools.hardware.units import GIB
 from tools.model.architecture import model_of
 from tools.model.weights import layer_size
@@ -105,6 +106,7 @@ def configured(draw, folder):
             select=draw(tables(layers)),
             communication=draw(tables(layers)),
             replay_tp=now.recompute.replay_tp,
+            operators=draw(groups(layers)),
         ),
         shard_optimizer=draw(st.booleans()),
         shard_gradients=draw(st.booleans()),
@@ -129,6 +131,13 @@ def tables(draw, layers):
     if draw(st.booleans()):
         return draw(st.sampled_from([None, layers]))
     return tuple(tuple(draw(st.integers(0, count)) for count in row) for row in layers)
+
+
+@st.composite
+def groups(draw, layers):
+    """Layers of some groups of operators; those without any are none."""
+    names = draw(st.sampled_from([(), (), ("attention",), ("mlp", "experts"), tuple(PATTERNS)]))
+    return tuple((name, table) for name in names if (table := draw(tables(layers))) and any(map(any, table)))
 
 
 def without_zeros(config):
