@@ -38,7 +38,7 @@ class StoppedError(Exception):
     """A run has ended itself for what it saw: a failed run (exit code 1) that says why, no slip of the user's."""
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string."""
-    close = get_close_matches(word, known, n=1, cutoff=0.6)
+def did_you_mean(word: object, known: list[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string; a key may be any plain value."""
+    close = get_close_matches(str(word), known, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -11,7 +11,6 @@ from tools.recipe.view import MODEL, RUNNER, View
 from tools.schema.converter import Built, _apply
 from tools.schema.schema import Schema
 
-_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor")
 _FUNCTIONS = {"moe_router_score_function": "is_use_gated_sigmoid", "moe_token_drop_policy": "get_drop_policy"}
 
 
@@ -76,8 +75,3 @@ def same(written: Any, arrived: Any) -> bool:
     if isinstance(written, str) and isinstance(arrived, str):
         return same_dtype(written, arrived)
     return bool(written == arrived)
-
-
-def unmapped_hint(key: str, model_has_mla: bool) -> str:
-    """What to write instead of a YaRN key on a model whose TransformerConfig has no such field."""
-    return "write it inside rope_scaling" if key in _YARN and not model_has_mla else ""

@@ -12,7 +12,6 @@ from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
 from tools.check.data_files import check_files
 from tools.check.differences import check_differences
-from tools.check.keys import check_keys
 from tools.check.plugins import check_plugins
 from tools.check.table import table_of
 from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report
@@ -22,6 +21,7 @@ from tools.recipe.override import dotted
 from tools.recipe.unresolved import OFFSET
 from tools.recipe.view import View
 from tools.schema.converter import convert
+from tools.schema.keys import check_keys
 from tools.schema.schema import load_schema
 from tools.schema.stages import check_stages
 

@@ -13,15 +13,18 @@ from tools.estimate.configuration import Configuration, Cut, Recompute, Table, s
 from tools.estimate.layer_numbers import table_by_numbers
 from tools.estimate.operators import PATTERNS
 from tools.hardware.units import short_dtype
-from tools.model.architecture import model_of
+from tools.model.architecture import Model, model_of
+from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
-from tools.recipe.unresolved import CHUNKS, MODE, OVERLAP, require_resolved
-from tools.recipe.view import MODEL, View
-from tools.schema.converter import convert
+from tools.recipe.unresolved import CHUNKS, MODE, OFFSET, OVERLAP, require_resolved
+from tools.recipe.view import MODEL, PARALLEL, View
+from tools.schema.converter import Built, convert
+from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 _SHARD = ("parallel", "parallel_optimizer_config")
+_MORE = "`tc3 check` says more"
 LEVEL = (*_SHARD, "optimizer_level")
 GRADIENTS = (*_SHARD, "gradient_accumulation_shard")
 
@@ -35,43 +38,53 @@ def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
         ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
 
     Raises:
-        RecipeError: it has no model or one of impossible sizes, its offset does not fit, or it leaves its dispatch to
-            `auto`.
+        RecipeError: it has no model or one of impossible sizes, a key or value that MindFormers has not, an offset or
+            degrees that do not fit, or it leaves its dispatch to `auto`.
     """
     view = View(recipe)
     if not view.get(MODEL):
-        raise RecipeError(f"{recipe.source}: model.model_config: missing: this recipe describes no model")
+        raise refusal(recipe, MODEL, "missing: this recipe describes no model")
+    refuse_keys(recipe)
     built = convert(view, load_schema())
     layers = stage_layers_of(view, built)
     try:
         model = model_of(built.fields)
     except (KeyError, TypeError, ValueError) as error:
-        raise RecipeError(f"model.model_config: its sizes make no model ({error}); `tc3 check` says more") from None
+        raise refusal(recipe, MODEL, f"its sizes make no model ({error}); {_MORE}") from None
     if layers is None:
-        raise RecipeError("model.model_config.offset: does not fit the layers and stages; `tc3 check` says more")
+        raise refusal(recipe, OFFSET, f"does not fit the layers and stages; {_MORE}")
     table = tuple(tuple(row) for row in layers)
     try:
         recompute = recompute_of(view, table)
     except (TypeError, ValueError):
-        raise RecipeError(
-            "recompute_config: its numbers do not fit the layers and stages; `tc3 check` says more"
-        ) from None
+        text = f"its numbers do not fit the layers and stages; {_MORE}"
+        raise refusal(recipe, ("recompute_config",), text) from None
+    dispatcher = str(built.fields.get("moe_token_dispatcher_type"))
+    dispatch = (ep_mode, None) if ep_mode else _dispatch(view, dispatcher)
+    try:
+        return _configuration(view, built, model, table, recompute, dispatch)
+    except RecipeError as error:
+        raise refusal(recipe, PARALLEL, f"{error}; {_MORE}") from None
+
+
+def _configuration(
+    view: View, built: Built, model: Model, layers: Table, recompute: Recompute, dispatch: tuple[str, Cut | None]
+) -> Configuration:
+    """The run of a recipe whose model, layers and dispatch are known."""
     fields = built.fields
-    dtype = short_dtype(fields.get("compute_dtype"), "fp32")
-    mode, cut = (ep_mode, None) if ep_mode else _dispatch(view, str(fields.get("moe_token_dispatcher_type")))
     return Configuration(
         model=model,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
-        layers=table,
+        layers=layers,
         schedule=view.schedule,
         sequence=built.number("seq_length"),
         batch=view.batch,
         micro_batches=view.micro_batches * view.accumulation,
-        dtype=dtype,
+        dtype=short_dtype(fields.get("compute_dtype"), "fp32"),
         recompute=recompute,
         sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
-        ep_mode=mode,
-        ep_cut=cut,
+        ep_mode=dispatch[0],
+        ep_cut=dispatch[1],
         shared_beside=fields.get("moe_shared_expert_overlap") is True,
         shard_optimizer=view.flag(("parallel", "enable_parallel_optimizer")),
         shard_gradients=shards_gradients(view),
@@ -91,7 +104,7 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
     """How tokens travel, and in which chunks: the plugins' where the recipe has them.
 
     Raises:
-        RecipeError: either is `auto` still.
+        RecipeError: either is `auto` still, or overlap has settings that it cannot have.
     """
     mode, overlap = view.get(MODE), view.get(OVERLAP)
     if mode is None:
@@ -99,7 +112,10 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
     if view.ep == 1:
         return "global", None  # a launch refuses it: nobody to send to
     require_resolved(view.recipe, MODE, CHUNKS)
-    return str(mode), Cut(*ep_overlap.read(overlap)) if overlap else None
+    try:
+        return str(mode), Cut(*ep_overlap.read(overlap)) if overlap else None
+    except RecipeError as error:
+        raise in_file(view.recipe, error) from None
 
 
 def shards_gradients(view: View) -> bool:

@@ -126,12 +126,18 @@ def model_of(fields: Mapping[str, Any]) -> Model:
     """The model that MindFormers builds from the fields of a TransformerConfig (see `converter.Built.fields`).
 
     Raises:
-        TypeError, KeyError, ValueError: a field that a size needs is missing or of another kind.
+        TypeError, KeyError, ValueError: a field that a size needs is missing, of another kind or no size.
     """
 
     def number(name: str) -> int:
         value = fields.get(name)
         return value if type(value) is int else 0
+
+    def size(name: str) -> int:
+        value = fields[name]
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} is {value!r}")
+        return value
 
     experts = number("num_moe_experts")
     # MindFormers builds the shared expert wherever this width is set, whatever the number says (moe_layer.py)
@@ -140,21 +146,21 @@ def model_of(fields: Mapping[str, Any]) -> Model:
     widths = ("kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
     return Model(
         pattern=pattern_of(
-            fields["num_layers"], experts, number("first_k_dense_replace"), fields.get("moe_layer_freq") or 1
+            size("num_layers"), experts, number("first_k_dense_replace"), fields.get("moe_layer_freq") or 1
         ),
-        hidden=fields["hidden_size"],
-        heads=fields["num_attention_heads"],
-        kv_heads=fields["num_attention_heads"] if mla else fields["num_query_groups"],
-        head_dim=0 if mla else fields["kv_channels"],
-        ffn=fields["ffn_hidden_size"],
-        vocab=fields["vocab_size"],
+        hidden=size("hidden_size"),
+        heads=size("num_attention_heads"),
+        kv_heads=size("num_attention_heads") if mla else size("num_query_groups"),
+        head_dim=0 if mla else size("kv_channels"),
+        ffn=size("ffn_hidden_size"),
+        vocab=size("vocab_size"),
         gated=bool(fields.get("gated_linear_unit")),
         tied=fields.get("tie_word_embeddings") is True,
-        latent=Latent(number("q_lora_rank"), *(fields[name] for name in widths)) if mla else None,
+        latent=Latent(number("q_lora_rank"), *(size(name) for name in widths)) if mla else None,
         qk_norm=bool(fields.get("qk_layernorm")),
         experts=experts,
-        top_k=fields["moe_router_topk"] if experts else 0,
-        expert_ffn=fields["moe_ffn_hidden_size"] if experts else 0,
+        top_k=size("moe_router_topk") if experts else 0,
+        expert_ffn=size("moe_ffn_hidden_size") if experts else 0,
         shared_ffn=shared if experts else 0,
         shared_gate=bool(experts and shared and fields.get("use_shared_expert_gating")),
         mtp=number("mtp_num_layers"),

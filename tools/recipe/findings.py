@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -37,11 +37,17 @@ class Finding:
     source: str = ""
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
-        remedy = f"; {self.right}" if self.right else ""
-        return f"{place}{self.severity}: {self.key}: {self.wrong}{remedy}" + (
-            f" [{self.source}]" if self.source else ""
-        )
+        return f"{self.place}{self.severity}: {self.words}" + (f" [{self.source}]" if self.source else "")
+
+    @property
+    def place(self) -> str:
+        """``file:line: `` as far as known."""
+        return f"{self.file}:{self.line}: " if self.line else f"{self.file}: " if self.file else ""
+
+    @property
+    def words(self) -> str:
+        """The key, what is wrong with it, what would be right."""
+        return f"{self.key}: {self.wrong}" + (f"; {self.right}" if self.right else "")
 
 
 @dataclass
@@ -119,8 +125,21 @@ def _upwards(path: KeyPath) -> Iterator[KeyPath]:
         yield path[:length]
 
 
-def refusal(recipe: Recipe, path: KeyPath, text: str) -> RecipeError:
+def refused(errors: Sequence[Finding]) -> RecipeError:
+    """The error of a tool that cannot go on with what `tc3 check` finds: the first finding, in one line."""
+    more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
+    return RecipeError(f"{errors[0].place}{errors[0].words}{more}")
+
+
+def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
     """The error at a key path, with file and line as far as known, for a tool that cannot go on."""
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     mark = recipe.marks.get(path)
     source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""
     return RecipeError(f"{source}{dotted(path)}: {text}")
+
+
+def in_file(recipe: Mapping[str, Any], error: RecipeError) -> RecipeError:
+    """`error` with the recipe's file, for what was raised by somebody who does not know it."""
+    source, text = getattr(recipe, "source", ""), str(error)
+    return error if not source or source in text else RecipeError(f"{source}: {text}")

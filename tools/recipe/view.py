@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.semi_auto_cpu.chosen import chosen, splits_model
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import schedule_of
+from tools.recipe.findings import refusal
 from tools.recipe.load import KeyPath, Recipe
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
@@ -228,5 +228,5 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
         return 0
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?GB", str(written))
     if match is None:
-        raise RecipeError(f"context.max_device_memory: {written!r} is not of the form 55.5GB")
+        raise refusal(recipe, ("context", "max_device_memory"), f"{str(written)!r} is not of the form 55.5GB")
     return int(float(match[1]) * GIB)

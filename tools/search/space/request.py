@@ -15,6 +15,7 @@ from tools.estimate.operators import offered
 from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
 from tools.hardware.names import name_of
 from tools.model.ulysses import DEGREE
+from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe
 from tools.recipe.unresolved import CHUNKS, OVERLAP, unresolved
 from tools.recipe.view import View, limit_of, look
@@ -108,7 +109,7 @@ def request_of(
     try:
         base, room = _run_of(recipe), room_of(recipe, hardware, memory_gib, margin)
     except RecipeError as error:
-        raise RecipeError(f"{recipe.source}: {error}") from None
+        raise in_file(recipe, error) from None
     return Request(
         base=base,
         hardware=hardware,

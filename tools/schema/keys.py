@@ -7,22 +7,35 @@ from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
-from tools.check.arrival import unmapped_hint
-from tools.recipe.findings import Findings
+from tools.recipe.findings import ERROR, Findings, refused
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.numbers import EXPONENT, as_yaml
 from tools.recipe.override import dotted
 from tools.recipe.view import MODEL
 from tools.schema.kinds import fits, kind, say
-from tools.schema.schema import Schema, Shape
+from tools.schema.schema import Schema, Shape, load_schema
 
 _SHOWN = 8  # choices listed in a message
+_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor")
 
 
 def check_keys(recipe: Recipe, schema: Schema, found: Findings) -> None:
     """Walk the whole recipe."""
     walk = _Walk(recipe, schema, found)
     walk.visit(recipe, walk.root, ())
+
+
+def refuse_keys(recipe: Recipe) -> None:
+    """Raise for a recipe with a key or value that MindFormers has not: whatever is said of it would be made up.
+
+    Raises:
+        RecipeError: the first one, with file, line, key path and what would be right, and how many more there are.
+    """
+    schema = load_schema()
+    found = Findings(recipe, schema.line)
+    check_keys(recipe, schema, found)
+    if errors := [finding for finding in found.found if finding.severity == ERROR]:
+        raise refused(errors)
 
 
 class _Walk:
@@ -75,7 +88,7 @@ class _Walk:
         right = ""
         close = get_close_matches(str(key), list(shape.keys or {}), n=1, cutoff=0.75)
         places = _places(self.root, str(key))
-        if path == MODEL and (hint := unmapped_hint(str(key), self.mla)):
+        if path == MODEL and (hint := _unmapped_hint(str(key), self.mla)):
             right = hint
         elif places:
             right = f"it belongs in {' or '.join(places[:2])}"
@@ -163,6 +176,11 @@ def _listed(names: list[Any]) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _unmapped_hint(key: str, model_has_mla: bool) -> str:
+    """What to write instead of a YaRN key on a model whose TransformerConfig has no such field."""
+    return "write it inside rope_scaling" if key in _YARN and not model_has_mla else ""
 
 
 def _places(shape: Shape, key: str, path: KeyPath = (), depth: int = 0) -> list[str]:
