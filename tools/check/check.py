@@ -14,7 +14,7 @@ from tools.check.data_files import check_files
 from tools.check.differences import check_differences
 from tools.check.plugins import check_plugins
 from tools.check.table import table_of
-from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report
+from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report, refused
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.numbers import bad_numbers
 from tools.recipe.override import dotted
@@ -68,6 +68,16 @@ def check_recipe(
         check_files(view, built, found, here)
     _unresolved(unresolved, found)
     return Report(recipe, _sorted(found), table_of(view, built, token_budget))
+
+
+def require_sound(recipe: Recipe) -> None:
+    """Refuse a recipe that MindFormers would not run as it is written: no answer about it would be one.
+
+    Raises:
+        RecipeError: the first error that `tc3 check` finds, in one line, and how many more there are.
+    """
+    if errors := check_recipe(recipe).errors:
+        raise refused(errors)
 
 
 def _sorted(found: Findings) -> list[Finding]:

@@ -14,6 +14,7 @@ from rich.console import Console
 from plugins.errors import RecipeError
 from plugins.operator_fusion.plan import LEVELS, Fusion
 from tools.auto.resolve import resolve
+from tools.check.check import require_sound
 from tools.dryrun.cli import compile_all, refusal_of, resized, without_files
 from tools.dryrun.compile.cache import text_of
 from tools.dryrun.jobs import plan_jobs
@@ -92,6 +93,7 @@ def fusion(
         raise click.UsageError("--graph is one stage already: leave --stage out")
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     loaded = resolve(loaded, partial(click.echo, err=True))
+    require_sound(loaded)
     chosen, why = level_of(loaded)
     if level:
         chosen, why = replace(chosen, level=level), f"--level {level}; the recipe: {chosen.level}, {why}"

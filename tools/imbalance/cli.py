@@ -50,10 +50,12 @@ def imbalance_command(
     from tools.imbalance.measure import imbalance
     from tools.recipe.load import load_recipe
     from tools.recipe.override import apply_overrides
+    from tools.schema.keys import refuse_keys
 
     if picture:
         check_ending(picture)
     loaded = resolve(apply_overrides(load_recipe(recipe), overrides), partial(click.echo, err=True))
+    refuse_keys(loaded)
     with CountingReporter() as reporter:
         found = imbalance(prefix, loaded, steps, window, reporter, cluster)
     if picture:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
+from tools.check.check import require_sound
 from tools.dryrun.memory import DOES_NOT_FIT, FITS, UNKNOWN
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster as find_cluster
@@ -29,7 +30,7 @@ from tools.memory.explain import explain, verdict
 from tools.memory.render import print_proposals, print_stages
 from tools.process.waiting import saying
 from tools.ranges import Number
-from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
 _WIDTH = 130  # of tables in a file or pipe
@@ -88,7 +89,8 @@ def memory(
         check_form(picture)
     changed = apply_overrides(load_recipe(recipe), overrides)
     loaded = resolve(changed, partial(click.echo, err=True), layout="file")
-    config, hardware = _configuration(loaded), find_cluster(cluster)
+    require_sound(loaded)
+    config, hardware = from_recipe(loaded), find_cluster(cluster)
     if stage is not None and stage >= config.pp:
         raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {config.pp - 1}")
     room, times = room_of(loaded, hardware, limit), TimeModel(hardware)
@@ -113,16 +115,6 @@ def memory(
         if explain_oom:
             print_proposals(report["proposals"], console, report["fit"] == FITS)
     sys.exit(0 if report["fit"] == FITS else 1)
-
-
-def _configuration(recipe: Recipe) -> Configuration:
-    """The recipe's run. Raises RecipeError, which names the recipe."""
-    try:
-        return from_recipe(recipe)
-    except RecipeError as error:
-        if recipe.source in str(error):
-            raise
-        raise RecipeError(f"{recipe.source}: {error}; tc3 check {recipe.source} names the keys") from error
 
 
 def _report(config: Configuration, times: TimeModel, room: Room, stage: int | None) -> tuple[dict[str, Any], TimeLine]:

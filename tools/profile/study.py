@@ -10,6 +10,7 @@ import yaml
 
 from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
+from tools.check.check import require_sound
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import Efficiency, cluster, cluster_file, efficiency_of
 from tools.estimate.from_recipe import from_recipe
@@ -41,8 +42,14 @@ class Study:
 
 
 def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
-    """The run that a recipe describes, its open values resolved."""
-    return from_recipe(resolve(apply_overrides(load_recipe(recipe), overrides)))
+    """The run that a recipe describes, its open values resolved.
+
+    Raises:
+        RecipeError: it cannot be read, or `tc3 check` refuses it.
+    """
+    resolved = resolve(apply_overrides(load_recipe(recipe), overrides))
+    require_sound(resolved)
+    return from_recipe(resolved)
 
 
 def study(folder: Path, config: Configuration, steps: int | None = None) -> Study:

@@ -259,6 +259,7 @@ MODEL: dict[str, Spec] = {
             "moe_intermediate_size",
             "q_lora_rank",
             "num_key_value_heads",
+            "moe_shared_expert_intermediate_size",
         )
     },
     **_least(
@@ -266,7 +267,7 @@ MODEL: dict[str, Spec] = {
         *("batch_size", "seq_length", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
         *("num_attention_heads", "max_position_embeddings", "pp_interleave_num", "kv_lora_rank", "head_dim"),
         *("qk_head_dim", "qk_nope_head_dim", "qk_pos_emb_head_dim", "qk_rope_head_dim", "v_head_dim"),
-        *("moe_shared_expert_intermediate_size", "npu_nums_per_device", "expert_relocation_freq"),
+        *("npu_nums_per_device", "expert_relocation_freq"),
     ),
     **_least(
         0, "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group", "expert_relocation_initial_iteration"
