@@ -179,8 +179,7 @@ def _layer_pass(config: Configuration, kind: str, again: bool) -> float:
     layer = saved(config, kind) if again else 0.0
     if config.shard_weights:
         return layer + saved(config, kind) + _gathered_gradients(config, kind) + buffers(config, kind)
-    cheap = bool(config.recompute.select) and config.recompute.selective == "norms" and not again
-    return layer + megatron.layer_pass(config, config.model.last_kind if kind == "mtp" else kind, cheap)
+    return layer + megatron.layer_pass(config, config.model.last_kind if kind == "mtp" else kind)
 
 
 def _loss_pass(config: Configuration) -> float:

@@ -29,15 +29,11 @@ def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
     return ITEM * sum(rows * columns for rows, columns in shapes)
 
 
-def layer_pass(config: Configuration, kind: str, cheap: bool = False) -> float:
-    """Most bytes of gradients while a layer's backward runs.
-
-    Args:
-        cheap: the activation's result is not kept but made again, so that nothing is freed for it.
-    """
+def layer_pass(config: Configuration, kind: str) -> float:
+    """Most bytes of gradients while a layer's backward runs."""
     model, done, tokens = config.model, work(config, kind), config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
-    gates = (2 if model.gated else 1) + cheap
+    gates = 2 if model.gated else 1
     if kind == "dense":
         units = tokens * model.ffn / config.tp
     else:
