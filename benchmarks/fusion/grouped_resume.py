@@ -3,10 +3,10 @@
     python benchmarks/fusion/grouped_resume.py [RECIPE]
 
 A pipeline of two stages on CPU (tests/training/sharded_pp2.yaml) in bfloat16, six steps. The pass is put into the
-workers by grouped_on_cpu/sitecustomize.py, for the recipe's section does nothing on a CPU. Every process gets SIGKILL at
-once after step 4; a checkpoint stands at step 3. Losses and norms of each step and rank must be the same bits, and every
-tensor of the last checkpoint. Losses without the pass differ by the rounding of each micro-batch's gradient alone: were
-a sum read too early or set to zero too late, they would be far apart.
+workers by grouped_on_cpu/sitecustomize.py, for the recipe's section does nothing on a CPU. Every process gets SIGKILL
+at once after step 4; a checkpoint stands at step 3. Losses and norms of each step and rank must be the same bits, and
+every tensor of the last checkpoint. Losses without the pass differ by the rounding of each micro-batch's gradient
+alone: were a sum read too early or set to zero too late, they would be far apart.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from pathlib import Path
 
 import click
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.sharded_resume import KILL, SAVED, STEPS, compare
 from tests.training import runs
@@ -29,7 +28,7 @@ from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
 LOW = "model.model_config.compute_dtype=bfloat16"
-HOOK = os.pathsep.join([str(Path(__file__).with_name("grouped_on_cpu")), str(ROOT)])
+HOOK = os.pathsep.join([str(Path(__file__).with_name("grouped_on_cpu")), str(runs.ROOT)])
 
 
 class Folder:

@@ -54,7 +54,9 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 )
 @click.option("--level", type=click.Choice(LEVELS), help="Another level than the recipe has.")
 @click.option("--devices", type=Number("devices"), help="Another number of devices: data_parallel follows.")
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Whose HBM bytes are seconds.")
+@click.option(
+    "--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its HBM and launches count."
+)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
