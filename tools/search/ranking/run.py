@@ -9,6 +9,7 @@ from plugins.errors import RecipeError
 from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.placement.place import Placement
+from tools.placement.swapping import Swapping
 from tools.process.signals import terminate_as_interrupt
 from tools.search.ranking.chances import BOUNDS, EFFORT, Chances
 from tools.search.ranking.entry import Entry, entry_of
@@ -40,6 +41,7 @@ class Found:
         least: seconds that no layout of the candidates that fit is under, by the estimator; 0 where none is known.
         open: candidates that could be faster than the best by their bounds.
         cut: a deadline ended one of them: another machine may find another answer.
+        swapping: the first layout placed once more with swapping as a third choice, where that was asked for.
     """
 
     request: Request
@@ -60,6 +62,7 @@ class Found:
     least: float = 0.0
     open: int = 0
     cut: bool = False
+    swapping: Swapping | None = None
 
     @property
     def best(self) -> Entry:
