@@ -60,21 +60,22 @@ def test_no_link_no_price():
 @pytest.mark.parametrize("speed", [2e9, 2e10, 1e12])
 def test_the_choice_is_the_best_of_all_plans(speed):
     model = linked(speed)
-    config = configuration(
-        replace(DENSE, pattern=DENSE.pattern[:5]), pp=2, chunks=1, training_graph=True, sequence=4096
-    )
-    plain = pipeline_instance(config, model, tight(config, 0.4), True)
+    config = run(model=replace(DENSE, pattern=DENSE.pattern[:5]))
+    plain = pipeline_instance(config, model, tight(config, 0.8), True)
     instance = with_swapping(plain, prices_of(config, model))
+    assert {WHOLE, HIDDEN} <= {option.name for option in instance.types[0].options}
     size = len(instance.columns)
-    plans = []
-    for first in range(1, 5):
-        for pair in itertools.product(*(counts(size, layers) for layers in (first, 5 - first))):
-            plans.append(np.array(pair).T)
+    plans = [
+        np.array(chosen).T
+        for layers in set(itertools.permutations((1, 1, 1, 2)))
+        for chosen in itertools.product(*(counts(size, count) for count in layers))
+    ]
     plans = np.array(plans)
     plans = plans[instance.fits(plans) & instance.well_formed(plans)]
     best = instance.step_times(plans).min()
     outcome = optimise(instance, Budget(3.0))
     assert outcome.time == pytest.approx(best, rel=1e-6)
+    assert len(plans) > 100
 
 
 def counts(options, layers):

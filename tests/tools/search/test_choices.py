@@ -27,7 +27,7 @@ def alone(monkeypatch, tmp_path):
 
 def asked(*words):
     limits = [word for limit in LIMITS for word in ("--limit", limit)]
-    words = [RECIPE, *limits, "--effort", "0.5", "--top", "1", "--json", *words]
+    words = [RECIPE, *limits, "--effort", "1", "--top", "1", "--json", *words]
     return CliRunner().invoke(search, list(map(str, words)), catch_exceptions=False)
 
 
