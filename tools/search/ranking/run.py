@@ -9,13 +9,13 @@ from plugins.errors import RecipeError
 from tools.estimate.time_model import TimeModel
 from tools.placement.budget import Budget
 from tools.placement.place import Placement
-from tools.placement.swapping import Swapping
 from tools.process.signals import terminate_as_interrupt
 from tools.search.ranking.chances import BOUNDS, EFFORT, Chances
 from tools.search.ranking.entry import Entry, entry_of
 from tools.search.ranking.place_best import bounds_of, place_all
 from tools.search.ranking.rank import Ranked, Ranking, rank
 from tools.search.ranking.store import Store
+from tools.search.ranking.swapping import Swapping
 from tools.search.space.candidates import configuration
 from tools.search.space.limits import PLANNED
 from tools.search.space.request import Request

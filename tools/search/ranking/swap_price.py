@@ -13,7 +13,7 @@ from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.pipeline.swap import swapped
 from tools.placement.budget import Budget
-from tools.placement.swapping import Swapping, place_swapping
+from tools.search.ranking.swapping import Swapping, place_swapping
 
 if TYPE_CHECKING:
     from tools.search.ranking.run import Found

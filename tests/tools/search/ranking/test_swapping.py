@@ -20,7 +20,7 @@ from tools.placement.budget import Budget
 from tools.placement.optimise import optimise
 from tools.placement.place import place
 from tools.placement.problem import pipeline_instance
-from tools.placement.swapping import HIDDEN, WHOLE, hidden_bytes, place_swapping, prices_of, with_swapping
+from tools.search.ranking.swapping import HIDDEN, WHOLE, hidden_bytes, place_swapping, prices_of, with_swapping
 
 
 def linked(bytes_per_s):
