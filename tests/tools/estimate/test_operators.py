@@ -1,6 +1,7 @@
 """Groups of operators: bytes as compiled graphs have them, times as the whole layer's, keys written and read."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import mindformers
@@ -12,10 +13,11 @@ from tools.estimate.configuration import Recompute
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe, operators_of, select_of
 from tools.estimate.memory.activations import saved
+from tools.estimate.memory.changes import single_changes
 from tools.estimate.operators import PATTERNS, joined, offered, parts_of
 from tools.estimate.recompute_keys import with_groups
 from tools.estimate.time_model import TimeModel
-from tools.hardware.units import MIB
+from tools.hardware.units import GIB, MIB
 from tools.recipe.load import load_recipe
 
 TIMES = TimeModel(cluster("atlas_800t_a2"))
@@ -122,3 +124,21 @@ def test_patterns_name_what_mindformers_makes(pattern):
     # those that are set to be recomputed have a flag in the method's place, and cannot be named again
     flagged = set(re.findall(r"self\.(\w+) = \w+\([^\n]*\)\.recompute\(True\)", text))
     assert not {name for name in flagged if re.fullmatch(last, name)}
+
+
+def test_changes_of_a_run_with_groups_keep_its_tables_whole():
+    config = recipe("105b/pretrain_4k_searched")
+    layers = config.layers
+    config = replace(config, recompute=Recompute(operators=(("attention", layers), ("experts", layers))))
+    found = single_changes(config, 20 * GIB)
+    assert {"recompute every layer", "move a layer from the fullest stage"} <= {change.name for change in found}
+    for change in found:
+        tables = [change.config.layers, *(table for _, table in change.config.recompute.operators)]
+        shapes = {(len(table), *map(len, table)) for table in tables}
+        assert len(shapes) == 1, change.name
+        assert all(
+            a <= b
+            for table in tables
+            for rows in zip(table, tables[0], strict=True)
+            for a, b in zip(*rows, strict=True)
+        )
