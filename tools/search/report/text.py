@@ -27,7 +27,7 @@ HEADS = {  # column -> what it says
     "each",
     "dispatch": "how tokens reach their experts (tc3 ep-report compares the modes)",
     "sharded": "what data-parallel copies share among them: optimizer state, or gradients, too",
-    "recompute": "layers that compute again in backward: all (full), norms (select), groups of operators, communication",
+    "recompute": "layers that compute again in backward: all (full), norms (select), operator groups, communication",
     "step s": "seconds of a step",
     "MFU": "the model's FLOPs over what the devices could compute",
     "GiB": "memory of the fullest device",
