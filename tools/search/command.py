@@ -20,7 +20,7 @@ from tools.placement.budget import LATE, Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
-from tools.search.options import effort_option, effort_within, groups_option, margin_option, schedule_option
+from tools.search.options import choice_options, effort_option, effort_within, margin_option, schedule_option
 from tools.search.space.limits import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
@@ -56,7 +56,7 @@ _WIDTH = 200  # of tables in a file or pipe
     help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
 )
 @schedule_option
-@groups_option
+@choice_options
 @click.option("--top", default=10, show_default=True, type=Number("rows"), help="Strategies to place and show.")
 @effort_option("normal")
 @click.option(
@@ -113,6 +113,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     """
     from tools.search.progress import SpaceProgress
     from tools.search.ranking.run import search
+    from tools.search.ranking.swap_price import add_swapping
 
     with terminate_as_interrupt(), SpaceProgress() as progress:
         try:
@@ -121,6 +122,8 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
             effort = effort_within(options["effort"], "normal", limit / options["top"])
             budget = Budget(effort, max(limit - _RESERVE, limit / 2))
             found = search(request, options["top"], budget, store, times, progress.tell)
+            if options["swapping"]:
+                add_swapping(found, times, budget)
             others = _others(request, found, budget, times, options, progress.tell)
         except KeyboardInterrupt:
             click.echo("interrupted: nothing found yet", err=True)
@@ -149,7 +152,7 @@ def _asked(
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
     from tools.search.ranking.store import Store
-    from tools.search.space.request import request_of, with_groups
+    from tools.search.space.request import request_of, with_choices
 
     if options["verified"]:
         require_verified()
@@ -165,7 +168,7 @@ def _asked(
     _require_schedules(options)
     of_run = (options["devices"], options["gbs"], options["memory"])
     request = request_of(recipe, cluster_name, *of_run, asked, options["memory_margin"])
-    request = with_groups(request) if options["groups"] else request
+    request = with_choices(request, options["groups"], options["swapping"])
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)

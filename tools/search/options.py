@@ -28,13 +28,27 @@ schedule_option = click.option(
 )
 
 
-groups_option = click.option(
+_groups = click.option(
     "--recompute-operators",
     "groups",
     is_flag=True,
     help="Let layers recompute groups of operators (MLA's up-projections, MLPs' first product, experts) beside norms, "
     "communication and whole layers; takes twice as long.",
 )
+
+
+_swap = click.option(
+    "--swap",
+    "swapping",
+    is_flag=True,
+    help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
+    "them to the host, at the price of its link. Simulated only, not written.",
+)
+
+
+def choice_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--recompute-operators` and `--swap`: what layers may do beside what every search asks."""
+    return _groups(_swap(command))
 
 
 class Effort(click.ParamType):

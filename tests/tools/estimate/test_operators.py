@@ -1,6 +1,7 @@
 """Groups of operators: bytes as compiled graphs have them, times as the whole layer's, keys written and read."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import mindformers
@@ -12,10 +13,11 @@ from tools.estimate.configuration import Recompute
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe, operators_of, select_of
 from tools.estimate.memory.activations import saved
+from tools.estimate.memory.changes import single_changes
 from tools.estimate.operators import PATTERNS, joined, offered, parts_of
 from tools.estimate.recompute_keys import with_groups
 from tools.estimate.time_model import TimeModel
-from tools.hardware.units import MIB
+from tools.hardware.units import GIB, MIB
 from tools.recipe.load import load_recipe
 
 TIMES = TimeModel(cluster("atlas_800t_a2"))
@@ -37,23 +39,29 @@ def recipe(name):
     return from_recipe(load_recipe(f"recipes/telechat3_{name}.yaml"))
 
 
-# MiB that a layer keeps without groups and with them, of `tc3 dryrun --quick` with MindSpore 2.9.0
-COMPILED = {
-    ("105b/pretrain_4k", "moe", "attention+mlp"): (188.4, 157.4),
-    ("105b/pretrain_4k", "moe", "select+attention+mlp+experts"): (188.4, 48.3),
-}
+# MiB that a layer keeps, by `tc3 dryrun --quick` of the 105B (MindSpore 2.9.0), without tensor parallelism and with 8
+COMPILED = [
+    ("105b/pretrain_4k_searched", "moe", "none", 1190.1),
+    ("105b/pretrain_4k_searched", "moe", "mlp", 1070.1),
+    ("105b/pretrain_4k_searched", "moe", "attention+mlp", 946.6),
+    ("105b/pretrain_4k_searched", "moe", "select+attention+mlp", 866.6),
+    ("105b/pretrain_4k_searched", "moe", "select+attention+mlp+experts", 263.0),
+    ("105b/pretrain_4k_searched", "dense", "select+attention+mlp+experts", 256.6),
+    ("105b/pretrain_4k", "moe", "select+attention+mlp+experts", 48.3),
+    ("105b/pretrain_4k", "dense", "select+attention+mlp+experts", 87.5),
+]
 
 
-@pytest.mark.parametrize("case", COMPILED)
-def test_what_is_left_is_what_compiled_graphs_keep(case):
-    name, kind, option = case
-    before, after = COMPILED[case]
-    config = recipe(name)
-    freed = (saved(config, kind) - saved(config, kind, option)) / MIB
-    if "experts" in option:  # the graph pads the copies of alltoall by 38 % (training_graph): more is freed there
-        assert saved(config, kind, option) / MIB == pytest.approx(after, rel=0.02)
-    else:
-        assert freed == pytest.approx(before - after, rel=0.1)
+@pytest.mark.parametrize(("name", "kind", "option", "compiled"), COMPILED)
+def test_what_is_left_is_what_compiled_graphs_keep(name, kind, option, compiled):
+    assert saved(recipe(name), kind, option) / MIB == pytest.approx(compiled, rel=0.06)
+
+
+def test_what_a_group_frees_is_what_compiled_graphs_free():
+    # with tensor parallelism alltoall's copies are padded by 38 %, which is not modelled: of the others 188.4 - 157.4
+    config = recipe("105b/pretrain_4k")
+    freed = (saved(config, "moe") - saved(config, "moe", "attention+mlp")) / MIB
+    assert freed == pytest.approx(31.0, rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["105b/pretrain_4k_searched", "438b/pretrain_4k", "1119b/pretrain_4k"])
@@ -116,3 +124,21 @@ def test_patterns_name_what_mindformers_makes(pattern):
     # those that are set to be recomputed have a flag in the method's place, and cannot be named again
     flagged = set(re.findall(r"self\.(\w+) = \w+\([^\n]*\)\.recompute\(True\)", text))
     assert not {name for name in flagged if re.fullmatch(last, name)}
+
+
+def test_changes_of_a_run_with_groups_keep_its_tables_whole():
+    config = recipe("105b/pretrain_4k_searched")
+    layers = config.layers
+    config = replace(config, recompute=Recompute(operators=(("attention", layers), ("experts", layers))))
+    found = single_changes(config, 20 * GIB)
+    assert {"recompute every layer", "move a layer from the fullest stage"} <= {change.name for change in found}
+    for change in found:
+        tables = [change.config.layers, *(table for _, table in change.config.recompute.operators)]
+        shapes = {(len(table), *map(len, table)) for table in tables}
+        assert len(shapes) == 1, change.name
+        assert all(
+            a <= b
+            for table in tables
+            for rows in zip(table, tables[0], strict=True)
+            for a, b in zip(*rows, strict=True)
+        )

@@ -134,7 +134,7 @@ def _for_data(run: Configuration, tp: int, cp: int) -> Configuration | None:
 def _deeper(run: Configuration) -> Configuration | None:
     """Twice the stages, layers spread evenly; only where all or no layers are recomputed."""
     tables = (run.recompute.full, run.recompute.select, run.recompute.communication)
-    whole = all(table is None or table == run.layers for table in tables)
+    whole = all(table is None or table == run.layers for table in tables) and not run.recompute.operators
     if run.dp % 2 or run.pp == 1 or not whole or run.model.layers < 2 * run.pp * run.chunks:
         return None
     layers = even_layers(run.model.layers, 2 * run.pp, run.chunks, run.model.mtp)
@@ -198,7 +198,9 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
 
     old = run.recompute
     full, select, communication = fitted(old.full), fitted(old.select), fitted(old.communication)
-    return replace(run, layers=layers, recompute=replace(old, full=full, select=select, communication=communication))
+    operators = tuple((name, fitted(table) or table) for name, table in old.operators)
+    recompute = replace(old, full=full, select=select, communication=communication, operators=operators)
+    return replace(run, layers=layers, recompute=recompute)
 
 
 def _one_more(table: Table, chunk: int, stage: int, more: int = 1) -> Table:

@@ -15,6 +15,7 @@ from tools.search.ranking.entry import Entry, entry_of
 from tools.search.ranking.place_best import bounds_of, place_all
 from tools.search.ranking.rank import Ranked, Ranking, rank
 from tools.search.ranking.store import Store
+from tools.search.ranking.swapping import Swapping
 from tools.search.space.candidates import configuration
 from tools.search.space.limits import PLANNED
 from tools.search.space.request import Request
@@ -40,6 +41,7 @@ class Found:
         least: seconds that no layout of the candidates that fit is under, by the estimator; 0 where none is known.
         open: candidates that could be faster than the best by their bounds.
         cut: a deadline ended one of them: another machine may find another answer.
+        swapping: the first layout placed once more with swapping as a third choice, where that was asked for.
     """
 
     request: Request
@@ -60,6 +62,7 @@ class Found:
     least: float = 0.0
     open: int = 0
     cut: bool = False
+    swapping: Swapping | None = None
 
     @property
     def best(self) -> Entry:

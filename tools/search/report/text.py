@@ -15,6 +15,7 @@ from tools.hardware.units import GIB
 from tools.placement.budget import LATE
 from tools.search.ranking.entry import Entry, why_faster
 from tools.search.ranking.run import Found
+from tools.search.ranking.swap_price import swapping_json, swapping_words
 from tools.search.sensitivity.doubt import Doubt
 from tools.search.sensitivity.of_search import doubt_of
 from tools.search.space.request import Request
@@ -26,7 +27,7 @@ HEADS = {  # column -> what it says
     "each",
     "dispatch": "how tokens reach their experts (tc3 ep-report compares the modes)",
     "sharded": "what data-parallel copies share among them: optimizer state, or gradients, too",
-    "recompute": "layers that compute again in backward: all of it (full), norms (select), communication",
+    "recompute": "layers that compute again in backward: all (full), norms (select), operator groups, communication",
     "step s": "seconds of a step",
     "MFU": "the model's FLOPs over what the devices could compute",
     "GiB": "memory of the fullest device",
@@ -76,6 +77,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
     lines += doubt.lines() if doubt else []
+    lines += swapping_words(found.swapping) if found.swapping else []
     if entries and found.least:
         lines.append(bound_words(found))
     if entries and found.own and not found.request.changed:
@@ -226,6 +228,7 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "not_proven": [{**_entry(entry, request), "doubts": doubts} for entry, doubts in found.doubtful],
         "funnel": [list(line) for line in found.ranking.funnel.lines()],
         "notes": assumptions(found, times),
+        **({"swapping": swapping_json(found.swapping)} if found.swapping else {}),
     }
 
 

@@ -126,12 +126,16 @@ def request_of(
     )
 
 
-def with_groups(request: Request) -> Request:
-    """The same, where layers may recompute groups of operators as well.
+def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
+    """The same, where layers may recompute groups of operators; swapping is asked for as well, or not.
 
     Raises:
-        RecipeError: nothing is known of them, or the recipe lists layers by number.
+        RecipeError: nothing is known of groups, the recipe lists layers by number, or the link to the host is unknown.
     """
+    if swapping and request.hardware.host_link is None:
+        raise RecipeError(f"--swap: {request.hardware_file} has no host_link: the price of swapping is not known")
+    if not groups:
+        return request
     if not offered(request.base):
         raise RecipeError("--recompute-operators: of this model no group of operators is known to free memory")
     if request.swaps:
