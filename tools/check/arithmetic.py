@@ -6,7 +6,7 @@ from typing import Any
 
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from tools.check.layers.heads import check_heads
-from tools.estimate.from_recipe import shards_gradients
+from tools.estimate.from_recipe import compiles_sharded_gradients, shards_gradients
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
 from tools.schema.converter import Built
@@ -236,12 +236,9 @@ def _strategy_shape(view: View, strategy: list[list[int]], columns: list[str], f
 
 
 def _endless_compile(view: View, built: Built, found: Findings) -> None:
-    """Sharded gradients in a pipeline: MindSpore looks for a micro-batch along every path of a subgraph that has none.
-
-    The paths grow exponentially with the layers; three layers do not end. Without lazy inline operators name their
-    micro-batch, and the search ends (docs/memory.md).
-    """
-    if view.pp > 1 and shards_gradients(view) and built.fields.get("disable_lazy_inline") is not True:
+    """Sharded gradients in a pipeline, which MindSpore does not finish compiling."""
+    lazy_inline = built.fields.get("disable_lazy_inline") is not True
+    if shards_gradients(view) and not compiles_sharded_gradients(view.pp, lazy_inline):
         section = ("parallel", "parallel_optimizer_config")
         level = view.get((*section, "optimizer_level")) == "level2"
         found.error(

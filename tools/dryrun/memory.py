@@ -133,8 +133,8 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
     "state": ("optimizer state", "parallel.enable_parallel_optimizer: True shards it over data_parallel"),
     "accumulated": (
         "accumulated gradients",
-        "parallel.parallel_optimizer_config.gradient_accumulation_shard: True, or a larger "
-        "parallel_config.expert_parallel, make them smaller",
+        "a larger parallel_config.expert_parallel or, without a pipeline, "
+        "parallel.parallel_optimizer_config.gradient_accumulation_shard: True makes them smaller",
     ),
     "gathered": (
         "gathered weights",

@@ -128,6 +128,16 @@ def shards_gradients(view: View) -> bool:
     return view.flag(GRADIENTS) if level is None else level == "level2"
 
 
+def compiles_sharded_gradients(pp: int, lazy_inline: bool = True) -> bool:
+    """Whether MindSpore 2.9.0 finishes compiling a layout with sharded gradients, as far as is known (docs/memory.md).
+
+    In a pipeline it looks for a micro-batch along every path of a subgraph that has none; the paths grow exponentially
+    with the layers, and three layers do not end. Without lazy inline operators name their micro-batch: that was not
+    seen to go on for ever.
+    """
+    return pp == 1 or not lazy_inline
+
+
 def _shard_size(view: View) -> int:
     """`optimizer_weight_shard_size`, 0 where there is none; MindSpore ignores 1 (set_optimizer_weight_shard_size)."""
     size = view.number((*_SHARD, "optimizer_weight_shard_size"), 0)

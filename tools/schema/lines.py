@@ -151,7 +151,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
     "micro_interleaved": (_FRONTEND, "For 1F1B Scheduler, MicroBatch num must be larger or equal than StageNum"),
     "micro_seqvpp": (_FRONTEND, "micro_num * seq_chunk_size should be greater than or equal to pp."),
     "micro_not_inlined": (_FRONTEND, "The size of micro_batch must be greater than or equal to stage_num."),
-    "endless_compile": (_FRONTEND, "FindNodeWithMircoSize"),  # C++ of pipeline_split_utils.cc, which has no list of places
+    "endless_compile": (_FRONTEND, "FindNodeWithMircoSize"),  # it does not remember where it has been
     # C++: stands beside "jit_level", "Ascend" and "O1" in GraphKernelFlags::GetGraphKernelConfig, which turns kernels
     # of graphs on for these two and lets the variable overrule the context
     "operator_fusion": ("mindspore/lib/libmindspore_hardware_abstract.so", "MS_DEV_GRAPH_KERNEL_FLAGS"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from plugins.errors import RecipeError
-from tools.estimate.from_recipe import from_recipe
+from tools.estimate.configuration import Configuration
+from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe
 from tools.estimate.memory.changes import Change, single_changes
 from tools.estimate.memory.error import known_errors
 from tools.estimate.memory.room import require_known
@@ -14,10 +15,12 @@ _SHOWN = 3  # changes of each sort
 
 
 def checked_advice(recipe: Recipe, limit: int) -> str:
-    """One line: which single changes fit by the model, less its known error, and what the others leave."""
+    """One line: which single changes that compile fit by the model, less its known error, and what the others leave."""
     try:
         require_known(recipe)
-        changes = sorted(single_changes(from_recipe(recipe), limit), key=lambda change: change.peak)
+        own = from_recipe(recipe)
+        found = [change for change in single_changes(own, limit) if _compiles(change.config, own)]
+        changes = sorted(found, key=lambda change: change.peak)
     except RecipeError as error:
         return f"what would make it fit is unknown: {error}"
     room = limit * (1 - known_errors().margin)
@@ -28,6 +31,11 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
     )
     rest = f"; not enough alone: {_named(short)}" if short else ""
     return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
+
+
+def _compiles(config: Configuration, own: Configuration) -> bool:
+    """Whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
+    return config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(config.pp)
 
 
 def _named(changes: list[Change]) -> str:

@@ -11,7 +11,7 @@ The rules, in the order in which they are asked; a candidate counts for the firs
         the recipe's ulysses_degree_in_cp: divides cp, and heads with tp; its optimizer_weight_shard_size: dp x cp
         sequence parallelism (on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer) cuts
         the sequence into tp x cp; pp: layers; vpp: needs a pipeline and a layer for each chunk; ep: dp x tp
-        batch: dp x samples divides it, with a micro-batch for each stage
+        batch: dp x samples divides it, with a micro-batch for each stage; gradients are sharded without a pipeline only
     what would say the same twice
         dispatch modes differ only where an EP group covers several whole nodes
     what the report excludes (section 5.1: "constraining TP to intra-node communication")
@@ -29,6 +29,7 @@ import numpy as np
 
 from plugins.hierarchical_ep.plan import MODES
 from tools.estimate.configuration import Configuration
+from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.pipeline.schedules import can_run, is_v_shaped
 from tools.search.space.funnel import Funnel
 from tools.search.space.layers import balanced_layers
@@ -184,6 +185,9 @@ class _Axes:
             yield words, self._runs(request)
         yield "mode: all the same unless an EP group covers several whole nodes", whole | (mode == 0)
         yield "tp: does not divide a node (report 5.1)", np.array(request.node % tp == 0)
+        whole = self.along("shard") != SHARDS.index("gradients")
+        words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"
+        yield words, whole | np.bool_(compiles_sharded_gradients(pp))
 
     def _cuts(self, request: Request) -> np.ndarray:
         """Where the chunks that the recipe writes can be."""
