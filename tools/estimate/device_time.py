@@ -15,6 +15,7 @@ from tools.estimate.layer_model import Matmul
 from tools.hardware import Hardware, Link
 
 _WIDE_HEAD = 128  # the width of heads for which kernels of fused attention are made
+_PRODUCT_BYTES = 4  # of a score that one unfused matmul writes and the other reads
 _LOW = ("fp8", "mxfp8", "nvfp4")
 _BLOCKS = {"mxfp8": "fp8", "nvfp4": "fp4"}  # what hardware files call their peaks
 
@@ -37,12 +38,18 @@ class DeviceTimes:
             raise RecipeError(f"{self.hardware.name}: peak_flops.bf16: missing; the file has {', '.join(flops)}")
         return flops[dtype] if dtype in flops else flops["bf16"]
 
-    def _attention_flops(self, config: Configuration) -> float:
-        dtype = config.dtype if config.dtype in ("bf16", "fp16") else "bf16"
-        # narrower heads have as many exponentials for each score
-        fused = self.reached.attention * min(1.0, config.model.qk_dim / _WIDE_HEAD)
-        # unfused products are slow because they write or read their scores, which `score_bytes` counts
-        return self._peak(dtype) * (fused if config.flash else self.reached.matmul)
+    def _attention(self, config: Configuration, flops: float) -> float:
+        """Forward seconds of so many FLOPs of scores and their products with the values.
+
+        Two unfused matmuls move their scores while they compute, or take as long as moving them does.
+        """
+        dtype, width = config.dtype if config.dtype in ("bf16", "fp16") else "bf16", config.model.qk_dim
+        if config.flash:
+            # narrower heads have as many exponentials for each score
+            return flops / (self._peak(dtype) * self.reached.attention * min(1.0, width / _WIDE_HEAD))
+        computing = flops / (self._peak(dtype) * self.reached.matmul * width / (width + self.reached.half_size))
+        scores = flops / (2 * (width + config.model.v_dim))
+        return max(computing, _PRODUCT_BYTES * scores / self.hardware.hbm_bytes_per_s)
 
     def _matmul(self, config: Configuration, matmul: Matmul) -> float:
         """Forward seconds."""

@@ -15,8 +15,8 @@ from tools.estimate.operators import ATTENTION, EXPERTS, MLP
 from tools.model.weights import attention_weights
 
 ITEM = 2  # bytes of an activation in compute precision
-# read and written for each attention score by an unfused forward: product, softmax, second product; dropout
-_SCORE_BYTES, _DROPPED_SCORE_BYTES = 8, 5
+# read and written for each attention score by an unfused forward beside its matmuls: softmax; dropout
+_SCORE_BYTES, _DROPPED_SCORE_BYTES = 4, 5
 # read and written for each number that a matmul in fp8 or fp4 takes in: read once, or twice where the largest is found
 # first (one scale a tensor: fp8, and nvfp4 beside those of its blocks), written by rows and by columns
 _CAST_BYTES = {"fp8": 6, "mxfp8": 4, "nvfp4": 6}
@@ -169,7 +169,7 @@ def sorted_once(config: Configuration, done: Work) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Bytes that an unfused attention reads and writes for its scores, forward."""
+    """Bytes that an unfused attention reads and writes for its scores beside its matmuls, forward."""
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)
@@ -177,12 +177,11 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """What backward moves of an unfused attention's scores, over forward.
+    """What backward moves of an unfused attention's scores beside its matmuls, over forward.
 
-    The gradient of what was dropped is written, the dropout's and the softmax's are read and written with what they
-    kept, and the gradients of queries and keys read one each.
+    The gradients of dropout and softmax are read and written with what they kept.
     """
-    return (12 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 12 / _SCORE_BYTES
+    return (6 + 5) / (_SCORE_BYTES + _DROPPED_SCORE_BYTES) if config.model.dropout else 6 / _SCORE_BYTES
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:

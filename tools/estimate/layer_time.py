@@ -108,7 +108,7 @@ class LayerTimes(ExpertTimes):
         moved = done.elementwise + cast_bytes(config, done.matmuls)
         return Parts(
             matmul=sum(self._matmul(config, matmul) for matmul in done.matmuls),
-            attention=done.attention / self._attention_flops(config),
+            attention=self._attention(config, done.attention),
             elementwise=self._moved(config, moved) + (self._scores(config) if done.attention else 0.0),
             tp=done.collectives * self._tensor(config, done.gathered),
             cp=self._context(config, done) + self._logits(config, kind),

@@ -54,7 +54,7 @@ class Link:
         bytes_per_s: nominal bandwidth.
         latency_s: seconds that each message costs beside its bytes.
         efficiency: share of the bandwidth that a large collective reaches, in (0, 1].
-        ports: that the bandwidth is the sum of; rings use all of them, experts' exchanges one (a file may leave it out).
+        ports: that the bandwidth is the sum of; rings use all, experts' exchanges one (a file may leave it out).
     """
 
     bytes_per_s: float

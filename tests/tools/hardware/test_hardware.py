@@ -57,7 +57,9 @@ def test_ports_may_be_left_out_and_are_counted(tmp_path):
     assert load_hardware("atlas_800t_a2").inter_node.ports == 1 and cluster("b300").inter_node.ports == 2
 
     def change(value):
-        return lambda mapping: mapping["inter_node"].update(ports={"value": value, "certainty": "assumed", "source": "x"})
+        return lambda mapping: mapping["inter_node"].update(
+            ports={"value": value, "certainty": "assumed", "source": "x"}
+        )
 
     assert load_hardware(written(tmp_path, change(4))).inter_node.ports == 4
     with pytest.raises(RecipeError, match=r"inter_node\.ports\.value: 0 "):

@@ -1,8 +1,8 @@
 """What Megatron-Bridge's performance recipes set for MoE models beyond what its tables of results show.
 
-Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0 to
-r0.6.0 of October 2025 to August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device, release
-and model only. Its token drop has a capacity factor of 1 and pads to it: experts get the rows that they get on average.
+Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0
+to r0.6.0 of October 2025 to August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device,
+release and model only. Its token drop has a capacity factor of 1 and pads to it: experts get their average rows.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
     """Qwen3 235B on H100: All-to-All in every release.
 
-    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication alone; 25.09, with token drop, has
-    it the other way round.
+    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication alone; 25.09, with token drop,
+    has it the other way round.
     """
     beside = "tokendrop" not in row
     assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
