@@ -220,7 +220,7 @@ def test_two_at_once_find_the_same_and_the_next_compiles_nothing(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory):
-    """pipeline.yaml, the norms of the first stage's second chunk recomputed; a child cannot say so, its base says False."""
+    """pipeline.yaml, the norms of the first stage's second chunk recomputed: a child of a base that says False cannot."""
     recipe, path = load_recipe(PIPELINE), tmp_path_factory.mktemp("pipeline") / "pipeline.yaml"
     layers = [[2, 1], [0, 0]]
     recipe["recompute_config"] |= {"select_recompute": {r".*\.norm": layers}, "select_comm_recompute": layers}
