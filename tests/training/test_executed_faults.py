@@ -1,7 +1,7 @@
 """Faults of a layout, each in an executed run of two processes: caught, and placed.
 
-One in the forward pass and one that only gradients show; the others are in benchmarks/executed_faults.py, and how each is
-placed in tests/tools/accuracy/equivalence/test_executed.py.
+One in the forward pass and one that only gradients show; the others are in benchmarks/executed_faults.py, and how each
+is placed in tests/tools/accuracy/equivalence/test_executed.py.
 """
 
 import pytest

@@ -65,7 +65,7 @@ def test_put_back_in_order_the_experts_of_two_workers_come_together_on_one(kille
     refused = runs.train(runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, *more, str(moved), expect=2)
     assert "tc3 experts restore-order" in refused
     subprocess.run([runs.TC3, "experts", "restore-order", moved, "--to", restored], check=True)
-    recipe = tmp_path / "recipe.yaml"
+    recipe = tmp_path / "one_worker.yaml"
     sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
     recipe.write_text(yaml.safe_dump({"base_config": str(runs.TINY), "model": {"model_config": sizes}}))
     runs.train(recipe, tmp_path / "run", corpus, *more, str(restored))

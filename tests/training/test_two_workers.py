@@ -1,7 +1,7 @@
 """Data parallel on two CPU workers: the same curve as one worker, and what both save at a preemption notice.
 
-Two workers killed in training, and compiled anew when they go on, are in test_attention_balance.py; killed in a save, in
-test_sharded.py.
+Two workers killed in training, and compiled anew when they go on, are in test_attention_balance.py; killed in a save,
+in test_sharded.py.
 """
 
 import json
