@@ -1,7 +1,6 @@
 """The order of the tests, and what all of them share."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,6 @@ os.environ.setdefault("GLOG_v", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 HERE = Path(__file__).parent
-# What tests start imports MindFormers without a library that takes a quarter of it, see tests/light/nltk; tests do not.
-LIGHT = str(HERE / "light")
-PATHS = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys([LIGHT, *PATHS])))
-sys.path[:] = [path for path in sys.path if path != LIGHT]
 # Files that take a minute or more, longest first: what is left at the end is short, and no core waits for one file.
 # The list of durations that tests/run prints says which ones belong here.
 LONG = (
