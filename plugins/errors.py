@@ -39,6 +39,6 @@ class StoppedError(Exception):
 
 
 def did_you_mean(word: object, known: list[str]) -> str:
-    """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string; a key may be any plain value."""
+    """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string."""
     close = get_close_matches(str(word), known, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -13,6 +13,7 @@ from plugins.errors import RecipeError, did_you_mean
 from tools.files.small_yaml import SmallLoader
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.numbers import EXPONENT, bad_devices, bad_leaves
+from tools.recipe.plugin_override import is_new, write_new
 
 __all__ = ["also_changed", "apply_overrides", "dotted", "get_path", "shared_paths"]
 
@@ -31,7 +32,7 @@ def apply_overrides(
 
     The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places.
     A mapping value sets the keys it names, one by one. `source` is the file that errors name, where `recipe`
-    is a plain dict that does not know its own.
+    is a plain dict that does not know its own. Of plugins alone may keys be new (`plugin_override`).
 
     Raises:
         RecipeError: no '=', an unknown key, another kind of value, a number that no training can mean, or two
@@ -44,6 +45,9 @@ def apply_overrides(
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
             raise RecipeError(f"--set {override}: write KEY.PATH=VALUE, for instance runner_config.batch_size=4")
+        if is_new(result, name.strip()):
+            _write_new(result, name.strip(), _parse(text, override), override)
+            continue
         path = _find(result, name.strip())
         _assign(result, path, _parse(text, override), text.strip(), override, given)
     for _, _, wrong, right in bad_devices(result) if overrides else ():
@@ -62,7 +66,10 @@ def shared_paths(recipe: dict[str, Any], path: KeyPath) -> list[KeyPath]:
 
 def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
     """Dotted names that ``"a.b=c"`` changes besides the one it names, through YAML anchors."""
-    path = _find(recipe, override.partition("=")[0].strip())
+    name = override.partition("=")[0].strip()
+    if is_new(recipe, name):
+        return []
+    path = _find(recipe, name)
     return [dotted(other) for other in shared_paths(recipe, path)[1:]]
 
 
@@ -126,6 +133,13 @@ def _parse(text: str, override: str) -> Any:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "problem", None) or "broken"
         raise RecipeError(f"--set {override[:100]}: the value is not valid YAML ({reason}); quote it") from None
+
+
+def _write_new(recipe: Recipe, name: str, value: Any, override: str) -> None:
+    """Add what is not there, of a plugin."""
+    for place, _, wrong, right in bad_leaves(value, tuple(name.split("."))):
+        raise RecipeError(f"{_source(recipe)}--set {override}: {dotted(place)}: {wrong}; {right}")
+    write_new(recipe, name, value, f"{_source(recipe)}--set {override}")
 
 
 def _floats(value: Any) -> Any:

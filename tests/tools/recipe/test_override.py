@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from plugins.errors import RecipeError
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import also_changed, apply_overrides
 
 RECIPE = """
@@ -155,3 +155,33 @@ def test_what_does_not_fit_is_refused(recipe, override, message):
 def test_a_refusal_names_the_line_that_the_value_stands_in(recipe):
     with pytest.raises(RecipeError, match=rf"^{recipe.source}:2: --set seed=x"):
         apply_overrides(recipe, ["seed=x"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "plugins"),
+    [
+        (["plugins.spike_guard={}"], {"spike_guard": {}}),
+        (["plugins.spike_guard={window: 9}"], {"spike_guard": {"window": 9}}),
+        (["plugins.spike_guard.window=9", "plugins.spike_guard.skip=2"], {"spike_guard": {"window": 9, "skip": 2}}),
+        (["plugins.finite_loss=False"], {"finite_loss": False}),
+    ],
+)
+def test_a_plugin_that_is_not_written_can_be_switched_on(overrides, plugins):
+    recipe = Recipe({"seed": 1, "plugins": None})
+    assert apply_overrides(recipe, overrides)["plugins"] == apply_overrides(Recipe(), overrides)["plugins"] == plugins
+    assert also_changed(recipe, overrides[0]) == [] and recipe["plugins"] is None
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("plugins.spike_gard={}", "there is no plugin 'spike_gard' (did you mean 'spike_guard'?)"),
+        ("plugins.spike_guard=True", "write plugins.spike_guard={} for the defaults"),
+        ("plugins.spike_guard.window=.nan", "plugins.spike_guard.window: nan is not a finite number"),
+        ("plugins.finite_loss.stop_aftr=3", "plugins.finite_loss has no key 'stop_aftr' (did you mean"),
+    ],
+)
+def test_a_plugin_that_there_is_not_says_what_to_write(recipe, override, words):
+    with pytest.raises(RecipeError) as caught:
+        apply_overrides(recipe, [override])
+    assert words in str(caught.value) and "recipe.yaml" in str(caught.value)
