@@ -174,9 +174,40 @@ def rank_of(name: str) -> int:
 def _read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         content = json.loads(file.read_text())
-        return content["state_dict_metadata"], content["storage_data"]
+        listed, storage = content["state_dict_metadata"], content["storage_data"]
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint ({error!r})") from None
+    for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
+        wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
+        if wrong:
+            raise CheckpointError(f"{file}: {wrong[0]}: MindFormers' metadata describe no {kind} so: is it damaged?")
+    return listed, storage
+
+
+def _is_tensor(found: Any) -> bool:
+    """Whether an entry has a shape, cuts of each axis, and a place and a shape for each slice."""
+    if not isinstance(found, dict) or not isinstance(found.get("chunk"), list):
+        return False
+    shape, cuts = found.get("global_shape"), found.get("axis_fragmentations")
+    if not _are_numbers(shape) or not _are_numbers(cuts) or len(shape) != len(cuts) or 0 in cuts:
+        return False
+    chunks = [chunk for chunk in found["chunk"] if isinstance(chunk, dict) and _are_numbers(chunk.get("local_shape"))]
+    placed = [chunk for chunk in chunks if _are_numbers(place := chunk.get("global_offset")) and len(place) == 1]
+    return len(placed) == len(found["chunk"])
+
+
+def _is_slice(found: Any) -> bool:
+    """Whether an entry names the files that hold a slice, and their ranks."""
+    return isinstance(found, list) and all(
+        isinstance(entry, dict)
+        and isinstance(entry.get("file_name"), str)
+        and _are_numbers([entry.get("storage_rank")])
+        for entry in found
+    )
+
+
+def _are_numbers(found: Any) -> bool:
+    return isinstance(found, list) and all(type(number) is int and number >= 0 for number in found)
 
 
 def _place(chunk: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
+from tokenize import TokenError
 from typing import BinaryIO
 
 import numpy as np
@@ -32,7 +33,7 @@ class NpyFile:
             raise DataError(f"{path}: {error.strerror}: the dump names it, so the dump is not whole") from None
         try:
             self.dtype, self.shape, self._start = _header(self._file)
-        except (ValueError, SyntaxError, TypeError, OSError) as error:
+        except (ValueError, SyntaxError, TypeError, TokenError, OSError) as error:
             self._file.close()
             raise DataError(f"{path}: not a .npy file ({error})") from None
         self.size = int(np.prod(self.shape, dtype=np.int64))

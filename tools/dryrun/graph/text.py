@@ -102,7 +102,7 @@ def read_graph(file: Path) -> GraphText:
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
             root, graphs, parameters = _parse(lines)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ClusterError(f"{file}: cannot be read ({error})") from None
     if root not in graphs:
         raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
@@ -140,14 +140,21 @@ def arguments_of(head: str) -> list[str]:
 
 
 def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, list[str]]]:
-    """Name of the root graph, the operators of each graph, and the parameters that each takes."""
+    """Name of the root graph, the operators of each graph, and the parameters that each takes.
+
+    Raises:
+        ValueError: lines are missing or out of order.
+    """
     root = ""
     graphs: dict[str, list[Node]] = {}
     parameters: dict[str, list[str]] = {}
     nodes: list[Node] = []
-    for line in lines:
+    for number, line in enumerate(lines, 1):
         if match := _NODE.match(line):
-            assert int(match[1]) == len(nodes), "operators are numbered from 0 in each graph"
+            if int(match[1]) != len(nodes):
+                raise ValueError(
+                    f"line {number}: operator %{match[1]} where %{len(nodes)} comes next: lines are missing"
+                )
             nodes.append(_node(match[2]))
         elif line.startswith("      ") and nodes:
             _complete(nodes[-1], line)

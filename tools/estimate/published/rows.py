@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,7 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
         config, samples, assumed = _configuration(row.get("config"), group, known)
         if group == "megatron_bridge":
             config = as_recipes_have_it(str(row["id"]), known, config, assumed)
+        _require_whole(config, config.model, config.model.latent)
     except Unexpressed as error:
         return Row(*common, None, 0, False, (), measured, str(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -118,6 +119,14 @@ def _configuration(config: Any, group: str, known: str) -> tuple[Configuration, 
         config = {**config, **{key: config.get(key) or value for key, value in _TELECHAT3_438B.items()}}
         assumed.append("sequence 4,096, tp 2, ep 16 and MLA ranks as in recipes/telechat3_438b")
     return _flat(config, group, known, assumed)
+
+
+def _require_whole(*parts: Any) -> None:
+    """Refuse sizes that are no whole numbers: text and lists pass the arithmetic above, and fail in an estimate."""
+    for part in filter(None, parts):
+        for size in fields(part):
+            if size.type == "int" and type(value := getattr(part, size.name)) is not int:
+                raise Unexpressed(f"{size.name} is {value!r}, which is no whole number")
 
 
 def _need(config: Mapping[str, Any], *names: str) -> None:
