@@ -198,12 +198,16 @@ def _rank(folder: Path) -> int | None:
     return next((int(found[1]) for found in (re.search(r"_(\d+)\.json$", name) for name in names) if found), None)
 
 
+def _are_ranks(found: Any) -> bool:
+    return isinstance(found, list) and all(type(rank) is int and rank >= 0 for rank in found)
+
+
 def _groups(folder: Path) -> dict[str, tuple[int, ...]]:
     """Collective -> the global ranks of its group, as far as the two JSON files tell."""
     groups = _json(folder.parent / "profiler_metadata.json").get("parallel_group_info", {})
     every_group = groups.items() if isinstance(groups, dict) else ()
     listed = {name: value.get("global_ranks") for name, value in every_group if isinstance(value, dict)}
-    members = {name: tuple(ranks) for name, ranks in listed.items() if isinstance(ranks, list)}
+    members = {name: tuple(ranks) for name, ranks in listed.items() if _are_ranks(ranks)}
     found: dict[str, tuple[int, ...]] = {}
     for step in _json(folder / "communication.json").values():
         for every in step.values() if isinstance(step, dict) else ():

@@ -1,6 +1,8 @@
 """What the reader of Ascend profiles takes and what it refuses."""
 
+import json
 import re
+import shutil
 
 import pytest
 
@@ -39,6 +41,18 @@ def test_steps_are_told_apart_and_ranks_found(trace):
     gathered = [kernel for kernel in profile.step.kernels if kernel.kind == "hcom_allGather_"]
     assert gathered and all(len(kernel.ranks) == 8 for kernel in gathered)
     assert any(kernel.inputs for kernel in profile.step.kernels)
+
+
+def test_groups_of_no_ranks_tell_nothing(trace, tmp_path):
+    shutil.copytree(trace[0], tmp_path / "p")
+    (file,) = (tmp_path / "p").rglob("profiler_metadata.json")
+    content = json.loads(file.read_text())
+    for group in content["parallel_group_info"].values():
+        group["global_ranks"][0] = str(group["global_ranks"][0])
+    file.write_text(json.dumps(content))
+    profile = read_profile(tmp_path / "p")
+    assert not any(kernel.ranks for kernel in profile.step.kernels)
+    assert study(tmp_path / "p", trace[1]).measured
 
 
 def test_columns_of_older_versions_and_tabs_are_taken(tmp_path):

@@ -44,7 +44,7 @@ def replaced(name, text):
     """Spoil one file."""
 
     def spoil(folder):
-        next(folder.rglob(name)).write_text(text)
+        next(folder.rglob(name)).write_text(text, encoding="latin-1")
 
     return spoil
 
@@ -88,6 +88,7 @@ def saved(values):
         (replaced("tc3_dump.json", "[]"), "does not say whether the dump is whole"),
         (replaced("tc3_dump.json", "{}"), "does not say whether the dump is whole"),
         (replaced("*linear.Dense.forward.0.output.0.npy", "1,2\n3,4\n"), "not a .npy file"),
+        (replaced("*linear.Dense.forward.0.output.0.npy", "\x93NUMPY\x01\0\x0e\0{'descr': '<f4'\n"), "not a .npy file"),
         (saved(np.ones(3)), r"shape \[3\], .*: \[4, 8\]: but their dump.json agree"),
         (saved(np.array([["a"] * 8] * 4)), "neither numbers nor truth values"),
         (saved(np.zeros((4, 8), [("a", "f4"), ("b", "i2")])), "neither numbers nor truth values"),
