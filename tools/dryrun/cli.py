@@ -158,7 +158,11 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     changes = [f"parallel_config.data_parallel={dp}"]
     rows = view.get(("parallel", "dataset_strategy"))
     if isinstance(rows, list):
-        changes.append(f"parallel.dataset_strategy={[[dp, *row[1:]] for row in rows]}")
+        wanted = [
+            [dp, *row[1:]] if isinstance(row, list) and row else row for row in rows
+        ]  # others `tc3 check` refuses
+        if wanted != rows:
+            changes.append(f"parallel.dataset_strategy={json.dumps(wanted, default=str)}")
     return apply_overrides(recipe, changes)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER
 from tools.recipe.dump import dump_recipe
+from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.parallel_mini import keep_strategy
 from tools.recipe.view import View
@@ -136,10 +137,13 @@ def load_mini(
     Raises:
         RecipeError: the file is wrong, or cannot be shrunk.
     """
+    loaded = load_recipe(path)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"mini of {Path(path).name}"
         try:
-            derived = derive_mini(load_recipe(path), data_path, steps, workers)
+            derived = derive_mini(loaded, data_path, steps, workers)
+        except RecipeError as error:
+            raise in_file(loaded, error) from None
         except (AttributeError, KeyError, TypeError, ZeroDivisionError) as error:  # no recipe that check would pass
             wrong = f"--mini cannot shrink it: tc3 check {path} says what is wrong with it"
             raise RecipeError(f"{path}: {wrong}") from error
