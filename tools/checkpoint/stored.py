@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes  # noqa: F401 (NumPy learns what bfloat16 is)
 import numpy as np
@@ -206,7 +206,7 @@ def _is_slice(found: Any) -> bool:
     )
 
 
-def _are_numbers(found: Any) -> bool:
+def _are_numbers(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(number) is int and number >= 0 for number in found)
 
 

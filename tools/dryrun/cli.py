@@ -158,9 +158,7 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     changes = [f"parallel_config.data_parallel={dp}"]
     rows = view.get(("parallel", "dataset_strategy"))
     if isinstance(rows, list):
-        wanted = [
-            [dp, *row[1:]] if isinstance(row, list) and row else row for row in rows
-        ]  # others `tc3 check` refuses
+        wanted = [[dp, *row[1:]] if isinstance(row, list) and row else row for row in rows]
         if wanted != rows:
             changes.append(f"parallel.dataset_strategy={json.dumps(wanted, default=str)}")
     return apply_overrides(recipe, changes)

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from plugins.errors import DataError
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
@@ -198,7 +198,7 @@ def _rank(folder: Path) -> int | None:
     return next((int(found[1]) for found in (re.search(r"_(\d+)\.json$", name) for name in names) if found), None)
 
 
-def _are_ranks(found: Any) -> bool:
+def _are_ranks(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(rank) is int and rank >= 0 for rank in found)
 
 
