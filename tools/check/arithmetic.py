@@ -259,7 +259,8 @@ def _optimizer_shard(view: View, found: Findings) -> None:
     gradients, level = (*section, "gradient_accumulation_shard"), view.get((*section, "optimizer_level"))
     if view.has(gradients) and level in ("level1", "level3"):
         wrong = f"MindSpore refuses it beside optimizer_level {level}, True or False"
-        found.error(gradients, wrong, "leave it out, or optimizer_level: level2", rule="optimizer_level_gradients")
+        right = "leave it out" + ", or optimizer_level: level2" * (view.pp == 1)
+        found.error(gradients, wrong, right, rule="optimizer_level_gradients")
     elif view.get(gradients) is False and level == "level2":
         found.error(gradients, "becomes True in silence: so optimizer_level level2 has it", "True, or leave it out")
     if level == "level3":
