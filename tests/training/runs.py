@@ -38,7 +38,7 @@ def compiled_once(folder):
 
 def dying(**when):
     """Environment of a run that is killed in a save, see kill_in_save/sitecustomize.py."""
-    return {"PYTHONPATH": os.pathsep.join([str(HERE / "kill_in_save"), str(ROOT), os.environ["PYTHONPATH"]]), **when}
+    return {"PYTHONPATH": os.pathsep.join([str(HERE / "kill_in_save"), str(ROOT)]), **when}
 
 
 def start(recipe, run_dir, corpus, *more, **environment):
