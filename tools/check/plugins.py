@@ -121,12 +121,17 @@ def _attention_balance(view: View, found: Findings) -> None:
         _refused(_BALANCE, error, found)
 
 
+def _named(error: RecipeError, rule: str, found: Findings) -> None:
+    """An error that begins with its key."""
+    key, _, wrong = str(error).partition(": ")
+    found.error(tuple(key.split(".")), wrong, rule=rule)
+
+
 def _operator_fusion(view: View, found: Findings) -> None:
     try:
         fusion = operator_fusion.check(view.recipe)
     except RecipeError as error:
-        key, _, wrong = str(error).partition(": ")
-        found.error(tuple(key.split(".")), wrong, rule="operator_fusion")
+        _named(error, "operator_fusion", found)
         return
     if fusion and view.on_cpu and fusion.level != "off":
         found.note(_FUSION, "a CPU has no kernels of DVM: nothing is fused here", "see docs/fusion.md")
@@ -141,8 +146,7 @@ def _grouped_gradient(view: View, found: Findings) -> None:
     try:
         needed = grouped_gradient.check(view.recipe)
     except RecipeError as error:
-        key, _, wrong = str(error).partition(": ")
-        found.error(tuple(key.split(".")), wrong, rule="grouped_gradient")
+        _named(error, "grouped_gradient", found)
         return
     if needed:
         found.warning(_GRADIENT, "experimental: nobody has run it on an NPU here", where)
@@ -160,8 +164,7 @@ def _group_aux_loss(view: View, built: Built, found: Findings) -> None:
         group_aux_loss.read(view.get(_GROUP_LOSS))
         group_aux_loss.check(kind, coefficient, view.ep, view.tp if view.parallel else 1)
     except RecipeError as error:
-        key, _, wrong = str(error).partition(": ")
-        found.error(tuple(key.split(".")), wrong)
+        _named(error, "", found)
 
 
 def _expert_balance(view: View, built: Built, found: Findings) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -211,20 +210,9 @@ def _only_config(task: Shape) -> Shape:
 
 
 def _plugin(name: str) -> Shape:
-    """A plugin's settings: the adapter's SETTINGS, with types from `plugin_values`; `False` leaves the plugin off."""
-    known = plugin_values.PLUGINS.get(name, {})
-    names = _settings(ADAPTERS[name])
-    keys = {key: Shape(known.get(key, {})) for key in names or known}
+    """A plugin's settings, of `plugin_values`; `False` leaves the plugin off."""
+    keys = {key: Shape(spec) for key, spec in plugin_values.PLUGINS.get(name, {}).items()}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys)
-
-
-def _settings(module: str) -> list[str]:
-    """The names in `SETTINGS = (...)` of an adapter, read without importing it (that would import MindFormers)."""
-    file = Path(__file__).resolve().parents[2].joinpath(*module.split(".")).with_suffix(".py")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body if file.is_file() else []:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "SETTINGS":
-            return [str(name) for name in ast.literal_eval(node.value)]
-    return []
 
 
 def _of_default(default: Any) -> Spec:

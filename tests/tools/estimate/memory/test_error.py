@@ -5,7 +5,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from benchmarks.memory_terms import OWN, errors
+from benchmarks.memory.terms import OWN, errors
 from tools.estimate.memory.error import FILE, LEFT_OUT, ROWS, MemoryErrors, known_errors
 from tools.estimate.published.rows import read_rows
 from tools.estimate.published.validate import predict, summary

@@ -1,6 +1,6 @@
 """Memory of published runs: errors now, as first predicted, and without what was learnt from a group's own runs.
 
-    python -m benchmarks.memory_terms
+    python -m benchmarks.memory.terms
 
 A group's own terms are those that were looked for because of its runs, whether a source says them or not. Without them
 a group is predicted like a stack whose source nobody has read. torchtitan's whole gradient of the head was found on its
