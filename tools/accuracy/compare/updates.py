@@ -10,6 +10,13 @@ base is the strictest row of Table 2, plus rounding: twice the unit roundoff of 
 other terms are no fault of the optimizer: Adam divides a gradient by its own size, so that where a gradient is smaller
 than its error the update may have either sign. With bit-identical gradients both terms vanish.
 
+The root is a mean over many elements. In a small parameter a single step that is turned round is more than it allows
+(one of 2,700 makes |d| / |u| 0.038), and that happens to one parameter in some hundred. So, where gradients differ, the
+`TURNED` elements that differ most are forgiven 2 max|u| each, as much as one turned step moves an element. Of n
+elements about n e / 5 are turned, e being the error of the gradient, and the root has room for n e of them: more than
+n e + TURNED is, as a Poisson variable, below 1e-9. A wrong value of any other size, and whatever is wrong in more
+elements than these, still counts in full.
+
 The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
 moves. But noise knows nothing of the weight: its part along the weight is what independent signs leave of it, as in
 `scale`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
@@ -43,6 +50,7 @@ MOST = 0.7  # share of an error along the weight from which it is called weight 
 STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
 DECAY = "weight decay"
 WRONG = "the weight itself differs"
+TURNED = 6  # elements whose step noise of the gradient may have turned round, beyond those that the mean allows
 RATE = "learning rate, or what else makes a whole update longer"
 
 
@@ -170,8 +178,8 @@ def _judged(before: Pair, after: Pair, old: Row | None, row: Row | None, gradien
     base = tolerance(dtype, 1) + (2 * ROUNDOFF[dtype] * moved.weight / moved.update if moved.update else 0.0)
     whole = base + 2 * math.sqrt(min(gradient_error, 1.0))
     along = base + systematic(dtype)[1] * moved.by_chance
-    error, allowed, how, cause, more = moved.error, whole, "L2 norm", "", ""
-    if moved.along > along and (moved.error <= whole or moved.along > MOST * moved.error):
+    error, allowed, how, cause, more = moved.steady if gradient_error else moved.error, whole, "L2 norm", "", ""
+    if moved.along > along and (error <= whole or moved.along > MOST * moved.error):
         error, allowed, how, cause = moved.along, along, f"along the weight: {_decay(moved.grown)}", DECAY
     elif abs(moved.longer) > STRAIGHT * moved.error:
         cause, more = RATE, f": {1 + moved.longer:.4g} times as long as GOLDEN's"
@@ -195,7 +203,7 @@ class Moved:
 
     Args:
         update, weight: |u|, |w|.
-        error: |d|.
+        error: |d|; steady: the same, with what `TURNED` steps that were turned round explain left out.
         along: |<d, v>| / |v|; by_chance: its standard deviation if the signs of d are independent.
         grown: <d, v> / <v, v>.
         longer: <d, u> / <u, u>.
@@ -204,6 +212,7 @@ class Moved:
     update: float
     weight: float
     error: float
+    steady: float
     along: float
     by_chance: float
     grown: float
@@ -214,6 +223,7 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
     """Compare two updates, from four files of one shape; shares are inf where only BENCH has moved."""
     sums = np.zeros((3, 3))  # of products of u, d, w
     squares = np.zeros((2, 2))  # of products of u d and w d
+    farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|
     files = [NpyFile(path) for path in (old, new, other_old, other_new)]
     buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in files]
     try:
@@ -225,19 +235,24 @@ def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Mo
             three, two = np.stack((u, d, w)), np.stack((u * d, w * d))
             sums += three @ three.T
             squares += two @ two.T
+            farthest = np.sort(np.concatenate((farthest, np.abs(d))))[-TURNED:]
+            step = max(step, float(np.abs(u).max(initial=0.0)))
     finally:
         for file in files:
             file.__exit__()
     update, error, weight = (math.sqrt(each) for each in np.diag(sums))
     if not update or not error:
-        return Moved(update, weight, math.inf if error else 0.0, 0.0, 0.0, 0.0)
+        share_of_all = math.inf if error else 0.0
+        return Moved(update, weight, share_of_all, share_of_all, 0.0, 0.0, 0.0)
+    left = np.maximum(farthest - 2 * step, 0.0)
+    steady = math.sqrt(max(sums[1, 1] - farthest @ farthest + left @ left, 0.0))
     share, longer = sums[0, 2] / sums[0, 0], sums[0, 1] / sums[0, 0]
     v = math.sqrt(max(sums[2, 2] - share * sums[0, 2], 0.0))
     if v < 1e-6 * weight or not v:
         return Moved(
-            update, weight, error / update, 0.0, 0.0, 0.0, longer
+            update, weight, error / update, steady / update, 0.0, 0.0, 0.0, longer
         )  # the update is along the weight: `error` tells
     along = sums[1, 2] - share * sums[0, 1]
     chance = math.sqrt(max(squares[1, 1] - 2 * share * squares[0, 1] + share**2 * squares[0, 0], 0.0))
-    shares = (error / update, abs(along) / v / update, chance / v / update)
+    shares = (error / update, steady / update, abs(along) / v / update, chance / v / update)
     return Moved(update, weight, *shares, along / v**2, longer)

@@ -3,7 +3,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import DataError
@@ -66,7 +66,9 @@ def test_a_missing_weight_decay_is_found_across_platforms(tmp_path, shape, noise
 
 @settings(max_examples=20)
 @given(st.integers(0, 10**6), st.integers(8, 128), st.integers(8, 128), st.floats(1e-8, 2e-5))
+@example(10730, 45, 60, 1.66e-5)  # one step of 2,700 is turned round
 def test_noise_of_the_gradients_is_no_finding(seed, rows, columns, noise):
+    """More than `TURNED` steps turned round beyond the mean have a chance below 1e-9; the part along the weight 5e-11."""
     with tempfile.TemporaryDirectory() as folder:
         golden = trained(seed, (rows, columns), 0)
         report = compared(folder, golden, trained(seed, (rows, columns), noise))
@@ -81,6 +83,17 @@ def test_a_wrong_value_is_not_excused_by_a_gradients_noise(tmp_path):
             weight = calls_of_step[f"{CELL}.forward.0"]["parameters"]["weight"]
             weight[0, 0] += 0.01
         assert [row.kind for row in compared(tmp_path, golden, bench).findings] == kinds
+
+
+def test_steps_turned_round_excuse_no_more_than_themselves(tmp_path):
+    """Six elements by two steps each pass; a seventh, six by ten steps, or a twentieth of all steps do not."""
+    step = 1.1 * RATE  # |u| of every element is about RATE at the first step
+    for places, by, passes in ((6, 1.5 * step, True), (12, 1.5 * step, False), (6, 10 * step, False)):
+        golden, bench = trained(0, (64, 64), 0)[:2], trained(0, (64, 64), 1e-7)[:2]
+        bench[1][f"{CELL}.forward.0"]["parameters"]["weight"].flat[:places] += by
+        assert ("update" not in {row.kind for row in compared(tmp_path, golden, bench).findings}) == passes
+    report = compared(tmp_path, trained(0, (64, 64), 0)[:2], trained(0, (64, 64), 1e-6, rate=1.05 * RATE)[:2])
+    assert {row.kind for row in report.findings} == {"update"}
 
 
 def test_a_wrong_rate_is_not_called_weight_decay(tmp_path):
