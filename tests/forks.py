@@ -13,6 +13,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from tests import timing
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -41,7 +43,9 @@ class Forks:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         assert answer, "the process that forks has died: its own words are on stderr"
-        return Done(int(answer), *(path.read_text(errors="replace") for path in self.outputs))
+        code, seconds = answer.split()
+        timing.add_forked(float(seconds))
+        return Done(int(code), *(path.read_text(errors="replace") for path in self.outputs))
 
     def close(self):
         self.process.stdin.close()
@@ -59,7 +63,8 @@ def serve(outputs):
         child = os.fork()
         if not child:
             work(json.loads(line), outputs)
-        answers.write(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n")
+        _, status, used = os.wait4(child, 0)
+        answers.write(f"{os.waitstatus_to_exitcode(status)} {used.ru_utime + used.ru_stime}\n")
         answers.flush()
     os._exit(0)  # there is nothing to tidy up
 
