@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,8 +62,11 @@ class KeptGraphs:
         number = len(self._entries)
         if number >= len(self._there):
             return None
-        if self._there[number]["cell"] == what:
+        there = self._there[number]["cell"]
+        if there == what:
             return self._there[number]
+        other = ", ".join(key for key in what if what[key] != there.get(key))
+        _say(f"rank {self.ranks.rank} compiles {what['class']}: that of an earlier start had another {other}")
         self._forget(number)
         return None
 
@@ -89,6 +93,7 @@ class KeptGraphs:
             item.sliced = item.name in entry["sliced"]
         self._know_strategies(cell, entry["strategies"])
         self._entries.append(entry)
+        _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
 
     def keep(self, cell: Any, what: Entry) -> None:
         """Write down what a process that loads the graph of `cell`, just compiled, will need."""
@@ -157,6 +162,10 @@ def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
 def weights(cell: Any) -> Entry:
     """Type and shape of a cell's parameters; after a compile, of their slices."""
     return {item.name: _tensor(item) for item in cell.get_parameters()}
+
+
+def _say(words: str) -> None:
+    print(f"compile cache: {words}", file=sys.stderr, flush=True)
 
 
 def _groups(ranks: Ranks) -> dict[str, list[int]]:

@@ -106,9 +106,10 @@ def test_a_loaded_graph_is_told_what_its_compile_knew(start, folder):
     ],
     ids=["parameters", "shape", "type", "phase", "cell"],
 )
-def test_the_graph_of_another_compile_is_compiled_anew(start, folder, what):
+def test_the_graph_of_another_compile_is_compiled_anew(start, folder, what, capsys):
     second = start()
     assert second.to_load(what) is None and graphs(folder) == []
+    assert "rank 0 compiles" in capsys.readouterr().err
 
 
 def test_those_before_it_are_loaded(start, folder):
