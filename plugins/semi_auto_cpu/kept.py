@@ -56,18 +56,18 @@ class KeptGraphs:
             self._there = self._read(self.folder / FILE)
             if not self._there:
                 self._forget(0)
+        self._loads = bool(self._there)
 
     def to_load(self, what: Entry) -> Entry | None:
         """What was kept of the next compile, which is of `what` (see `described`); None: MindSpore must compile it."""
         number = len(self._entries)
-        if number >= len(self._there):
-            return None
-        there = self._there[number]["cell"]
-        if there == what:
+        there = self._there[number]["cell"] if number < len(self._there) else {}
+        if there == what and self.folder is not None and any(self.folder.rglob(f"*_{number}.mindir")):
             return self._there[number]
-        other = ", ".join(key for key in what if what[key] != there.get(key))
-        _say(f"rank {self.ranks.rank} compiles {what['class']}: that of an earlier start had another {other}")
-        self._forget(number)
+        if self._loads:
+            other = ", ".join(key for key in what if what[key] != there.get(key)) or "file"
+            _say(f"rank {self.ranks.rank} compiles {what['class']}: an earlier start has kept another {other}")
+            self._forget(number)
         return None
 
     def restore(self, cell: Any, entry: Entry) -> None:
@@ -112,6 +112,7 @@ class KeptGraphs:
         text = json.dumps(self._entries)
         if json.loads(text) != self._entries:
             self._forget(0)  # it would come back as something else
+            (self.folder / FILE).unlink(missing_ok=True)
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / FILE).write_text(text, encoding="utf-8")

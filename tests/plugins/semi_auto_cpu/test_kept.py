@@ -119,6 +119,12 @@ def test_those_before_it_are_loaded(start, folder):
     assert second.to_load(described(Step(9), INPUTS, "train")) is None and graphs(folder) == ["0"]
 
 
+def test_nor_is_one_loaded_whose_file_is_gone(start, folder, capsys):
+    next(folder.rglob("*_0.mindir")).unlink()
+    assert start().to_load(described(Step(), INPUTS, "train")) is None and graphs(folder) == []
+    assert "another file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("damage", [None, "", "{", "{}", "[]"])
 def test_a_graph_without_what_goes_with_it_is_compiled_anew(start, folder, damage):
     (folder / FILE).unlink() if damage is None else (folder / FILE).write_text(damage)
@@ -147,10 +153,10 @@ def test_without_a_cache_nothing_is_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_json_would_change_is_not_kept(start, tmp_path, monkeypatch):
+def test_what_json_would_change_is_not_kept(start, folder, monkeypatch):
     monkeypatch.setattr(kept, "strategies", lambda phase: {"global": {0: {}}, "local": {}})
     start().keep(Step().sliced(), described(Step(), INPUTS, "train"))
-    assert not (tmp_path / "rank_0" / FILE).exists()
+    assert not (folder / FILE).exists() and graphs(folder) == []
 
 
 @pytest.mark.parametrize(("loads", "passed"), [(True, True), (False, False)])
