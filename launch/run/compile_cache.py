@@ -62,9 +62,7 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
     """Why a recipe's graph cannot be loaded by another process, or not be told from others; None where it can."""
     view, here = View(recipe), "by their address in the process that compiled"
-    if chosen(recipe):
-        return f"a sharded graph on CPU calls functions of this repository, which MindSpore knows {here}"
-    if view.get(("context", "device_target")) == "CPU":
+    if view.get(("context", "device_target")) == "CPU" and not chosen(recipe):
         data = (*LOADER, "config")
         if view.get(("parallel_config", "expert_parallel"), 1) != 1:
             return f"expert parallelism on CPU calls Python functions, which MindSpore knows {here}"

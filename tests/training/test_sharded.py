@@ -13,7 +13,7 @@ import yaml
 from plugins.expert_balance.record import load_file
 from plugins.expert_balance.record import read as read_loads
 from tests.training import runs
-from tests.training.conftest import shared
+from tests.training.conftest import graph_of, shared
 from tools.accuracy.collectives.compare import DIFFERS, compare_run
 from tools.dryrun.executed import calls_file
 from tools.recipe.load import load_recipe
@@ -21,6 +21,7 @@ from tools.recipe.load import load_recipe
 pytestmark = pytest.mark.slow
 STEPS = [1, 2, 3, 4, 5, 6]
 KILLED = "_tp2"  # the layout whose run is killed and goes on: all that is compared with it holds of a resumed run
+LOADED = "_ep2"  # the one whose graph is kept, and loaded by a run that goes on
 
 
 def run(layout, corpus, tmp_path_factory):
@@ -31,7 +32,8 @@ def run(layout, corpus, tmp_path_factory):
         if layout == KILLED:
             killed_and_resumed(recipe, folder, corpus)
         else:
-            runs.train(recipe, folder / "run", corpus)
+            cache = runs.compiled_once(folder / "graph") if layout == LOADED else {}
+            runs.train(recipe, folder / "run", corpus, **cache)
 
     return shared(tmp_path_factory, f"sharded{layout}", make) / "run"
 
@@ -68,6 +70,28 @@ def test_losses_and_norms_equal_those_of_one_process(layout, alone, corpus, tmp_
         assert alone[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
         assert record["loss"] == pytest.approx(alone[step]["loss"], abs=1e-5), f"step {step}"
         assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
+
+
+def test_a_run_goes_on_with_a_loaded_graph_to_the_same_bits(corpus, tmp_path_factory, tmp_path):
+    """Weights, moments and metadata of the last checkpoint, too."""
+    whole = run(LOADED, corpus, tmp_path_factory)
+    middle, last = (whole / "checkpoint" / f"iteration_{step:08d}" for step in (3, 6))
+    cache = graph_of(whole.parent, tmp_path_factory)
+    recipe = runs.HERE / f"sharded{LOADED}.yaml"
+    text = runs.train(recipe, tmp_path / "run", corpus, "--resume", str(middle), **cache)
+    assert "compile cache: loads the graph" in text
+    for rank in (0, 1):
+        (log,) = tmp_path.glob(f"run/attempts/*/logs/worker_{rank}.log")
+        assert f"rank {rank} has loaded MFTrainOneStepCell" in log.read_text()
+        first, second = (json.loads(calls_file(run_dir, rank).read_text()) for run_dir in (whole, tmp_path / "run"))
+        assert len(first["calls"]) > 20 and second["calls"] == first["calls"], "in the same order"
+        expected, found = runs.steps(whole, rank), runs.steps(tmp_path / "run", rank)
+        assert sorted(found) == [4, 5, 6]
+        for step, record in found.items():
+            runs.same(record, expected[step])
+    saved = tmp_path / "run" / "checkpoint" / last.name
+    assert set(runs.apart(last, saved).values()) == {0.0}
+    assert (saved / "metadata.json").read_bytes() == (last / "metadata.json").read_bytes()
 
 
 def test_experts_that_change_ranks_leave_the_losses_alone(corpus, tmp_path_factory, tmp_path):

@@ -13,10 +13,11 @@ namespace {
 using mindspore::abstract::AbstractBasePtr;
 using mindspore::abstract::AbstractBasePtrList;
 
-// attributes of a new operator, for its infer
-constexpr char kOriginal[] = "tc3_original";
+// Attributes of a new operator, for its infer. They are of kinds that MindIR holds, so that a graph can be kept in a
+// file (MindSpore's compile cache) and loaded: MindIR has no operator as an attribute, and no tuple with a None in it.
 constexpr char kPlaces[] = "tc3_places";
-constexpr char kConstants[] = "tc3_constants";
+constexpr char kConstants[] = "tc3_constant_";  // with a number behind it: an attribute each
+constexpr char kLoaded[] = "is_load";
 
 std::set<std::string> g_replaced;
 std::set<std::string> g_low;  // with tensors of bfloat16 or float16 only
@@ -85,6 +86,23 @@ AbstractBasePtr UnknownNumbers(size_t count) {
   return std::make_shared<mindspore::abstract::AbstractTuple>(AbstractBasePtrList(count, number));
 }
 
+std::string ConstantName(size_t number) { return kConstants + std::to_string(number); }
+
+mindspore::ValuePtr Constant(const mindspore::PrimitivePtr &host, size_t number) {
+  const auto constant = host->GetAttr(ConstantName(number));
+  if (constant == nullptr) MS_LOG(EXCEPTION) << "semi_auto_cpu: " << host->name() << " has no constant " << number;
+  return constant;
+}
+
+// The operator that `host` stands for: its name, and the attributes that it had.
+mindspore::PrimitivePtr Original(const mindspore::PrimitivePtr &host) {
+  const auto original = std::make_shared<mindspore::Primitive>(OriginalName(host->name()));
+  for (const auto &[name, value] : host->attrs()) {
+    if (name.rfind(kPrivate, 0) != 0 && name != kLoaded) original->AddAttr(name, value);
+  }
+  return original;
+}
+
 void AddTypes(const mindspore::abstract::AbstractBasePtr &abstract, std::set<mindspore::TypeId> *types) {
   if (abstract == nullptr) return;
   if (abstract->isa<mindspore::abstract::AbstractTensor>()) {
@@ -134,10 +152,9 @@ mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode) {
   const auto host = std::make_shared<mindspore::Primitive>(kPrefix + original->name());
   for (const auto &[name, value] : original->attrs()) host->AddAttr(name, value);
   host->AddAttr(kArguments, mindspore::MakeValue("[" + all.text + "]"));
-  host->AddAttr(kOriginal, original);
   host->AddAttr(kPlaces, mindspore::MakeValue(all.places));
-  host->AddAttr(kConstants, std::make_shared<mindspore::ValueTuple>(all.constants));
-  host->AddAttr("is_load", mindspore::MakeValue(true));  // or the validator refuses an operator without a Python class
+  for (size_t i = 0; i < all.constants.size(); ++i) host->AddAttr(ConstantName(i), all.constants[i]);
+  host->AddAttr(kLoaded, mindspore::MakeValue(true));  // or the validator refuses an operator without a Python class
   std::vector<mindspore::AnfNodePtr> inputs{mindspore::NewValueNode(host)};
   inputs.insert(inputs.end(), all.tensors.begin(), all.tensors.end());
   inputs.insert(inputs.end(), all.monads.begin(), all.monads.end());
@@ -151,7 +168,6 @@ std::pair<mindspore::PrimitivePtr, AbstractBasePtrList> OriginalCall(const minds
                                                                      const AbstractBasePtrList &tensors,
                                                                      const std::set<int64_t> &by_value) {
   const auto places = mindspore::GetValue<std::vector<int64_t>>(host->GetAttr(kPlaces));
-  const auto constants = host->GetAttr(kConstants)->cast<mindspore::ValueTuplePtr>()->value();
   AbstractBasePtrList arguments;
   size_t tensor = 0, constant = 0;
   for (size_t i = 0; i < places.size(); i += 2) {
@@ -172,9 +188,9 @@ std::pair<mindspore::PrimitivePtr, AbstractBasePtrList> OriginalCall(const minds
         arguments.push_back(UnknownNumbers(count));
         break;
       default:
-        arguments.push_back(constants.at(constant++)->ToAbstract());
+        arguments.push_back(Constant(host, constant++)->ToAbstract());
     }
   }
-  return {host->GetAttr(kOriginal)->cast<mindspore::PrimitivePtr>(), arguments};
+  return {Original(host), arguments};
 }
 }  // namespace tc3

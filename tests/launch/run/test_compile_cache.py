@@ -143,6 +143,19 @@ def test_sources_of_the_repository_and_of_mindformers_count(recipe, monkeypatch,
     assert len(keys) == 3
 
 
+@pytest.mark.parametrize("file", ["kernels/norm.py", "csrc/kernel.cc", "csrc/replacement.h", "kept.py"])
+def test_kernels_of_sharded_graphs_count(recipe, monkeypatch, tmp_path, file):
+    source = tmp_path / "plugins" / "semi_auto_cpu" / file
+    source.parent.mkdir(parents=True)
+    monkeypatch.setattr(cache_key, "ROOT", tmp_path)
+    monkeypatch.setattr(cache_key, "SOURCES", ("plugins",))
+    keys = set()
+    for text in ("1", "2", "2"):
+        source.write_text(text)
+        keys.add(cache_key.key_of(cache_key.parts(recipe, 2, 2, {})))
+    assert len(keys) == 2
+
+
 def test_it_is_published_once_two_steps_were_made_with_it(recipe, starts):
     cache = starts.begin(recipe, ranks=(0, 1))
     starts.compiled(cache)
@@ -239,7 +252,8 @@ def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts
         ("tiny_dp2", None),
         ("tiny_ep2", "expert parallelism"),
         ("tiny_eod", "attention within documents"),
-        ("sharded_tp2", "sharded graph"),
+        ("sharded_tp2", None),
+        ("sharded_ep2", None),
     ],
 )
 def test_recipes_whose_graphs_call_functions_run_without(name, words, tmp_path):

@@ -1,6 +1,7 @@
 """The C++ library in real processes: two lines of a model on one and on two of them, and one graph for each rule."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ STEPS = 3
 pytestmark = pytest.mark.slow
 
 
-def start(name, *arguments):
+def start(name, *arguments, **environment):
     command = [sys.executable, str(HERE / name), *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    env = {**os.environ, **environment}
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(*processes):
@@ -34,18 +36,40 @@ def finish(*processes):
     return told
 
 
-def two_line(size, folder):
+def two_line(size, folder, cache=None):
+    """What each rank printed; `cache`: the folder of MindSpore's compile cache, a folder in it for each rank."""
     folder.mkdir()
-    return [told for told, _ in finish(*(start("two_line.py", rank, size, folder) for rank in range(size)))]
+    ranks = [
+        start("two_line.py", rank, size, folder, MS_COMPILER_CACHE_ENABLE=str(int(cache is not None)),
+              MS_COMPILER_CACHE_PATH=f"{cache}/{rank}")
+        for rank in range(size)
+    ]  # fmt: skip
+    return [told for told, _ in finish(*ranks)]
 
 
-def test_two_processes_train_as_one_does(tmp_path):
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two processes that keep their graph; the folders that they share and that the graph is in."""
+    folder = tmp_path_factory.mktemp("two")
+    return two_line(2, folder / "first", folder / "cache"), folder
+
+
+def test_two_processes_train_as_one_does(tmp_path, two):
     (alone,) = two_line(1, tmp_path / "one")
     assert len(alone["losses"]) == STEPS and "AllReduce" not in alone["asked"]
-    for told in two_line(2, tmp_path / "two"):
+    for told in two[0]:
         assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
         # forward of the second product, backward of the first
         assert told["asked"].count("AllReduce") == STEPS * 2
+
+
+def test_a_graph_of_the_compile_cache_is_loaded_and_trains_to_the_same_bits(two):
+    first, folder = two
+    second = two_line(2, folder / "second", folder / "cache")
+    assert [(told.pop("compiled"), again.pop("compiled")) for told, again in zip(first, second, strict=True)] == [
+        (1, 0)
+    ] * 2
+    assert second == first
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """y = relu(x w1) w2, w1 split by columns and w2 by rows: three steps of SGD. Run by test_library.
 
-Usage: python two_line.py RANK SIZE FOLDER; prints a JSON object with the losses and the operators asked of Python.
+Usage: python two_line.py RANK SIZE FOLDER; prints a JSON object with the losses, the weights, the operators asked of
+Python, and how many graphs were compiled.
 """
 
 import json
@@ -21,6 +22,7 @@ from plugins.semi_auto_cpu.ranks import Ranks
 
 rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
 asked: list[str] = []
+compiled: list[bool] = []
 
 
 def connect() -> Mesh:
@@ -38,6 +40,11 @@ def connect() -> Mesh:
 def compute(name, attrs, inputs, outputs):
     asked.append(name)
     host.run(name, attrs, inputs, outputs)
+
+
+def passed():
+    compiled.append(True)
+    front_end.done()
 
 
 class Net(nn.Cell):
@@ -60,7 +67,7 @@ ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 ranks = Ranks(size, rank)
 stand_in(ranks)
 front_end = FrontEnd(ranks)
-host = Host(ranks, connect(), front_end.done)
+host = Host(ranks, connect(), passed)
 host.library.set_host(compute, rank)
 front_end.around_compiles()
 if size > 1:
@@ -73,5 +80,6 @@ losses = []
 for number in range(3):
     x = Tensor(np.random.default_rng(number).normal(size=(4, 8)).astype(np.float32))
     losses.append(float(step(x).asnumpy()))
-print(json.dumps({"losses": losses, "asked": asked}), flush=True)
+weights = {item.name: item.asnumpy().tolist() for item in step.get_parameters()}
+print(json.dumps({"losses": losses, "weights": weights, "asked": asked, "compiled": len(compiled)}), flush=True)
 os._exit(0)  # MindSpore would finalize what it never initialized

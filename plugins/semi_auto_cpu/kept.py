@@ -1,0 +1,202 @@
+"""What MindSpore's compile cache leaves out of a sharded graph, kept in a file beside it and restored at a load.
+
+A process that loads a graph runs no front end, and so never learns where the slices of its weights lie (the layouts
+that checkpoints are cut by), which parameters are its own, and what MindFormers writes into a checkpoint's metadata.
+MindSpore's file has the slices' shapes only. Beside it, `sharding.json` has one entry for each compile of the process,
+in order, for MindSpore knows its files by their number and by nothing else:
+
+    {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "weights": ...,
+     "sliced": ...}
+
+A graph is loaded for the same compile only: the same cell, inputs, and parameters with their shapes. Where anything is
+missing or another, its file is removed, and the graph is compiled anew. What the slices are after a load is compared
+with what they were after the compile: another shape or group ends the run, because nothing else would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from plugins.errors import ClusterError
+from plugins.private_hooks import replace
+from plugins.semi_auto_cpu.ranks import Ranks
+
+ON, FOLDER = "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH"
+FILE = "sharding.json"
+REMEDY = "remove the folder of the compile cache, or train without one"
+STRATEGY = (
+    "dev_matrix", "tensor_map", "tensor_shape", "tensor_type", "opt_weight_shard_step", "opt_weight_shard_size",
+    "rank_list",
+)  # fmt: skip
+Entry = dict[str, Any]
+
+
+class KeptGraphs:
+    """The graphs that this process loads from the compile cache, or keeps there.
+
+    Args:
+        ranks: who this is, and the groups that Python created.
+        environ: says whether there is a cache, and where.
+    """
+
+    def __init__(self, ranks: Ranks, environ: Mapping[str, str] = os.environ):
+        self.ranks = ranks
+        on = environ.get(ON) == "1" and environ.get(FOLDER)
+        self.folder = Path(environ[FOLDER]) / f"rank_{ranks.rank}" if on else None
+        self._entries: list[Entry] = []  # that were compiled or loaded so far
+        self._there: list[Entry] = []  # of the start that kept them
+        self._strategies: dict[str, Entry] = {}  # compile phase -> what MindSpore would know of it
+        if self.folder is not None:
+            self._there = self._read(self.folder / FILE)
+            if not self._there:
+                self._forget(0)
+        self._loads = bool(self._there)
+
+    def to_load(self, what: Entry) -> Entry | None:
+        """What was kept of the next compile, which is of `what` (see `described`); None: MindSpore must compile it."""
+        number = len(self._entries)
+        there = self._there[number]["cell"] if number < len(self._there) else {}
+        if there == what and self.folder is not None and any(self.folder.rglob(f"*_{number}.mindir")):
+            return self._there[number]
+        if self._loads:
+            other = ", ".join(key for key in what if what[key] != there.get(key)) or "file"
+            _say(f"rank {self.ranks.rank} compiles {what['class']}: an earlier start has kept another {other}")
+            self._forget(number)
+        return None
+
+    def restore(self, cell: Any, entry: Entry) -> None:
+        """Tell `cell`, whose graph was loaded, what its compile would have told it.
+
+        Raises:
+            ClusterError: its slices or its groups are not those of the compile.
+        """
+        for group, members in entry["groups"].items():
+            if group not in self.ranks.groups:  # a compile creates some, beside those of the model's cells
+                self.ranks.create(group, members)
+        groups, slices = _groups(self.ranks), weights(cell)
+        for found, wanted, kind in ((groups, entry["groups"], "groups"), (slices, entry["weights"], "slices")):
+            if found != wanted:
+                other = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+                raise ClusterError(
+                    f"the graph of {type(cell).__name__} was loaded from the compile cache, and its {kind} are not "
+                    f"those of its compile: {', '.join(other[:3])}; {REMEDY}"
+                )
+        cell.parameter_layout_dict = {name: tuple(layout) for name, layout in entry["layouts"].items()}
+        cell.parallel_parameter_name_list = entry["names"]
+        for item in cell.get_parameters():  # a load marks those that have a layout only, a save takes the marked ones
+            item.sliced = item.name in entry["sliced"]
+        self._know_strategies(cell, entry["strategies"])
+        self._entries.append(entry)
+        _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
+
+    def keep(self, cell: Any, what: Entry) -> None:
+        """Write down what a process that loads the graph of `cell`, just compiled, will need."""
+        if self.folder is None:
+            return
+        entry = {
+            "cell": what,
+            "layouts": {name: list(layout) for name, layout in cell.parameter_layout_dict.items()},
+            "names": list(cell.parallel_parameter_name_list),
+            "strategies": strategies(cell.compile_phase),
+            "groups": _groups(self.ranks),
+            "weights": weights(cell),
+            "sliced": [item.name for item in cell.get_parameters() if item.sliced],
+        }
+        self._entries.append(entry)
+        text = json.dumps(self._entries)
+        if json.loads(text) != self._entries:
+            self._forget(0)  # it would come back as something else
+            (self.folder / FILE).unlink(missing_ok=True)
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / FILE).write_text(text, encoding="utf-8")
+
+    def _know_strategies(self, cell: Any, told: Entry) -> None:
+        """Have whoever asks for the strategies of `cell` hear those of its compile."""
+        from mindspore.parallel import strategy
+
+        original, known = strategy._NetStrategyInfo.__init__, self._strategies
+        known[cell.compile_phase] = told
+
+        def with_loaded(info: Any, network: Any, global_layout: Any = None, local_layout: Any = None) -> None:
+            original(info, network, global_layout, local_layout)
+            phase = network.compile_phase
+            if phase in known:
+                info._raw_global_layout = {phase: _as_told(known[phase]["global"])}
+                info._raw_local_layout = {phase: _as_told(known[phase]["local"])}
+
+        replace(strategy._NetStrategyInfo, "__init__", "self._raw_global_layout = global_layout", with_loaded)
+
+    def _read(self, file: Path) -> list[Entry]:
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return []
+        return found if isinstance(found, list) else []
+
+    def _forget(self, first: int) -> None:
+        """Remove MindSpore's files of the compiles from number `first` on: it compiles these."""
+        assert self.folder is not None
+        del self._there[first:]
+        for file in self.folder.rglob("*.mindir"):
+            number = file.stem.rsplit("_", 1)[-1]
+            if not number.isdecimal() or int(number) >= first:
+                file.unlink()
+
+
+def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
+    """What is compiled: a cell with inputs, and its parameters before they are sliced."""
+    return {
+        "class": type(cell).__name__,
+        "phase": phase,
+        "inputs": [_tensor(each) for each in inputs],
+        "parameters": weights(cell),
+    }
+
+
+def weights(cell: Any) -> Entry:
+    """Type and shape of a cell's parameters; after a compile, of their slices."""
+    return {item.name: _tensor(item) for item in cell.get_parameters()}
+
+
+def _say(words: str) -> None:
+    print(f"compile cache: {words}", file=sys.stderr, flush=True)
+
+
+def _groups(ranks: Ranks) -> dict[str, list[int]]:
+    return {name: list(members) for name, members in ranks.groups.items()}
+
+
+def strategies(phase: str) -> Entry:
+    """What MindSpore knows of the parameters of all ranks and of this rank, after the compile of `phase`."""
+    from mindspore.parallel.strategy import StrategyLayout
+
+    known = StrategyLayout.get_instance()
+    told = {"global": known.global_network_layout(), "local": known.local_network_layout()}
+    return {
+        which: {
+            str(rank): {name: {key: getattr(info, key) for key in STRATEGY} for name, info in of_rank.items()}
+            for rank, of_rank in layout.get(phase, {}).items()
+        }
+        for which, layout in told.items()
+    }
+
+
+def _as_told(kept: Entry) -> dict[int, Entry]:
+    """`strategies` as MindSpore gives them: rank -> name -> an object."""
+    return {
+        int(rank): {name: SimpleNamespace(**info) for name, info in of_rank.items()} for rank, of_rank in kept.items()
+    }
+
+
+def _tensor(value: Any) -> list[Any]:
+    """Type and shape of a tensor; the text of anything else."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return [str(value.dtype), list(value.shape)]
+    return [type(value).__name__, repr(value)]

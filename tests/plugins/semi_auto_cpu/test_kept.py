@@ -1,0 +1,178 @@
+"""What a loaded graph is told, and when none is loaded; MindSpore's files are letters here."""
+
+import json
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Parameter, Tensor
+from mindspore.parallel import strategy
+
+from plugins.errors import ClusterError
+from plugins.semi_auto_cpu import kept
+from plugins.semi_auto_cpu.compile import FrontEnd, Turn
+from plugins.semi_auto_cpu.kept import FILE, KeptGraphs, described
+from plugins.semi_auto_cpu.ranks import Ranks
+
+INPUTS = (Tensor(np.zeros((2, 4), np.int32)),)
+LAYOUT = ([2], [0, -1], [2, 4], 0, True, "", [4, 4], [2, 4], False, False, 0, 0)
+STRATEGY = {
+    "dev_matrix": [2], "tensor_map": [[0], [-1]], "tensor_shape": [4, 4], "tensor_type": "float32",
+    "opt_weight_shard_step": 0, "opt_weight_shard_size": 0, "rank_list": [0, 1],
+}  # fmt: skip
+STRATEGIES = {"global": {"0": {"split": STRATEGY}, "1": {"split": STRATEGY}}, "local": {"0": {"split": STRATEGY}}}
+
+
+class Step:
+    """A cell with a weight that is split over two ranks, and one that is not."""
+
+    def __init__(self, rows=4, phase="train.1"):
+        self.items = [Parameter(Tensor(np.zeros((rows, 4), np.float32)), name="split"), weight("whole")]
+        self.compile_phase = phase
+
+    def get_parameters(self):
+        return self.items
+
+    def sliced(self, rows=2, marked=("split", "whole")):
+        """As a compile of MindSpore leaves it, which marks all that it has seen; a load only what has a layout."""
+        self.items[0].set_data(Tensor(np.zeros((rows, 4), np.float32)), slice_shape=True)
+        for item in self.items:
+            item.sliced = item.name in marked
+        self.parameter_layout_dict, self.parallel_parameter_name_list = {"split": LAYOUT}, ["inputs0", "split", "whole"]
+        return self
+
+
+def weight(name):
+    return Parameter(Tensor(np.zeros(4, np.float32)), name=name)
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """A function that begins a process, rank 0 of two, whose compile cache is a folder."""
+    monkeypatch.setattr(kept, "strategies", lambda phase: STRATEGIES)
+    monkeypatch.setattr(strategy._NetStrategyInfo, "__init__", strategy._NetStrategyInfo.__init__)
+    environ = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(tmp_path)}
+    return lambda: KeptGraphs(Ranks(2, 0), environ)
+
+
+@pytest.fixture
+def folder(start, tmp_path):
+    """What a first process has left of two compiles, a train step and another one."""
+    first, folder = start(), tmp_path / "rank_0"
+    (folder / "graph_cache").mkdir(parents=True)
+    for number, rows in ((0, 4), (1, 8)):
+        (folder / "graph_cache" / f"MS_WORKERcompile_cache_{number}.mindir").write_text("graph")
+        what = described(Step(rows), INPUTS, "train")
+        assert first.to_load(what) is None
+        first.ranks.create("2-77", [0, 1])  # as in the midst of a compile
+        first.keep(Step(rows).sliced(), what)
+    return folder
+
+
+def graphs(folder):
+    return sorted(path.stem[-1] for path in folder.rglob("*.mindir"))
+
+
+def test_a_loaded_graph_is_told_what_its_compile_knew(start, folder):
+    second = start()
+    for rows, phase in ((4, "train.2"), (8, "train.3")):
+        cell = Step(rows, phase)
+        entry = second.to_load(described(cell, INPUTS, "train"))
+        second.restore(cell.sliced(marked=("split",)), entry)
+        assert cell.parameter_layout_dict == {"split": LAYOUT}
+        assert cell.parallel_parameter_name_list == ["inputs0", "split", "whole"]
+        assert [item.sliced for item in cell.items] == [True, True], "or the next checkpoint is without it"
+        assert second.ranks.groups == {"2-77": (0, 1)}
+        known = strategy.get_strategy_metadata(cell)
+        assert sorted(known) == [0, 1]
+        layout, kind, shape = known[1]["split"]
+        assert (kind, shape) == ("float32", [4, 4])
+        assert layout.to_dict()["tensor_map"] == (0, -1) and layout.to_dict()["rank_list"] == [0, 1]
+        assert list(strategy.get_current_strategy_metadata(cell)) == [0]
+    assert second.to_load(described(Step(16), INPUTS, "train")) is None, "a third compile, of which nothing was kept"
+    assert strategy.get_strategy_metadata(Step(phase="train.9")) is None
+    assert graphs(folder) == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        described(Step(6), INPUTS, "train"),
+        described(Step(), (Tensor(np.zeros((2, 8), np.int32)),), "train"),
+        described(Step(), (Tensor(np.zeros((2, 4), np.int64)),), "train"),
+        described(Step(), INPUTS, "eval"),
+        described(SimpleNamespace(get_parameters=Step().get_parameters), INPUTS, "train"),
+    ],
+    ids=["parameters", "shape", "type", "phase", "cell"],
+)
+def test_the_graph_of_another_compile_is_compiled_anew(start, folder, what, capsys):
+    second = start()
+    assert second.to_load(what) is None and graphs(folder) == []
+    assert "rank 0 compiles" in capsys.readouterr().err
+
+
+def test_those_before_it_are_loaded(start, folder):
+    second, cell = start(), Step()
+    entry = second.to_load(described(cell, INPUTS, "train"))
+    second.restore(cell.sliced(), entry)
+    assert second.to_load(described(Step(9), INPUTS, "train")) is None and graphs(folder) == ["0"]
+
+
+def test_nor_is_one_loaded_whose_file_is_gone(start, folder, capsys):
+    next(folder.rglob("*_0.mindir")).unlink()
+    assert start().to_load(described(Step(), INPUTS, "train")) is None and graphs(folder) == []
+    assert "another file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("damage", [None, "", "{", "{}", "[]"])
+def test_a_graph_without_what_goes_with_it_is_compiled_anew(start, folder, damage):
+    (folder / FILE).unlink() if damage is None else (folder / FILE).write_text(damage)
+    assert start().to_load(described(Step(), INPUTS, "train")) is None and graphs(folder) == []
+
+
+def test_other_slices_than_those_of_the_compile_end_the_run(start, folder):
+    second, cell = start(), Step()
+    entry = second.to_load(described(cell, INPUTS, "train"))
+    with pytest.raises(ClusterError, match=r"Step was loaded.*slices are not.*: split; remove the folder"):
+        second.restore(cell.sliced(rows=4), entry)
+
+
+def test_other_groups_than_those_of_the_compile_end_the_run(start, folder):
+    second, cell = start(), Step()
+    entry = second.to_load(described(cell, INPUTS, "train"))
+    second.ranks.create("2-77", [0])
+    with pytest.raises(ClusterError, match=r"its groups are not.*: 2-77; remove the folder"):
+        second.restore(cell.sliced(), entry)
+
+
+def test_without_a_cache_nothing_is_kept(tmp_path):
+    for environ in ({}, {"MS_COMPILER_CACHE_PATH": str(tmp_path)}, {"MS_COMPILER_CACHE_ENABLE": "1"}):
+        process = KeptGraphs(Ranks(2, 0), environ)
+        process.keep(Step().sliced(), described(Step(), INPUTS, "train"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_json_would_change_is_not_kept(start, folder, monkeypatch):
+    monkeypatch.setattr(kept, "strategies", lambda phase: {"global": {0: {}}, "local": {}})
+    start().keep(Step().sliced(), described(Step(), INPUTS, "train"))
+    assert not (folder / FILE).exists() and graphs(folder) == []
+
+
+@pytest.mark.parametrize(("loads", "passed"), [(True, True), (False, False)])
+def test_a_graph_that_mindspore_compiles_instead_of_loading_ends_the_run(start, folder, monkeypatch, loads, passed):
+    """It would be one for CPU, and not sharded; and the other way round."""
+    monkeypatch.setattr(kept, "os", SimpleNamespace(environ={}))
+    front_end = FrontEnd(Ranks(2, 0))
+    front_end.kept = start()
+    what = described(Step(), INPUTS, "train")
+    entry = front_end.kept.to_load(what) if loads else None
+    words = r"compiled the graph.*to load" if loads else r"loaded the graph.*to compile"
+    with pytest.raises(ClusterError, match=words):
+        front_end._end(Turn(Step(), INPUTS, "train", what, entry, passed))
+
+
+def test_the_file_says_what_was_compiled(folder):
+    first, second = json.loads((folder / FILE).read_text())
+    assert first["cell"]["inputs"] == [[str(ms.int32), [2, 4]]]
+    assert (first["weights"]["split"][1], second["cell"]["parameters"]["split"][1]) == ([2, 4], [8, 4])
