@@ -23,12 +23,13 @@ from typing import Any
 
 from launch.run import cache_key
 from launch.run.msrun import ROOT
+from plugins.cpu_backend import host_functions
 from plugins.errors import ClusterError, DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.files.atomic import atomic_file
 from tools.files.digest import whole
 from tools.recipe.load import Recipe
-from tools.recipe.view import LOADER, View
+from tools.recipe.view import View
 
 FOLDER = "TC3_COMPILE_CACHE"  # names the folder of all caches
 KEY = "TC3_COMPILE_CACHE_KEY"  # of a worker: this cache is ours
@@ -36,7 +37,7 @@ KEPT = 4
 SEAL, PARTS, HOST_FUNCTIONS = "seal.json", "key.json", "host_functions"
 OWN = ("MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH", "MS_DEV_FORCE_USE_COMPILE_CACHE")
 OWN_KEYS = ("enable_compile_cache", "compile_cache_path")
-MARKS = (b"pyfunc", b"PyExecute", b"PyInterpret")  # in a graph: functions of the process that compiled it
+MARKS = (b"PyExecute", b"PyInterpret", b"infer_func_id")  # in a graph: functions of the process that compiled it
 
 
 def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
@@ -64,12 +65,6 @@ def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None
     view, here = View(recipe), "by their address in the process that compiled"
     if chosen(recipe):
         return f"a sharded graph on CPU calls functions of this repository, which MindSpore knows {here}"
-    if view.get(("context", "device_target")) == "CPU":
-        data = (*LOADER, "config")
-        if view.get(("parallel_config", "expert_parallel"), 1) != 1:
-            return f"expert parallelism on CPU calls Python functions, which MindSpore knows {here}"
-        if view.get((*data, "reset_attention_mask")) and view.get((*data, "create_attention_mask"), True):
-            return f"attention within documents calls Python functions on CPU, which MindSpore knows {here}"
     if not view.megatron:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
     if environ.get("REGISTER_PATH") or _has_key(recipe, "auto_register"):
@@ -234,7 +229,7 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     if not (key / PARTS).exists():
         with atomic_file(key / PARTS) as part:
             part.write_text(json.dumps(found, sort_keys=True, indent=1, default=str), encoding="utf-8")
-    if any(mark in file.read_bytes() for file in files if file.suffix == ".mindir" for mark in MARKS):
+    if not all(_of_any_process(file.read_bytes()) for file in files if file.suffix == ".mindir"):
         (key / HOST_FUNCTIONS).touch()
         return
     sealed = {str(file.relative_to(own)): whole(file) for file in files}
@@ -251,6 +246,11 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     finally:
         _remove(part)
     _remove_old(key.parent)
+
+
+def _of_any_process(graph: bytes) -> bool:
+    """Whether all functions of Python that a graph calls have names that another process knows, too."""
+    return not any(mark in graph for mark in MARKS) and host_functions.names_in(graph) is not None
 
 
 def _sealed(folder: Path) -> Any:

@@ -12,6 +12,7 @@ from launch.run import cache_key, compile_cache
 from launch.run.compile_cache import KEPT, KEY, prepare, refuse_own, unfit
 from launch.run.effective import effective_recipe
 from plugins.errors import ClusterError, RecipeError
+from tests.plugins.cpu_backend.test_host_functions import call
 from tests.training import runs
 from tools.recipe.override import apply_overrides
 
@@ -225,11 +226,27 @@ def test_the_keys_used_last_stay(recipe, starts):
     assert [key.exists() for key in keys] == [False, False, True, False, True, True] and foreign.exists()
 
 
-def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts):
-    first = starts.trained(recipe, graph=b"...func_type pyfunc...")
+@pytest.mark.parametrize(
+    "graph",
+    [
+        b"...func_type pyfunc...",
+        b"...PyExecute...",
+        b"...PyInterpret...",
+        b"...infer_func_id...",
+        call("f()") + b"...PyExecute...",
+        call("f()") + call(),
+    ],
+)
+def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts, graph):
+    first = starts.trained(recipe, graph=graph)
     assert not list(first.key.glob("rank_*"))
     second = starts.begin(recipe)
     assert second.environment == {} and "calls functions of Python" in second.said
+
+
+def test_a_graph_whose_functions_have_names_is_published(recipe, starts):
+    starts.trained(recipe, graph=call("f()") + call("g(tag=1)"))
+    assert starts.begin(recipe).loaded
 
 
 @pytest.mark.parametrize(
@@ -237,12 +254,15 @@ def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts
     [
         ("tiny", None),
         ("tiny_dp2", None),
-        ("tiny_ep2", "expert parallelism"),
-        ("tiny_eod", "attention within documents"),
+        ("tiny_ep2", None),
+        ("tiny_ep2_balanced", None),
+        ("tiny_ep4", None),
+        ("tiny_eod", None),
+        ("tiny_eod_balanced", None),
         ("sharded_tp2", "sharded graph"),
     ],
 )
-def test_recipes_whose_graphs_call_functions_run_without(name, words, tmp_path):
+def test_recipes_whose_graphs_call_functions_without_names_run_without(name, words, tmp_path):
     said = unfit(effective_recipe(runs.HERE / f"{name}.yaml", (), None, tmp_path), {})
     assert said is None if words is None else words in said
 
