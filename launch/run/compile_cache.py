@@ -94,11 +94,10 @@ class CompileCache:
     ranks: Sequence[int] = ()
     metrics: Path = Path()
     parts: Mapping[str, Any] = field(default_factory=dict)  # that the key is of
-    _seen: dict[int, float] = field(default_factory=dict)  # rank -> time of the first step after what was written
     _kept: set[int] = field(default_factory=set)
 
     def keep(self) -> None:
-        """Publish what a rank of this node has compiled, once two steps were made with it; call it now and then.
+        """Publish what a rank of this node has compiled, once a later step was made with it; call it now and then.
 
         One rank a call, for who calls has other things to look after. Never raises: a cache that cannot be kept
         costs the next start its time.
@@ -109,10 +108,11 @@ class CompileCache:
             self._publish(rank)
 
     def close(self, ended_well: bool) -> None:
-        """After the workers: publish what is not yet, if they `ended_well`; remove the attempt's own folder."""
+        """After the workers: publish what is not yet, if they `ended_well` or the graph was in use, so that the next
+        attempt loads what one that failed has compiled; remove the attempt's own folder."""
         if self.environment:
             for rank in self.ranks:
-                if ended_well:
+                if ended_well or self._is_due(rank):
                     self._publish(rank)
                 _remove(self.own / f"rank_{rank}")
             with contextlib.suppress(OSError):
@@ -123,18 +123,16 @@ class CompileCache:
             _publish(self.own / f"rank_{rank}", self.key, rank, self.parts)
 
     def _is_due(self, rank: int) -> bool:
-        """Not published yet, and two steps have been made since it was written: whatever writes it has ended."""
+        """Not published yet, and the last step began when all of it had been written: whatever writes it has ended."""
         if rank in self._kept:
             return False
+        steps = self.metrics / f"rank_{rank}.jsonl"
         try:
-            step = (self.metrics / f"rank_{rank}.jsonl").stat().st_mtime
-            written = max(file.stat().st_mtime for file in _files(self.own / f"rank_{rank}"))
-        except (OSError, ValueError):
+            done = steps.stat().st_mtime
+            last = json.loads(steps.read_bytes().rstrip().rpartition(b"\n")[2])
+            return done - last["seconds"] > max(file.stat().st_mtime for file in _files(self.own / f"rank_{rank}"))
+        except (OSError, ValueError, KeyError):
             return False
-        if (seen := self._seen.get(rank, 0.0)) > written:
-            return step > seen
-        self._seen[rank] = step  # counts once it is later than `written`
-        return False
 
 
 def prepare(

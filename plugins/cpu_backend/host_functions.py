@@ -65,7 +65,7 @@ def register(function: Callable[..., Any]) -> int:
     name = name_of(function)
     number = number_of(name)
     known, first = _functions.setdefault(number, (name, function))  # type: ignore[arg-type]
-    if known != name or first.__code__ != function.__code__:  # type: ignore[attr-defined]
+    if known != name or first.__code__ != function.__code__:
         raise ValueError(f"two Python functions would have one number in a graph: {known} and {name}; rename one")
     return number
 

@@ -37,7 +37,7 @@ def killed(corpus, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def resumed(killed, corpus):
-    """The same run at its end; its graph calls the functions that bring tokens to experts, and computes with moved ones."""
+    """The same run at its end; the functions that bring tokens to experts are those of another process."""
     graph = runs.compiled_once(killed[0].parent / "graph")
     said = runs.train(BALANCED, killed[0], corpus, "--steps", str(STEPS), "--resume", "auto", **graph)
     assert "loads the graph of an earlier start" in said

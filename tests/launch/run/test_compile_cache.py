@@ -57,11 +57,12 @@ class Starts:
             file.write_bytes(graph)
             os.utime(file, (1000, 1000))
 
-    def step(self, rank, time):
+    def step(self, rank, began, done):
         file = self.folder / "metrics" / f"rank_{rank}.jsonl"
         file.parent.mkdir(exist_ok=True)
-        file.touch()
-        os.utime(file, (time, time))
+        with file.open("a") as out:
+            out.write(json.dumps({"step": 1, "seconds": done - began}) + "\n")
+        os.utime(file, (done, done))
 
     def trained(self, recipe, graph=b"graph", **more):
         cache = self.begin(recipe, **more)
@@ -144,15 +145,40 @@ def test_sources_of_the_repository_and_of_mindformers_count(recipe, monkeypatch,
     assert len(keys) == 3
 
 
-def test_it_is_published_once_two_steps_were_made_with_it(recipe, starts):
+@pytest.mark.parametrize(
+    ("began", "done", "due"),
+    [(800, 900, False), (900, 1001, False), (999, 1100, False), (1001, 1002, True), (1500, 2000, True)],
+)
+def test_it_is_published_once_a_step_was_made_that_began_after_it_was_written(recipe, starts, began, done, due):
     cache = starts.begin(recipe, ranks=(0, 1))
     starts.compiled(cache)
-    for time, there in ((900, []), (1001, []), (1001, []), (1002, ["rank_0"]), (1003, ["rank_0", "rank_1"])):
-        for rank in (0, 1):
-            starts.step(rank, time)
+    for rank in (0, 1):
+        starts.step(rank, 900, 1001)  # compiles, and writes it at 1000
+        starts.step(rank, began, done)
+    for there in (["rank_0"], ["rank_0", "rank_1"]):
         cache.keep()
-        assert sorted(path.name for path in cache.key.glob("rank_*")) == there
-    assert starts.begin(recipe, ranks=(0, 1)).loaded
+        assert sorted(path.name for path in cache.key.glob("rank_*")) == there * due
+    assert starts.begin(recipe, ranks=(0, 1)).loaded == due
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"total_steps": 12}'])
+def test_a_record_without_a_step_says_nothing(recipe, starts, line):
+    cache = starts.begin(recipe)
+    starts.compiled(cache)
+    starts.step(0, 1001, 1002)
+    with (starts.folder / "metrics" / "rank_0.jsonl").open("a") as out:
+        out.write(line)
+    cache.keep()
+    assert cache.key.exists() == (line == "")
+
+
+def test_an_attempt_that_fails_leaves_the_graph_that_it_has_used(recipe, starts):
+    cache = starts.begin(recipe, ranks=(0, 1))
+    starts.compiled(cache)
+    starts.step(0, 1001, 1002)
+    starts.step(1, 900, 1001)
+    cache.close(ended_well=False)
+    assert [path.name for path in cache.key.glob("rank_*")] == ["rank_0"] and not cache.own.exists()
 
 
 def test_a_run_killed_while_it_is_written_leaves_nothing_to_load(recipe, starts):
