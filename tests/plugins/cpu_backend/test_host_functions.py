@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from plugins.cpu_backend import host_functions
 from plugins.cpu_backend.host_functions import check, name_of, names_in, number_of, register, require
 from plugins.errors import ClusterError
 
-HERE = f"{__name__}."
+HERE, ROOT = f"{__name__}.", Path(__file__).resolve().parents[3]
 
 
 def moving(group, tag):
@@ -205,6 +206,12 @@ def test_a_graph_with_an_address_is_refused(tmp_path):
     (tmp_path / "graph.mindir").write_bytes(call())
     with pytest.raises(ClusterError, match="has not: one without a name"):
         check(tmp_path / "graph.mindir", {})
+
+
+def test_operators_that_call_python_functions_are_made_here_only():
+    sources = [path for top in ("launch", "plugins", "tools") for path in (ROOT / top).rglob("*.py")]
+    makers = [path for path in sources if re.search(r"pyfunc|\bops\.Custom\b|\bCustom\(", path.read_text("utf-8"))]
+    assert makers == [Path(host_functions.__file__)]
 
 
 def test_nothing_is_asked_where_nothing_is_loaded(graph_of, monkeypatch):
