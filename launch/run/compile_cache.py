@@ -23,12 +23,12 @@ from typing import Any
 
 from launch.run import cache_key
 from launch.run.msrun import ROOT
+from plugins.cpu_backend import host_functions
 from plugins.errors import ClusterError, DataError, RecipeError
-from plugins.semi_auto_cpu.chosen import chosen
 from tools.files.atomic import atomic_file
 from tools.files.digest import whole
 from tools.recipe.load import Recipe
-from tools.recipe.view import LOADER, View
+from tools.recipe.view import View
 
 FOLDER = "TC3_COMPILE_CACHE"  # names the folder of all caches
 KEY = "TC3_COMPILE_CACHE_KEY"  # of a worker: this cache is ours
@@ -36,7 +36,7 @@ KEPT = 4
 SEAL, PARTS, HOST_FUNCTIONS = "seal.json", "key.json", "host_functions"
 OWN = ("MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH", "MS_DEV_FORCE_USE_COMPILE_CACHE")
 OWN_KEYS = ("enable_compile_cache", "compile_cache_path")
-MARKS = (b"pyfunc", b"PyExecute", b"PyInterpret")  # in a graph: functions of the process that compiled it
+MARKS = (b"PyExecute", b"PyInterpret", b"infer_func_id")  # in a graph: functions of the process that compiled it
 
 
 def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
@@ -61,13 +61,7 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
     """Why a recipe's graph cannot be loaded by another process, or not be told from others; None where it can."""
-    view, here = View(recipe), "by their address in the process that compiled"
-    if view.get(("context", "device_target")) == "CPU" and not chosen(recipe):
-        data = (*LOADER, "config")
-        if view.get(("parallel_config", "expert_parallel"), 1) != 1:
-            return f"expert parallelism on CPU calls Python functions, which MindSpore knows {here}"
-        if view.get((*data, "reset_attention_mask")) and view.get((*data, "create_attention_mask"), True):
-            return f"attention within documents calls Python functions on CPU, which MindSpore knows {here}"
+    view = View(recipe)
     if not view.megatron:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
     if environ.get("REGISTER_PATH") or _has_key(recipe, "auto_register"):
@@ -97,11 +91,10 @@ class CompileCache:
     ranks: Sequence[int] = ()
     metrics: Path = Path()
     parts: Mapping[str, Any] = field(default_factory=dict)  # that the key is of
-    _seen: dict[int, float] = field(default_factory=dict)  # rank -> time of the first step after what was written
     _kept: set[int] = field(default_factory=set)
 
     def keep(self) -> None:
-        """Publish what a rank of this node has compiled, once two steps were made with it; call it now and then.
+        """Publish what a rank of this node has compiled, once a later step was made with it; call it now and then.
 
         One rank a call, for who calls has other things to look after. Never raises: a cache that cannot be kept
         costs the next start its time.
@@ -112,10 +105,11 @@ class CompileCache:
             self._publish(rank)
 
     def close(self, ended_well: bool) -> None:
-        """After the workers: publish what is not yet, if they `ended_well`; remove the attempt's own folder."""
+        """After the workers: publish what is not yet, if they `ended_well` or the graph was in use, so that the next
+        attempt loads what one that failed has compiled; remove the attempt's own folder."""
         if self.environment:
             for rank in self.ranks:
-                if ended_well:
+                if ended_well or self._is_due(rank):
                     self._publish(rank)
                 _remove(self.own / f"rank_{rank}")
             with contextlib.suppress(OSError):
@@ -126,18 +120,16 @@ class CompileCache:
             _publish(self.own / f"rank_{rank}", self.key, rank, self.parts)
 
     def _is_due(self, rank: int) -> bool:
-        """Not published yet, and two steps have been made since it was written: whatever writes it has ended."""
+        """Not published yet, and the last step began when all of it had been written: whatever writes it has ended."""
         if rank in self._kept:
             return False
+        steps = self.metrics / f"rank_{rank}.jsonl"
         try:
-            step = (self.metrics / f"rank_{rank}.jsonl").stat().st_mtime
-            written = max(file.stat().st_mtime for file in _files(self.own / f"rank_{rank}"))
-        except (OSError, ValueError):
+            done = steps.stat().st_mtime
+            last = json.loads(steps.read_bytes().rstrip().rpartition(b"\n")[2])
+            return done - last["seconds"] > max(file.stat().st_mtime for file in _files(self.own / f"rank_{rank}"))
+        except (OSError, ValueError, KeyError):
             return False
-        if (seen := self._seen.get(rank, 0.0)) > written:
-            return step > seen
-        self._seen[rank] = step  # counts once it is later than `written`
-        return False
 
 
 def prepare(
@@ -232,7 +224,7 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     if not (key / PARTS).exists():
         with atomic_file(key / PARTS) as part:
             part.write_text(json.dumps(found, sort_keys=True, indent=1, default=str), encoding="utf-8")
-    if any(mark in file.read_bytes() for file in files if file.suffix == ".mindir" for mark in MARKS):
+    if not all(_of_any_process(file.read_bytes()) for file in files if file.suffix == ".mindir"):
         (key / HOST_FUNCTIONS).touch()
         return
     sealed = {str(file.relative_to(own)): whole(file) for file in files}
@@ -249,6 +241,11 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     finally:
         _remove(part)
     _remove_old(key.parent)
+
+
+def _of_any_process(graph: bytes) -> bool:
+    """Whether all functions of Python that a graph calls have names that another process knows, too."""
+    return not any(mark in graph for mark in MARKS) and host_functions.names_in(graph) is not None
 
 
 def _sealed(folder: Path) -> Any:

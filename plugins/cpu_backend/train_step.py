@@ -6,9 +6,9 @@ import mindspore as ms
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.wrapper import MFTrainOneStepCell
 from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size
+from mindspore.communication import get_group_size, get_rank
 
-from plugins.cpu_backend import world
+from plugins.cpu_backend import host_functions, world
 
 
 def _count_not_finite(gradient):
@@ -65,6 +65,7 @@ class CpuTrainOneStepCell(MFTrainOneStepCell):
 
     def __init__(self, network, optimizer, **kwargs):
         super().__init__(network, optimizer, **kwargs)
+        host_functions.require(get_rank() if world.distributed() else 0)  # the network has made all that it calls
         self.mean = AllReduceMean(get_group_size()) if world.distributed() else None
         split = tuple(weight.layerwise_parallel for weight in self.weights)
         self.split = any(split)

@@ -1,7 +1,8 @@
 """Two workers with masks at the end of documents: the same training in another order, and the same after a kill.
 
-The run with the plugin is killed at step 7 of 10 and goes on from the checkpoint of step 5: what it computed of steps 6
-and 7 before the kill is what it must compute after it, and the whole of it is compared with a run without the plugin.
+The run with the plugin loses a worker at step 7 of 10 and goes on from the checkpoint of step 5, with the graph that it
+had compiled: what it computed of steps 6 and 7 before is what it must compute after it, and the whole of it is compared
+with a run without the plugin.
 """
 
 import re
@@ -20,14 +21,18 @@ TINY_EOD, BALANCED = runs.HERE / "tiny_eod.yaml", runs.HERE / "tiny_eod_balanced
 def killed(corpus, tmp_path_factory):
     """(folder, steps) of a run with the plugin when it had been killed."""
     run_dir = tmp_path_factory.mktemp("balanced") / "run"
-    runs.train_and_kill(BALANCED, run_dir, corpus, step=7)
+    run = runs.start(BALANCED, run_dir, corpus, **runs.compiled_once(run_dir.parent / "graph"))
+    runs.wait_for_step(run, run_dir, 7)
+    runs.kill_worker(run_dir, 1)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 1, said
     return run_dir, runs.steps(run_dir)
 
 
 @pytest.fixture(scope="module")
 def resumed(killed, corpus):
     """What `tc3 train --resume auto` printed then."""
-    return runs.train(BALANCED, killed[0], corpus, "--resume", "auto")
+    return runs.train(BALANCED, killed[0], corpus, "--resume", "auto", **runs.compiled_once(killed[0].parent / "graph"))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +83,7 @@ def test_samples_have_changed_places(balanced):
 
 def test_killed_in_training_it_goes_on_to_the_same_losses(killed, resumed):
     run_dir, before = killed
-    assert "going on from step 5" in resumed
+    assert "going on from step 5" in resumed and "loads the graph of an earlier start" in resumed
     after = runs.steps(run_dir)
     assert sorted(after) == list(range(1, 11))
     assert 7 <= max(before) < 10

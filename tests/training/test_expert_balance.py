@@ -1,7 +1,8 @@
 """Experts that change ranks while they train: the same training, also after a kill in the middle of a move.
 
 Two workers move experts after steps 3, 6 and 9 and save after step 6. In the move of step 9 one worker is killed with
-two of a layer's six tensors written. The run goes on from step 6 and computes steps 7 to 9 once more.
+two of a layer's six tensors written. The run goes on from step 6, loads the graph that it had compiled, and computes
+steps 7 to 9 once more.
 """
 
 import subprocess
@@ -29,15 +30,17 @@ TOLERANCE = 1e-6
 def killed(corpus, tmp_path_factory):
     """(folder, steps, records of loads) of a run when it had been killed in the third move."""
     run_dir = tmp_path_factory.mktemp("balanced") / "run"
-    inside = runs.dying(TC3_TEST_KILL_MOVE=f"1:{2 * TENSORS + 3}")
+    inside = runs.dying(TC3_TEST_KILL_MOVE=f"1:{2 * TENSORS + 3}") | runs.compiled_once(run_dir.parent / "graph")
     runs.train(BALANCED, run_dir, corpus, "--steps", str(STEPS), expect=1, **inside)
     return run_dir, runs.steps(run_dir), record.read(record.load_file(run_dir))
 
 
 @pytest.fixture(scope="module")
 def resumed(killed, corpus):
-    """The same run at its end."""
-    runs.train(BALANCED, killed[0], corpus, "--steps", str(STEPS), "--resume", "auto")
+    """The same run at its end; the functions that bring tokens to experts are those of another process."""
+    graph = runs.compiled_once(killed[0].parent / "graph")
+    said = runs.train(BALANCED, killed[0], corpus, "--steps", str(STEPS), "--resume", "auto", **graph)
+    assert "loads the graph of an earlier start" in said
     return killed[0]
 
 

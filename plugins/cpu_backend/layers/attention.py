@@ -8,6 +8,7 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import operations as P
 
+from plugins.cpu_backend import host_functions
 from plugins.cpu_backend.layers import by_document
 from plugins.errors import RecipeError
 
@@ -156,6 +157,7 @@ class WithinDocuments(nn.Cell):
 
 def _operators(scale):
     """Forward and backward of `WithinDocuments`."""
+    scale = float(scale)
 
     def forward(query, key, value, breaks):
         return by_document.forward(query, key, value, breaks, scale)
@@ -173,8 +175,8 @@ def _operators(scale):
         return query, key, value
 
     return (
-        ops.Custom(forward, forward_shapes, forward_types, func_type="pyfunc"),
-        ops.Custom(backward, first_three, first_three, func_type="pyfunc"),
+        host_functions.operator(forward, forward_shapes, forward_types),
+        host_functions.operator(backward, first_three, first_three),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import operations as P
 
+from plugins.cpu_backend import host_functions
 from plugins.cpu_backend.network import peers
 from plugins.cpu_backend.plan import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
 
@@ -26,13 +27,13 @@ def _operator(function, shape):
     def dtype(*dtypes):
         return dtypes[0]
 
-    return ops.Custom(function, shape, dtype, func_type="pyfunc")
+    return host_functions.operator(function, shape, dtype)
 
 
 def _moving(group):
     """The operator of an all-to-all-v: (rows, send, receive, like) -> the arrived rows, zeros up to `like`'s shape."""
-    # every rank builds the same operators in the same order, so tags agree
-    tag = next(_tags)
+    # every rank, and every start of a run, builds the same operators in the same order, so tags agree
+    group, tag = tuple(map(int, group)), next(_tags)
 
     def move(rows, send, receive, like):
         out = np.zeros(like.shape, rows.dtype)
@@ -49,7 +50,7 @@ def _moving(group):
 
 def _gathering(group):
     """The operator of an all-gather: [m, ...] -> [n * m, ...]."""
-    tag, size = next(_tags), len(group)
+    group, tag, size = tuple(map(int, group)), next(_tags), len(group)
 
     def gather(rows):
         return np.concatenate(peers.mesh().all_to_all_v(group, tag, [rows] * size))
@@ -62,7 +63,7 @@ def _gathering(group):
 
 def _scattering(group):
     """The operator of a reduce-scatter: [n * m, ...] -> [m, ...]; added up in group order."""
-    tag, size = next(_tags), len(group)
+    group, tag, size = tuple(map(int, group)), next(_tags), len(group)
 
     def scatter(rows):
         return sum(peers.mesh().all_to_all_v(group, tag, np.split(rows, size)))

@@ -12,6 +12,7 @@ from launch.run import cache_key, compile_cache
 from launch.run.compile_cache import KEPT, KEY, prepare, refuse_own, unfit
 from launch.run.effective import effective_recipe
 from plugins.errors import ClusterError, RecipeError
+from tests.plugins.cpu_backend.test_host_functions import call
 from tests.training import runs
 from tools.recipe.override import apply_overrides
 
@@ -56,11 +57,12 @@ class Starts:
             file.write_bytes(graph)
             os.utime(file, (1000, 1000))
 
-    def step(self, rank, time):
+    def step(self, rank, began, done):
         file = self.folder / "metrics" / f"rank_{rank}.jsonl"
         file.parent.mkdir(exist_ok=True)
-        file.touch()
-        os.utime(file, (time, time))
+        with file.open("a") as out:
+            out.write(json.dumps({"step": 1, "seconds": done - began}) + "\n")
+        os.utime(file, (done, done))
 
     def trained(self, recipe, graph=b"graph", **more):
         cache = self.begin(recipe, **more)
@@ -156,15 +158,40 @@ def test_kernels_of_sharded_graphs_count(recipe, monkeypatch, tmp_path, file):
     assert len(keys) == 2
 
 
-def test_it_is_published_once_two_steps_were_made_with_it(recipe, starts):
+@pytest.mark.parametrize(
+    ("began", "done", "due"),
+    [(800, 900, False), (900, 1001, False), (999, 1100, False), (1001, 1002, True), (1500, 2000, True)],
+)
+def test_it_is_published_once_a_step_was_made_that_began_after_it_was_written(recipe, starts, began, done, due):
     cache = starts.begin(recipe, ranks=(0, 1))
     starts.compiled(cache)
-    for time, there in ((900, []), (1001, []), (1001, []), (1002, ["rank_0"]), (1003, ["rank_0", "rank_1"])):
-        for rank in (0, 1):
-            starts.step(rank, time)
+    for rank in (0, 1):
+        starts.step(rank, 900, 1001)  # compiles, and writes it at 1000
+        starts.step(rank, began, done)
+    for there in (["rank_0"], ["rank_0", "rank_1"]):
         cache.keep()
-        assert sorted(path.name for path in cache.key.glob("rank_*")) == there
-    assert starts.begin(recipe, ranks=(0, 1)).loaded
+        assert sorted(path.name for path in cache.key.glob("rank_*")) == there * due
+    assert starts.begin(recipe, ranks=(0, 1)).loaded == due
+
+
+@pytest.mark.parametrize("line", ["", "{", '{"total_steps": 12}'])
+def test_a_record_without_a_step_says_nothing(recipe, starts, line):
+    cache = starts.begin(recipe)
+    starts.compiled(cache)
+    starts.step(0, 1001, 1002)
+    with (starts.folder / "metrics" / "rank_0.jsonl").open("a") as out:
+        out.write(line)
+    cache.keep()
+    assert cache.key.exists() == (line == "")
+
+
+def test_an_attempt_that_fails_leaves_the_graph_that_it_has_used(recipe, starts):
+    cache = starts.begin(recipe, ranks=(0, 1))
+    starts.compiled(cache)
+    starts.step(0, 1001, 1002)
+    starts.step(1, 900, 1001)
+    cache.close(ended_well=False)
+    assert [path.name for path in cache.key.glob("rank_*")] == ["rank_0"] and not cache.own.exists()
 
 
 def test_a_run_killed_while_it_is_written_leaves_nothing_to_load(recipe, starts):
@@ -238,11 +265,27 @@ def test_the_keys_used_last_stay(recipe, starts):
     assert [key.exists() for key in keys] == [False, False, True, False, True, True] and foreign.exists()
 
 
-def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts):
-    first = starts.trained(recipe, graph=b"...func_type pyfunc...")
+@pytest.mark.parametrize(
+    "graph",
+    [
+        b"...func_type pyfunc...",
+        b"...PyExecute...",
+        b"...PyInterpret...",
+        b"...infer_func_id...",
+        call("f()") + b"...PyExecute...",
+        call("f()") + call(),
+    ],
+)
+def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts, graph):
+    first = starts.trained(recipe, graph=graph)
     assert not list(first.key.glob("rank_*"))
     second = starts.begin(recipe)
     assert second.environment == {} and "calls functions of Python" in second.said
+
+
+def test_a_graph_whose_functions_have_names_is_published(recipe, starts):
+    starts.trained(recipe, graph=call("f()") + call("g(tag=1)"))
+    assert starts.begin(recipe).loaded
 
 
 @pytest.mark.parametrize(
@@ -250,13 +293,16 @@ def test_a_graph_with_functions_of_its_process_is_never_published(recipe, starts
     [
         ("tiny", None),
         ("tiny_dp2", None),
-        ("tiny_ep2", "expert parallelism"),
-        ("tiny_eod", "attention within documents"),
+        ("tiny_ep2", None),
+        ("tiny_ep2_balanced", None),
+        ("tiny_ep4", None),
+        ("tiny_eod", None),
+        ("tiny_eod_balanced", None),
         ("sharded_tp2", None),
         ("sharded_ep2", None),
     ],
 )
-def test_recipes_whose_graphs_call_functions_run_without(name, words, tmp_path):
+def test_recipes_whose_graphs_call_functions_without_names_run_without(name, words, tmp_path):
     said = unfit(effective_recipe(runs.HERE / f"{name}.yaml", (), None, tmp_path), {})
     assert said is None if words is None else words in said
 

@@ -7,6 +7,8 @@ from mindspore import Tensor, nn, ops
 
 from plugins.cpu_backend import losses
 from plugins.cpu_backend.train_step import CpuTrainOneStepCell
+from plugins.errors import ClusterError
+from tests.plugins.cpu_backend.test_host_functions import call
 
 pytestmark = pytest.mark.usefixtures("graph_mode")
 
@@ -40,3 +42,15 @@ def test_losses_survive_their_clearing():
     values = losses.separate_losses()
     assert [part.tolist() for part in values] == [[1.0], [2.0], [3.0], [4.0]]
     assert [float(parameter_register.get(name).asnumpy()[0]) for name in losses.PARTS] == [0.0] * 4
+
+
+def test_a_graph_that_calls_an_unknown_function_ends_the_worker_before_it_is_loaded(tmp_path, monkeypatch):
+    graph = tmp_path / "rank_0" / "graph_cache" / "compile_cache_0.mindir"
+    graph.parent.mkdir(parents=True)
+    graph.write_bytes(call("f()"))
+    network = nn.Dense(2, 1)
+    optimizer = nn.SGD(network.trainable_params())
+    CpuTrainOneStepCell(network, optimizer)
+    monkeypatch.setenv("MS_COMPILER_CACHE_PATH", str(tmp_path))
+    with pytest.raises(ClusterError, match=r"this worker has not: f\(\);"):
+        CpuTrainOneStepCell(network, optimizer)

@@ -3,10 +3,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mindspore import Tensor, ops
+from mindspore.ops.operations._pyfunc_registry import get_pyfunc
 
-from plugins.cpu_backend import reference
+from plugins.cpu_backend import host_functions, reference
 from plugins.cpu_backend.layers import attention, by_document
-from plugins.cpu_backend.layers.attention import CoreAttention, DocumentCoreAttention
+from plugins.cpu_backend.layers.attention import CoreAttention, DocumentCoreAttention, WithinDocuments
 from plugins.cpu_backend.layers.by_document import BLOCK, blocks
 from tests.plugins.cpu_backend.layers.test_attention import Config
 
@@ -162,3 +163,12 @@ def test_the_mask_is_the_one_of_the_dataset():
     tokens[np.cumsum(documents)[:-1] - 1] = 0
     mask, _, _ = _get_ltor_masks_and_position_ids(tokens, 0, False, True, False, True)
     np.testing.assert_array_equal(mask[None], reference.document_mask(breaks_of(documents)[None]))
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.5])
+@pytest.mark.parametrize("way", ["attend", "gradients"])
+def test_its_functions_have_names_by_which_another_process_finds_them(scale, way):
+    attributes = getattr(WithinDocuments(np.float32(scale)), way).get_attr_dict()
+    name, number = attributes[host_functions.NAME], attributes["fn_id"]
+    assert number == host_functions.number_of(name) and name.endswith(f"(scale={scale})")
+    assert host_functions.name_of(get_pyfunc(number)) == name

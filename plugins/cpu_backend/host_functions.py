@@ -1,0 +1,155 @@
+"""Python functions in a graph, known by names that are the same in every process.
+
+MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address in the process that compiled the graph.
+A graph that another process loads would look for the wrong number. Here a function's number is a digest of its name:
+its module, its qualified name and the values that it has captured, as in
+
+    plugins.cpu_backend.network.exchange._moving.<locals>.move(group=(0, 1), tag=3)
+
+Functions of one name compute the same, whatever process has made them; a function whose name would not say all that it
+computes with is refused. What it reads besides (other functions, modules, `peers.mesh()`) is code of this repository,
+which the compile cache's key has a digest of, or is the process's own. The operator carries the name into the graph:
+`names_in` reads it there, without MindSpore, so that the compile cache keeps no graph that calls anything else, and
+`require` refuses a loaded graph whose functions this process has not made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+from plugins.errors import ClusterError
+from plugins.private_hooks import relies_on
+
+NAME = "python_function"  # the attribute of an operator that holds its function's name
+_CALLS = b"pyfunc"  # the type of an operator that calls a Python function; each has one number and one name
+_NUMBER = re.compile(rb"\x0a\x05fn_id\x18([\x80-\xff]{0,9}[\x00-\x7f])")  # attributes in a MindIR file, see `names_in`
+_NAMED = re.compile(rb"\x0a%c%s\x2a([\x80-\xff]{0,4}[\x00-\x7f])" % (len(NAME), NAME.encode()))
+_functions: dict[int, tuple[str, FunctionType]] = {}  # by number: name and function
+
+
+def operator(function, shape, dtype):
+    """`ops.Custom` of a Python function that any process finds again.
+
+    Args:
+        function: NumPy arrays -> arrays; a `def`, which captures immutable values only.
+        shape, dtype: see `ops.Custom`; they are asked when a graph is compiled and are no part of it.
+    """
+    from mindspore import ops
+    from mindspore.ops.operations import _pyfunc_registry
+
+    relies_on(ops.Custom.__init__, 'self.add_prim_attr("fn_id", func_id)')
+    number = register(function)
+    name, function = _functions[number]
+    custom = ops.Custom(function, shape, dtype, func_type="pyfunc")
+    _pyfunc_registry.add_pyfunc(number, function)
+    custom.add_prim_attr("fn_id", number)
+    custom.add_prim_attr(NAME, name)
+    return custom
+
+
+def register(function: Callable[..., Any]) -> int:
+    """The number of a function, which this process knows from now on.
+
+    Functions of one name and one code share a number, as they compute the same.
+
+    Raises:
+        TypeError: its name would not say all that it computes with.
+        ValueError: the number is another function's.
+    """
+    name = name_of(function)
+    number = number_of(name)
+    known, first = _functions.setdefault(number, (name, function))  # type: ignore[arg-type]
+    if known != name or first.__code__ != function.__code__:
+        raise ValueError(f"two Python functions would have one number in a graph: {known} and {name}; rename one")
+    return number
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """Module, qualified name and what a function has captured or has as defaults.
+
+    Raises:
+        TypeError: it is no `def`, or a value can be changed or has no exact text, so that the name would not tell.
+    """
+    if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
+        raise TypeError(f"{function!r}: a graph calls functions that `def` has made, and no other callables")
+    captured = {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    }
+    defaults = {"defaults": function.__defaults__} if function.__defaults__ else {}
+    keywords = function.__kwdefaults__ or {}
+    where = f"{function.__module__}.{function.__qualname__}"
+    values = [f"{name}={_text(value, f'{where}: {name}')}" for name, value in (captured | defaults | keywords).items()]
+    return f"{where}({', '.join(values)})"
+
+
+def number_of(name: str) -> int:
+    """62 bits of a name's digest above 2 ** 62, where no address is."""
+    return 1 << 62 | int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
+
+
+def names_in(graph: bytes) -> set[str] | None:
+    """The Python functions that a graph calls, by name; None where it calls one that has none, or may do so.
+
+    Args:
+        graph: a file of MindSpore's compile cache. It is a message of Protocol Buffers, in which an attribute is its
+            name (field 1) and an integer (field 3, a varint) or a text (field 5). Only what matches this is a name.
+    """
+    numbers = [_varint(found[1]) for found in _NUMBER.finditer(graph)]
+    names = []
+    for found in _NAMED.finditer(graph):
+        names.append(graph[found.end() : found.end() + _varint(found[1])].decode("utf-8", "replace"))
+    if not graph.count(_CALLS) == graph.count(b"fn_id") == len(numbers) == graph.count(NAME.encode()) == len(names):
+        return None
+    return set(names) if {number_of(name) for name in names} == set(numbers) else None
+
+
+def require(rank: int) -> None:
+    """Refuse a graph that this worker is about to load and whose Python functions it has not made. Call it when the
+    network has been built, and before anything is compiled.
+
+    Raises:
+        ClusterError: such a function, by name.
+    """
+    own = os.environ.get("MS_COMPILER_CACHE_PATH")
+    for file in sorted(Path(own, f"rank_{rank}").rglob("*.mindir")) if own else []:
+        check(file, _functions)
+
+
+def check(file: Path, known: Collection[int]) -> None:
+    """Refuse a graph that calls another Python function than those whose numbers are `known`.
+
+    Raises:
+        ClusterError: such a function, by name.
+    """
+    names = names_in(file.read_bytes())
+    strange = ["one without a name"] if names is None else sorted(n for n in names if number_of(n) not in known)
+    if strange:
+        raise ClusterError(
+            f"{file}: this graph of an earlier start calls a Python function that this worker has not: {strange[0]}; "
+            f"remove the folder {os.environ.get('TC3_COMPILE_CACHE_KEY', 'of this recipe')} of the compile cache "
+            "(TC3_COMPILE_CACHE, or output/compile_cache), or start without --compile-cache"
+        )
+
+
+def _text(value: Any, what: str) -> str:
+    """`repr` of a value that nobody can change and whose `repr` says all of it."""
+    if isinstance(value, tuple) and type(value) is tuple:
+        return f"({', '.join(_text(each, what) for each in value)})"
+    if type(value) in (type(None), bool, int, float, str):
+        return repr(value)
+    raise TypeError(
+        f"{what} is {value!r}: a function of a graph captures None, bool, int, float, str and tuples of these only, "
+        "so that its name tells it from others"
+    )
+
+
+def _varint(octets: bytes) -> int:
+    """A number of Protocol Buffers: seven bits an octet, the lowest first."""
+    return sum((octet & 0x7F) << 7 * place for place, octet in enumerate(octets))
