@@ -1,8 +1,9 @@
 """Faults of a cluster, and what the agents of a run make of them: python benchmarks/cluster/faults.py [ROW...]
 
 Nodes are network namespaces of this machine, workers small ones without MindSpore (tests/launch/agent/small), or with
-`--recipe FILE` those of `tc3 agent FILE`, a recipe of two workers. Needs root and iproute2. Prints a line of a Markdown
-table for each fault; exit code 1 where something is not as it should be.
+`--recipe FILE` those of `tc3 agent FILE`, a recipe of two workers. Two rows are for small workers only: `tc3 agent`
+refuses a port that is taken before it starts, and nothing makes a recipe's loss NaN in the middle of its run. Needs
+root and iproute2. Prints a line of a Markdown table for each fault; exit code 1 where something is not as it should be.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from tests.launch.agent import netns
 from tests.launch.agent.faults import Result, run, wrong
 from tests.launch.agent.table import TABLE
 
+UNDER_MINDSPORE = 60.0  # seconds more until something is seen: limits of hangs and of heartbeats are 30 s and not 6 s
 HEAD = "| fault | seen | decided | steps again | named | cause | decisions | steps made again | left | losses | run |"
 
 
@@ -45,7 +49,7 @@ def row(result: Result, said: list[str]) -> str:
 def main() -> int:
     """Exit code 0 where every fault came out as it should."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("rows", nargs="*", default=list(TABLE))
+    parser.add_argument("rows", nargs="*", help="default: all")
     parser.add_argument("--recipe", default="", help="one of two workers, with options; run without a fault first")
     parser.add_argument("--keep", type=Path, help="leave the runs' folders there")
     args = parser.parse_args()
@@ -55,12 +59,16 @@ def main() -> int:
     print(HEAD, "|" + "---|" * HEAD.count(" | ") + "---|", sep="\n")
     bad = 0
     losses: dict[int, float] | None = None
-    for number, name in enumerate([*(["none"] if args.recipe else []), *args.rows]):
+    rows = args.rows or [name for name, fault in TABLE.items() if fault.real or not args.recipe]
+    if args.recipe:
+        rows = ["none", *(name for name in rows if name != "none")]  # its losses are the others' to come to
+    slack = UNDER_MINDSPORE if args.recipe else 0.0
+    for number, name in enumerate(rows):
         with tempfile.TemporaryDirectory() as folder:
             place = args.keep / str(number) if args.keep else Path(folder)
             result = run(TABLE[name], place, args.recipe, losses)
         losses = losses or result.losses
-        said = wrong(TABLE[name], result)
+        said = wrong(TABLE[name], result, slack)
         bad += bool(said)
         print(row(result, said), flush=True)
     return int(bad > 0)

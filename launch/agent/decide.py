@@ -137,7 +137,8 @@ class _Failed:
         decision, why = self._who_goes_on()
         if decision == "give up":
             return decision, why, 0.0
-        why = f"{why} (failure {count} of {self.rules.restarts + 1} without a newer checkpoint)"
+        most = self.rules.restarts + 1
+        why = f"{why} ({_times(count)} without a newer checkpoint; after {most} in a row the run is given up)"
         return decision, why, self.rules.wait(count)
 
     def _after_spike(self) -> tuple[Decision, str, float]:
@@ -172,7 +173,7 @@ class _Failed:
         worn = self.began.host if self.began.host in bad - gone and self._keeps_failing() else None
         names = [host for host in plan.hosts if host in gone or host == worn]
         if not names:
-            return "restart", "Started again on the same hosts"
+            return "restart", "Started again"
         left = [host for host in [*plan.hosts, *spares] if host not in names]
         how = self.can(left) if left else None
         if isinstance(how, Smaller):

@@ -5,12 +5,15 @@ One failure ends all hosts: the others lose their connections, or are told to en
 * most, where nothing elsewhere brings it about: a worker killed (SIGKILL), stopped or known to hang, a message of the
   worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at its last beat);
 * less, where it may be an answer to another host's end: any other signal or exit code;
-* nothing about itself, where it complains of others: a connection lost, a wait that was too long.
+* nothing about itself, where it complains of others: a connection lost, a wait that was too long, a collective that
+  failed. A worker ended by SIGTERM complains, too: MindSpore's workers end themselves so when msrun's scheduler tells
+  them that another one is lost.
 
-The earliest by the disk's clock began it. Agents look a few times a second, so that ends within MARGIN of each other
-have no order: then what is worth more goes first, and of equals nobody is named. A hang is of the one host that knows
-which of its workers is stuck, whoever saw the hang first; else of the one that is behind all others, by its phase and
-step. Nothing else is guessed from.
+The earliest by the disk's clock began it; a host whose link is gone, or whose worker is stopped, has held the others
+up since its last step, which may be long before anybody noticed. Agents look a few times a second, so that ends within
+MARGIN of each other have no order: then what is worth more goes first, and of equals nobody is named. A hang is of the
+one host that knows which of its workers is stuck, whoever saw the hang first; else of the one that is behind all
+others, by its phase and step. Nothing else is guessed from.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ MARGIN = 1.0  # seconds
 SILENT = 10.0  # seconds since its last beat after which a host that wrote no end is gone, and not just slow to write it
 _COMPLAINTS = re.compile(
     r"timed? ?out|disconnect|heartbeat|broken pipe|connection .*(refused|reset|closed|lost|aborted)|by peer"
-    r"|\bEI000[26]\b|notify wait|unreachable",
+    r"|\bEI000[26]\b|notify wait|unreachable"
+    r"|launch kernel failed\W+name:\S*(reduce|gather|all_?to_?all|send|receive|broadcast|barrier)",
     re.IGNORECASE,
 )
 _OWN = frozenset(("user error", "not finite", "spike", "port", "lost disk", "lost node", "never came"))
@@ -53,8 +57,8 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
     if any(end.cause == "hang" for end in failed.values()):
         return _behind(known)
     if failed:
-        names = " and ".join(sorted(failed))
-        return Began(f"{names}: only complaints of other hosts; nothing tells whose fault or which link's it was")
+        told = "; ".join(words(failed[host]) for host in sorted(failed))
+        return Began(f"{told}: answers to another host's end, and nothing tells whose fault or which link's it was")
     return Began("no host has said what ended it")
 
 
@@ -88,29 +92,33 @@ def _complains(end: End) -> bool:
     """Whether an end only speaks of other hosts."""
     if end.cause == "hang":
         return end.rank is None
-    return end.cause in (None, "exit", "signal") and not _killed(end) and bool(_COMPLAINTS.search(end.message))
+    told = end.code == -signal.SIGTERM or bool(_COMPLAINTS.search(end.message))
+    return end.cause in (None, "exit", "signal") and not _killed(end) and told
 
 
 def _killed(end: End) -> bool:
     return end.code in (-signal.SIGKILL, -signal.SIGSTOP)
 
 
-def _sure(end: End) -> bool:
+def is_sure(end: End) -> bool:
     """Whether no other host's end brings about one like this."""
     return end.cause in _OWN or end.cause == "hang" or _killed(end)
 
 
 def _time(attempt: Attempt, end: End) -> float:
-    """When it happened: for a lost host, as far back as its last beat."""
+    """When it happened: for a lost host, as far back as its last beat; where it only stands still, as its last step."""
     beat = attempt.beats.get(end.host)
-    return min(beat.time, end.time) if beat and end.cause == "lost node" else end.time
+    if beat is None or end.cause not in ("lost node", "hang"):
+        return end.time
+    gone = bool(end.by) or end.host not in attempt.ends
+    return min(beat.time if gone else beat.since, end.time)
 
 
 def _first(attempt: Attempt, deaths: dict[str, End]) -> Began:
     times = {host: _time(attempt, end) for host, end in deaths.items()}
     first = min(times, key=lambda host: times[host])
     near = [host for host in deaths if times[host] - times[first] <= MARGIN]
-    best = [host for host in near if _sure(deaths[host])] or near
+    best = [host for host in near if is_sure(deaths[host])] or near
     if len(best) == 1:
         end = deaths[best[0]]
         return Began(words(end), best[0], end, end.cause)

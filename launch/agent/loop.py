@@ -97,7 +97,7 @@ class Agent:
             return self._verdict(plan)
         if read(file_of(folder_of(self.job.run_dir, number), END, self.job.host), End):
             return self._verdict(plan)  # of an earlier agent of this host, whose workers are gone
-        part = Part(self.job, plan, self.meeting, self.limits, self.link)
+        part = Part(self.job, plan, self.meeting, self.limits, self.link, self.notices.received)
         self.outcome, end = part.run()
         self.failed = end.outcome == "failed"
         self.parts += 1
@@ -192,7 +192,8 @@ class Agent:
         number, verdict = self.last
         checkpoint = checkpoint_of(plan)
         place = f"goes on from step {checkpoint.step}: {checkpoint.path}" if checkpoint else "starts from the beginning"
-        hosts = f" on {', '.join(plan.hosts)}" if self.job.several else ""
+        before = read(folder_of(self.job.run_dir, number) / PLAN, Plan)
+        hosts = f" on {_hosts(plan, before)}" if self.job.several else ""
         self.job.say(f"tc3: attempt {number} ended: {verdict.why}; attempt {plan.attempt}{hosts} {place}")
 
     def _final(self, number: int, verdict: Verdict | None) -> Outcome:
@@ -210,3 +211,13 @@ class Agent:
     def _failure(self, number: int, verdict: Verdict | None) -> Failure:
         why = verdict.why if verdict else "the end of the attempt was not agreed upon"
         return Failure(why, logs_of(self.job.run_dir, number), cause=verdict.cause if verdict else None)
+
+
+def _hosts(plan: Plan, before: Plan | None) -> str:
+    """The hosts of an attempt, and which of them were not in the one before."""
+    new, old = set(plan.hosts), set(before.hosts if before else plan.hosts)
+    came = [host for host in plan.hosts if host not in old]
+    left = [host for host in (before.hosts if before else []) if host not in new]
+    change = f" ({', '.join(came)} in place of {', '.join(left)})" if came and left else ""
+    change = change or (f" (without {', '.join(left)})" if left else f" ({', '.join(came)} more)" if came else "")
+    return ", ".join(plan.hosts) + change

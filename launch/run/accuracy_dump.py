@@ -23,10 +23,10 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
 
 from launch.run import preflight  # noqa: E402
 from launch.run.effective import effective_recipe, steps_overrides  # noqa: E402
-from launch.run.failure import Failure  # noqa: E402
 from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
 from launch.run.progress import TrainingProgress  # noqa: E402
 from launch.run.size import Size  # noqa: E402
+from launch.run.summary import complain  # noqa: E402
 from launch.run.supervise import Outcome, supervise  # noqa: E402
 from plugins.errors import ClusterError, DataError, TC3Error  # noqa: E402
 from tools.accuracy.dumps import marker  # noqa: E402
@@ -82,7 +82,8 @@ def run(job: Job) -> int:
         click.echo("tc3: interrupted; what was dumped is not whole and was removed", err=True)
         return outcome.code
     if outcome.failure:
-        _complain(outcome.failure, out)
+        complain(outcome.failure)
+        click.echo(f"The dump in {out} is not whole", err=True)
         return outcome.code
     marker.write(out, True, **facts)
     click.echo(
@@ -153,13 +154,6 @@ def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
     command += ["--level", job.level, "--task", job.task]
     with TrainingProgress(out, Console(stderr=True), loss_rank(recipe)) as progress:
         return supervise(command, worker_environment(workers, out), out, workers, progress.tick)
-
-
-def _complain(failure: Failure, out: Path) -> None:
-    """Why there is no whole dump."""
-    for line in () if failure.user_error else failure.lines:
-        click.echo(line, err=True)
-    click.echo(f"tc3: {failure.message}. Log: {failure.log}. The dump in {out} is not whole", err=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ SEAL, PARTS, HOST_FUNCTIONS = "seal.json", "key.json", "host_functions"
 OWN = ("MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH", "MS_DEV_FORCE_USE_COMPILE_CACHE")
 OWN_KEYS = ("enable_compile_cache", "compile_cache_path")
 MARKS = (b"PyExecute", b"PyInterpret", b"infer_func_id")  # in a graph: functions of the process that compiled it
+VOTES, ANSWER, ALL_LOAD, ALL_COMPILE = "loads", "answer", "all load", "all compile"
+AGREE, LOOK = 60.0, 0.2  # seconds until nodes that have not heard of all others compile; between looks
 
 
 def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> None:
@@ -139,16 +142,31 @@ def prepare(
     world: int,
     ranks: Sequence[int],
     environ: Mapping[str, str] = os.environ,
+    over: Callable[[], object] = lambda: None,
 ) -> CompileCache:
-    """The compile cache of an attempt that starts now on this node.
+    """The compile cache of an attempt that starts now on this node; of several nodes all load, or none does.
 
     Args:
         recipe: flat and effective.
         attempt: the attempt's folder; MindSpore reads and writes `attempt/compile_cache`.
         world: workers of all nodes; `ranks`: those that this node starts.
+        over: whether the attempt has ended, while this node waits for what the others can load.
 
     Never raises: where the cache cannot be used, `said` tells why, and the workers compile without.
     """
+    cache = _prepare(recipe, run_dir, attempt, world, ranks, environ)
+    can = cache.key.name if cache.loaded else ""
+    if len(ranks) < world and not _all_load(attempt / VOTES, world, ranks, can, over) and cache.loaded:
+        _empty(cache.own, ranks)
+        said = f"compile cache: another node cannot load its part, so that all compile; writes {cache.key}"
+        return replace(cache, said=said, loaded=False)
+    return cache
+
+
+def _prepare(
+    recipe: Recipe, run_dir: Path, attempt: Path, world: int, ranks: Sequence[int], environ: Mapping[str, str]
+) -> CompileCache:
+    """As `prepare`, as far as this node can tell by itself."""
     if why := unfit(recipe, environ):
         return CompileCache(f"no compile cache: {why}")
     own = attempt / "compile_cache"
@@ -191,12 +209,57 @@ def _load(key: Path, own: Path, world: int, ranks: Sequence[int]) -> bool:
         return False
     for rank in ranks:
         if not _copy(key / f"rank_{rank}", own / f"rank_{rank}"):
-            for each in ranks:
-                _remove(own / f"rank_{each}")
-                (own / f"rank_{each}").mkdir(parents=True)
+            _empty(own, ranks)
             _remove(key / f"rank_{rank}")
             return False
     return True
+
+
+def _empty(own: Path, ranks: Sequence[int]) -> None:
+    """Remove what was copied for these ranks."""
+    for rank in ranks:
+        _remove(own / f"rank_{rank}")
+        (own / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+
+
+def _all_load(folder: Path, world: int, ranks: Sequence[int], can: str, over: Callable[[], object]) -> bool:
+    """Whether all nodes of an attempt load, and from one key; each node gets the same answer.
+
+    Each node writes the key that it `can` load ("": none) into `folder`. The first one answers when all have done so;
+    any node does that cannot load, or has waited for `AGREE` seconds. The first answer that is published holds.
+    """
+    vote, answer = folder / f"rank_{ranks[0]}", folder / ANSWER
+    until = time.monotonic() + AGREE
+    while not over() and time.monotonic() < until + AGREE:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(vote, can)  # each time anew: an NFS client then looks again for names that were missing
+            if answer.exists():
+                return answer.read_text(encoding="utf-8") == ALL_LOAD
+            votes = _votes(folder, range(0, world, len(ranks))) if ranks[0] == 0 else None
+            if not can or votes or time.monotonic() > until:
+                part = _write(vote.with_name(f"{vote.name}.{ANSWER}"), ALL_LOAD if votes == {can} else ALL_COMPILE)
+                with contextlib.suppress(FileExistsError):
+                    os.link(part, answer)
+                part.unlink()
+                continue
+        time.sleep(LOOK)
+    return False
+
+
+def _votes(folder: Path, firsts: Sequence[int]) -> set[str] | None:
+    """The keys that the nodes with these first ranks can load; None while one has not said so."""
+    try:
+        return {(folder / f"rank_{first}").read_text(encoding="utf-8") for first in firsts}
+    except FileNotFoundError:
+        return None
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file, whole, in the place of what stood there."""
+    part = path.with_name(f".{path.name}")
+    part.write_text(text, encoding="utf-8")
+    return part.replace(path)
 
 
 def _copy(source: Path, target: Path) -> bool:

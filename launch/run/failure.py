@@ -5,17 +5,30 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from plugins.spike_guard.words import SPIKE
 from tools.files.tail import last_lines
 from tools.runs.attempts import Cause
+from tools.runs.causes import diagnose, without_noise
 
-TAIL = 15  # lines of a log shown
+TAIL = 12  # lines of a log shown
+FRAMES = 6  # of them, those of the innermost calls
 USER_ERROR = 2  # exit code of a worker that has printed `tc3: message`
 STOPPED = "tc3: stopped: "  # begins the last words of a worker that has ended the run for what it saw in training
 
+_SIGNALS = {
+    signal.SIGKILL: "mostly the kernel ends a process so when the host's memory runs out: `dmesg` on that host says so",
+    signal.SIGTERM: "MindSpore ends a worker so when another one or msrun's scheduler is lost: look at their logs",
+}
 _TRACEBACK = "Traceback (most recent call last):"
+_FATAL = re.compile(r"^Fatal Python error|^terminate called")
+_ERROR = re.compile(
+    r"^\[(ERROR|CRITICAL)\]| - (ERROR|CRITICAL) - |^\w*(Error|Exception)\b|^msrun: |: error: ", re.IGNORECASE
+)
+_PART = re.compile(r"^- (.*):?\s*$")  # a title between two rules, in MindSpore's messages
+_TIMED_OUT = re.compile(r"The node: (\d+) is timed out")  # MindSpore's meta_server_node.cc; its nodes are our ranks
 _MSRUN_END = re.compile(r"Worker process (\d+) exit with exception. Error code: (-?\d+)")
 
 
@@ -24,7 +37,8 @@ class Failure:
     """What ended a run: one message, the log to read, and that log's telling lines.
 
     `user_error`: the message is all, and the user's to mend; `stopped`: it is all, and says what was wrong in training.
-    `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known.
+    `rank` and `code` (negative: a signal) are those of the worker that failed, where one is known. `error`: the line of
+    the log that says what was wrong; `mend`: what to do about it. Both may be empty.
     """
 
     message: str
@@ -36,6 +50,8 @@ class Failure:
     rank: int | None = None
     code: int | None = None
     cause: Cause | None = None
+    error: str = ""
+    mend: str = ""
 
 
 def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
@@ -51,11 +67,16 @@ def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
         return Failure(message, log, user_error=True, rank=rank, code=code, cause="user error")
     traceback = any(_TRACEBACK in line for line in lines)
     shown = telling_lines(lines)
-    if code is not None and code < 0 and not traceback:  # it could not say why: only where it was
-        shown = shown[-3:]
-    cause: Cause = "signal" if code is not None and code < 0 else "exit"
-    message = f"worker {rank} {how_it_ended(code)}"
-    return Failure(message, log, tuple(shown), has_traceback=traceback, rank=rank, code=code, cause=cause)
+    killed = code is not None and code < 0
+    if killed and not (traceback or any(map(_FATAL.search, lines))):  # it could not say why
+        shown = []
+    error = next((line for line in shown if _is_error(line)), "")
+    found = diagnose(shown)
+    mend = _SIGNALS.get(signal.Signals(-code), "") if code is not None and code < 0 else ""
+    return Failure(
+        f"worker {rank} {how_it_ended(code)}", log, tuple(shown), has_traceback=traceback, rank=rank, code=code,
+        cause="signal" if killed else "exit", error=error, mend=mend or ("" if found.victim else found.mend),
+    )  # fmt: skip
 
 
 def how_it_ended(code: int | None) -> str:
@@ -63,27 +84,67 @@ def how_it_ended(code: int | None) -> str:
     if code is None:
         return "ended, its exit code is not known"
     if code == -signal.SIGKILL:
-        return "was killed (SIGKILL): often the kernel's answer to memory running out, `dmesg` knows"
+        return "was killed (SIGKILL)"
     if code < 0:
         return f"was ended by {signal.Signals(-code).name}"
     return f"failed with exit code {code}"
 
 
 def telling_lines(lines: list[str]) -> list[str]:
-    """The last traceback's tail and a little of what follows it; without one, the last lines that are not empty."""
-    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line]
+    """The last traceback's innermost calls and its error; without one, the last lines that speak of an error.
+
+    What MindSpore adds for its own developers (calls in C++), warnings and rules are left out.
+    """
+    starts = [number for number, line in enumerate(lines) if _TRACEBACK in line or _FATAL.search(line)]
     if not starts:
-        return [line for line in lines if line.strip()][-TAIL:]
+        loud = without_noise(lines)
+        return ([line for line in loud if _ERROR.search(line)] or loud or [line for line in lines if line.strip()])[
+            -TAIL:
+        ]
     block = lines[starts[-1] :]
+    if _FATAL.search(block[0]):
+        return without_noise(block)[:TAIL]
     # the exception's own line is the first one after the frames that is not indented; MindSpore explains below it
     own = next((number for number, line in enumerate(block[1:], 1) if line.strip() and not line[0].isspace()), None)
     if own is None:
-        return block[-TAIL:]
-    shown = [line for line in block[: own + TAIL // 2] if line.strip()]
-    return shown[-TAIL:]
+        return without_noise(block)[-TAIL:]
+    said = without_noise(_for_users(block[own:]))
+    return [*_calls(without_noise(block[1:own])), *said[: TAIL - FRAMES]]
+
+
+def _calls(lines: list[str]) -> list[str]:
+    """Of the calls of a traceback the last one outside of installed packages, and the innermost ones."""
+    begins = [number for number, line in enumerate(lines) if line.lstrip().startswith("File ")]
+    calls = [lines[begin:end] for begin, end in pairwise([*begins, len(lines)])]
+    own = [number for number, call in enumerate(calls) if "site-packages" not in call[0]][-1:]
+    kept = sorted({*own, *range(max(0, len(calls) - FRAMES // 2), len(calls))})[-FRAMES // 2 - 1 :]
+    return [line for number in kept for line in calls[number]]
+
+
+def _for_users(lines: list[str]) -> list[str]:
+    """MindSpore's message without the parts that are of C++; a part begins with its title and ends at an empty line."""
+    kept, skips = [], False
+    for line in lines:
+        if title := _PART.match(line):
+            skips = "C++" in title[1]
+        elif skips and not line.strip():
+            skips = False
+        if not skips and not title:
+            kept.append(line)
+    return kept
+
+
+def _is_error(line: str) -> bool:
+    """Whether a telling line is the error, and no call on the way to it."""
+    return bool(line.strip()) and not line[0].isspace()
 
 
 def ends_in_msrun_log(log: Path) -> dict[int, int]:
     """pid -> exit code of the workers that msrun has logged as failed (it logs the first one it sees)."""
     found = (_MSRUN_END.search(line) for line in last_lines(log))
     return {int(match[1]): int(match[2]) for match in found if match}
+
+
+def timed_out(log: Path) -> list[int]:
+    """The ranks that msrun's scheduler has lost, by its log."""
+    return [int(match[1]) for line in last_lines(log) if (match := _TIMED_OUT.search(line))]

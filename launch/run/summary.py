@@ -118,25 +118,30 @@ def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def complain(failure: Failure) -> None:
-    """What failed, on stderr: the failing worker's last lines, where its log is."""
+def complain(failure: Failure, where: str = "") -> None:
+    """What failed and `where`, on stderr: first in a line, then what to do, the log, and its lines that tell most."""
     if failure.user_error:
         click.echo(f"tc3: {failure.message}", err=True)
         return
-    for line in () if failure.stopped else failure.lines:
-        click.echo(line, err=True)
     begin = STOPPED if failure.stopped else "tc3: "
-    click.echo(f"{begin}{failure.message}. Log: {failure.log}", err=True)
+    error = f": {failure.error}" if failure.error else ""
+    click.echo(f"{begin}{failure.message}{where}{error}", err=True)
+    if failure.mend:
+        click.echo(f"What to do: {failure.mend}", err=True)
+    click.echo(f"Log: {failure.log}", err=True)
+    for line in failure.lines if not failure.stopped and failure.lines != (failure.error,) else ():
+        click.echo(f"    {line}", err=True)
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Why a run ended early, on stderr: the failing worker's last lines, where its log is, how to go on."""
+    """Why a run ended early, on stderr: what failed where, and what to do."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name
         click.echo(f"tc3: interrupted ({name}); all workers have ended. Logs: {run_dir / 'logs'}", err=True)
     else:
-        complain(failure)
+        after = f" after step {summary['steps']}" if summary["steps"] else " before the first step"
+        complain(failure, "" if failure.stopped or failure.rank is None else after)
     if outcome.left:
         click.echo(f"tc3: these processes did not end: {' '.join(map(str, outcome.left))}", err=True)
     if summary["checkpoint"]:

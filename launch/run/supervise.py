@@ -48,17 +48,20 @@ def supervise(
     tick: Callable[[], Failure | None] = lambda: None,
     logs: Path | None = None,
     ends: Callable[[int], bool] = lambda number: True,
+    signals: Sequence[int] = (),
+    explain: Callable[[Failure], Failure] = lambda failure: failure,
 ) -> Outcome:
     """Run `command` (msrun) until its `workers` workers have ended, calling `tick` about five times a second.
 
     Worker n logs to `worker_n.log` in `logs` (msrun does that; default: RUN/logs), msrun itself to `msrun.log`. On
     return no descendant runs any more, whatever happened: success, a failing worker, a reason to end that `tick` gave,
-    SIGINT, SIGTERM or SIGHUP to us for which `ends` says so. If we ourselves are killed with SIGKILL, the kernel sends
-    msrun SIGINT, on which it kills its workers.
+    SIGINT, SIGTERM or SIGHUP to us for which `ends` says so (also one of `signals`, which came before). If we ourselves
+    are killed with SIGKILL, the kernel sends msrun SIGINT, on which it kills its workers. `explain` may say more of a
+    failure while the other workers are still there.
     """
     logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with _signals() as received, (logs / "msrun.log").open("wb") as log:
+    with _signals(signals) as received, (logs / "msrun.log").open("wb") as log:
         before = children_now()
         root = subprocess.Popen(
             list(command),
@@ -74,6 +77,7 @@ def supervise(
         try:
             watch = _Watch(root, family, logs, run_dir / "metrics", workers, received, tick, ends)
             code, failure = watch.until_the_end()
+            failure = explain(failure) if failure else None
         finally:
             left = family.kill(grace=0.0 if failure else 2.0)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -88,9 +92,9 @@ def _tells(failure: Failure) -> tuple[bool, bool, bool]:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(earlier: Sequence[int]) -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
-    received: list[int] = []
+    received = list(earlier)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     old = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in numbers}
     try:

@@ -86,7 +86,7 @@ def runs(workplace, monkeypatch):
 
     runs = Runs()
 
-    def supervise(command, environment, run_dir, workers, tick, logs, ends):
+    def supervise(command, environment, run_dir, workers, tick, logs, ends, *more):
         assert (run_dir / "recipe.yaml").exists(), "the effective recipe is saved before anything runs"
         runs.append(command)
         if runs.steps:

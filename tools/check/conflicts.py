@@ -25,6 +25,7 @@ _REPLACED = {  # train_dataset keys that MindFormers overwrites (mindformers/dat
     "autotune_per_step": "autotune_per_step",
 }
 _SPEED_UP = ("context", "ascend_config", "parallel_speed_up_json_path")
+_FLAGS = 127  # ranks that an int8 can count
 
 
 def check_conflicts(view: View, built: Built, found: Findings) -> None:
@@ -242,6 +243,7 @@ def _trainer(view: View, found: Findings) -> None:
             found.error(
                 ("train_dataset", key), f"is overwritten by {owner}", f"write {owner}", rule="dataset_overwritten"
             )
+    _background_save(view, found)
     sink = view.flag((*RUNNER, "sink_mode"), True)
     level = view.get(("context", "dataset_broadcast_opt_level"))
     if not view.flag(("use_legacy",), True) and view.number(("micro_batch_interleave_num",), 1) > 1:
@@ -263,3 +265,14 @@ def _trainer(view: View, found: Findings) -> None:
         elif level is None and not view.get(_SPEED_UP):
             wrong = "has no dataset_broadcast_opt_level, which the Megatron loader wants to be 3"
             found.error(("context",), wrong, "dataset_broadcast_opt_level: 3", rule="broadcast_level")
+
+
+def _background_save(view: View, found: Findings) -> None:
+    """MindFormers adds up a flag of each rank that still writes, as int8: of 256 ranks that all write the sum is 0."""
+    path = ("checkpoint", "async_save")
+    if view.flag(path) and not view.flag(("use_legacy_format",), True) and view.devices > _FLAGS:
+        wrong = (
+            f"MindFormers counts the ranks that still write in an int8, which cannot count {view.devices:,}: "
+            "a save may be taken for complete while ranks still write it"
+        )
+        found.error(path, wrong, f"False, or at most {_FLAGS} devices", rule="async_save_ranks")

@@ -14,6 +14,9 @@ UNKNOWN = "unknown"
 _TABLE = Path(__file__).with_name("signatures.yaml")
 _SHOWN, _WIDTH = 3, 300  # lines that are quoted, and characters of one
 _TELLING = re.compile(r"error|exception|critical|failed|killed", re.IGNORECASE)
+_NOISE = re.compile(  # MindSpore's and MindFormers' levels below an error, Python's warnings, rules and marks
+    r"^\[(DEBUG|INFO|WARNING)\]| - (DEBUG|INFO|WARNING) - |^\S*:\d+: \w*Warning: |^\s*(warnings\.warn\(|[-=~^*_.\s]*$)"
+)
 
 
 @dataclass(frozen=True)
@@ -50,15 +53,22 @@ def signatures() -> tuple[Signature, ...]:
     return tuple(Signature(**row | {"pattern": re.compile(row["pattern"])}) for row in rows)
 
 
+def without_noise(lines: Sequence[str]) -> list[str]:
+    """The lines of a log that may say something of a failure: no warnings, no progress, no rules."""
+    return [line for line in lines if not _NOISE.search(line)]
+
+
 def diagnose(lines: Sequence[str]) -> Found:
     """What the lines of one log say. A row that only failures of one's own bring about goes before the others."""
+    loud = without_noise(lines)
     for victim in (False, True):
         for row in signatures():
-            if row.victim == victim and (telling := [line for line in lines if row.pattern.search(line)]):
+            said = lines if victim else loud
+            if row.victim == victim and (telling := [line for line in said if row.pattern.search(line)]):
                 return Found(row.name, row.words, _quoted(telling[-1:]), row.mend, victim)
-    telling = [line for line in lines if _TELLING.search(line)]
-    shown = telling or [line for line in lines if line.strip()]
-    words = "no known signature" if shown else "the log is empty, or is not there"
+    telling = [line for line in loud if _TELLING.search(line)]
+    shown = telling or loud
+    words = "no known signature" if any(map(str.strip, lines)) else "the log is empty, or is not there"
     return Found(UNKNOWN, words, _quoted(shown[-_SHOWN:]), telling=bool(telling))
 
 

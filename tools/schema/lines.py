@@ -104,6 +104,7 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         "mindformers/core/callback/callback.py",
         "expert_loads = network.update_topk_bias(self.gradient_accumulation_steps)",
     ),
+    "async_save_ranks": ("mindformers/checkpoint/checkpoint.py", "ten = Tensor([is_alive], dtype=mstype.int8)"),
     "mtp_stage": (
         "mindformers/parallel_core/training_graph/base_models/gpt/gpt_model.py",
         "self.mtp.pipeline_stage = pipeline_stage - 1",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from launch.agent.meeting import Meeting
-from tools.runs.attempts import Plan
+from tools.runs.attempts import End, Plan
 
 
 @dataclass
@@ -40,12 +40,11 @@ class Around:
             return f"{other} gives no sign of life"
         return None
 
-    def hangs(self) -> bool:
-        """Whether the one that ended the attempt did so for a hang."""
+    def began(self) -> End | None:
+        """How the part of the one that ended the attempt has ended."""
         number = self.plan.attempt
         first = self.meeting.over(number)
-        end = self.meeting.ended(number, first) if first else None
-        return end is not None and end.cause == "hang"
+        return self.meeting.ended(number, first) if first else None
 
     def _neighbour(self) -> str | None:
         others = [host for host in self._after_us() if host not in self.finished]

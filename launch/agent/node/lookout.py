@@ -10,17 +10,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from launch.agent.disk import LostDiskError
+from launch.agent.initiator import is_sure
 from launch.agent.limits import Limits
 from launch.agent.node import stuck
 from launch.agent.node.around import Around
 from launch.agent.node.link import Link
 from launch.agent.node.phase import Phases
-from launch.run.failure import Failure
+from launch.run.failure import Failure, timed_out
 from plugins.errors import ClusterError, DataError
-from tools.runs.attempts import Beat
+from tools.runs.attempts import Beat, End
 
 POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
 
@@ -105,18 +107,38 @@ class Lookout(threading.Thread):
         if self._reason is not None:
             return
         if words := self.around.look():
-            # where another node complains of a hang first, this one may be who holds it up
-            own = self._own_fault() if self.limits and self.around.hangs() else None
+            # where another node was the first to complain, this one may be who holds it up
+            end = self.around.began()
+            hang = end is not None and end.cause == "hang"
+            own = self._own_fault(places=hang) if self.limits and end and (hang or not is_sure(end)) else None
             self.told, self._reason = own is None, own or Failure(words, self._log)
         elif self.limits and lasted > (limit := self.limits.limit(self.phases.phase)):
             self._reason = self._own_fault() or self._hang(lasted, limit)
 
-    def _own_fault(self) -> Failure | None:
-        """What keeps this node from going on, whatever the others do."""
+    def explain(self, failure: Failure) -> Failure:
+        """A worker's failure with what has brought it about, where that is known; before the workers are ended."""
+        end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
+        return failure if is_sure(end) else self._own_fault(places=False) or self._answer(failure)
+
+    def _answer(self, failure: Failure) -> Failure:
+        """Say so where msrun's scheduler has lost workers of other hosts before one of ours failed."""
+        plan, own = self.around.plan, self.phases.ranks
+        several = len(plan.hosts) > 1
+        first = self.phases.logs.with_name("node_0") if several else self.phases.logs
+        lost = timed_out(first / "scheduler.log")
+        if not lost or not several or any(rank in own for rank in lost):
+            return failure
+        names = ", ".join(f"worker {rank} of {plan.hosts[rank // plan.slots]}" for rank in lost)
+        return replace(failure, message=f"{failure.message}; msrun's scheduler says that {names} timed out before it")
+
+    def _own_fault(self, places: bool = True) -> Failure | None:
+        """What keeps this node from going on, whatever the others do; `places`: ask its workers where they are, too."""
         if lost := self.link.lost():
             return Failure(lost[0], self._log, cause="lost node")
         if (rank := stuck.stopped()) is not None:
             return self._failure(f"worker {rank} is stopped", rank)
+        if not places:
+            return None
         self._places = stuck.places(self.phases.logs, self.phases.ranks)
         for rank, place in sorted(self._places.items()):
             if not place.waits:

@@ -41,6 +41,7 @@ class Part:
     meeting: Meeting
     limits: Limits
     link: Link = field(default_factory=Link)
+    signals: list[int] = field(default_factory=list)  # that came before the workers were started
     noticed: bool = False
     lookout: Lookout | None = None
 
@@ -82,15 +83,19 @@ class Part:
         environment = {**command.environment, **cache.environment, **leave_request.environment(self.folder)}
         with Keeping(cache) as keeping:
             outcome = supervise(
-                command.argv, environment, self.job.run_dir, len(ranks), self.lookout.tick, logs, self._ends
-            )
+                command.argv, environment, self.job.run_dir, len(ranks), self.lookout.tick, logs, self._ends,
+                self.signals, self.lookout.explain,
+            )  # fmt: skip
             keeping.well = outcome.code == 0
         return outcome
 
     def _cache(self, recipe: Recipe, ranks: range) -> CompileCache:
         if not self.plan.compile_cache:
             return CompileCache()
-        return prepare(recipe, self.job.run_dir, self.folder, len(self.plan.hosts) * self.plan.slots, ranks)
+        assert self.lookout
+        world = len(self.plan.hosts) * self.plan.slots
+        over = self.lookout.tick
+        return prepare(recipe, self.job.run_dir, self.folder, world, ranks, over=lambda: self.signals or over())
 
     def _ends(self, number: int) -> bool:
         """Whether a signal to us ends the workers at once; the first SIGTERM is notice of the end: they may save."""
@@ -144,6 +149,6 @@ class Part:
 
 def last_words(failure: Failure) -> str:
     """A failure's message, and the error that its log ends with; a worker that was killed could say nothing of it."""
-    silent = failure.user_error or failure.stopped or (failure.cause == "signal" and not failure.has_traceback)
-    said = " ".join(line.strip() for line in (() if silent else failure.lines[-3:]))
-    return f"{failure.message}: {said}"[:WORDS] if said else failure.message
+    said = failure.error or " ".join(line.strip() for line in failure.lines[-3:])
+    silent = failure.user_error or failure.stopped or not said
+    return (failure.message if silent else f"{failure.message}: {said}")[:WORDS]

@@ -36,6 +36,7 @@ class Fault:
         codes: exit codes of the agents that were not killed.
         hosts, nodes: of the cluster, and of them those that train; the rest are spares.
         restarts: attempts that follow the first one.
+        real: whether it can be put into the run of a recipe, under MindSpore.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Fault:
     restarts: int = 1
     port: int | None = None
     at_step: int | None = 12
+    real: bool = True
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Trial:
     fault: Fault
     nodes: Nodes
     run_dir: Path
+    limit: float = 60.0  # seconds that something may take to happen
     agents: list[subprocess.Popen] = field(default_factory=list)
     killed: set[int] = field(default_factory=set)
 
@@ -94,9 +97,9 @@ class Trial:
         """As they are on disk."""
         return [read_attempt(self.run_dir, number) for number in numbers(self.run_dir)]
 
-    def wait(self, holds: Callable[[], bool], what: str, limit: float = 60.0) -> float:
+    def wait(self, holds: Callable[[], bool], what: str, limit: float | None = None) -> float:
         """Wait until something holds; seconds that it took."""
-        began = time.monotonic()
+        began, limit = time.monotonic(), limit or self.limit
         while not holds():
             if time.monotonic() - began > limit:
                 raise TimeoutError(f"{self.fault.name}: no {what} after {limit:.0f} s, see {self.run_dir}")
@@ -148,13 +151,12 @@ def run(fault: Fault, folder: Path, recipe: str = "", expected: Mapping[int, flo
     run_dir.mkdir(parents=True)
     with contextlib.ExitStack() as stack:
         nodes = stack.enter_context(Nodes(fault.hosts))
-        trial = Trial(fault, nodes, run_dir)
-        if not recipe:
-            stack.enter_context(small_disk(run_dir / "checkpoint", "4m"))
+        limits = (900.0, 900.0) if recipe else (60.0, 120.0)  # seconds to the fault, and from there to the end
+        trial = Trial(fault, nodes, run_dir, limits[0])
+        stack.enter_context(small_disk(run_dir / "checkpoint", "1500m" if recipe else "4m"))  # one that can be filled
         if fault.port:
             stack.enter_context(_listener(nodes, fault.port))
         began = time.monotonic()
-        limits = (900.0, 900.0) if recipe else (60.0, 120.0)  # seconds to the fault, and from there to the end
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "SMALL_STEPS": str(STEPS), "SMALL_EVERY": str(EVERY)}
         for node in range(fault.hosts):
             out = folder / f"agent{node}.txt"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.launch.agent.ends import A, B, C, attempt, end, judge, told
 from tools.runs.attempts import Beat
 
-# the fault table: (ends, beats, who began it, cause, decision)
+# the fault table: (ends, beats with the time of the last step where that is another, who began it, cause, decision)
 LOST = "Connection to worker 1 timed out"
 TABLE = {
     "worker 0 killed": ([end(A, 100, "signal", rank=0, code=-9), told(B)], [], A, "signal", "restart"),
@@ -35,6 +35,22 @@ TABLE = {
     "the link is down, and its host says so": (
         [end(A, 133, "exit", code=1, message=LOST), end(B, 135, "lost node", message="eth0 has no carrier")], [], B,
         "lost node", "restart"),
+    "the link is down: MindSpore ends the other host's worker, and its own host says so when it is told": (
+        [end(A, 100, "signal", rank=0, code=-15), end(B, 101.7, "lost node", message="no link")], [(B, 101, 70)], B,
+        "lost node", "restart"),
+    "the link is down: the other host's worker fails with words that nobody knows": (
+        [end(A, 100, "exit", code=1, message="odd"), end(B, 101.7, "lost node", message="no link")],
+        [(B, 101, 70)], B, "lost node", "restart"),
+    "the link is down: a collective of MindSpore's fails": (
+        [end(A, 100, "exit", rank=0, code=1, message="RuntimeError: Launch kernel failed, name:Default/AllReduce-op62"),
+         told(B)], [], None, None, "restart"),
+    "a worker stopped: MindSpore ends the other host's": (
+        [end(A, 100, "signal", rank=0, code=-15), end(B, 101.7, "hang", rank=1)], [(B, 101, 70)], B, "hang", "restart"),
+    "a worker ended by SIGTERM, and nothing else is known": (
+        [end(A, 100, "signal", rank=0, code=-15), told(B)], [], None, None, "restart"),
+    "a kernel of one's own fails": (
+        [end(A, 100, "exit", rank=0, code=1, message="RuntimeError: Launch kernel failed, name:Default/MatMul-op2"),
+         told(B)], [], A, "exit", "restart"),
     "all of node 1 dead": ([told(A), end(B, 104.5, "lost node", by=A)], [(B, 100)], B, "lost node", "restart"),
     "all of node 0 dead": ([end(A, 104.5, "lost node", by=B), told(B)], [(A, 100)], A, "lost node", "restart"),
     "node 1 dead, the other's worker ends before it is missed": (
@@ -66,7 +82,7 @@ TABLE = {
 @pytest.mark.parametrize("row", TABLE)
 def test_the_fault_table(row):
     ends, beats, host, cause, decision = TABLE[row]
-    signs = [Beat(name, time, "step", time, 20) for name, time in beats]
+    signs = [Beat(name, time, "step", *(since or [time]), 20) for name, time, *since in beats]
     said = judge(attempt(*ends, hosts=[A, B, C] if any(each.host == C for each in ends) else [A, B], beats=signs))
     assert (said.initiator, said.cause, said.decision) == (host, cause, decision)
     assert said.why

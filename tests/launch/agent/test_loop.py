@@ -25,7 +25,7 @@ from launch.run.msrun import ROOT
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.recipe.load import load_recipe
-from tools.runs.attempts import read_attempts
+from tools.runs.attempts import Plan, Verdict, folder_of, read_attempts, write
 
 FAKE = ROOT / "tests/launch/run/fake_msrun.py"
 
@@ -99,6 +99,26 @@ def test_nothing_of_an_attempt_is_overwritten_and_logs_leads_to_the_newest(tmp_p
     assert (tmp_path / "attempts/0001/logs/worker_1.log").read_text() == ""
     assert os.readlink(tmp_path / "logs") == "attempts/0001/logs"
     assert "the first error" in said[0] and said[0].endswith("attempt 1 starts from the beginning")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        (["a", "c"], "attempt 1 on a, c (c in place of b) starts"),
+        (["a", "b"], "attempt 1 on a, b starts"),
+        (["a"], "attempt 1 on a (without b) starts"),
+        (["a", "b", "c"], "attempt 1 on a, b, c (c more) starts"),
+    ],
+)
+def test_who_takes_part_is_said_by_the_plan_and_not_by_what_was_expected(tmp_path, hosts, words):
+    """The verdict was to start again; then node b was not fit, and a spare took its place."""
+    said = []
+    agent = Agent(replace(job(tmp_path, 1, said), hosts=("a", "b", "c")))
+    first = Plan(0, 1.0, ["a", "b"], 1, "a", 9000, ["c"])
+    write(folder_of(tmp_path, 0) / "plan.json", first)
+    agent.last = 0, Verdict(2.0, "restart", "b: eth0 has no link. Started again", "b", cause="lost node")
+    agent._say_plan(replace(first, attempt=1, hosts=hosts))
+    assert words in said[0] and "same hosts" not in said[0]
 
 
 def test_it_gives_up_after_as_many_failures(tmp_path, monkeypatch):

@@ -99,9 +99,18 @@ def test_steps_sets_the_samples_and_the_schedule(train, runs, workplace, extra, 
 
 
 def test_a_failing_worker_gives_code_1_its_traceback_and_the_log(train, runs):
-    runs.outcome = Outcome(1, Failure("worker 1 failed with exit code 1", Path("/l/worker_1.log"), ("Boom: x",)))
+    lines = ('  File "x.py", line 3, in x', "Boom: x")
+    runs.outcome = Outcome(
+        1,
+        Failure(
+            "worker 1 failed with exit code 1", Path("/l/worker_1.log"), lines, rank=1, error="Boom: x", mend="no booms"
+        ),
+    )
     code, out, err = train("mini/toy.yaml")
-    assert code == 1 and err.endswith("Boom: x\ntc3: worker 1 failed with exit code 1. Log: /l/worker_1.log\n")
+    assert code == 1 and err.endswith(
+        "tc3: worker 1 failed with exit code 1 after step 3: Boom: x\nWhat to do: no booms\nLog: /l/worker_1.log\n"
+        '      File "x.py", line 3, in x\n    Boom: x\n'
+    )
     assert "go on with" not in out
     runs.outcome = Outcome(2, Failure("plugins.x: no such plugin", Path("/l"), user_error=True))
     code, out, err = train("mini/toy.yaml", "--force", "--json")
@@ -114,7 +123,7 @@ def test_a_run_that_ended_itself_says_why_and_what_to_change(train, runs, save, 
     flags = ("--set", "lr_schedule.learning_rate=0.5", "--steps", "9")
     code, out, err = train("mini/toy.yaml", *flags)
     assert code == 1 and not out.startswith("steps:")
-    assert "tc3: stopped: step 3: lm loss is NaN; start over. Log: /l/worker_1.log\n" in err
+    assert "tc3: stopped: step 3: lm loss is NaN; start over\nLog: /l/worker_1.log\n" in err
     again = "tc3 train mini/toy.yaml --resume auto --set lr_schedule.learning_rate=0.25 --steps 9\n"
     assert err.endswith(f"Start over with: {again}")
     save(workplace / "output" / "mini-toy" / "checkpoint", 2)

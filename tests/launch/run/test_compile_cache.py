@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -47,6 +48,18 @@ class Starts:
         attempt = self.folder / "attempts" / f"{self.number:04d}"
         self.number += 1
         return prepare(recipe, self.folder, attempt, world or len(ranks), ranks, {**self.environ, **environ})
+
+    def nodes(self, recipe, *environs):
+        """An attempt of one worker on each of several nodes, which start at once; `environs`: what each has set."""
+        attempt = self.folder / "attempts" / f"{self.number:04d}"
+        self.number += 1
+        world = len(environs)
+
+        def begin(rank):
+            return prepare(recipe, self.folder, attempt, world, [rank], {**self.environ, **environs[rank]})
+
+        with ThreadPoolExecutor(world) as pool:
+            return list(pool.map(begin, range(world)))
 
     def compiled(self, cache, graph=b"graph", ranks=None):
         """As MindSpore writes it."""
@@ -225,12 +238,60 @@ def test_all_ranks_load_or_none(recipe, starts):
     assert not cache.loaded and not list(cache.own.rglob("*.mindir"))
 
 
+def trained_on(starts, recipe, *environs):
+    """The key of a run on several nodes, whose graphs differ."""
+    for rank, cache in enumerate(starts.nodes(recipe, *environs)):
+        assert not cache.loaded
+        starts.compiled(cache, b"graph%d" % rank)
+        cache.close(ended_well=True)
+    return cache.key
+
+
 def test_nodes_share_a_key(recipe, starts):
     """Two nodes with one worker each publish their own ranks, and each loads its own."""
-    for rank in (0, 1):
-        starts.trained(recipe, ranks=(rank,), world=2)
-    cache = starts.begin(recipe, ranks=(1,), world=2)
-    assert cache.loaded and [path.name for path in cache.own.glob("*")] == ["rank_1"]
+    trained_on(starts, recipe, {}, {})
+    caches = starts.nodes(recipe, {}, {})
+    assert [cache.loaded for cache in caches] == [True, True]
+    assert [(cache.own / f"rank_{rank}" / GRAPH).read_bytes() for rank, cache in enumerate(caches)] == [
+        b"graph0", b"graph1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_nodes_all_load_or_none(recipe, starts, rank):
+    """One node's file is damaged: only that node reads it, and the others compile as well."""
+    key = trained_on(starts, recipe, {}, {})
+    (key / f"rank_{rank}" / GRAPH).write_bytes(b"damaged")
+    caches = starts.nodes(recipe, {}, {})
+    assert [cache.loaded for cache in caches] == [False, False]
+    assert not list(caches[0].own.rglob("*.mindir")), "MindSpore would load what lies there"
+    for cache in caches:
+        starts.compiled(cache)
+        cache.close(ended_well=True)
+    assert all(cache.loaded for cache in starts.nodes(recipe, {}, {}))
+
+
+def test_nodes_that_differ_in_what_the_graph_depends_on_compile(recipe, starts):
+    """Both keys are there, of all ranks: one node would load the graph of one, the other of another."""
+    trained_on(starts, recipe, {}, {})
+    trained_on(starts, recipe, {"MS_DEV_SIDE_EFFECT_LOAD_ELIM": "3"}, {"MS_DEV_SIDE_EFFECT_LOAD_ELIM": "3"})
+    assert [cache.loaded for cache in starts.nodes(recipe, {}, {"MS_DEV_SIDE_EFFECT_LOAD_ELIM": "3"})] == [False] * 2
+
+
+def test_a_node_that_cannot_use_the_cache_lets_the_others_compile(recipe, starts):
+    trained_on(starts, recipe, {}, {})
+    caches = starts.nodes(recipe, {}, {"REGISTER_PATH": "/mine"})
+    assert [cache.loaded for cache in caches] == [False, False] and caches[1].environment == {}
+
+
+def test_who_hears_nothing_of_another_node_compiles(recipe, starts, monkeypatch):
+    trained_on(starts, recipe, {}, {})
+    monkeypatch.setattr(compile_cache, "AGREE", 0.0)
+    attempt = starts.folder / "attempts" / "0009"
+    first = prepare(recipe, starts.folder, attempt, 2, [0], starts.environ)
+    second = prepare(recipe, starts.folder, attempt, 2, [1], starts.environ)
+    assert (first.loaded, second.loaded) == (False, False), "an answer holds also for who comes later"
+    over = prepare(recipe, starts.folder, starts.folder / "attempts" / "0010", 2, [0], starts.environ, lambda: True)
+    assert not over.loaded
 
 
 def test_a_full_disk_changes_nothing(recipe, starts, monkeypatch):

@@ -124,6 +124,25 @@ def test_layouts(changes, key, words):
     assert words in found[dotted(key)].wrong
 
 
+@pytest.mark.parametrize(
+    ("data_parallel", "changes", "refused"),
+    [
+        (16, [], True),
+        (15, [], False),  # 120 devices
+        (16, [(("checkpoint", "async_save"), False)], False),
+        (16, [(("use_legacy_format",), True)], False),
+    ],
+)
+def test_a_background_save_of_more_ranks_than_an_int8_counts_is_refused(data_parallel, changes, refused):
+    """256 ranks that all write add up to 0, which MindFormers takes for a complete save."""
+    recipe = change(SEMI, (("checkpoint", "async_save"), True), ((*PARALLEL, "data_parallel"), data_parallel), *changes)
+    found = findings(recipe).get("checkpoint.async_save")
+    assert (found is not None) is refused
+    assert found is None or (
+        "cannot count 128" in found.wrong and found.source == load_schema().line("async_save_ranks")
+    )
+
+
 _OPTIMIZER = ("parallel", "parallel_optimizer_config")
 
 

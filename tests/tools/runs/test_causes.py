@@ -29,12 +29,31 @@ LINES = {
     "cluster not formed": "Topology build timed out.",
     "scheduler lost": "Failed to connect to the meta server. Maybe it has exited. Please check scheduler's log.",
     "node timed out": "[ERROR] ME(1:2,MainProcess): Time out nodes are ['3']",
+    "collective failed": "RuntimeError: Launch kernel failed, name:Default/AllReduce-op62",
     "connection broken": "recv failed: Connection reset by peer",
     "data": "RuntimeError: Exception thrown from dataset pipeline. Refer to 'Dataset Pipeline Error Message'.",
     "crash": "Fatal Python error: Segmentation fault",
     "killed": "Out of memory: Killed process 4711 (python)",
     "worker failed": "Worker process 130673 exit with exception. Error code: -9.",
 }
+
+
+IMPORTS = [  # of every worker, whatever becomes of it
+    "2026-11-23 22:32:44,894 - mindformers/run[mindformers/models/qwen3/modeling_qwen3.py:35] - WARNING - Import "
+    "PyNativeDeepseekV3ForCausalLM failed: No module named 'hyper_parallel'",
+    "/site-packages/x.py:12: UserWarning: loading failed, MemoryError is possible",
+    "  warnings.warn(f'{error}: no space left on device')",
+]
+
+
+def test_warnings_are_nobodys_cause():
+    """A worker that SIGKILL has ended could say nothing: what its imports warned of long before is no cause."""
+    found = diagnose(
+        [*IMPORTS, "2026 - mindformers/run[callback.py:747] - INFO - { step:[ 12/ 20], overflow cond: False }"]
+    )
+    assert (found.name, found.lines, found.telling) == (UNKNOWN, (), False)
+    crashed = diagnose([*IMPORTS, "ValueError: 3 is odd", "-" * 52, "- C++ Call Stack: (For framework developers)"])
+    assert crashed.lines[0] == "ValueError: 3 is odd"
 
 
 @pytest.mark.parametrize("name", [row.name for row in signatures()])

@@ -84,7 +84,7 @@ def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
     builder.kill(host=1, lines=("OSError: [Errno 28] No space left on device",))
     status = watch.look()
     assert status.state == "between attempts" and status.step == 7
-    assert status.last_failure == "attempt 0: node1, worker 1, disk full, step 7" and status.failures == 1
+    assert status.last_failure.startswith("attempt 0: node1, worker 1, disk full, step 7: ") and status.failures == 1
     builder.plan(wait=50)
     builder.beat("start")
     status = watch.look()
@@ -93,6 +93,23 @@ def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
     builder.train(9)
     status = watch.look()
     assert status.step == 9 and status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+
+
+def test_the_error_is_shown_and_not_cut_off(tmp_path):
+    """On a terminal of 60 columns, and in a line of a log."""
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(3)
+    error = "FileNotFoundError: '/shared/corpora/" + "x" * 90 + "/tokens.bin'"
+    message = f"worker 1 failed with exit code 1: {error}"
+    write(
+        builder.folder() / f"{END}node1.json", End("node1", builder.time(), "failed", "step", 3, "exit", 1, 1, message)
+    )
+    status = Watch(tmp_path / "run").look()
+    console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None, soft_wrap=True)
+    console.print(show.table(status))
+    assert "x" * 90 in "".join(line.strip() for line in console.file.getvalue().splitlines())
+    assert status.last_failure.endswith(error) and error in show.line(status)
 
 
 def test_who_began_it_is_told_anew_when_the_verdict_is_there(tmp_path):

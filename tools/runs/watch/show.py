@@ -23,7 +23,8 @@ def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
     """Show what `look` says every `every` seconds until the run is over; returns the exit code."""
     if as_json or not console.is_terminal:
         return _lines(look, console, every, as_json)
-    with Live(table(status := look()), console=console, auto_refresh=False) as live:
+    shown = table(status := look())
+    with Live(shown, console=console, auto_refresh=False, vertical_overflow="visible") as live:
         while status.over is None:
             time.sleep(every)
             status = look()
@@ -102,6 +103,8 @@ def _failures(status: Status) -> str | None:
 def table(status: Status) -> Table:
     """For a terminal."""
     made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column()
+    made.add_column(overflow="fold")  # an error is never cut off
     for name, text in rows(status):
         made.add_row(name, text)
     return made

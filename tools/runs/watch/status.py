@@ -159,8 +159,11 @@ class Watch:
 
 
 def _in_words(failure: Failure | None) -> str | None:
+    """Who, what and where; then what was wrong, in the words of the log or of who saw it."""
     if failure is None:
         return None
     rank = "" if failure.rank is None else f"worker {failure.rank}"
     who = ", ".join(part for part in (failure.host or "", rank) if part) or "nobody knows who"
-    return f"attempt {failure.attempt}: {who}, {failure.name}" + (f", step {failure.step}" if failure.step else "")
+    what = f"attempt {failure.attempt}: {who}, {failure.name}" + (f", step {failure.step}" if failure.step else "")
+    said = failure.message or "; ".join(failure.found.lines)
+    return f"{what}: {said}" if said else what

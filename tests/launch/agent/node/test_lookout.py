@@ -1,17 +1,25 @@
 """What a node says of itself when nothing moves: its link, a stopped worker, one that is not where the others wait."""
 
+import shutil
+import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from launch.agent.initiator import initiator
+from launch.agent.limits import Limits
 from launch.agent.meeting import Meeting
 from launch.agent.node import stuck
 from launch.agent.node.around import Around
 from launch.agent.node.link import Link
 from launch.agent.node.lookout import Lookout
+from launch.agent.node.part import last_words
 from launch.agent.node.stuck import Place
-from tools.runs.attempts import BEAT, End, Plan, file_of, folder_of
+from launch.run.failure import worker_failure
+from tests.launch.agent.ends import attempt
+from tools.runs.attempts import BEAT, Beat, End, Plan, file_of, folder_of
 
 WAITING = Place("/x/mindspore/common/api.py", 10, "run_graph")
 LOST = 2.0  # seconds
@@ -51,6 +59,80 @@ def node(tmp_path, monkeypatch):
 def test_the_fault_that_it_knows_best(node, given, cause, rank, message):
     failure = node(**given)
     assert (failure.cause, failure.rank, failure.message) == (cause, rank, message)
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """Two nodes of one worker each, whose logs are those of a run under MindSpore whose node b was unplugged.
+
+    (What the lookout of `host` says of the end of its worker, or of the other one's.)
+    """
+    here = Path(__file__).parent / "recorded"
+    for node, name in ((0, "scheduler"), (0, "worker_0"), (1, "worker_1")):
+        (tmp_path / f"node_{node}").mkdir(exist_ok=True)
+        shutil.copy(here / f"link_down_{name}.txt", tmp_path / f"node_{node}" / f"{name}.log")
+    plan = Plan(0, 1.0, ["a", "b"], 1, "a", 9000)
+
+    def lookout(rank, lost=(), stopped=None, first=None):
+        monkeypatch.setattr(Link, "lost", lambda self: list(lost))
+        monkeypatch.setattr(stuck, "stopped", lambda: stopped)
+        monkeypatch.setattr(stuck, "places", lambda logs, ranks: pytest.fail("its workers may be in a save: no hang"))
+        phases = SimpleNamespace(
+            logs=tmp_path / f"node_{rank}", ranks=range(rank, rank + 1), look=lambda: None, clock=lambda: 130.0,
+            since=100.0, phase="step", step=12,
+        )  # fmt: skip
+        meeting = SimpleNamespace(
+            now=lambda: 1000.0, beat=lambda *_: None, over=lambda _: "a" if first else None, ended=lambda *_: first
+        )
+        return Lookout(phases, Around(meeting, plan, "ab"[rank]), Limits(), lambda: None, None, Link())
+
+    def failure(rank, code):
+        return worker_failure(tmp_path / f"node_{rank}" / f"worker_{rank}.log", rank, code)
+
+    return lookout, failure
+
+
+def ended(host, time, failure):
+    words = last_words(failure)
+    return End(host, time, "failed", "step", 12, failure.cause, failure.rank, failure.code, words)
+
+
+@pytest.mark.parametrize(
+    ("found", "cause"),
+    [({"lost": ["network interface eth0 has no link"]}, "lost node"), ({"stopped": 1}, "hang"), ({}, None)],
+)
+def test_a_worker_that_mindspore_ends_for_anothers_sake_is_not_blamed(recorded, found, cause):
+    """Thirty seconds after node b fell silent the scheduler has told worker 0, which ended itself."""
+    lookout, failure = recorded
+    words = lookout(0).explain(failure(0, -signal.SIGTERM))
+    assert "worker 1 of b timed out" in words.message
+    first = ended("a", 1030.0, words)
+    other = lookout(1, **found, first=first)
+    other._look()
+    assert other.told is (cause is None)
+    ends = [first, ended("b", 1031.8, other.tick()) if cause else End("b", 1031.8, "told to end", "step", 12)]
+    beats = [Beat(host, 1030.0, "step", 1000.0, 12) for host in "ab"]
+    began = initiator(attempt(*ends, hosts=["a", "b"], beats=beats))
+    assert (began.host, began.cause) == ("b" if cause else None, cause)
+
+
+def test_a_worker_that_fails_for_its_own_hosts_link_says_so(recorded):
+    """Worker 1 ends with "Launch kernel failed" before its agent has heard of the other host's end."""
+    lookout, failure = recorded
+    assert lookout(1, lost=["eth0 has no link"]).explain(failure(1, 1)).cause == "lost node"
+    unknown = lookout(1).explain(failure(1, 1))
+    told = End("a", 1032.0, "told to end", "step", 12)
+    began = initiator(attempt(told, ended("b", 1031.0, unknown), hosts=["a", "b"]))
+    assert began.host is None, "a collective that fails says nothing of its own host"
+
+
+def test_what_only_one_host_can_have_done_needs_no_explanation(recorded):
+    lookout, failure = recorded
+    killed = failure(0, -signal.SIGKILL)
+    assert lookout(0, lost=["eth0 has no link"]).explain(killed) is killed
+    told = lookout(1, lost=["eth0 has no link"], first=ended("a", 1030.0, killed))
+    told._look()
+    assert told.told
 
 
 def test_a_node_that_ends_its_workers_still_gives_signs_of_life(tmp_path, monkeypatch):
