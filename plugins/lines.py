@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to, a record a step: writing and reading that plugins share. Pure."""
+"""Files of JSON lines that a run appends to: the one function that writes them, and reading that plugins share. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ Record = TypeVar("Record", bound=Stepped)
 
 
 def append_line(path: Path, text: str) -> None:
-    """Add a line, on a line of its own also where a killed run left half of one."""
+    """Add a line. It stands on a line of its own, also where a killed run left half of one behind.
+
+    Everything that a run appends to goes through here (tests/plugins/test_lines.py): a record that is glued to half of
+    another one is lost with it, and where it is the header of a resumed part, the steps before it count as this part's.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         half = False

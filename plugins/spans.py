@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from plugins.lines import append_line
+
 Kind = Literal["save", "evaluation"]
 
 
@@ -36,10 +38,7 @@ def spans_file(run_dir: str | Path) -> Path:
 
 def note(run_dir: str | Path, span: Span) -> None:
     """Append one."""
-    path = spans_file(run_dir)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as out:
-        out.write(json.dumps(asdict(span)) + "\n")
+    append_line(spans_file(run_dir), json.dumps(asdict(span)))
 
 
 def as_span(record: dict[str, Any]) -> Span | None:

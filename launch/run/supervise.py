@@ -117,7 +117,8 @@ class _Watch:
     tick: Callable[[], Failure | None]
     ends: Callable[[int], bool]
     scanned: float = 0.0
-    first_done: float = 0.0  # when the first worker had finished well
+    sign: object = None  # what logs and metrics were like when a worker had finished, or anything was written since
+    signed: float = 0.0  # when we saw that
     all_done: float = 0.0
 
     def until_the_end(self) -> tuple[int, Failure | None]:
@@ -185,17 +186,21 @@ class _Watch:
         done = [member for member in self.family.workers() if member.ended]
         if not (running and done):
             return None
-        self.first_done = self.first_done or time.time()
-        if time.time() - max(self.first_done, self._last_sign()) < STRAGGLE:
+        if (sign := self._sign()) != self.sign:
+            self.sign, self.signed = sign, time.monotonic()
+        if time.monotonic() - self.signed < STRAGGLE:
             return None
         ranks = ", ".join(str(member.rank) for member in running)
         message = f"worker {done[0].rank} finished while worker {ranks} still waits: its ranks do not do the same steps"
         return Failure(message, self._log(done[0]), tuple(telling_lines(last_lines(self._log(done[0])))))
 
-    def _last_sign(self) -> float:
-        """Time of the last write to a log or a metrics file."""
+    def _sign(self) -> object:
+        """Something that differs after each write to a log or a metrics file.
+
+        Times of files are a file server's, whose clock may be hours off: they are held against each other only.
+        """
         files = [*self.logs.glob("worker_*.log"), *self.metrics.glob("*")]
-        return max((file.stat().st_mtime for file in files), default=0.0)
+        return {file: (status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]}
 
     def _finished(self) -> bool:
         """msrun has ended well, or all workers have and it takes too long to."""

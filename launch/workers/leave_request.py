@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +35,7 @@ def environment(attempt: Path) -> dict[str, str]:
     file = attempt / FILE
     attempt.mkdir(parents=True, exist_ok=True)
     file.touch()
+    _began(attempt).touch()
     return {VARIABLE: str(file)}
 
 
@@ -46,7 +48,7 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
     """
     file = attempt / FILE
     try:
-        began = file.stat().st_mtime
+        began = _began(attempt).stat().st_mtime
         (attempt / f"{CLAIM}.now").touch()
         now = (attempt / f"{CLAIM}.now").stat().st_mtime  # by the clock that times the metrics
         files = (run_dir / "metrics" / f"rank_{rank}.jsonl" for rank in ranks)
@@ -101,6 +103,14 @@ def saved_at(attempt: Path) -> int | None:
         if (attempt / FOLDER / DECISION).read_text() == SAVE:
             return requested(attempt / FILE)
     return None
+
+
+def _began(attempt: Path) -> Path:
+    """A file that this host has touched when its part began: its time and that of its metrics are by one clock.
+
+    Some disks (Lustre, GPFS) take the times of files from the host that writes.
+    """
+    return attempt / f".began.{socket.gethostname().replace('/', '_')}"
 
 
 def _decide(decision: Path, word: str, rank: int) -> None:

@@ -12,6 +12,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from launch.workers.executed_calls import FirstStep
+from plugins.lines import append_line
 from tools.dryrun.executed import calls_file
 from tools.dryrun.layout import kinds_of
 
@@ -88,10 +89,7 @@ class RecordingLossMonitor(MFLossMonitor):
         return now - before
 
     def _write(self, record):
-        path = metrics_file(self.run_dir, get_real_rank())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(record) + "\n")
+        append_line(metrics_file(self.run_dir, get_real_rank()), json.dumps(record))
 
 
 def _held_bytes(network):

@@ -10,6 +10,7 @@ import json
 import time
 
 import numpy as np
+from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.dataset.dataloader.build_dataloader import build_dataset_loader
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
@@ -17,13 +18,14 @@ from mindspore import Tensor
 from mindspore.train.callback import Callback
 
 from plugins.all_ranks import sum_over_ranks
-from plugins.held_out_loss.plan import check, held_out_file, held_out_loader, of_instructions
+from plugins.held_out_loss.plan import check, due, held_out_file, held_out_loader, of_instructions
+from plugins.lines import append_line
 from plugins.spans import Span, note
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)
 class HeldOutLoss(Callback):
-    """Evaluate before the first step, every `every` steps, and after the last.
+    """Evaluate before the first step, every `every` steps of the whole run (see `plan.due`), and after the last.
 
     Args:
         data_loader: a `train_dataset.data_loader` section for the held-back corpus; its whole global batches are read.
@@ -49,12 +51,15 @@ class HeldOutLoss(Callback):
 
     def on_train_begin(self, run_context):
         """The loss that training starts from."""
-        self._record(run_context.original_args())
+        params = run_context.original_args()
+        monitors = [each for each in params.list_callback if isinstance(each, MFLossMonitor)]
+        self.done = monitors[0].initial_step or 0 if monitors else 0  # cur_step_num counts from here
+        self._record(params)
 
     def on_train_step_end(self, run_context):
         """Evaluate when due."""
         params = run_context.original_args()
-        if params.cur_step_num % self.every == 0:
+        if due(self.done + params.cur_step_num, self.every):
             self._record(params)
 
     def on_train_end(self, run_context):
@@ -62,16 +67,14 @@ class HeldOutLoss(Callback):
         self._record(run_context.original_args())
 
     def _record(self, params):
-        step = int(params.train_network.optimizer.global_step.asnumpy()[0])
+        step = self.done + params.cur_step_num
         if step == self.last_step:
             return
         self.last_step = step
         began = time.time()
         loss = self._loss(params.train_network.network)
         if get_real_rank() == 0:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as out:
-                out.write(json.dumps({"step": step, "held_out_loss": loss}) + "\n")
+            append_line(self.path, json.dumps({"step": step, "held_out_loss": loss}))
             note(self.run_dir, Span("evaluation", step, began, time.time()))
 
     def _loss(self, network):

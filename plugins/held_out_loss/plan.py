@@ -18,6 +18,15 @@ def held_out_file(run_dir: str | Path) -> Path:
     return Path(run_dir) / "metrics" / "held_out.jsonl"
 
 
+def due(step: int, every: int, total: int | None = None) -> bool:
+    """Whether a run evaluates after `step`, counted from the run's beginning; `total`: its last step, if known.
+
+    A resumed part evaluates at the steps of a run that was never interrupted. The agent, which must not take an
+    evaluation for a hang, asks the same (`launch/agent/node/phase.py`).
+    """
+    return step % every == 0 or step == total
+
+
 def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
     """Refuse settings that would evaluate nothing or something else.
 

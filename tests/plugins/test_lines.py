@@ -1,10 +1,18 @@
 """Lines that a run appends, a record a step: after a kill, after a resume."""
 
+import json
+import re
 from dataclasses import dataclass
 
 import pytest
 
+from launch.run.msrun import ROOT
+from launch.workers.metrics import RecordingLossMonitor, metrics_file
+from plugins.held_out_loss.plan import held_out_file
 from plugins.lines import append_line, read_steps
+from plugins.spans import spans_file
+from tests.plugins.held_out_loss.evaluation import Evaluated
+from tools.runs.readings import read_held_out, read_metrics
 
 
 @dataclass(frozen=True)
@@ -38,3 +46,35 @@ def test_a_resumed_run_replaces_what_it_repeats_and_is_held_to_what_stands(tmp_p
     assert read_steps(path, parse) == [Record(1, "a"), Record(2, "a")]
     with pytest.raises(ValueError, match=r"x.jsonl:2: b behind a"):
         read_steps(path, parse, same_kind)
+
+
+def torn(path):
+    """A file whose last line a lost node has left half written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header, *steps = [{"total_steps": 100, "start_step": 0}, *({"step": step, "loss": 50.0} for step in range(1, 65))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *steps)) + json.dumps(steps[-1])[:20])
+
+
+def test_the_header_of_a_resumed_part_stands_behind_a_torn_line(tmp_path):
+    torn(metrics_file(tmp_path, 0))
+    monitor = object.__new__(RecordingLossMonitor)
+    monitor.run_dir = tmp_path
+    monitor._write({"total_steps": 100, "start_step": 40})
+    monitor._write({"step": 41, "loss": 1.0})
+    found = read_metrics(metrics_file(tmp_path, 0))
+    assert (max(found.steps), found.start_step, found.steps[41]["loss"]) == (41, 40, 1.0)
+
+
+def test_a_held_out_loss_and_a_span_stand_behind_a_torn_line(tmp_path):
+    torn(held_out_file(tmp_path)), torn(spans_file(tmp_path))
+    Evaluated(tmp_path, done=50, every=10)
+    assert read_held_out(tmp_path)[50] == 3.0
+    assert json.loads(spans_file(tmp_path).read_text().splitlines()[-1])["step"] == 50
+
+
+def test_nothing_else_in_the_product_appends_to_a_file():
+    """A lock (launch/run/preflight.py) is opened so and never written to line by line."""
+    opened = re.compile(r"""open\([^)\n]*["']r?a[b+t]*["']|O_APPEND""")
+    files = [path for top in ("plugins", "launch", "tools") for path in sorted((ROOT / top).rglob("*.py"))]
+    found = {str(path.relative_to(ROOT)) for path in files if opened.search(path.read_text(encoding="utf-8"))}
+    assert found == {"plugins/lines.py", "launch/run/preflight.py"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plugins.held_out_loss.plan import held_out_file
+from plugins.held_out_loss.plan import due, held_out_file
 from plugins.sealed_checkpoint.plan import seal_file
 from tools.recipe.load import Recipe
 from tools.runs.attempts import Phase
@@ -124,5 +124,5 @@ class Phases:
             self.evaluated = max(self.evaluated, int(record.get("step", -1)))
         if not isinstance(every, int) or every < 1:
             return False
-        step = min(worker.step for worker in self._workers)
-        return step % every == 0 and self.evaluated < step
+        behind = min(self._workers, key=lambda worker: worker.step)
+        return due(behind.step, every, behind.total) and self.evaluated < behind.step

@@ -6,6 +6,7 @@ import pytest
 
 from launch.agent.node.phase import COMPILING, Phases
 from plugins.sealed_checkpoint.plan import write_seal
+from tests.plugins.held_out_loss.evaluation import Evaluated
 
 
 class Clock:
@@ -122,3 +123,22 @@ def test_the_held_out_loss_is_due_until_it_is_on_record(run):
     for rank in (0, 1):
         run.step(rank, 6)
     assert run.look() == "step"
+
+
+@pytest.mark.parametrize("done", [0, 4, 20])
+def test_the_agent_and_the_worker_agree_on_when_a_resumed_run_evaluates(run, done):
+    """An evaluation that the agent takes for a step is a hang as soon as it is longer than a step may be."""
+    run.recipe["plugins"] = {"held_out_loss": {"data_path": "x", "samples": 8, "every": 10}}
+    run.begin()
+    worker = Evaluated(run.folder, done, every=10)
+    for rank in (0, 1):
+        run.write(rank, total_steps=33, start_step=done)
+    for number in range(done + 1, 34):
+        for rank in (0, 1):
+            run.step(rank, number)
+        before = run.look()
+        worker.step(number)
+        if number == 33:
+            worker.end()
+        assert (before == "evaluation") == (worker.callback.last_step == number), number
+        assert run.look() == ("step" if number < 33 else "end")

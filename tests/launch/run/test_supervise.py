@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -102,6 +103,27 @@ def test_workers_that_write_may_outlast_the_one_that_finished(tmp_path, monkeypa
     outcome = supervise(fake_msrun(tmp_path, "ok", "sleep"), os.environ, tmp_path, 2, tick)
     assert "worker 0 finished" in outcome.failure.message
     assert ticks[-1] - ticks[0] > 3
+
+
+@pytest.mark.parametrize("skew", [0, -3600, 3600], ids=["alike", "an hour behind", "an hour ahead"])
+@pytest.mark.parametrize("writes", [True, False], ids=["writes", "silent"])
+def test_whether_a_worker_writes_is_seen_whatever_the_clock_of_the_disk(tmp_path, monkeypatch, skew, writes):
+    """A file server's clock may be hours off: only changes count, by our own clock."""
+    clock = [1e6]
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: clock[0], monotonic=lambda: clock[0]))
+    process = SimpleNamespace(is_running=lambda: True, status=lambda: "running")
+    members = [SimpleNamespace(ended=rank == 1, rank=rank, process=process) for rank in (0, 1)]
+    family = SimpleNamespace(workers=lambda: members)
+    watch = module._Watch(None, family, tmp_path, tmp_path, 2, [], lambda: None, lambda number: True)
+    logs, failure = [tmp_path / f"worker_{rank}.log" for rank in (0, 1)], None
+    for second in range(0, 61, 5):
+        for log in logs[: 1 + (second == 0)]:
+            if writes or second == 0:
+                log.write_text("saving " * second)
+                os.utime(log, (clock[0] + skew,) * 2)
+        failure = failure or watch._straggling()
+        clock[0] += 5
+    assert (failure is None) == writes
 
 
 def test_one_that_failed_before_we_saw_it_is_named_not_those_that_msrun_killed_for_it(tmp_path):

@@ -12,7 +12,8 @@ from launch.workers.leave_request import FILE, agree, environment, request, requ
 @pytest.fixture
 def attempt(tmp_path):
     environment(tmp_path / "attempts" / "0000")
-    os.utime(tmp_path / "attempts" / "0000" / FILE, (1000, 1000))
+    for file in (tmp_path / "attempts" / "0000").iterdir():
+        os.utime(file, (1000, 1000))
     return tmp_path / "attempts" / "0000"
 
 
@@ -48,6 +49,12 @@ def test_without_a_step_in_this_attempt_there_is_nothing_to_save(attempt, tmp_pa
     os.utime(tmp_path / "metrics" / "rank_0.jsonl", (900, 900))  # of the attempt before
     assert request(tmp_path, attempt, [0, 1]) is None and requested(attempt / FILE) is None
     assert request(tmp_path, tmp_path / "nowhere", [0]) is None
+
+
+def test_the_clock_of_another_host_that_touched_the_request_does_not_matter(attempt, tmp_path):
+    stepped(tmp_path, 0, [7], 10.0, 0.0)
+    os.utime(attempt / FILE, (4e9, 4e9))  # by a host whose clock is years ahead, on a disk that takes it
+    assert request(tmp_path, attempt, [0, 1]) == 8
 
 
 def test_of_two_nodes_that_ask_one_names_the_step(attempt, tmp_path):
