@@ -5,8 +5,8 @@ skipping to a step on resume, empty data on ranks that do not read. Only the ind
 rank that reads works out the same order from the same index files; nothing is communicated. The order of a run that
 resumes is that of an uninterrupted one, and another number of ranks divides the same steps: it follows from the data.
 
-Losses stay the same up to rounding, but not with `eod_mask_loss`: a rank's loss is the mean over its own unmasked
-tokens, so a sample weighs a little more or less beside others.
+Losses stay the same up to rounding, unless the loss takes samples together that are dealt apart: the mean over a
+micro-batch's unmasked tokens (`eod_mask_loss`), some auxiliary losses (docs/attention-balance.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
 from tools.catalogue.cards import why_modelled
 from tools.recipe.findings import Findings
 from tools.recipe.load import Recipe
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import LOADER, MODEL, View
 from tools.schema.converter import Built
 from tools.schema.stages import runs_back
 
@@ -29,6 +29,7 @@ def check_differences(view: View, built: Built, found: Findings) -> None:
     _shared_embedding(view, built, found)
     _auxiliary_loss(view, built, found)
     _rounded_probabilities(view, built, found)
+    _dealt_samples(view, built, found)
 
 
 def _modelled(view: View, found: Findings) -> None:
@@ -81,3 +82,29 @@ def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
         )
         right = f"{DEFAULT_DISPATCHER}, or plugins.hierarchical_ep, to keep {dtype}; see {_PAGE}"
         found.note((*MODEL, "moe_token_dispatcher_type"), wrong, right, rule="rounded_probabilities")
+
+
+def _dealt_samples(view: View, built: Built, found: Findings) -> None:
+    """What the loss takes together, where `plugins.attention_balance` deals samples to other micro-batches and ranks."""
+    if view.get(("plugins", "attention_balance")) in (None, False):
+        return
+    reasons = []
+    masked, whole = view.flag((*LOADER, "config", "eod_mask_loss")), built.fields.get("calculate_per_token_loss")
+    if masked and not whole and view.micro_batches * view.accumulation > 1:
+        reasons.append("eod_mask_loss leaves its micro-batches unequal numbers of tokens, and their means are averaged")
+    if built.number("num_moe_experts") and built.fields.get("moe_aux_loss_coeff"):
+        reasons += _taken_together(view, str(built.fields.get("moe_router_load_balancing_type")))
+    if reasons:
+        wrong = f"losses are not those without it, beyond rounding: {'; '.join(reasons)}"
+        found.note(("plugins", "attention_balance"), wrong, "see docs/attention-balance.md", rule="masked_mean")
+
+
+def _taken_together(view: View, kind: str) -> list[str]:
+    """Why the auxiliary loss depends on which samples lie in one micro-batch or on one rank; empty where it does not."""
+    if view.get(("plugins", "group_aux_loss")) not in (None, False):
+        return ["group_aux_loss takes the auxiliary loss of the samples that an EP group has at once"]
+    if kind == "gbs_aux_loss":
+        return ["gbs_aux_loss counts the experts of the step's micro-batches up to the present one"]
+    if view.batch > 1 and not view.cpu_classes:
+        return [f"{kind} is taken over a micro-batch's {view.batch} samples together (runner_config.batch_size)"]
+    return []

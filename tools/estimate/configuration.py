@@ -100,6 +100,7 @@ class Configuration:
         spare_gradients: Transformer Engine keeps a gradient of every weight's shape (`memory.megatron`).
         cp_exchanges_heads: context parallelism exchanges heads and sequences (Transformer Engine's a2a), not keys.
         layer_only: one MoE layer's MLP alone (a layer benchmark), no model around it.
+        attended: pairs of tokens that attend to each other over those of samples of one document.
     """
 
     model: Model
@@ -142,6 +143,7 @@ class Configuration:
     spare_gradients: bool = False
     cp_exchanges_heads: bool = False
     layer_only: bool = False
+    attended: float = 1.0
     ulysses: int = 1
     contiguous: bool = False
     graphs: str = ""

@@ -185,9 +185,12 @@ def score_passes(config: Configuration) -> float:
 
 
 def pairs(config: Configuration, causal: bool = True) -> float:
-    """Query-key pairs of a device's micro-batch and one head; windows taken as every other layer's."""
+    """Query-key pairs of a device's micro-batch and one head; windows taken as every other layer's.
+
+    What is masked between documents (`attended`) costs a causal kernel nothing.
+    """
     sequence, window = config.sequence, config.model.window
-    whole = sequence / 2 if causal else sequence
+    whole = sequence / 2 * config.attended if causal else sequence
     seen = (whole + min(window, whole)) / 2 if window else whole
     return config.rank_tokens * seen
 

@@ -5,9 +5,9 @@
 3. Some steps, spread over the run: the cost of each sample, who trains it, and what the slowest device does over the
    mean.
 
-Modelled: a device's time is its FLOPs, equally fast for attention and the rest, or the costs that the recipe's plugin
-section measured. Communication, and experts that get more tokens than others, are not counted; both make the gain a
-smaller part of the step. Memory: for each document 4 bytes of mapped lengths, 4 bytes an
+Modelled: a device's computation takes as long as its FLOPs say, equally fast for attention and the rest, or the costs
+that the recipe's plugin section measured; what a step has beside it is the estimator's (`seconds`). Experts that get
+more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4 bytes of mapped lengths, 4 bytes an
 epoch and 4 while they are shuffled; some 28 bytes for each sample of the dataset; and one window of steps.
 """
 
@@ -22,6 +22,7 @@ from plugins.attention_balance.plan import GPTIndex, build_gpt_index
 from plugins.attention_balance.samples.eod import check_fits
 from tools.data.index import map_lengths
 from tools.data.reporter import Reporter
+from tools.estimate.efficiency import cluster as cluster_of
 from tools.hardware import DEFAULT_HARDWARE
 from tools.imbalance.lengths import Counter, Distribution, count_lengths
 from tools.imbalance.recipe import Setting, equal_costs, setting_of
@@ -67,6 +68,21 @@ class Imbalance:
     result: Result | None
     seconds: Seconds | str
 
+    @property
+    def uneven(self) -> tuple[float, float] | None:
+        """Seconds of a step of this corpus (without, with) the plugin, where they are predicted."""
+        if self.result is None or isinstance(self.seconds, str):
+            return None
+        model = self.result.steps.model
+        return self.seconds.step(float(model.before.mean())), self.seconds.step(float(model.after.mean()))
+
+    @property
+    def speed_up(self) -> float | None:
+        """A step's seconds without the plugin over those with it; of its computation alone where none are predicted."""
+        if self.result is None:
+            return None
+        return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
+
 
 def imbalance(
     prefix: str | Path,
@@ -88,11 +104,12 @@ def imbalance(
         RecipeError: see `equal_costs` and `setting_of`; a sample with more documents than the mask holds.
     """
     reporter = reporter or Reporter()
-    equal, seconds = equal_costs(recipe), seconds_of(recipe, cluster)
+    equal, hardware = equal_costs(recipe), cluster_of(cluster)
     setting = None if equal else setting_of(recipe, prefix, window)
     lengths = map_lengths(prefix)
     documents = count_lengths(lengths, f"{prefix}.idx", reporter)
     result = _result(lengths, setting, steps, reporter) if setting else None
+    seconds = seconds_of(recipe, hardware, result.steps.of_one_document if result else 1.0)
     return Imbalance(str(prefix), recipe.source, documents, equal, result, seconds)
 
 

@@ -16,8 +16,8 @@ from tools.imbalance.seconds import Seconds
 from tools.imbalance.steps import SHARES, Steps
 
 NOTE = (
-    "modelled, not measured: communication and uneven experts are not counted, so the real gain is a smaller part of "
-    "the step. step/even is the time of a step over that of a step whose samples all cost the same"
+    "modelled, not measured: uneven experts are not counted, so the real gain is a smaller part of the step. step/even "
+    "is a step's computation and waiting, without communication, over that of a step whose samples all cost the same"
 )
 BELOW_ONE = "; a pipeline can stay below 1, for it waits less where its first and last micro-batches are short"
 
@@ -32,27 +32,25 @@ def as_json(found: Imbalance) -> dict[str, Any]:
         "modelled": True,
         "documents": {**_distribution(found.documents), "token_quantiles": tokens, "histogram": rows},
         "equal_costs": found.equal or None,
-        "result": _result(found.result) if found.result else None,
+        "result": _result(found, found.result) if found.result else None,
         "seconds": _seconds(found),
     }
 
 
 def _seconds(found: Imbalance) -> dict[str, Any]:
-    """The estimator's step, and what uneven samples add to it [without, with] the plugin."""
-    if isinstance(found.seconds, str):
-        return {"step": None, "why": found.seconds}
-    return {"cluster": found.seconds.cluster, "step": found.seconds.step, "added": _added(found.seconds, found.result)}
+    """The estimator's step, and what uneven samples make of it."""
+    seconds = found.seconds
+    if isinstance(seconds, str):
+        return {"step": None, "why": seconds}
+    return {
+        "cluster": seconds.cluster,
+        "step": seconds.whole,
+        "even": seconds.even,
+        "uneven": list(found.uneven) if found.uneven else None,
+    }
 
 
-def _added(seconds: Seconds, result: Result | None) -> list[float] | None:
-    """Seconds that uneven samples add to a step [without, with] the plugin."""
-    if result is None:
-        return None
-    sides = result.steps.model.before, result.steps.model.after
-    return [seconds.added(float(side.mean())) for side in sides]
-
-
-def _result(result: Result) -> dict[str, Any]:
+def _result(found: Imbalance, result: Result) -> dict[str, Any]:
     setting, steps = result.setting, result.steps
     context = steps.context and dict(zip(("contiguous", "balanced"), steps.context, strict=True))
     return {
@@ -66,7 +64,8 @@ def _result(result: Result) -> dict[str, Any]:
         "attention_over_even": _balance(steps.attention, setting),
         "step_over_even": _balance(steps.model, setting),
         "attention_share": steps.attention_share,
-        "speed_up": steps.speed_up,
+        "speed_up": found.speed_up,
+        "speed_up_of": "step" if found.uneven else "computation",
         "attention_of_a_micro_batch": _loads(steps.micro_batch_loads),
         "attention_of_a_rank_and_step": _loads(steps.step_loads),
         "context_parallel_slowest_over_mean": context,
@@ -119,7 +118,7 @@ def print_text(found: Imbalance, console: Console) -> None:
         console.print(table)
         console.print()
     if found.result:
-        _print_result(found.result, console)
+        _print_result(found, found.result, console)
     else:
         console.print(f"nothing to balance: {found.equal}")
     console.print(f"step: {_seconds_words(found)}")
@@ -130,15 +129,20 @@ def _seconds_words(found: Imbalance) -> str:
     seconds = found.seconds
     if isinstance(seconds, str):
         return f"not predicted: {seconds}"
-    added = _added(seconds, found.result)
-    more = f"; uneven samples add {added[0]:.2f} s, {added[1]:.2f} s with plugins.attention_balance" if added else ""
+    uneven = ""
+    if found.uneven:
+        without, balanced = found.uneven
+        uneven = (
+            f". This corpus: {seconds.even:.2f} s if its samples all cost the same, {without:.2f} s as they come, "
+            f"{balanced:.2f} s with plugins.attention_balance"
+        )
     return (
-        f"{seconds.step:.2f} s on {seconds.cluster} for samples of one document, as tc3 search and ep-report have "
-        f"it{more}. Such step times are {seconds.error}"
+        f"{seconds.whole:.2f} s on {seconds.cluster} for samples of one document, as tc3 search and ep-report have "
+        f"it{uneven}. Such step times are {seconds.error}"
     )
 
 
-def _print_result(result: Result, console: Console) -> None:
+def _print_result(found: Imbalance, result: Result, console: Console) -> None:
     setting, steps, samples = result.setting, result.steps, result.samples
     layout = setting.layout
     room = f" (the mask has room for {setting.room:,})" if setting.room else ""
@@ -158,10 +162,7 @@ def _print_result(result: Result, console: Console) -> None:
     console.print()
     console.print(_table(steps, setting))
     console.print()
-    console.print(
-        f"predicted step time with plugins.attention_balance: {1 / steps.speed_up - 1:+.1%} ({steps.speed_up:.3f} x as "
-        f"fast); attention is {steps.attention_share:.0%} of the work"
-    )
+    console.print(f"{_gain(found)}; attention is {steps.attention_share:.0%} of the work")
     if steps.context:
         console.print(
             f"inside a sample, over {setting.context_parallel} context-parallel ranks: slowest/mean attention "
@@ -171,6 +172,13 @@ def _print_result(result: Result, console: Console) -> None:
     below = BELOW_ONE if setting.layout.objective.stages > 1 else ""
     for note in (NOTE + below, *setting.notes):
         console.print(f"note: {note}")
+
+
+def _gain(found: Imbalance) -> str:
+    """What the plugin makes of a step, by the same seconds that are printed below it."""
+    what = "step time" if found.uneven else "computation of a step, without communication,"
+    speed_up = found.speed_up or 1.0
+    return f"predicted {what} with plugins.attention_balance: {1 / speed_up - 1:+.1%} ({speed_up:.3f} x as fast)"
 
 
 def _waiting(setting: Setting) -> str:

@@ -46,7 +46,7 @@ class Steps:
             by all work.
         micro_batch_loads, step_loads: attention of a rank's micro-batch, and of its step, over the mean of the step:
             float64 [len(SHARES)], means over steps.
-        speed_up: modelled time of these steps without the plan over that with it.
+        speed_up: modelled computation of these steps without the plan over that with it, waiting included.
         attention_share: of all work. of_one_document: attending pairs over those of undivided samples.
         one_step: the middle one of them.
         context: attending pairs of the slowest context-parallel rank over the mean, for samples cut into consecutive

@@ -96,6 +96,10 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         "if self.moe_router_load_balancing_type not in self.SUPPORTED_LOAD_BALANCING_TYPES:",
     ),
     "auxiliary_loss": (_MOE + "router.py", "scores = self.reshape(scores, (self.dp, -1, scores.shape[2]))"),
+    "masked_mean": (
+        "mindformers/parallel_core/training_graph/loss_func.py",
+        "return self.div2(numerator, denominator)",
+    ),
     "rounded_probabilities": (
         _MOE + "token_dispatcher.py",
         "router_coeff = self.squeeze_0(probs).astype(ms.bfloat16)",

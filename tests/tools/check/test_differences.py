@@ -118,3 +118,32 @@ def test_a_card_of_another_kind_says_nothing(tmp_path, text):
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"base_config: {ROOT / 'recipes' / 'mini' / 'pretrain.yaml'}\n")
     assert notes_of(mine) == []
+
+
+DEALT, MASKED = ("plugins", "attention_balance"), ("train_dataset", "data_loader", "config", "eod_mask_loss")
+BALANCED = [(DEALT, {"window": 1})]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([*BALANCED, *ONE_SAMPLE], None),
+        ([*BALANCED, *ONE_SAMPLE, (MASKED, True)], "eod_mask_loss leaves its micro-batches unequal"),
+        ([*BALANCED, *ONE_SAMPLE, (MASKED, True), ((*PARALLEL, "pipeline_stage"), 1)], None),  # one micro-batch a step
+        ([*ONE_SAMPLE, (MASKED, True)], None),  # nothing is dealt
+        (BALANCED, "8 samples together"),
+        ([*BALANCED, (COEFFICIENT, 0.0)], None),
+        ([*BALANCED, *ONE_SAMPLE, (KIND, "gbs_aux_loss")], "gbs_aux_loss counts"),
+        ([*BALANCED, *ONE_SAMPLE, (("plugins", "group_aux_loss"), True)], "an EP group has at once"),
+    ],
+)
+def test_samples_that_are_dealt_to_other_micro_batches(changes, words):
+    found = findings(change(SEMI, *changes), "note")
+    assert ("plugins.attention_balance" in found) == (words is not None)
+    if words:
+        note = found["plugins.attention_balance"]
+        assert words in note.wrong and "docs/attention-balance.md" in note.right and "loss_func.py" in note.source
+
+
+def test_the_cpu_classes_take_the_auxiliary_loss_sample_by_sample():
+    assert "plugins.attention_balance" not in findings(change(MINI, *BALANCED), "note")
