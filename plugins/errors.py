@@ -5,6 +5,8 @@ The command line turns each of these into one message and exit code 2; a traceba
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from difflib import get_close_matches
 
 UNRESOLVED = "auto is not resolved: `tc3 recipe show` prints the recipe with values, as launch/train.py resolves it"
@@ -42,3 +44,35 @@ def did_you_mean(word: object, known: list[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest of `known`, or an empty string."""
     close = get_close_matches(str(word), known, n=1, cutoff=0.6)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def refuse_unknown(
+    place: str, keys: Iterable[object], known: Iterable[str], error: type[TC3Error] = RecipeError, what: str = "key"
+) -> None:
+    """Refuse the first of `keys` that is not `known`: a misspelt key would be read by nobody, in silence.
+
+    Args:
+        place: what stands before the key in the message, such as ``"rows.yaml: rows[3].config."``.
+        what: a key is called in the message.
+
+    Raises:
+        error: names the key, the nearest known one, or all of them where none is near.
+    """
+    names = list(known)
+    for key in keys:
+        if key not in names:
+            near = did_you_mean(key, names) or f"; known are {', '.join(names)}"
+            raise error(f"{place}{key}: no such {what}{near}")
+
+
+def not_json(error: Exception) -> str:
+    """Why a text is not JSON, for what `json.loads` has raised: as the end of a sentence that names the file."""
+    if isinstance(error, json.JSONDecodeError):
+        if not error.doc.strip():
+            return "is empty: JSON was expected"
+        return f"is not JSON: line {error.lineno}, column {error.colno}: {error.msg.lower()}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not JSON: byte {error.start + 1} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "is not JSON that can be read: its brackets are nested too deep"
+    return f"is not JSON: {' '.join(str(error).split())[:120]}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import RecipeError, refuse_unknown
 
 
 def section_of(
@@ -22,9 +22,7 @@ def section_of(
     """
     if not isinstance(settings, Mapping) or any(name not in settings for name in needs):
         raise RecipeError(f"{key}: {right}")
-    for name in settings:
-        if name not in names:
-            raise RecipeError(f"{key}.{name}: no such setting{did_you_mean(name, list(names))}")
+    refuse_unknown(f"{key}.", settings, names, what="setting")
     return settings
 
 

@@ -6,6 +6,7 @@ Both halves of the form: the plugins that save and evaluate write it, by rank 0 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -43,9 +44,8 @@ def note(run_dir: str | Path, span: Span) -> None:
 
 def as_span(record: dict[str, Any]) -> Span | None:
     """The span of one line; None for a line of another form."""
-    numbers = [record.get(name) for name in ("step", "begin", "end")]
-    if record.get("kind") not in get_args(Kind) or not all(isinstance(number, int | float) for number in numbers):
-        return None
-    if record["end"] < record["begin"]:
+    numbers = [record.get(name, math.nan) for name in ("step", "begin", "end")]
+    good = all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers)
+    if record.get("kind") not in get_args(Kind) or not good or record["end"] < record["begin"]:
         return None
     return Span(record["kind"], record["step"], record["begin"], record["end"], record.get("sealed") is True)

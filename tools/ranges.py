@@ -74,6 +74,11 @@ RANGES = {
     "spares": Range(0, 100_000),  # hosts beyond those that a run needs
     "rows": Range(1, 1_000),  # of a table, a ranking, a report
     "seconds": Range(0, 1_000_000, whole=False, above=True),
+    "pause": Range(0.1, 86_400, whole=False),  # seconds between two looks
+    "patience": Range(1, 86_400, whole=False),  # seconds for one host's answer
+    "file_gb": Range(0.001, 10_000, whole=False),  # of a file of weights
+    "files": Range(1, 256),  # written at once
+    "stage": Range(0, 999),
     "effort": Range(1, 100_000),  # of a placement, tools.placement.budget
     "memory_gib": Range(0, 10_000, whole=False, above=True),
     "share": Range(0, 1, whole=False),

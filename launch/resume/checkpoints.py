@@ -27,6 +27,7 @@ from tools.checkpoint.scan import (
     set_aside,
 )
 from tools.checkpoint.slot_order import TRACKER, refuse_moved
+from tools.files.paths import real_path
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 
@@ -106,7 +107,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
 
 def _recipe_of_run(recipe: Recipe, run_dir: Path, checkpoint: Path) -> Path:
     """Where the run that saved `checkpoint`, this one or another, keeps its effective recipe."""
-    if checkpoint.resolve().parent != save_path(recipe).resolve():
+    if real_path(checkpoint).parent != real_path(save_path(recipe)):
         return checkpoint.parent.parent / "recipe.yaml"
     return run_dir / "recipe.yaml"
 

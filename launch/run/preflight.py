@@ -22,6 +22,7 @@ from tools.check.differences import modelled
 from tools.check.dispatch import check_dispatch
 from tools.data.blend import read_blend
 from tools.data.outputs import read_sidecar
+from tools.files.paths import real_path
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -238,7 +239,7 @@ def only_run_in(*folders: Path, together: bool = False) -> Iterator[None]:
     locks (Lustre without `-o flock`, some of FUSE) is said, and does not stop the run.
     """
     with ExitStack() as held:
-        for folder in dict.fromkeys(folder.resolve() for folder in folders):
+        for folder in dict.fromkeys(map(real_path, folders)):
             made = [each for each in [folder, *folder.parents] if not each.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             held.push(partial(_leave_nothing, made))

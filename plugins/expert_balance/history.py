@@ -16,9 +16,9 @@ from plugins.expert_balance.record import Record, line, load_file, read
 
 def file_of(checkpoint: str | Path | None, save_path: str | Path, run_dir: str | Path) -> Path:
     """Where the run that saved `checkpoint` (a folder of one iteration), this one or another, records its loads."""
-    if checkpoint is None or Path(checkpoint).resolve().parent == Path(save_path).resolve():
+    if checkpoint is None or Path(os.path.realpath(checkpoint)).parent == Path(os.path.realpath(save_path)):
         return load_file(run_dir)
-    return load_file(Path(checkpoint).resolve().parent.parent)
+    return load_file(Path(os.path.realpath(checkpoint)).parent.parent)
 
 
 def carry_over(source: Path, own: Path, step: int, form: tuple[int, int, int]) -> tuple[list[Record], str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError
+from plugins.errors import DataError, refuse_unknown
 from plugins.lines import append_line, read_steps
 
 
@@ -111,30 +112,55 @@ def _kind(record: Record) -> tuple[Any, ...]:
     return record.layers, record.tokens.shape, record.devices
 
 
+_KEYS = ("step", "devices", "nodes", "layers", "tokens", "slots", "micro_batch", "moved")
+_MOVED = ("slots", "experts", "bytes", "plan_s", "move_s")
+
+
 def _record(content: Any, place: str) -> Record:
+    if not isinstance(content, dict) or "tokens" not in content:
+        raise DataError(f"{place}: no record of expert loads: it has no tokens")
+    refuse_unknown(f"{place}: ", content, _KEYS, DataError)
+    moved = content.get("moved")
+    if isinstance(moved, dict):
+        refuse_unknown(f"{place}: moved.", moved, _MOVED, DataError)
     try:
-        moved = content["moved"]
         record = Record(
-            step=int(content["step"]),
-            devices=int(content["devices"]),
-            nodes=int(content.get("nodes", 1)),
-            layers=tuple(int(layer) for layer in content["layers"]),
-            tokens=np.array(content["tokens"], np.int64),
-            slots=np.array(content["slots"], np.int64),
+            step=_whole(content["step"]),
+            devices=_whole(content["devices"]),
+            nodes=_whole(content.get("nodes", 1)),
+            layers=tuple(_whole(layer) for layer in content["layers"]),
+            tokens=_table(content["tokens"]),
+            slots=_table(content["slots"]),
             micro_batch=tuple(None if ratio is None else float(ratio) for ratio in content["micro_batch"]),
             moved=moved
             and Moved(
-                np.array(moved["slots"], np.int64),
-                int(moved["experts"]),
-                int(moved["bytes"]),
+                _table(moved["slots"]),
+                _whole(moved["experts"]),
+                _whole(moved["bytes"]),
                 float(moved["plan_s"]),
                 float(moved["move_s"]),
             ),
         )
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: no record of expert loads ({type(error).__name__}: {error})") from None
+    except KeyError as error:
+        raise DataError(f"{place}: no record of expert loads: {error.args[0]} is missing") from None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{place}: no record of expert loads: {' '.join(str(error).split())[:120]}") from None
     _check(record, place)
     return record
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or abs(value) >= 2**63:
+        raise ValueError(f"{str(value)[:40]} is not a whole number of 64 bits")
+    return value
+
+
+def _table(value: Any) -> np.ndarray:
+    """int64 of lists of lists; NumPy alone would round 1.5 to 1."""
+    found = np.array(value)
+    if found.dtype != np.int64:
+        raise ValueError("want rows of whole numbers of 64 bits, each as long as the others")
+    return found
 
 
 def _check(record: Record, place: str) -> None:
@@ -150,6 +176,18 @@ def _check(record: Record, place: str) -> None:
         wrong = f"{record.nodes} nodes do not divide {record.devices} devices"
     elif (record.tokens < 0).any():
         wrong = "a negative number of tokens"
+    elif not record.tokens.sum(axis=1).all():
+        wrong = f"layer {record.layers[int(record.tokens.sum(axis=1).argmin())]} has no token: no step leaves one out"
+    elif record.step < 1:
+        wrong = f"step {record.step}: the first one is 1"
+    elif not all(ratio is None or 0.99 <= ratio <= 1.01 * record.devices for ratio in record.micro_batch):
+        wrong = (
+            f"micro_batch {list(record.micro_batch)}: the busiest device's load over the mean is 1 to {record.devices}"
+        )
+    elif record.moved and not (0 <= record.moved.plan_s < math.inf and 0 <= record.moved.move_s < math.inf):
+        wrong = f"moved: plan_s {record.moved.plan_s}, move_s {record.moved.move_s}: want seconds"
+    elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
+        wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: want 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
         wrong = "slots that are no placement: each layer needs every slot once"
     if wrong:

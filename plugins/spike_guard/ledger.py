@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from plugins.errors import DataError
+from plugins.errors import DataError, not_json
 from plugins.spike_guard.skip import Ranges, normal
 
 FILE = "skipped.json"
@@ -49,8 +49,9 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
         return []
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: no ledger of left-out samples ({error}); put back the run's own") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        why = not_json(error) if isinstance(error, json.JSONDecodeError | RecursionError) else "has another form"
+        raise DataError(f"{path}: not a ledger of left-out samples: it {why}; put back the run's own") from None
 
 
 def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:

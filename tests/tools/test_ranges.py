@@ -1,8 +1,10 @@
 import click
 import pytest
+from click.types import FloatParamType
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.cli import tc3
 from tools.ranges import RANGES, RECIPE, Number, Range, Tokens, recipe_range
 
 
@@ -19,7 +21,7 @@ def test_bounds_are_taken(name):
     span = RANGES[name]
     assert Number(name).convert(str(span.high), None, None) == span.high
     if not span.above:
-        assert Number(name).convert(str(int(span.low)), None, None) == span.low
+        assert Number(name).convert(f"{span.low:.15g}", None, None) == span.low
 
 
 @given(low=st.integers(-1000, 1000), width=st.integers(0, 1000), value=st.integers(-3000, 3000), above=st.booleans())
@@ -56,6 +58,21 @@ def test_what_is_no_number_of_tokens(text):
     with pytest.raises(click.BadParameter) as refused:
         Tokens().convert(text, None, None)
     assert "\n" not in refused.value.message
+
+
+def _options(command, name):
+    """(command, option) of all options and arguments of a command and those below it."""
+    context = click.Context(command)
+    if isinstance(command, click.Group):
+        for below in command.list_commands(context):
+            yield from _options(command.get_command(context, below), f"{name} {below}")
+    yield from ((name, option) for option in command.params)
+
+
+def test_no_option_of_tc3_takes_a_number_that_is_not_finite():
+    """click's own float takes nan, inf and 1e-300: numbers with a fraction are of `Number`."""
+    own = [f"{name} {option.name}" for name, option in _options(tc3, "tc3") if isinstance(option.type, FloatParamType)]
+    assert own == []
 
 
 def test_an_integer_of_any_length_is_compared_not_converted():

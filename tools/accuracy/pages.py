@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from plugins.errors import DataError
+from tools.files.paths import real_path
 
 BEGINS = b"<!DOCTYPE html>"
 STYLE = """
@@ -35,7 +36,7 @@ def check_out(out: Path | None, *dumps: Path) -> None:
     if out is None:
         return
     for dump in dumps:
-        if out.resolve() == dump.resolve() or dump.resolve() in out.resolve().parents:
+        if real_path(dump) in (real_path(out), *real_path(out).parents):
             raise DataError(f"--out {out}: lies in the dump {dump}, which stays as it is: choose another folder")
     _check_folder(out / "compare.json", "--out")
 

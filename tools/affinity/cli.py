@@ -18,15 +18,26 @@ from tools.affinity.plan import Plan, how_far, make_plan
 from tools.affinity.topology import Host, read_host
 from tools.files.atomic import check_writable, write_atomically
 from tools.host.cores import compress
-from tools.host.root import Root
+from tools.host.root import OUTPUTS, Root
 from tools.ranges import RANGES, Range
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
+
+_RECORDED = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a recorded one has some
+
+
+def _recorded(context: click.Context, option: click.Parameter, root: Path) -> Path:
+    """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
+    if not any((root / name).is_dir() for name in _RECORDED):
+        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_RECORDED)}")
+    return root
+
 
 root_option = click.option(
     "--root",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path("/"),
+    callback=_recorded,
     help="A recorded host instead of this one.",
 )
 

@@ -13,10 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from plugins.errors import RecipeError
+from plugins.errors import RecipeError, refuse_unknown
 from tools.files.atomic import write_atomically
+from tools.hardware.own_yaml import read_yaml
 from tools.recipe.dump import recipe_text
 
 ENDING = ".layout.yaml"
@@ -87,13 +86,11 @@ def read_layout(path: Path) -> LayoutFile:
     Raises:
         RecipeError: it cannot be read, or a key is missing or unknown.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-    wanted = {field.name for field in fields(LayoutFile)}
-    if not isinstance(content, dict) or set(content) != wanted:
-        raise RecipeError(f"{path}: want a mapping of {', '.join(sorted(wanted))}; make it anew")
+    content = read_yaml(path, RecipeError)
+    wanted = [field.name for field in fields(LayoutFile)]
+    if not isinstance(content, dict) or not set(wanted) <= set(content):
+        raise RecipeError(f"{path}: want a mapping of {', '.join(wanted)}; make it anew")
+    refuse_unknown(f"{path}: ", content, wanted)
     return LayoutFile(**content)
 
 

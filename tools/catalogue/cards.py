@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import RecipeError, did_you_mean, refuse_unknown
 from tools.catalogue.measures import MEASURES, ROLES
 
 CARD = "card.yaml"
@@ -183,9 +183,7 @@ def _check_mapping(path: Path, where: str, raw: Any) -> None:
 def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: set[str]) -> None:
     _check_mapping(path, where, raw)
     prefix = f"{where}." if where else ""
-    for key in raw:
-        if key not in wanted | optional:
-            raise RecipeError(f"{path}: {prefix}{key}: unknown key{did_you_mean(str(key), sorted(wanted | optional))}")
+    refuse_unknown(f"{path}: {prefix}", raw, sorted(wanted | optional))
     for key in sorted(wanted - set(raw)):
         raise RecipeError(f"{path}: {prefix}{key}: missing")
 

@@ -7,6 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 
 from plugins.sealed_checkpoint import plan
+from tools.files.paths import real_path
 
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
 
@@ -58,7 +59,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 
     Those after it, if it is one of them; else all, for they are another run's.
     """
-    own = taken.resolve().parent == root.resolve()
+    own = real_path(taken).parent == real_path(root)
     return [folder for folder in iterations(root) if not own or iteration(folder) > iteration(taken)]
 
 

@@ -49,7 +49,7 @@ def _in_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
                 if last == PLACEMENT:
                     yield module, tensors.get_tensor(name)
     except (SafetensorError, OSError) as error:
-        raise UnreadableError(f"{file}: no whole safetensors file ({error})") from None
+        raise UnreadableError(f"{file}: not a complete safetensors file ({error})") from None
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:

@@ -21,7 +21,7 @@ import ml_dtypes  # noqa: F401 (NumPy learns what bfloat16 is)
 import numpy as np
 from safetensors import safe_open
 
-from plugins.errors import CheckpointError
+from plugins.errors import CheckpointError, not_json
 from tools.checkpoint.headers import Header, read_headers
 
 METADATA = "metadata.json"
@@ -175,8 +175,11 @@ def _read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         content = json.loads(file.read_text())
         listed, storage = content["state_dict_metadata"], content["storage_data"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint ({error!r})") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint: it {not_json(error)}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        wanted = "state_dict_metadata and storage_data"
+        raise CheckpointError(f"{file}: not MindFormers' metadata of a checkpoint: it lacks {wanted}") from None
     for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:

@@ -92,7 +92,7 @@ def _collect(options: Options, skips: Skips) -> _Found:
                 if (key := tuple(row.values())) not in seen:
                     seen.add(key)
                     found.rows[split].append(row)
-        except (SyntaxError, ValueError, RecursionError):
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # the parser calls too deep a nesting either
             found.without += 1
     return found
 
@@ -111,7 +111,7 @@ def instructions_of(source: str, module: str) -> Iterator[dict[str, str]]:
     """An instruction for each public function and method of a module whose docstring begins with a usable paragraph.
 
     Raises:
-        SyntaxError, ValueError, RecursionError: `source` is no Python that can be parsed here.
+        SyntaxError, ValueError, RecursionError, MemoryError: `source` is no Python that can be parsed here.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in other people's strings

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import DataError
+from plugins.errors import DataError, not_json
 from tools.process.signals import uninterrupted
 
 SUFFIXES = (".bin", ".json", ".idx")  # the order of publishing: readers open a pair by its .idx, so it comes last
@@ -52,7 +52,7 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not JSON ({error})") from None
+        raise DataError(f"{path}: {not_json(error)}") from None
     if not isinstance(content, dict) or content.get("format") != "tc3-data-1":
         raise DataError(f"{path}: is not a sidecar of `tc3 data prepare`")
     return content

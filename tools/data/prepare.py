@@ -24,6 +24,7 @@ from tools.data.sources import Corpus
 from tools.data.tokenizer import Coder, Tokenizer, TokenizerSpec
 from tools.data.verify import verify
 from tools.data.workers import ordered_map
+from tools.files.paths import real_path
 
 TRAIN_BYTES = 32 << 20  # a tokenizer is trained on about this much text, spread over the corpus
 VERIFY_BYTES = 64 << 20  # about this much text is decoded and compared after writing
@@ -248,8 +249,8 @@ def _tokenizer_path(options: PrepareOptions) -> str:
     """A name when the folder is (or will be) beside the pair, so that both can move together; else absolute."""
     if options.tokenizer == "bytes":
         return outputs.tokenizer_name(options.output.name)
-    folder = Path(options.tokenizer).resolve()
-    return folder.name if folder.parent == options.output.parent.resolve() else str(folder)
+    folder = real_path(options.tokenizer)
+    return folder.name if folder.parent == real_path(options.output.parent) else str(folder)
 
 
 def _check(options: PrepareOptions, stage: Path, tokenizer: Tokenizer, size: int, reporter: Reporter) -> None:

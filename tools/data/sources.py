@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from plugins.errors import DataError, did_you_mean
+from plugins.errors import DataError, did_you_mean, not_json
 from tools.data.skips import Skips
+from tools.files.paths import real_path
 
 STDLIB_NAMES = ("stdlib", "python-stdlib")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -85,7 +86,7 @@ class Corpus:
         return [
             {"input": STDLIB_NAMES[0], "python": platform.python_version()}
             if name in STDLIB_NAMES
-            else {"input": str(Path(name).resolve())}
+            else {"input": str(real_path(name))}
             for name in self.inputs
         ]
 
@@ -231,7 +232,7 @@ def _text_of_line(line: bytes, jsonl_key: str) -> str:
     try:
         record = json.loads(_some(_decode(line)))
     except (ValueError, RecursionError) as error:
-        raise _SkipError("broken_lines", f"is not JSON ({error})") from None
+        raise _SkipError("broken_lines", not_json(error)) from None
     if not isinstance(record, dict):
         raise _SkipError("broken_lines", f"is a JSON {type(record).__name__}, not an object")
     if jsonl_key not in record:

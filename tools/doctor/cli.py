@@ -23,6 +23,7 @@ from tools.doctor.probe.options import probe_if, probe_options
 from tools.doctor.report import Report
 from tools.host.names import read_hosts
 from tools.host.root import Root
+from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
@@ -42,7 +43,7 @@ MODULES = [
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(1),
+    type=Number("patience"),
     help=f"With --nodes FILE: seconds for one host; {LIMIT:g} unless told, {PROBE_LIMIT:g} with --probe.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings and facts as JSON.")

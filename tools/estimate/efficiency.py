@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import RecipeError, did_you_mean, refuse_unknown
 from tools.hardware import Hardware, load_hardware
 from tools.hardware.load import FOLDER
 from tools.hardware.names import name_of
@@ -139,8 +139,9 @@ _YOUNG = {"blocks", "matmul_fp4", "graphed", "network", *PROFILED}  # files made
 def _own(hardware: Hardware) -> Efficiency:
     """The efficiencies of a cluster file."""
     content, wanted = hardware.efficiency, [field.name for field in fields(Efficiency)]
-    if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content) <= set(wanted):
+    if not isinstance(content, Mapping) or not set(wanted) - _YOUNG <= set(content):
         raise RecipeError(f"{hardware.file}: efficiency: want exactly {', '.join(wanted)}")
+    refuse_unknown(f"{hardware.file}: efficiency.", content, wanted)
     for name in (*NAMES, *PROFILED):
         if name in content and (refusal := _VALUES.get(name, _FACTOR).refusal(content[name])):
             raise RecipeError(f"{hardware.file}: efficiency.{name}: {content[name]!r} {refusal}")

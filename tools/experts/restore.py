@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import fault, seal_file, step_of, write_seal
 from tools.checkpoint.slot_order import PLACEMENT, moved, read_placements
 from tools.checkpoint.stored import Stored, open_stored
+from tools.checkpoint.stream import save_arrays
 from tools.files.atomic import atomic_folder
 
 FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from there finds the run's recipe
@@ -46,7 +46,7 @@ def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = 
     with atomic_folder(target) as part:
         for file in sorted(folder.glob("*.safetensors")):
             progress(file.name)
-            save_file(_restored(file.name, placements, stored), part / file.name, {"format": "ms"})
+            save_arrays(_restored(file.name, placements, stored), part / file.name)
         for file in folder.glob("*.json"):
             if not file.name.startswith("seal_rank_"):
                 shutil.copyfile(file, part / file.name)

@@ -43,9 +43,7 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 
 @click.command("fusion", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option(
-    "--stage", type=click.IntRange(0), help="One pipeline stage at full depth; by default each kind of layer."
-)
+@click.option("--stage", type=Number("stage"), help="One pipeline stage at full depth; by default each kind of layer.")
 @click.option(
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plugins.errors import RecipeError, did_you_mean
+from plugins.errors import RecipeError, did_you_mean, refuse_unknown
 from tools.hardware.names import name_of
 from tools.hardware.own_yaml import read_yaml
 from tools.hardware.units import LONG
@@ -206,9 +206,7 @@ class _Reader:
         for name in content:
             if not key and name in _GONE:
                 raise RecipeError(f"{self.shown}: {name}: no longer read; {_GONE[name]}")
-            if name not in (*known, *more):
-                hint = did_you_mean(str(name), [*known, *more])
-                raise RecipeError(f"{self.shown}: {place}{name}: no such key{hint}; known are {', '.join(known)}")
+        refuse_unknown(f"{self.shown}: {place}", content, [*known, *more])
         for name in known:
             if required and name not in content:
                 raise RecipeError(f"{self.shown}: {place}{name}: missing")

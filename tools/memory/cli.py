@@ -53,7 +53,7 @@ _WIDTH = 130  # of tables in a file or pipe
     help="Live bytes of a stage over a step, to an .svg, .png or .json.",
 )
 @click.option(
-    "--stage", type=click.IntRange(0), help="The stage of --time-line and of the peak's owners; by default the fullest."
+    "--stage", type=Number("stage"), help="The stage of --time-line and of the peak's owners; by default the fullest."
 )
 @click.option(
     "--cluster",

@@ -2,7 +2,8 @@
 
 The file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
 ({fwd, bwd} added to the first and the last chunk) and `body`: layer types in model order with `count`, `fwd`, `bwd`,
-`param_mem` and recompute `options` of `extra_bwd` and `act_mem`. Other keys are notes and are not read.
+`param_mem` and recompute `options` of `extra_bwd` and `act_mem`. The keys of `_NOTES`, and all that begin with `about`,
+are notes; any other key is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError, RecipeError, did_you_mean
+from plugins.errors import DataError, RecipeError, did_you_mean, not_json, refuse_unknown
 from tools.pipeline.schedules import check_schedule
 from tools.placement.instance import Instance, LayerType, Option
 
 SCHEMA = "pp-balance/1"
 _MOST = {"P": 1_000, "V": 100, "M": 100_000}  # more is a slip of the keyboard, and would never end
+_KEYS = ("schema", "name", "P", "V", "M", "schedule", "memory_cap", "static_mem", "head", "tail", "body")
+_NOTES = ("doc", "units", "source", "provenance", "sapp", "best_known", "lower_bound_trivial", "solution_layout")
 _PASSES = 1_000_000
 _LARGEST = 1e15
 # the schema's names; with one chunk all of them are 1F1B
@@ -35,15 +38,16 @@ def read_instance(path: Path) -> Instance:
         DataError: no such file, not JSON, or a value that is missing or wrong; names file and key path.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is not JSON ({' '.join(str(error).split())[:120]})") from None
+        raise DataError(f"{path}: {not_json(error)}") from None
     root = _Place(path, "", content)
     schema = root.key("schema")
     if schema.value != SCHEMA:
         schema.refuse(f"want {SCHEMA!r}")
+    root.only(*_KEYS, *_NOTES)
     stages, chunks, micro_batches = (root.key(name).whole(most) for name, most in _MOST.items())
     if stages * chunks * micro_batches > _PASSES:
         passes = f"{stages * chunks * micro_batches:,} passes, of which at most {_PASSES:,} can be simulated"
@@ -71,6 +75,15 @@ def with_margin(instance: Instance, share: float) -> Instance:
     return replace(instance, cap=(1 - share) * instance.cap)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of JSON, of which the parser would keep the last of two values in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in a mapping")
+    return found
+
+
 def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:
     name = place.text()
     if name not in SCHEDULES:
@@ -88,17 +101,19 @@ def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> st
 
 
 def _layer_type(place: _Place) -> LayerType:
-    options = tuple(
-        Option(option.key("name").text(), option.key("extra_bwd").number(), option.key("act_mem").number())
-        for option in place.key("options").items()
-    )
-    times = _both(place)
-    return LayerType(
-        place.key("name").text(), place.key("count").whole(10_000), *times, place.key("param_mem").number(), options
-    )
+    place.only("name", "count", "fwd", "bwd", "param_mem", "options")
+    options = []
+    for option in place.key("options").items():
+        option.only("name", "extra_bwd", "act_mem")
+        numbers = option.key("extra_bwd").number(), option.key("act_mem").number()
+        options.append(Option(option.key("name").text(), *numbers))
+    times = place.key("fwd").number(), place.key("bwd").number()
+    count, memory = place.key("count").whole(10_000), place.key("param_mem").number()
+    return LayerType(place.key("name").text(), count, *times, memory, tuple(options))
 
 
 def _both(place: _Place) -> tuple[float, float]:
+    place.only("fwd", "bwd")
     return place.key("fwd").number(), place.key("bwd").number()
 
 
@@ -122,6 +137,11 @@ class _Place:
         if name not in self.value:
             raise DataError(f"{self.path}: {where}: is missing{did_you_mean(name, list(self.value))}")
         return _Place(self.path, where, self.value[name])
+
+    def only(self, *known: str) -> None:
+        """Refuse keys that are neither `known` nor notes."""
+        keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
+        refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
 
     def items(self) -> list[_Place]:
         """The values of a list, which must not be empty."""

@@ -24,7 +24,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from plugins.errors import DataError
+from plugins.errors import DataError, not_json
+from tools.files.paths import real_path
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
 from tools.profile.spread import spread_notes
 
@@ -194,7 +195,7 @@ def _from_sums(folder: Path, steps: int, lengths: dict[str, float], rank: int | 
 def _rank(folder: Path) -> int | None:
     """Of profiler_info_N.json beside the folder, or of a folder rank_N above it."""
     names = [path.name for path in folder.parent.glob("profiler_info_*.json")]
-    names += [part.name + ".json" for part in folder.resolve().parents if re.fullmatch(r"rank_\d+", part.name)]
+    names += [part.name + ".json" for part in real_path(folder).parents if re.fullmatch(r"rank_\d+", part.name)]
     return next((int(found[1]) for found in (re.search(r"_(\d+)\.json$", name) for name in names) if found), None)
 
 
@@ -224,5 +225,5 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise DataError(f"{path}: is not JSON: {' '.join(str(error).split())}") from None
+        raise DataError(f"{path}: {not_json(error)}") from None
     return content if isinstance(content, dict) else {}

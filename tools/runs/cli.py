@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from tools.files.figure import check_ending, check_page
+from tools.ranges import Number
 
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
@@ -55,7 +56,7 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
 @runs.command("watch", short_help="Follow a run: phase, step, loss, speed, goodput, checkpoint, failures.")
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
 @click.option("--once", is_flag=True, help="Say how it stands now, and leave.")
-@click.option("--every", type=click.FloatRange(0.1), default=2.0, show_default=True, help="Seconds between looks.")
+@click.option("--every", type=Number("pause"), default=2.0, show_default=True, help="Seconds between looks.")
 @click.option("--prometheus", type=click.Path(path_type=Path), help="Write a text file for Prometheus too (*.prom).")
 @click.option("--tensorboard", is_flag=True, help="Write TensorBoard scalars to RUN/tensorboard too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object a look on stdout.")

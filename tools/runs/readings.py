@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,9 @@ from typing import Any
 
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
+
+_DAY = 86_400.0  # seconds that two hosts' clocks may be apart
+_MOST_STEPS = 10**12
 
 
 def loss_rank(recipe: Recipe) -> int:
@@ -96,8 +101,54 @@ class Follower:
                     yield record
 
 
+class Steps(Follower):
+    """Follows a metrics file; lines that no run writes are left out, and said in `faults`.
+
+    A number that is text, a negative time or one in the future would make confident tables of nothing.
+    """
+
+    def __init__(self, file: Path):
+        super().__init__(file)
+        self.faults: list[str] = []
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """New records that a run can have written."""
+        for record in super().records():
+            if fault := _fault(record):
+                self.faults.append(fault)
+            else:
+                yield record
+
+
+def _fault(record: dict[str, Any]) -> str | None:
+    """What keeps a line from being a step's or a header's; None where nothing does."""
+    for name, least in (("total_steps", 0), ("start_step", 0), ("step", 1)):
+        value = record.get(name)
+        if value is not None and (type(value) is not int or not least <= value <= _MOST_STEPS):
+            return f"{name} is {_short(value)}: no number of a step"
+    for name in ("time", "seconds", "tokens"):
+        value = record.get(name)
+        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+            return f"{name} is {_short(value)}: no number"
+        if name == "time" and value is not None and value > time.time() + _DAY:
+            return f"time is {_short(value)}: in the future, by the clock of this host"
+    for name in ("loss", "global_norm"):  # infinity and NaN are what a run can come to
+        if not _is_number(record.get(name, 0.0)) and record[name] is not None:
+            return f"{name} is {_short(record[name])}: no number"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 30 else f"{text[:30]}..."
+
+
 def _parse(line: bytes) -> Any:
     try:
         return json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None

@@ -13,7 +13,7 @@ from plugins.errors import DataError, TC3Error
 from plugins.spans import Span, as_span, spans_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.runs.attempts import Attempt, read_attempts
-from tools.runs.readings import Follower, loss_rank
+from tools.runs.readings import Follower, Steps, loss_rank
 
 USUAL_OF = 100  # steps after a part's first whose median is its usual step
 COLUMNS = ("step", "time", "seconds", "loss", "global_norm")
@@ -70,6 +70,7 @@ class Run:
     parts: list[Part]
     spans: list[Span]
     attempts: list[Attempt]
+    notes: list[str] = field(default_factory=list)  # what of its records cannot be used
 
     def usual(self, part: Part | None = None) -> float | None:
         """Seconds of a usual step of `part`, or of the newest part that can tell."""
@@ -112,7 +113,8 @@ def read_run(folder: Path) -> Run:
     check_folder(folder)
     recipe = recipe_of(folder)
     spans = [span for record in Follower(spans_file(folder)).records() if (span := as_span(record))]
-    return Run(folder, recipe, read_parts(metrics_of(folder, recipe)), spans, read_attempts(folder))
+    notes: list[str] = []
+    return Run(folder, recipe, read_parts(metrics_of(folder, recipe), notes), spans, read_attempts(folder), notes)
 
 
 def number(value: Any) -> float | None:
@@ -126,14 +128,22 @@ def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
     return int(start or 0), time, int(total) if total else None
 
 
-def read_parts(file: Path) -> list[Part]:
-    """The parts of a metrics file, the oldest first; parts that made no step are left out."""
+def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
+    """The parts of a metrics file, the oldest first; parts that made no step are left out.
+
+    Args:
+        notes: is told of lines that no run writes.
+    """
     parts: list[Part] = []
-    for record in Follower(file).records():
+    steps = Steps(file)
+    for record in steps.records():
         if "total_steps" in record:
             parts.append(Part(*header_of(record)))
         elif isinstance(record.get("step"), int):
             if not parts or (len(parts[-1]) and record["step"] <= parts[-1]["step"][-1]):  # a header that a kill broke
                 parts.append(Part(record["step"] - 1))
             parts[-1].add(record)
+    if steps.faults and notes is not None:
+        count, more = len(steps.faults), f", and {len(steps.faults) - 1} more" * (len(steps.faults) > 1)
+        notes.append(f"{file}: {count} record{'s' * (count > 1)} left out ({steps.faults[0]}{more})")
     return [part for part in parts if len(part)]

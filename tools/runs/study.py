@@ -12,6 +12,7 @@ from typing import Any
 from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger
 from tools.checkpoint.scan import iteration, iterations
+from tools.files.paths import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
 from tools.runs.curve import Spike, spikes
@@ -58,7 +59,7 @@ class Study:
 
 def studies(folders: Sequence[Path]) -> list[Study]:
     """Of several runs, named by their folders, or by the whole paths where two folders have one name."""
-    names = [folder.resolve().name for folder in folders]
+    names = [real_path(folder).name for folder in folders]
     short = len(set(names)) == len(names)
     found = [study(folder) for folder in folders]
     return [replace(one, name=name if short else str(one.run.folder)) for one, name in zip(found, names, strict=True)]
@@ -78,9 +79,9 @@ def study(folder: Path) -> Study:
     told = bool(run.attempts) or (len(run.parts) == 1 and _state(run) == "done")  # else: why it ended stands nowhere
     found = mtbf(sum(one.counts for one in failed), running) if told else None
     skipped, notes = _skipped(folder)
-    notes = [*(known.notes if known else []), *notes]
+    notes = [*run.notes, *(known.notes if known else []), *notes]
     saves, jumps, slow = _checkpoints(run, found), _spikes(run), slow_of(folder, run.recipe)
-    return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, folder.resolve().name)
+    return Study(run, _state(run), time, failed, found, saves, jumps, slow, skipped, notes, real_path(folder).name)
 
 
 def _state(run: Run) -> str:

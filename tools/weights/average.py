@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.names import kind_of
 from tools.checkpoint.stored import METADATA, Stored
+from tools.checkpoint.stream import save_arrays
 from tools.files.atomic import atomic_folder
 from tools.weights.source import Source
 
@@ -54,7 +54,7 @@ def average(
                     averaged.add(name)
                 else:
                     arrays[name] = last.read_from(file, name)
-            save_file(arrays, part / file, {"format": "ms"})
+            save_arrays(arrays, part / file)
         _describe(last, part)
         ranks = sources[-1].ranks
         for rank in range(ranks):
@@ -84,8 +84,11 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
         return [1 / len(sources)] * len(sources)
     if len(shares) != len(sources):
         raise CheckpointError(f"--weights: {len(shares)} for {len(sources)} checkpoints; one for each")
-    if not all(math.isfinite(share) for share in shares) or not math.isclose(sum(shares), 1, rel_tol=1e-6):
-        raise CheckpointError(f"--weights: {', '.join(map(str, shares))} add up to {sum(shares):g}; they must to 1")
+    given = ", ".join(f"{share:g}" for share in shares)
+    if any(not 0 <= share <= 1 for share in shares):  # nor is NaN
+        raise CheckpointError(f"--weights {given}: a share of an average is from 0 to 1")
+    if not math.isclose(sum(shares), 1, rel_tol=1e-6):
+        raise CheckpointError(f"--weights {given}: add up to {sum(shares):g}; they must add up to 1")
     return shares
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from plugins.errors import CheckpointError
 from tools.process.waiting import Progressing
+from tools.ranges import Number
 from tools.weights.average import average
 from tools.weights.compare import Comparison, compare
 from tools.weights.convert.prepare import DTYPES, prepare
@@ -86,9 +87,9 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
 @click.option("--recipe", type=click.Path(path_type=Path), help="Of the model.  [default: the run's that saved FROM]")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Type of trained weights.  [default: as they are]")
 @click.option(
-    "--file-size", default=5.0, type=click.FloatRange(0, min_open=True), help="GB of a file.", show_default=True
+    "--file-size", default=5.0, type=Number("file_gb"), help="GB of a file, 0.001 or more.", show_default=True
 )
-@click.option("--workers", default=1, type=click.IntRange(1, 256), help="Files written at once.", show_default=True)
+@click.option("--workers", default=1, type=Number("files"), help="Files written at once.", show_default=True)
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),

@@ -12,12 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-from plugins.errors import CheckpointError
+from plugins.errors import CheckpointError, not_json
 from plugins.sealed_checkpoint.plan import fault, step_of
 from tools.checkpoint.headers import Header, read_headers
 from tools.checkpoint.scan import is_sealed, iterations
 from tools.checkpoint.slot_order import moved, read_placements
 from tools.checkpoint.stored import Stored, open_stored, rank_of
+from tools.files.paths import what_is
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"  # where one file holds all of it: transformers writes no index then
@@ -117,7 +118,7 @@ def open_source(path: Path) -> Source:
     if path.is_file():
         return Source(path, "one file", Stored(path.parent, {path.name: read_headers(path)}))
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such file or folder")
+        raise CheckpointError(f"{path}: {what_is(path)}")
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return Source(path, "Hugging Face", _hugging_face(path))
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:
@@ -131,8 +132,14 @@ def _hugging_face(folder: Path) -> Stored:
         return Stored(folder, {SINGLE: read_headers(folder / SINGLE)})
     try:
         where = dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / INDEX}: no index of safetensors ({error!r})") from None
+    except OSError as error:
+        raise CheckpointError(f"{folder / INDEX}: cannot be read ({error.strerror})") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: it {not_json(error)}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: it has no weight_map") from None
+    if not all(isinstance(file, str) for file in where.values()):
+        raise CheckpointError(f"{folder / INDEX}: not an index of safetensors: weight_map: want names of files")
     files = {file: read_headers(folder / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in files[file]:

@@ -79,7 +79,7 @@ FAULTS = {
     "experts are gone from a file": (lambda folder: without(folder / SECOND, EXPERTS), [SECOND, f"holds no {EXPERTS}"]),
     "a file is cut short": (
         lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-9]),
-        [SECOND, "no whole safetensors file", "bytes instead of"],
+        [SECOND, "not a complete safetensors file", "bytes instead of"],
     ),
     "nobody says how it lies": (lambda folder: (folder / "metadata.json").unlink(), ["metadata.json", "is missing"]),
     "what says it is damaged": (

@@ -52,6 +52,6 @@ def test_a_file_that_is_cut_short_is_told(tmp_path):
     folder = saved(tmp_path, [0, 1])
     (file,) = folder.glob("*-model-*")
     file.write_bytes(file.read_bytes()[:20])
-    with pytest.raises(CheckpointError, match="no whole safetensors"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors"):
         read_placements(folder)
     refuse_moved(folder, balanced=False)

@@ -135,7 +135,7 @@ def test_what_is_no_checkpoint_is_refused(four, tmp_path):
     with pytest.raises(CheckpointError, match="several ranks wrote here"):
         read_whole(folder)
     (folder / "mini-model-0000002-0000004.safetensors").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match="no whole safetensors file"):
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
         read_whole(folder)
 
 

@@ -91,7 +91,7 @@ def set_key(*keys):
         (set_key("body", []), r"body: \[\]: want a list that is not empty"),
         (set_key("body", 0, "options", 1, "act_mem", -1), r"body\[0\]\.options\[1\]\.act_mem: -1: want a number, 0 or"),
         (set_key("tail", 3), "tail: 3: want a mapping"),
-        (lambda m: m["body"][0].update(fwdd=m["body"][0].pop("fwd")), r"body\[0\]\.fwd: is missing .*mean 'fwdd'"),
+        (lambda m: m["body"][0].update(fwdd=m["body"][0].pop("fwd")), r"body\[0\]\.fwdd: no such key .*mean 'fwd'"),
         (lambda m: m.update(V=2, schedule="1f1b"), "one chunk a stage"),
         (lambda m: m.update(V=2, schedule="interleaved_1f1b", M=5), "M must be a multiple of P: 5 is not one of 2"),
     ],

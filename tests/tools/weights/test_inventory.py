@@ -113,8 +113,8 @@ def cut(folder):
     ("spoil", "words"),
     [
         (lose, "holds no model.layers.0.mlp.gate.weight, though"),
-        (cut, "no whole safetensors file"),
-        (lambda folder: (folder / next(iter(NAMES.values()))).unlink(), "no whole safetensors file"),
+        (cut, "not a complete safetensors file"),
+        (lambda folder: (folder / next(iter(NAMES.values()))).unlink(), "not a complete safetensors file"),
         (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "no index of safetensors"),
         (lambda folder: save_file({**{next(iter(NAMES)): numbered(2, 2)}, "more": numbered(1)},
                                   folder / next(iter(NAMES.values()))), "holds more, which"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import DataError
+from plugins.errors import DataError, not_json
 from tools.accuracy.dumps import kernels, marker
 from tools.accuracy.dumps.names import Name, parse
 from tools.accuracy.dumps.read_items import Entry, Item
@@ -150,7 +150,7 @@ def _content(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{file}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{file}: not msprobe's dump.json, or not a whole one ({error})") from None
+        raise DataError(f"{file}: not msprobe's dump.json, or not a whole one: it {not_json(error)}") from None
     missing = [key for key in HEAD if not isinstance(content, dict) or key not in content]
     if missing:
         raise DataError(f"{file}: not msprobe's dump.json: it has no {missing[0]!r}")

@@ -24,7 +24,7 @@ from tools.estimate.efficiency import Efficiency, cluster_file
 from tools.estimate.efficiency import cluster as hardware_of
 from tools.estimate.published.device_types import SPREAD
 from tools.estimate.published.rows import Row
-from tools.estimate.published.validate import predict
+from tools.estimate.published.validate import measured_seconds, predict
 
 # least and most of each; the shares that may be 0 are fitted as they are, all others by their logarithm
 BOUNDS = {
@@ -50,6 +50,7 @@ TELLING = 0.02  # a parameter that is a tenth off must show as a fifth of a perc
 OUTLIER = 0.1  # of the logarithm of time
 NOISE = 0.05  # of the logarithm of time: as `fit` has it
 WIDE = 4.0  # how much further than `SPREAD` one machine may be from what it starts with
+MISTAKEN = 10.0  # a step that the fitted model still misses by such a factor: a unit mistaken, or another cluster's
 _STEP = 1e-3  # of the numeric derivative
 _ROUNDS = 40
 _SHARES = (1.0, 0.5, 0.25, 0.1, 0.03)  # of a step, until one is found that wins
@@ -80,7 +81,7 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
     """Fit `start` to the rows' step times on `cluster` (a name or file), whatever hardware the rows name.
 
     Raises:
-        DataError: no row has both a configuration and a step time.
+        DataError: no row has both a configuration and a step time, or one is not a step of such a cluster.
     """
     used, skipped = [], {}
     for row in rows:
@@ -100,6 +101,13 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
     best = _fit(residuals, start, names, limits(names, [cluster])) if names else start
     before, after = np.expm1(residuals(start)), np.expm1(residuals(best))
     errors = {row.id: (float(b), float(a)) for row, b, a in zip(used, before, after, strict=True)}
+    for row, (_, miss) in zip(used, errors.values(), strict=True):
+        if not 1 / MISTAKEN <= 1 + miss <= MISTAKEN:
+            seconds = measured_seconds(row) or 0.0
+            raise DataError(
+                f"row {row.id}: measured: a step of {seconds:.4g} s, where the best fit predicts "
+                f"{(1 + miss) * seconds:.4g} s: give seconds of one step, on the cluster of the other rows"
+            )
     return Calibration(best, tuple(names), kept, errors, skipped)
 
 

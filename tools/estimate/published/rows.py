@@ -13,14 +13,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import DataError, did_you_mean
+from plugins.errors import DataError, did_you_mean, refuse_unknown
 from tools.estimate.configuration import Configuration, even_layers
 from tools.estimate.efficiency import cluster
 from tools.estimate.published.benchmarks import layer_row, titan_row
 from tools.estimate.published.bridge_recipes import as_recipes_have_it
 from tools.estimate.published.mindformers_cards import mindformers_row
 from tools.estimate.published.row_defaults import interleaved, micro_batch, recomputation
-from tools.estimate.published.sane import check_row
+from tools.estimate.published.sane import FILE_KEYS, check_row
 from tools.estimate.published.stacks import Unexpressed, public_model, settings_of
 from tools.hardware import Hardware
 from tools.hardware.names import NAMES, device_in
@@ -64,13 +64,20 @@ def read_rows(path: Path) -> list[Row]:
     """All rows of a measurements file.
 
     Raises:
-        DataError: it cannot be read, or is no mapping with a list `rows`.
+        DataError: it cannot be read, is no mapping with a list `rows`, or two rows have one id.
     """
     content = read_yaml(path, DataError)
     rows = content.get("rows") if isinstance(content, dict) else content
     if not rows or not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{path}: rows: want a list of measurements, each with id, hardware and config")
-    return [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]
+    if isinstance(content, dict):
+        refuse_unknown(f"{path}: ", content, FILE_KEYS, DataError)
+    found = [express(row, f"{path}: rows[{index}]") for index, row in enumerate(rows)]
+    first: dict[str, int] = {}
+    for index, row in enumerate(found):
+        if first.setdefault(row.id, index) != index:
+            raise DataError(f"{path}: rows[{index}].id: {row.id!r} is the id of rows[{first[row.id]}], too")
+    return found
 
 
 def unknown_device(hardware: str) -> str:
@@ -97,6 +104,7 @@ def express(row: Mapping[str, Any], place: str = "row") -> Row:
         if group == "megatron_bridge":
             config = as_recipes_have_it(str(row["id"]), known, config, assumed)
         _require_whole(config, config.model, config.model.latent)
+        _require_layout(config, row["config"], samples)
     except Unexpressed as error:
         return Row(*common, None, 0, False, (), measured, str(error))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -127,6 +135,21 @@ def _require_whole(*parts: Any) -> None:
         for size in fields(part):
             if size.type == "int" and type(value := getattr(part, size.name)) is not int:
                 raise Unexpressed(f"{size.name} is {value!r}, which is no whole number")
+
+
+def _require_layout(made: Configuration, written: Mapping[str, Any], samples: int) -> None:
+    """Refuse degrees that divide nothing whole: divisions round them away, and another run would be predicted."""
+    model, devices = made.model, written.get("devices")
+    if not made.layer_only and model.heads % made.tp:
+        raise Unexpressed(f"tp {made.tp} does not divide {model.heads} heads")
+    if model.experts and model.experts % made.ep:
+        raise Unexpressed(f"ep {made.ep} does not divide {model.experts} experts")
+    if devices and not made.layer_only and devices != made.devices:
+        layout = f"dp {made.dp} x tp {made.tp} x pp {made.pp} x cp {made.cp}"
+        raise Unexpressed(f"{layout} is {made.devices} devices, and the row has {devices}")
+    if "gbs" in written and samples != made.global_batch:
+        parts = f"dp {made.dp} x micro-batches of {made.batch}"
+        raise Unexpressed(f"gbs {samples} is not a multiple of {parts}")
 
 
 def _need(config: Mapping[str, Any], *names: str) -> None:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from tools.runs.goodput import NEVER
-from tools.runs.readings import Follower
+from tools.runs.readings import Steps
 from tools.runs.source import USUAL_OF, header_of, number
 
 Sink = Callable[[dict[str, Any]], None]
@@ -63,7 +63,7 @@ class Kept:
 
     def __init__(self, file: Path, sink: Sink = lambda record: None):
         self.file, self.sink = file, sink
-        self.follower = Follower(file)
+        self.follower = Steps(file)
         self.parts: list[_Part] = []
         self.cut = NEVER  # where the attempt that is about to train begins
         self.last: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class Kept:
         starts = [*(part.start for part in self.parts), self.cut]
         cuts = [min(starts[at + 1 :]) for at in range(len(self.parts))]
         parts: list[_Part] = []
-        so_far = Follower(self.file)
+        so_far = Steps(self.file)
         for record in so_far.records():
             if so_far.offset > self.follower.offset:
                 break

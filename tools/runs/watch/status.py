@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plugins.spans import as_span, spans_file
+from tools.files.paths import real_path
 from tools.runs.attempts import Attempt, numbers, read_attempt
 from tools.runs.failures import Failure, failure_of, has_failed
 from tools.runs.readings import Follower
@@ -128,7 +129,7 @@ class Watch:
         running = beat if attempt and not attempt.ends else None
         loss = kept.last.get("loss")
         return Status(
-            run=self.folder.resolve().name,
+            run=real_path(self.folder).name,
             state=self._state(),
             attempt=attempt.number if attempt else None,
             hosts=len(attempt.plan.hosts) if attempt and attempt.plan else None,

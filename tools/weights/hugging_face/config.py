@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plugins.errors import CheckpointError
+from plugins.errors import CheckpointError, not_json
 from tools.weights.hugging_face.sizes import Sizes
 
 FILE = "config.json"
@@ -36,8 +36,10 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
         return False
     try:
         given = dict(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: no configuration of a model ({error})") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not the configuration of a model: it {not_json(error)}") from None
     wanted = {name: value for name, value in config_of(sizes, "").items() if name in sizes.hf}
     wrong = [
         f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
@@ -53,7 +55,7 @@ def tied(folder: Path) -> bool:
     """Whether config.json says that the output layer is the embedding."""
     try:
         return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

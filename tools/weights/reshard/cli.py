@@ -9,6 +9,7 @@ import click
 
 from plugins.errors import CheckpointError
 from tools.process.waiting import Progressing
+from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.weights.reshard.prepare import plan_recipes, plan_stored
@@ -25,7 +26,7 @@ _RECIPES = (".yaml", ".yml")
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
 @click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Whose layout TO is to have.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe.")
-@click.option("--workers", default=1, type=click.IntRange(1, 256), help="Files written at once.", show_default=True)
+@click.option("--workers", default=1, type=Number("files"), help="Files written at once.", show_default=True)
 @click.option("--dry-run", is_flag=True, help="Plan by headers alone, or by recipes; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def reshard_command(
