@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from mindspore import get_auto_parallel_context
 from mindspore.graph import api
 
+from plugins.errors import ClusterError
 from plugins.private_hooks import replace
 from plugins.semi_auto_cpu.ranks import Ranks
 from plugins.semi_auto_cpu.target import target_ascend, target_cpu
@@ -50,11 +52,14 @@ class FrontEnd:
             if get_auto_parallel_context("parallel_mode") not in SHARDED:
                 return original(executor, cell, *args, **settings)
             initialise_by_name(cell)
+            whole = {each.name: np.array(each.asnumpy()) for each in cell.get_parameters() if not each.sliced}
             self.begin()
             try:
-                return original(executor, cell, *args, **settings)
+                compiled = original(executor, cell, *args, **settings)
             finally:
                 self.done()
+            refuse_wrong_slices(cell, whole, self.ranks.rank)
+            return compiled
 
         replace(api._CellGraphExecutor, "compile", "result = self._graph_executor.compile(", compile_for_ascend)
 
@@ -75,3 +80,52 @@ def initialise_by_name(cell: Any) -> None:
                 weight.init_data()
     finally:
         np.random.set_state(before)
+
+
+def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
+    """Compare what a rank holds of each weight after a compile with what its layout says.
+
+    MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
+    training would start from other weights, and nothing else would say so.
+
+    Args:
+        whole: weight -> its values before the compile, of those that this compile cuts.
+
+    Raises:
+        ClusterError: a weight holds another slice.
+    """
+    layouts = cell.parameter_layout_dict
+    for weight in cell.get_parameters():
+        layout = layouts.get(weight.name)
+        if layout is None or weight.name not in whole:
+            continue
+        held = weight.asnumpy()
+        if held.tobytes() != slice_of(whole[weight.name], layout, rank, held.size).tobytes():
+            raise ClusterError(
+                f"rank {rank}: MindSpore cut another slice out of {weight.name} than that of this rank in its layout "
+                f"(mesh {list(layout[0])}, map {list(layout[1])}, group {layout[5]!r}); training would start from "
+                "wrong weights"
+            )
+
+
+def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -> np.ndarray:
+    """What `rank` holds of a weight.
+
+    Args:
+        layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of
+            the weight which axis of the mesh cuts it, counted from the last, or -1; [6] the weight's shape.
+        size: elements of the slice. Where the mesh leaves more than that, ranks with the same slice share it (optimizer
+            sharding): so many neighbours among them as it takes.
+    """
+    mesh, cuts = layout[0], [axes if isinstance(axes, (list, tuple)) else (axes,) for axes in layout[1]]
+    coordinates = np.unravel_index(rank % int(np.prod(mesh)), mesh)
+    part = whole.reshape(layout[6]) if cuts else whole
+    shared = list(range(len(mesh)))
+    for dimension, axes in enumerate(cuts):
+        for axis in (len(mesh) - 1 - each for each in axes if each != -1):
+            part = np.split(part, mesh[axis], dimension)[coordinates[axis]]
+            shared.remove(axis)
+    copies = [mesh[axis] for axis in shared]
+    place = int(np.ravel_multi_index([coordinates[axis] for axis in shared], copies)) if copies else 0
+    shards = part.size // size
+    return part.reshape(shards, -1)[place % shards]

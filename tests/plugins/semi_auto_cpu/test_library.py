@@ -34,18 +34,30 @@ def finish(*processes):
     return told
 
 
-def two_line(size, folder):
+def two_line(dp, tp, folder):
     folder.mkdir()
-    return [told for told, _ in finish(*(start("two_line.py", rank, size, folder) for rank in range(size)))]
+    return [told for told, _ in finish(*(start("two_line.py", rank, dp, tp, folder) for rank in range(dp * tp)))]
 
 
-def test_two_processes_train_as_one_does(tmp_path):
-    (alone,) = two_line(1, tmp_path / "one")
-    assert len(alone["losses"]) == STEPS and "AllReduce" not in alone["asked"]
-    for told in two_line(2, tmp_path / "two"):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    (told,) = two_line(1, 1, tmp_path_factory.mktemp("alone") / "one")
+    assert len(told["losses"]) == STEPS and "AllReduce" not in told["asked"]
+    return told
+
+
+def test_two_processes_train_as_one_does(alone, tmp_path):
+    for told in two_line(1, 2, tmp_path / "two"):
         assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
         # forward of the second product, backward of the first
         assert told["asked"].count("AllReduce") == STEPS * 2
+
+
+def test_weights_cut_over_copies_that_are_not_consecutive_ranks(alone, tmp_path):
+    """Optimizer sharding over ranks 0 and 2, 1 and 3: each starts with its own part of its half of a weight."""
+    for told in two_line(2, 2, tmp_path / "four"):
+        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert told["asked"].count("AllGather") >= 2, "the weights are cut"
 
 
 @pytest.fixture(scope="module")
