@@ -63,7 +63,7 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
     if (kMarkers.count(name) > 0) {
       (void)manager->Replace(node, node->input(1));
     } else if (IsReplaced(node)) {
-      (void)manager->Replace(node, Replaced(node));
+      (void)manager->Replace(node, TakesUnknownNumbers(node) ? Widened(node) : Replaced(node));
     }
   }
 }

@@ -80,6 +80,11 @@ def test_a_kernel_gets_the_operators_own_arguments(graphs):
     assert told["topk"] == [[3, 2], [[four, 2, -1, True, True], None]]
 
 
+def test_a_sum_in_bfloat16_over_axes_that_show_in_the_step_is_taken_in_float32(graphs):
+    """Its axes are no constants, and Python gets constants only."""
+    assert graphs[0]["weighted"] == [[1, 5], [1]]
+
+
 def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):
     x = np.arange(4) / 8
 
