@@ -1,4 +1,4 @@
-"""The time that all tests take has a budget: a slow test that is added must be listed, and another one leave if need be."""
+"""The slow tests have a budget of processor time: each of them is listed with its seconds."""
 
 import json
 
@@ -6,12 +6,12 @@ from tests import timing
 
 
 def test_slow_tests_keep_to_their_budget():
-    """To renew: TC3_RENEW_DURATIONS=1 tests/run, on a quiet machine; or write the new test's processor seconds by hand."""
+    """To renew: TC3_RENEW_DURATIONS=1 tests/run; or write the new test's processor seconds by hand."""
     known = timing.read()
     total = sum(known["slow"].values())
     assert total <= known["budget_seconds"], (
-        f"the slow tests take {total:.0f} s of processor time, {known['budget_seconds']} are allowed: make one smaller, "
-        f"or let one read a run that another test trains; the longest are {list(known['slow'])[:5]}"
+        f"the slow tests take {total:.0f} s of processor time, {known['budget_seconds']} are allowed: make one "
+        f"smaller, or let one read a run that another test trains; the longest are {list(known['slow'])[:5]}"
     )
 
 

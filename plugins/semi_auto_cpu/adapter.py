@@ -19,7 +19,6 @@ from plugins.semi_auto_cpu.host import Host
 from plugins.semi_auto_cpu.ranks import Ranks
 
 SLOWEST = 600.0  # seconds that a rank waits for another: one may compile while the other waits already
-LOW = ("bfloat16", "float16", "bf16", "fp16")
 _host: list[Host] = []
 
 
@@ -35,8 +34,7 @@ def before_mindformers(recipe: Mapping[str, Any]) -> Host:
     ranks = Ranks(mesh.size, mesh.rank)
     stand_in(ranks)
     front_end = FrontEnd(ranks)
-    model = (recipe.get("model") or {}).get("model_config") or {}
-    host = Host(ranks, mesh, front_end.done, model.get("params_dtype") in LOW)
+    host = Host(ranks, mesh, front_end.done)
     front_end.around_compiles()
     all_ranks.use(host.sum_over_ranks)
     from mindspore.communication import comm_func

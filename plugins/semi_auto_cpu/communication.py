@@ -42,7 +42,7 @@ class CollectiveManager:
 
     def get_group_ranks(self, group: str) -> list[int]:
         """Global ranks of a group."""
-        return list(self.ranks.ranks_of(group) or ())
+        return list(self.ranks.known(group))
 
     def get_group_map(self) -> dict[str, list[int]]:
         """All created groups."""

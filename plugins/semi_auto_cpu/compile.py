@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ class Turn:
         what: of what it is; None: nothing was compiled, nor loaded.
         entry: what was kept of the graph that is loaded; None: it is compiled.
         passed: the library's pass has run.
+        whole: weight -> its values before, of those that are cut.
     """
 
     cell: Any
@@ -35,6 +37,7 @@ class Turn:
     what: Entry | None = None
     entry: Entry | None = None
     passed: bool = False
+    whole: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 class FrontEnd:
@@ -91,6 +94,7 @@ class FrontEnd:
     def _begin_or_load(self, turn: Turn) -> None:
         """MindSpore has no graph of this in the process: it compiles one, or loads it."""
         initialise_by_name(turn.cell)
+        turn.whole = {each.name: np.array(each.asnumpy()) for each in turn.cell.get_parameters() if not each.sliced}
         turn.what = described(turn.cell, turn.inputs, turn.phase)
         turn.entry = self.kept.to_load(turn.what)
         if turn.entry is None:
@@ -115,6 +119,7 @@ class FrontEnd:
             self.kept.keep(turn.cell, turn.what)
         else:
             self.kept.restore(turn.cell, turn.entry)
+        refuse_wrong_slices(turn.cell, turn.whole, self.ranks.rank)
 
     def _tell_rank(self) -> None:
         from mindspore._c_expression import AutoParallelContext
@@ -145,3 +150,52 @@ def initialise_by_name(cell: Any) -> None:
                 weight.init_data()
     finally:
         np.random.set_state(before)
+
+
+def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -> None:
+    """Compare what a rank holds of each weight after a compile with what its layout says.
+
+    MindSpore cuts with what a communication library tells it of groups. Here `Ranks` tells it: were that wrong,
+    training would start from other weights, and nothing else would say so.
+
+    Args:
+        whole: weight -> its values before the compile, of those that this compile cuts.
+
+    Raises:
+        ClusterError: a weight holds another slice.
+    """
+    layouts = cell.parameter_layout_dict
+    for weight in cell.get_parameters():
+        layout = layouts.get(weight.name)
+        if layout is None or weight.name not in whole:
+            continue
+        held = weight.asnumpy()
+        if held.tobytes() != slice_of(whole[weight.name], layout, rank, held.size).tobytes():
+            raise ClusterError(
+                f"rank {rank}: MindSpore cut another slice out of {weight.name} than that of this rank in its layout "
+                f"(mesh {list(layout[0])}, map {list(layout[1])}, group {layout[5]!r}); training would start from "
+                "wrong weights"
+            )
+
+
+def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -> np.ndarray:
+    """What `rank` holds of a weight.
+
+    Args:
+        layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of
+            the weight which axis of the mesh cuts it, counted from the last, or -1; [6] the weight's shape.
+        size: elements of the slice. Where the mesh leaves more than that, ranks with the same slice share it (optimizer
+            sharding): so many neighbours among them as it takes.
+    """
+    mesh, cuts = layout[0], [axes if isinstance(axes, (list, tuple)) else (axes,) for axes in layout[1]]
+    coordinates = np.unravel_index(rank % int(np.prod(mesh)), mesh)
+    part = whole.reshape(layout[6]) if cuts else whole
+    shared = list(range(len(mesh)))
+    for dimension, axes in enumerate(cuts):
+        for axis in (len(mesh) - 1 - each for each in axes if each != -1):
+            part = np.split(part, mesh[axis], dimension)[coordinates[axis]]
+            shared.remove(axis)
+    copies = [mesh[axis] for axis in shared]
+    place = int(np.ravel_multi_index([coordinates[axis] for axis in shared], copies)) if copies else 0
+    shards = part.size // size
+    return part.reshape(shards, -1)[place % shards]

@@ -26,14 +26,13 @@ class Host:
 
     Args:
         ranks: who this is; mesh: connected to all of them;
-        front_end_done: called when MindSpore has sharded a graph and goes on to make kernels of it;
-        low_weights: whether weights are 16-bit: the backend adds TensorMove of them, which the pass never sees.
+        front_end_done: called when MindSpore has sharded a graph and goes on to make kernels of it.
 
     Raises:
         ClusterError: the library cannot be built or loaded.
     """
 
-    def __init__(self, ranks: Ranks, mesh: Mesh, front_end_done: Callable[[], None], low_weights: bool = False):
+    def __init__(self, ranks: Ranks, mesh: Mesh, front_end_done: Callable[[], None]):
         self.ranks = ranks
         self.collectives = Collectives(mesh, ranks)
         self.kernels = {**LOW_PRECISION, **KERNELS}
@@ -43,8 +42,6 @@ class Host:
             self.library.replace(name)
         for name in LOW_PRECISION.keys() - KERNELS.keys():
             self.library.replace(name, low=True)
-        if low_weights:
-            self.library.register("TensorMove")
         for name in NAMES:
             if name not in RENAMED:
                 self.library.register(name)

@@ -1,13 +1,23 @@
-"""A rank's view of its cluster: who it is, how many there are, and the communication groups in order of creation."""
+"""A rank's view of its cluster: who it is, how many there are, and which ranks a communication group has.
+
+Python creates some groups, with their ranks. MindSpore's C++ makes up others, and Python hears no more of them than a
+name, "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so that a name proves
+the ranks it was made of (`made_up_name`): the parts of a device mesh that a rank lies in are tried until one has it
+(`parts_of_meshes`). A group whose ranks nothing proves has no answer: a wrong one would cut weights wrongly.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import chain, combinations
+from math import prod
 
 from plugins.errors import ClusterError
 
 WORLD = "hccl_world_group"
-_GENERATED = re.compile(r"(\d+)-\d+")  # groups that MindSpore's C++ makes up: "<size>-<hash>"
+MADE_UP = re.compile(r"(\d+)-\d+")
 
 
 class Ranks:
@@ -41,10 +51,10 @@ class Ranks:
         self.groups[group] = tuple(ranks)
 
     def ranks_of(self, group: str) -> tuple[int, ...] | None:
-        """Global ranks of a group in the order of their ranks in it; None for one that MindSpore's C++ made up."""
+        """Global ranks of a group in the order of their ranks in it; None where nothing says which they are."""
         if group == WORLD:
             return tuple(range(self.devices))
-        return self.groups.get(group)
+        return self.groups.get(group) or members_of(group, self.devices, self.rank)
 
     def size_of(self, group: str) -> int:
         """Number of ranks in a group.
@@ -52,19 +62,115 @@ class Ranks:
         Raises:
             ClusterError: nobody created it.
         """
-        ranks = self.ranks_of(group)
-        if ranks is not None:
-            return len(ranks)
-        generated = _GENERATED.fullmatch(group)
-        if generated is None:
-            raise ClusterError(f"no group {group!r} was created; there are {[WORLD, *self.groups]}")
-        return int(generated[1])
+        if group != WORLD and group not in self.groups and (made_up := MADE_UP.fullmatch(group)):
+            return int(made_up[1])
+        return len(self.known(group))
 
     def rank_in(self, group: str) -> int:
-        """This rank's place in a group.
+        """This rank's place in a group: which slice of a weight it holds, where the group shards the optimizer.
 
-        A group that C++ made up reaches Python by name only, when a collective is inserted. Its place is then not known
-        and not used: `comm_ops.py` only checks that it is below the size. Its ranks are in the graph.
+        Raises:
+            ClusterError: nothing says which ranks the group has.
+        """
+        return self.known(group).index(self.rank)
+
+    def known(self, group: str) -> tuple[int, ...]:
+        """`ranks_of` a group whose ranks must be known.
+
+        Raises:
+            ClusterError: nothing says which ranks the group has.
         """
         ranks = self.ranks_of(group)
-        return self.rank % self.size_of(group) if ranks is None else ranks.index(self.rank)
+        if ranks is not None:
+            return ranks
+        if MADE_UP.fullmatch(group):
+            raise ClusterError(
+                f"rank {self.rank} is asked for its place in group {group!r}, which MindSpore made up: it is no pair "
+                f"and no part of a device mesh of {self.devices} devices, so that its ranks are not known"
+            )
+        raise ClusterError(f"no group {group!r} was created; there are {[WORLD, *self.groups]}")
+
+
+def made_up_name(ranks: tuple[int, ...]) -> str:
+    """The name that MindSpore's C++ gives to a group of these ranks (`GenerateGroupNameByRanks`)."""
+    return f"{len(ranks)}-{_standard_hash('-'.join(map(str, ranks)).encode())}"
+
+
+@lru_cache(maxsize=4096)
+def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
+    """The ranks of a group that MindSpore's C++ made up and `rank` is in; None where no such group has the name.
+
+    They ascend.
+    """
+    made_up = MADE_UP.fullmatch(group)
+    if made_up is None:
+        return None
+    size = int(made_up[1])
+    pairs = ((min(rank, other), max(rank, other)) for other in range(devices) if size == 2 and other != rank)
+    candidates = chain(parts_of_meshes(devices, rank, size), pairs)
+    return next((ranks for ranks in candidates if made_up_name(ranks) == group), None)
+
+
+def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, ...]]:
+    """Every group of `size` ranks with `rank` that varies some axes of a device mesh and keeps the others.
+
+    Then, where `optimizer_weight_shard_size` cuts such a group of more ranks into equal parts, the part with `rank`.
+    Axes of any mesh are products of the axes of one whose lengths are primes: these are tried in each order.
+    """
+    for limit in (size, devices):
+        seen: set[tuple[int, ...]] = set()
+        for axes in map(_with_strides, sorted(_orders(_primes(devices)))):
+            for chosen in chain.from_iterable(combinations(axes, count) for count in range(len(axes) + 1)):
+                ranks = prod(length for length, _ in chosen)
+                if ranks % size or ranks > limit:
+                    continue
+                group = [rank - sum(rank // stride % length * stride for length, stride in chosen)]
+                for length, stride in chosen:
+                    group = [first + place * stride for place in range(length) for first in group]
+                group.sort()
+                start = group.index(rank) // size * size
+                part = tuple(group[start : start + size])
+                if part not in seen:
+                    seen.add(part)
+                    yield part
+
+
+def _with_strides(lengths: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Axes of a mesh, the one of neighbouring ranks first: (length, how far apart its ranks are)."""
+    return [(length, prod(lengths[:axis])) for axis, length in enumerate(lengths)]
+
+
+def _primes(number: int) -> tuple[int, ...]:
+    found = []
+    factor = 2
+    while number > 1:
+        while number % factor == 0:
+            found.append(factor)
+            number //= factor
+        factor += 1
+    return tuple(found)
+
+
+def _orders(primes: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """The different orders of some numbers."""
+    if not primes:
+        return {()}
+    return {
+        (first, *rest)
+        for first in set(primes)
+        for rest in _orders(primes[: primes.index(first)] + primes[primes.index(first) + 1 :])
+    }
+
+
+def _standard_hash(text: bytes) -> int:
+    """`std::hash<std::string>` of the GNU C++ library, with which MindSpore's wheel is built: MurmurHash64A."""
+    factor, low = 0xC6A4A7935BD1E995, (1 << 64) - 1
+    whole = len(text) - len(text) % 8
+    state = 0xC70F6907 ^ (len(text) * factor & low)
+    for place in range(0, whole, 8):
+        part = int.from_bytes(text[place : place + 8], "little") * factor & low
+        state = (state ^ (part ^ part >> 47) * factor & low) * factor & low
+    if whole < len(text):
+        state = (state ^ int.from_bytes(text[whole:], "little")) * factor & low
+    state = (state ^ state >> 47) * factor & low
+    return state ^ state >> 47

@@ -63,8 +63,20 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
     if (kMarkers.count(name) > 0) {
       (void)manager->Replace(node, node->input(1));
     } else if (IsReplaced(node)) {
-      (void)manager->Replace(node, Replaced(node));
+      (void)manager->Replace(node, TakesUnknownNumbers(node) ? Widened(node) : Replaced(node));
     }
+  }
+}
+
+// MindSpore's backend copies some of what is loaded from weights and from tensors that operators change in place, by
+// TensorMove, which this pass never sees. Its own kernel takes no bfloat16.
+void MoveLowTensors(const FuncGraphManagerPtr &manager) {
+  for (const auto &node : Operators(manager)) {
+    if (Operator(node)->name() != "Load") continue;
+    const auto types = InputTypes(node);
+    if (types.count(mindspore::kNumberTypeBFloat16) + types.count(mindspore::kNumberTypeFloat16) == 0) continue;
+    (void)RegisterKernel("TensorMove");
+    return;
   }
 }
 
@@ -110,6 +122,7 @@ class FrontEndDone : public mindspore::opt::Pass {
     ForgetLazyInline(manager);
     ForgetTargets(manager);
     ReplaceOperators(manager);
+    MoveLowTensors(manager);
     CallHost("{\"event\":\"missing\",\"nodes\":" + Missing(manager) + "}");
     return true;
   }

@@ -1,5 +1,6 @@
 #include "replacement.h"
 
+#include <algorithm>
 #include <memory>
 
 #include "abstract/ops/primitive_infer_map.h"
@@ -79,6 +80,35 @@ AbstractBasePtr Plain(const AbstractBasePtr &tensor) {
   auto type = tensor->GetType();
   if (type->isa<mindspore::TensorType>()) type = type->cast<mindspore::TensorTypePtr>()->element();
   return std::make_shared<mindspore::abstract::AbstractTensor>(type, tensor->GetShape()->Clone());
+}
+
+// Numbers that are known only when the step runs, as the axes over which the gradient of a broadcast of routed rows is
+// summed.
+bool IsUnknown(const mindspore::AnfNodePtr &input) {
+  if (mindspore::HasAbstractMonad(input) || IsTensor(input) || IsTensorList(input) || IsTensorAsNumbers(input)) {
+    return false;
+  }
+  const auto value = input->abstract() == nullptr ? nullptr : input->abstract()->BuildValue();
+  return value != nullptr && value->ContainsValueAny();
+}
+
+mindspore::CNodePtr Cast(const mindspore::AnfNodePtr &tensor, const mindspore::TypePtr &type,
+                         const mindspore::FuncGraphPtr &graph) {
+  const auto number = mindspore::NewValueNode(static_cast<int64_t>(type->type_id()));
+  number->set_abstract(mindspore::GetValueNode(number)->ToAbstract());
+  const auto operation = std::make_shared<mindspore::Primitive>("Cast");
+  const auto cast = graph->NewCNode({mindspore::NewValueNode(operation), tensor, number});
+  cast->set_abstract(
+    std::make_shared<mindspore::abstract::AbstractTensor>(type, tensor->abstract()->GetShape()->Clone()));
+  return cast;
+}
+
+mindspore::TypePtr ElementType(const AbstractBasePtr &tensor) {
+  return tensor->cast<mindspore::abstract::AbstractTensorPtr>()->element()->BuildType();
+}
+
+bool IsLow(const mindspore::TypePtr &type) {
+  return type->type_id() == mindspore::kNumberTypeBFloat16 || type->type_id() == mindspore::kNumberTypeFloat16;
 }
 
 AbstractBasePtr UnknownNumbers(size_t count) {
@@ -162,6 +192,27 @@ mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode) {
   call->set_abstract(cnode->abstract());
   call->set_scope(cnode->scope());
   return call;
+}
+
+bool TakesUnknownNumbers(const mindspore::CNodePtr &cnode) {
+  const auto &name = mindspore::GetValueNode<mindspore::PrimitivePtr>(cnode->input(0))->name();
+  const auto is_low_only = g_replaced.count(name) == 0 && cnode->abstract() != nullptr &&
+                           cnode->abstract()->isa<mindspore::abstract::AbstractTensor>();
+  return is_low_only && std::any_of(cnode->inputs().begin() + 1, cnode->inputs().end(), IsUnknown);
+}
+
+mindspore::CNodePtr Widened(const mindspore::CNodePtr &cnode) {
+  const auto graph = cnode->func_graph();
+  auto inputs = cnode->inputs();
+  for (auto &input : inputs) {
+    if (IsTensor(input) && IsLow(ElementType(input->abstract()))) input = Cast(input, mindspore::kFloat32, graph);
+  }
+  const auto wide = graph->NewCNode(inputs);
+  wide->set_scope(cnode->scope());
+  const auto type = ElementType(cnode->abstract());
+  wide->set_abstract(std::make_shared<mindspore::abstract::AbstractTensor>(
+    IsLow(type) ? mindspore::kFloat32 : type, cnode->abstract()->GetShape()->Clone()));
+  return IsLow(type) ? Cast(wide, type, graph) : wide;
 }
 
 std::pair<mindspore::PrimitivePtr, AbstractBasePtrList> OriginalCall(const mindspore::PrimitivePtr &host,

@@ -30,6 +30,13 @@ std::set<mindspore::TypeId> InputTypes(const mindspore::CNodePtr &cnode);
 // The call `cnode` of a replaced operator as one of its new name.
 mindspore::CNodePtr Replaced(const mindspore::CNodePtr &cnode);
 
+// Whether a call that is replaced for its 16-bit tensors takes numbers that are known only when the step runs. Python,
+// which gets constants only, cannot compute it; MindSpore can in float32.
+bool TakesUnknownNumbers(const mindspore::CNodePtr &cnode);
+
+// The call with its 16-bit tensors widened to float32, and its result rounded.
+mindspore::CNodePtr Widened(const mindspore::CNodePtr &cnode);
+
 // <name> of TC3_<name>, and any other name itself.
 std::string OriginalName(const std::string &name);
 

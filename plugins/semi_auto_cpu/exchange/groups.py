@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from plugins.errors import ClusterError
-from plugins.semi_auto_cpu.ranks import Ranks
+from plugins.semi_auto_cpu.ranks import MADE_UP, Ranks, made_up_name
 
 WORLDS = ("hccl_world_group", "mccl_world_group", "nccl_world_group")
 # MindSpore states the ranks of groups that C++ made up in one of these: "(0, 4)", "[0, 4]" or "0-4". Of groups that
@@ -37,7 +37,8 @@ class Groups:
             return self._with_me(operator, name, created)
         key = name, *(attrs.get(stated, "") for stated in STATED)
         if key not in self._known:
-            self._known[key] = self._with_me(operator, name, self._stated(operator, name, attrs))
+            members = self._with_me(operator, name, self._stated(operator, name, attrs))
+            self._known[key] = self._proven(operator, name, members)
         return self._known[key]
 
     def _stated(self, operator: str, name: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
@@ -53,6 +54,15 @@ class Groups:
             f"rank {self.ranks.rank}: {operator} uses group {name!r}, which nobody created and whose ranks its "
             f"attributes ({', '.join(STATED)}) do not state; known are {', '.join(known)}"
         )
+
+    def _proven(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The stated ranks, which a name that C++ made up must agree with: weights are cut by it."""
+        if MADE_UP.fullmatch(name) and name != made_up_name(members):
+            raise ClusterError(
+                f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, "
+                f"of which MindSpore makes the name {made_up_name(members)!r}"
+            )
+        return members
 
     def _with_me(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
         if self.ranks.rank not in members:

@@ -3,7 +3,7 @@
 from contextlib import contextmanager
 
 from plugins.semi_auto_cpu.collectives import Collectives
-from plugins.semi_auto_cpu.ranks import Ranks
+from plugins.semi_auto_cpu.ranks import Ranks, made_up_name
 from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
 
 __all__ = ["attributes", "collectives", "on_ranks"]
@@ -17,5 +17,5 @@ def collectives(size, timeout=20.0, test=""):
 
 def attributes(members, **more):
     """As MindSpore's C++ states them for a group that it made up."""
-    stated = {"group": f"{len(members)}-77", "group_rank_ids": str(tuple(members))}
+    stated = {"group": made_up_name(tuple(members)), "group_rank_ids": str(tuple(members))}
     return stated | {name: str(value) for name, value in more.items()}

@@ -25,6 +25,8 @@ def compute(name, attrs, inputs, outputs):
     seen[name] = [[[told(y) for y in x] if isinstance(x, list) else told(x) for x in inputs], attrs.get("block_size")]
     if name == "AlltoAllV":
         call.store(inputs[0][: outputs[0].size], outputs)
+    elif name == "Reshape":
+        call.store(inputs[0], outputs)
     elif name == "Concat":
         call.store(np.concatenate(inputs[0], inputs[1]), outputs)
     elif name == "TopkExt":
@@ -89,6 +91,26 @@ def outcome(function, *inputs):
         return str(error).strip().splitlines()[0]
 
 
+class Weighted(nn.Cell):
+    """Rows times a weight each, in bfloat16; how many there are shows when the step runs."""
+
+    def construct(self, x, weights, count):
+        rows = ops.reshape(move(x, count, count), (-1, 2)).astype(ms.bfloat16)
+        weight = ops.reshape(move_one(weights, count, count), (-1, 1)).astype(ms.bfloat16)
+        return ops.reduce_sum((rows * weight).astype(ms.float32))
+
+
+class WeightedGradient(nn.Cell):
+    """By weights: a sum over axes that MindSpore computes from the shapes."""
+
+    def __init__(self):
+        super().__init__()
+        self.gradient, self.network = ops.GradOperation(get_all=True), Weighted()
+
+    def construct(self, x, weights, count):
+        return self.gradient(self.network)(x, weights, count)[1]
+
+
 stand_in(Ranks(1, 0))
 loaded = library.load()
 loaded.set_host(compute, rank=3)
@@ -96,6 +118,9 @@ loaded.add_pass(lambda: None, missing.append)
 for name in ("AlltoAllV", "Concat", "TopkExt", "Sin", "SumExt"):
     loaded.replace(name)
 loaded.replace("Cos", low=True)
+loaded.replace("ReduceSum", low=True)
+loaded.replace("Reshape", low=True)
+move_one = ops.AlltoAllV(block_size=1)
 move, topk, total, norm = ops.AlltoAllV(block_size=2), TopkExt(), SumExt(), RmsNorm()
 x = Tensor(np.arange(4, dtype=np.float32))
 result = {}
@@ -150,6 +175,8 @@ result["topk"] = [outcome(largest, x), seen.get("TopkExt")]
 result["unknown"] = outcome(along, x, mutable(0))
 result["cosines"] = [[float(outcome(cosine, x.astype(kind))[0]), "Cos" in seen] for kind in (ms.float32, ms.bfloat16)]
 result["blocks"] = gradients()
+two = Tensor(np.ones(2, np.float32))
+result["weighted"] = [WeightedGradient()(x, two, counts(count)).asnumpy().tolist() for count in (2, 1)]
 missing.clear()
 for function, value in ((normed, x), (tangent, x.astype(ms.bfloat16))):
     outcome(function, value)

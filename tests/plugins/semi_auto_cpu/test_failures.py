@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from plugins.errors import ClusterError
+from plugins.semi_auto_cpu.ranks import made_up_name
 from tests.plugins.semi_auto_cpu.collecting import attributes, collectives, on_ranks
+
+OF_TWO, OF_THREE = made_up_name((0, 1)), made_up_name((0, 1, 2))
 
 WORLD = attributes((0, 1, 2), op="sum")
 PAIR = attributes((0, 1), op="sum")
@@ -89,7 +92,7 @@ def test_counts_that_do_not_meet_are_named():
 
     told = messages([[swap([1, 2], [1, 1])], [swap([2, 1], [2, 1])]], timeout=20)
     assert "rank 1 sends 6 elements where the receive counts say 3 (3 a block)" in told[0]
-    assert "AlltoAllV, call 0 of ranks 0, 1 (group '2-77')" in told[0]
+    assert f"AlltoAllV, call 0 of ranks 0, 1 (group {OF_TWO!r})" in told[0]
     told = messages([[swap([1, 3], [1, 1])], []], timeout=20)
     assert "it is to send 12 elements, and has 9" in told[0]
 
@@ -109,7 +112,7 @@ def test_a_receive_without_its_send_says_who_waits_for_what_and_who_ended():
 
 def test_a_time_out_names_operator_group_and_what_the_missing_one_waits_for():
     told = messages([[reduce(WORLD)], [receive(), reduce(WORLD)], [reduce(WORLD)]])
-    ours = "rank 0, AllReduce, call 0 of ranks 0, 1, 2 (group '3-77'): sum of float32 [4]: no end after 2 s"
+    ours = f"rank 0, AllReduce, call 0 of ranks 0, 1, 2 (group {OF_THREE!r}): sum of float32 [4]: no end after 2 s"
     theirs = "waits in Receive 0 of sr_tag 3 from rank 0 to rank 1: float32 [4]"
     # the first to give up takes the others with it
     assert any(f"{ours}; rank 1 has not come (it {theirs})" in line for line in told)
@@ -150,4 +153,4 @@ def test_three_ranks_at_three_operators_each_name_both_others():
 
 def test_a_receive_from_oneself_is_refused():
     told = messages([[("Receive", LINK | {"src_rank": "0"}, [], [ones(4)])], []])
-    assert "rank 0, Receive in group '2-77' of ranks [0, 1]: place 0 is no other member" in told[0]
+    assert f"rank 0, Receive in group {OF_TWO!r} of ranks [0, 1]: place 0 is no other member" in told[0]

@@ -36,27 +36,32 @@ def finish(*processes):
     return told
 
 
-def two_line(size, folder, cache=None):
+def two_line(dp, tp, folder, cache=None):
     """What each rank printed; `cache`: the folder of MindSpore's compile cache, a folder in it for each rank."""
     folder.mkdir()
     ranks = [
-        start("two_line.py", rank, size, folder, MS_COMPILER_CACHE_ENABLE=str(int(cache is not None)),
+        start("two_line.py", rank, dp, tp, folder, MS_COMPILER_CACHE_ENABLE=str(int(cache is not None)),
               MS_COMPILER_CACHE_PATH=f"{cache}/{rank}")
-        for rank in range(size)
+        for rank in range(dp * tp)
     ]  # fmt: skip
     return [told for told, _ in finish(*ranks)]
 
 
 @pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    (told,) = two_line(1, 1, tmp_path_factory.mktemp("alone") / "one")
+    assert len(told["losses"]) == STEPS and "AllReduce" not in told["asked"]
+    return told
+
+
+@pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Two processes that keep their graph; the folders that they share and that the graph is in."""
+    """Two processes that keep their graph; the folder that they share and that the graph is in."""
     folder = tmp_path_factory.mktemp("two")
-    return two_line(2, folder / "first", folder / "cache"), folder
+    return two_line(1, 2, folder / "first", folder / "cache"), folder
 
 
-def test_two_processes_train_as_one_does(tmp_path, two):
-    (alone,) = two_line(1, tmp_path / "one")
-    assert len(alone["losses"]) == STEPS and "AllReduce" not in alone["asked"]
+def test_two_processes_train_as_one_does(alone, two):
     for told in two[0]:
         assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
         # forward of the second product, backward of the first
@@ -65,11 +70,17 @@ def test_two_processes_train_as_one_does(tmp_path, two):
 
 def test_a_graph_of_the_compile_cache_is_loaded_and_trains_to_the_same_bits(two):
     first, folder = two
-    second = two_line(2, folder / "second", folder / "cache")
-    assert [(told.pop("compiled"), again.pop("compiled")) for told, again in zip(first, second, strict=True)] == [
-        (1, 0)
-    ] * 2
+    second = two_line(1, 2, folder / "second", folder / "cache")
+    compiled = [(told.pop("compiled"), again.pop("compiled")) for told, again in zip(first, second, strict=True)]
+    assert compiled == [(1, 0)] * 2
     assert second == first
+
+
+def test_weights_cut_over_copies_that_are_not_consecutive_ranks(alone, tmp_path):
+    """Optimizer sharding over ranks 0 and 2, 1 and 3: each starts with its own part of its half of a weight."""
+    for told in two_line(2, 2, tmp_path / "four"):
+        assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
+        assert told["asked"].count("AllGather") >= 2, "the weights are cut"
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +101,11 @@ def test_a_kernel_gets_the_operators_own_arguments(graphs):
     assert told["call 2"] == [[four, [[1], "int64"], [[1], "int64"]], "2"]
     assert told["concat"] == [[0, 1, 2, 3, 0, 2, 4, 6], [[[four, four], -1], None]]
     assert told["topk"] == [[3, 2], [[four, 2, -1, True, True], None]]
+
+
+def test_a_sum_in_bfloat16_over_axes_that_show_in_the_step_is_taken_in_float32(graphs):
+    """Its axes are no constants, and Python gets constants only."""
+    assert graphs[0]["weighted"] == [[1, 5], [1]]
 
 
 def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):

@@ -1,6 +1,8 @@
-"""y = relu(x w1) w2, w1 split by columns and w2 by rows: three steps of SGD. Run by test_library.
+"""y = relu(x w1) w2, w1 split by columns and w2 by rows: three steps of gradient descent. Run by test_library.
 
-Usage: python two_line.py RANK SIZE FOLDER; prints a JSON object with the losses, the weights, the operators asked of
+DP ranks split the batch, and what they hold of the weights (optimizer sharding); TP ranks split columns and rows.
+
+Usage: python two_line.py RANK DP TP FOLDER; prints a JSON object with the losses, the weights, the operators asked of
 Python, and how many graphs were compiled.
 """
 
@@ -20,7 +22,8 @@ from plugins.semi_auto_cpu.compile import FrontEnd
 from plugins.semi_auto_cpu.host import Host
 from plugins.semi_auto_cpu.ranks import Ranks
 
-rank, size, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+rank, dp, tp, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])
+size = dp * tp
 asked: list[str] = []
 compiled: list[bool] = []
 
@@ -53,14 +56,19 @@ class Net(nn.Cell):
         rng = np.random.default_rng(0)
         self.w1 = Parameter(Tensor(rng.normal(size=(8, 16)).astype(np.float32) * 0.1), name="w1")
         self.w2 = Parameter(Tensor(rng.normal(size=(16, 8)).astype(np.float32) * 0.1), name="w2")
-        self.first = ops.MatMul().shard(((1, 1), (1, size)))
-        self.relu = ops.ReLU().shard(((1, size),))
-        self.second = ops.MatMul().shard(((1, size), (size, 1)))
-        self.square = ops.Square().shard(((1, 1),))
-        self.mean = ops.ReduceMean().shard(((1, 1),))
+        self.first = ops.MatMul().shard(((dp, 1), (1, tp)))
+        self.relu = ops.ReLU().shard(((dp, tp),))
+        self.second = ops.MatMul().shard(((dp, tp), (tp, 1)))
+        self.square = ops.Square().shard(((dp, 1),))
+        # the mean as two products: MindSpore folds the gradient of ReduceMean into a constant, wrongly for dp > 1
+        self.rows = Parameter(Tensor(np.full((1, 4), 1 / 32, np.float32)), name="rows", requires_grad=False)
+        self.columns = Parameter(Tensor(np.ones((8, 1), np.float32)), name="columns", requires_grad=False)
+        self.over_rows = ops.MatMul().shard(((1, dp), (dp, 1)))
+        self.over_columns = ops.MatMul().shard(((1, 1), (1, 1)))
 
     def construct(self, x):
-        return self.mean(self.square(self.second(self.relu(self.first(x, self.w1)), self.w2)))
+        y = self.second(self.relu(self.first(x, self.w1)), self.w2)
+        return self.over_columns(self.over_rows(self.rows, self.square(y)), self.columns)
 
 
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
@@ -72,14 +80,16 @@ host.library.set_host(compute, rank)
 front_end.around_compiles()
 if size > 1:
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=size, global_rank=rank, full_batch=True)
+    sharding = {"parallel_optimizer_threshold": 0}
+    ms.set_auto_parallel_context(enable_parallel_optimizer=dp > 1, parallel_optimizer_config=sharding)
 
 net = Net()
-step = nn.TrainOneStepCell(net, nn.SGD(net.trainable_params(), learning_rate=1.0))
+step = nn.TrainOneStepCell(net, nn.Momentum(net.trainable_params(), 1.0, 0.0))
 step.set_train()
 losses = []
 for number in range(3):
     x = Tensor(np.random.default_rng(number).normal(size=(4, 8)).astype(np.float32))
-    losses.append(float(step(x).asnumpy()))
+    losses.append(step(x).asnumpy().item())
 weights = {item.name: item.asnumpy().tolist() for item in step.get_parameters()}
 print(json.dumps({"losses": losses, "weights": weights, "asked": asked, "compiled": len(compiled)}), flush=True)
 os._exit(0)  # MindSpore would finalize what it never initialized

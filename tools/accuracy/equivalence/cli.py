@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     "--only", "names", metavar="NAME,...", help="Strategies, or one of: baseline, trained, executed, emulated."
 )
 @click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Of each run.")
+@click.option("--draws", type=Number("rows"), help="Execute so many layouts drawn at random, instead or beside.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of --draws.")
+@click.option("--most", default=4, show_default=True, type=Number("workers"), help="Processes of a layout of --draws.")
 @click.option("--update", is_flag=True, help="Write the golden numbers of the trained runs instead of checking them.")
 @click.option(
     "--golden",
@@ -46,6 +49,9 @@ def equivalence_command(
     recipe: str | None,
     names: str | None,
     steps: int,
+    draws: int | None,
+    seed: int,
+    most: int,
     update: bool,
     golden: Path | None,
     work: Path | None,
@@ -66,6 +72,9 @@ def equivalence_command(
     Without --only, tensor and pipeline parallelism alone are executed; `--only executed` runs every executed strategy,
     about a minute each. The rest takes about ten minutes on two cores; `--only emulated` some seconds.
 
+    --draws N draws N legal layouts that no table lists (degrees, schedule, optimizer sharding, recomputation, MTP,
+    experts, shared experts, groups of experts, length), the same for the same --seed, and executes each.
+
     Exit codes: 0 equal, 1 something differs, 2 a wrong input.
     """
     from tools.accuracy.equivalence import golden_gate
@@ -81,14 +90,14 @@ def equivalence_command(
     only = tuple(name.strip() for name in (names or "").split(",") if name.strip())
     if names is not None and not only:
         raise RecipeError(f"--only {names!r}: names no strategy; --list shows all")
-    chosen = choose(only)
+    drawn = (draws, seed, most) if draws else None
+    chosen = choose(only, one_worker(recipe), drawn)
     check_page(page)
     if update and BASELINE not in only and not any(case.variant for case in chosen):
         raise RecipeError("--update: none of the chosen strategies is trained, so there are no numbers to keep")
     if dry_run:
-        one_worker(recipe)
         for case in chosen:
-            click.echo(f"{case.name}: {case.how}")
+            click.echo(f"{case.name}: {case.how}" + (f": {case.what}" if drawn else ""))
         return
     file = golden_gate.golden_file(golden or golden_gate.GOLDEN, recipe)
     if golden and not update and not file.exists():
@@ -97,7 +106,7 @@ def equivalence_command(
         require_verified()
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
-    matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"))
+    matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"), drawn)
     lines = _gate(matrix, file, recipe, update, console)
     if page:
         write_atomically(page, as_html(matrix, lines))

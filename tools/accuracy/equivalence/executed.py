@@ -26,7 +26,7 @@ from tools.accuracy.equivalence.runs import (
     make_corpus,
     read_steps,
 )
-from tools.accuracy.equivalence.sharding import DOCUMENTS, Sharding, derive_sharded
+from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
 from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.whole import Whole, read_whole
 from tools.recipe.load import Recipe
@@ -50,7 +50,7 @@ class ExecutedRuns:
     steps: int
     work: Path
     started: Callable[[str], None]
-    corpora: dict[bool, str] = field(default_factory=dict)  # by whether samples are those of documents apart
+    corpora: dict[int, str] = field(default_factory=dict)  # by the length of a sample, where it is not the recipe's
     runs: dict[str, Trained] = field(default_factory=dict)
     failures: dict[str, RunFailedError] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ class ExecutedRuns:
         if name not in self.runs:
             self.started(name)
             try:
-                recipe = derive_sharded(self.base, sharding, self.steps, self._corpus(sharding.documents))
+                recipe = derive_sharded(self.base, sharding, self.steps, self._corpus(sharding.sample))
                 noted = TWICE if sharding.known and sharding.pp > 1 else ""
                 self.runs[name] = execute(recipe, self.work / name, noted)
             except (RunFailedError, DataError, CheckpointError) as error:
@@ -77,12 +77,12 @@ class ExecutedRuns:
                 raise self.failures[name] from error
         return self.runs[name]
 
-    def _corpus(self, documents: bool) -> str:
-        """The corpus of random tokens, with a document mask or without: samples differ in length."""
-        if documents not in self.corpora:
-            folder = self.work.absolute() / ("corpus_documents" if documents else "corpus")
-            self.corpora[documents] = make_corpus(folder, self.base, self.steps, DOCUMENTS if documents else 0)
-        return self.corpora[documents]
+    def _corpus(self, length: int) -> str:
+        """The corpus of random tokens for samples of `length` tokens, 0 for the recipe's."""
+        if length not in self.corpora:
+            folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
+            self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
+        return self.corpora[length]
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:

@@ -14,6 +14,7 @@ from tools.accuracy.emulate.run import Emulated, emulate
 from tools.accuracy.emulate.sizes import Sizes, sizes_of
 from tools.accuracy.emulate.strategy import Strategy
 from tools.accuracy.equivalence.compare import Comparison, Finding, compare, finding_text
+from tools.accuracy.equivalence.draws import draw_cases
 from tools.accuracy.equivalence.executed import ExecutedRuns
 from tools.accuracy.equivalence.runs import RunFailedError, Trained, make_corpus, train
 from tools.accuracy.equivalence.sharding import USUAL
@@ -113,14 +114,19 @@ class Matrix:
         )
 
 
-def choose(names: tuple[str, ...]) -> list[Case]:
-    """The cases with these names, or of these kinds ("trained", "executed", "emulated").
+def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
+    """The cases with these names, or of these kinds ("trained", "executed", "emulated"), and those drawn.
 
     Without any: all that is trained or emulated, and of the executed ones, each of which takes minutes, the usual.
+
+    Args:
+        base: the recipe that `draw_cases` draws layouts of; drawn: its other arguments.
 
     Raises:
         RecipeError: no such case, or only ones that cannot be executed.
     """
+    if drawn:
+        return (choose(names) if names else []) + draw_cases(base, *drawn)
     known = cases()
     words = [case.name for case in known] + [TRAINED, EXECUTED, EMULATED, BASELINE]
     for name in names:
@@ -140,17 +146,21 @@ def equivalence(
     steps: int,
     work: Path,
     started: Callable[[str], None] = lambda name: None,
+    drawn: tuple[int, int, int] | None = None,
 ) -> Matrix:
     """Run the chosen part of the matrix.
 
     Args:
         path: of the recipe. names: as `choose` takes them. work: folder for the training runs. started: told the name
             of each run before it starts.
+        drawn: how many layouts are drawn, the seed, and how many processes each has at most; without names nothing
+            else is run then.
 
     Raises:
         RecipeError: the recipe or a name is wrong.
     """
-    chosen, base = choose(names), one_worker(path)
+    base = one_worker(path)
+    chosen = choose(names, base, drawn)
     matrix = Matrix(path, steps)
     trained = [case for case in chosen if case.variant]
     if trained or BASELINE in names:

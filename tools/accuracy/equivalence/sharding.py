@@ -7,7 +7,7 @@ from the same weights, so each is compared with one process of the same graph.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from tools.accuracy.emulate.strategy import Strategy
 from tools.recipe.load import Recipe
@@ -20,6 +20,7 @@ RATE = 1e-4
 BIAS_CALLBACK = "TopkBiasBalanceCallback"
 NEVER_CLIPPED = 1e6  # a max_grad_norm
 DOCUMENTS = 2048  # tokens of a sample from which MindSpore takes the compressed mask
+MODEL = ("moe", "mtp", "layers", "aux", "documents", "known", "groups", "shared", "length")  # of a `Sharding`
 TWO_STAGES = "MindFormers counts MTP's share of the embedding's gradient twice (docs/stock-differences.md)"
 
 
@@ -35,6 +36,8 @@ class Sharding:
         moe, mtp: whether the model has experts and an MTP layer; layers: how many; aux: the router's auxiliary loss,
             which is taken per rank and micro-batch and so is off where tokens are split between those, unless each
             sample is a micro-batch of its own, here and in one process.
+        groups: of experts, of half of which a token's are chosen (`n_group`); shared: experts that every token goes to;
+            length: tokens of a sample. 0 in each is what the recipe has.
         mode: of the hierarchical_ep plugin, as it runs on Ascend; "" is MindFormers' own dispatcher. chunks: of tokens
             in a layer, of the ep_overlap plugin; 1 is without it.
         documents: whether documents see themselves alone, by the compressed mask, in samples of `DOCUMENTS` tokens.
@@ -57,6 +60,9 @@ class Sharding:
     mtp: bool = False
     layers: int = 2
     aux: bool = False
+    groups: int = 0
+    shared: int = 0
+    length: int = 0
     mode: str = ""
     chunks: int = 1
     documents: bool = False
@@ -75,7 +81,7 @@ class Sharding:
     @property
     def alone(self) -> Sharding:
         """The same model in one process."""
-        same = {name: getattr(self, name) for name in ("moe", "mtp", "layers", "aux", "documents", "known")}
+        same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
@@ -83,8 +89,22 @@ class Sharding:
         """The name of that run."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
+        sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}
+        parts += [f"{size}_{name}" for name, size in sizes.items() if size]
         parts += ["unclipped" * bool(self.known), "sample_by_sample" * (not self.accumulate)]
         return "_".join(["one_process", *filter(None, parts)])
+
+    @property
+    def sample(self) -> int:
+        """Tokens of a sample, 0 for the recipe's."""
+        return DOCUMENTS if self.documents else self.length
+
+    @property
+    def words(self) -> str:
+        """What differs from one process of two dense layers: ``"dp 2, tp 2, sp, zero"``."""
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
+        changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
+        return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
 
     def micro_steps(self, batch: int) -> int:
         """Steps of gradient accumulation for `batch` samples a step."""
@@ -99,11 +119,15 @@ class Sharding:
 _EP = Sharding(dp=2, ep=2, moe=True)
 _EP4 = Sharding(dp=4, ep=4, moe=True)
 _APART = Sharding(documents=True)
+_ALL = Sharding(dp=2, tp=2, sp=True, pp=2, micro=2, ep=2, moe=True, zero=True)
 _CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
 EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
     ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
     ("executed_dp2_zero", "data parallel, weights and moments sharded", Sharding(dp=2, zero=True)),
+    ("executed_dp2_tp2_zero", "the same over ranks that are no neighbours", Sharding(dp=2, tp=2, sp=True, zero=True)),
+    ("executed_dp2_cp2_zero", "optimizer sharding and context parallelism", Sharding(dp=2, cp=2, zero=True)),
+    ("executed_dp2_pp2_zero", "optimizer sharding in each stage", Sharding(dp=2, pp=2, micro=2, zero=True)),
     ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
     ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
     ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
@@ -124,6 +148,12 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ),
     ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
     ("executed_moe_ep2_tp2_sp", "four processes", Sharding(dp=2, ep=2, tp=2, sp=True, moe=True)),
+    (
+        "executed_moe_dp4_ep2_zero",
+        "experts over pairs, the optimizer over their copies",
+        Sharding(dp=4, ep=2, moe=True, zero=True),
+    ),
+    ("executed_all_zero", "eight processes, as recipes/mini/pretrain_3d.yaml", _ALL),
     ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
     ("executed_mtp_pp2", "an MTP layer on the last stage", Sharding(pp=2, micro=2, mtp=True, known=TWO_STAGES)),
     *(
@@ -176,7 +206,7 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
 
 
 def _model(recipe: Recipe, sharding: Sharding) -> None:
-    """Layers, experts, MTP layer (in place)."""
+    """Layers, experts, MTP layer, length of a sample (in place)."""
     model = recipe["model"]["model_config"]
     model.update(
         num_hidden_layers=sharding.layers,
@@ -185,6 +215,14 @@ def _model(recipe: Recipe, sharding: Sharding) -> None:
     )
     if not sharding.aux:
         model["moe_aux_loss_coeff"] = 0.0
+    if sharding.groups:
+        model.update(n_group=sharding.groups, topk_group=sharding.groups // 2)
+    if sharding.shared:
+        width = sharding.shared * model["moe_intermediate_size"]
+        model.update(n_shared_experts=sharding.shared, moe_shared_expert_intermediate_size=width)
+    if sharding.length:
+        loader = recipe["train_dataset"]["data_loader"]["config"]
+        loader["seq_length"] = model["seq_length"] = model["max_position_embeddings"] = sharding.length
     kept = [entry for entry in recipe["callbacks"] if entry["type"] != "CheckpointMonitor"]
     if not sharding.moe:
         model["n_routed_experts"] = None

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from plugins.semi_auto_cpu.ranks import WORLD
 from tools.dryrun.compile.job import Job
 from tools.dryrun.compile.training_step import inputs_of, training_step
 from tools.dryrun.compile.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
@@ -124,7 +125,7 @@ def _built(cell: Any, view: View) -> list[Held]:
 
 def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
     """Ranks over which the optimizer shards; the world's name means the stage's devices here."""
-    if cluster.ranks_of(group) is not None and group not in cluster.groups:
+    if group == WORLD:
         return view.devices // view.pp
     return cluster.size_of(group)
 

@@ -54,7 +54,7 @@ def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...]
     """The collectives of a graph, in program order; a subgraph called twice counts twice.
 
     Args:
-        ranks_of: global ranks of a group, None for those that C++ made up: `VirtualCluster.ranks_of`.
+        ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
 
     Both branches of a condition are listed (in training steps, only the one that updates has any).
 

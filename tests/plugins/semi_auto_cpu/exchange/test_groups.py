@@ -2,7 +2,7 @@ import pytest
 
 from plugins.errors import ClusterError
 from plugins.semi_auto_cpu.exchange.groups import Groups
-from plugins.semi_auto_cpu.ranks import Ranks
+from plugins.semi_auto_cpu.ranks import Ranks, made_up_name
 
 
 @pytest.fixture
@@ -21,12 +21,14 @@ def test_what_python_created_comes_before_attributes(groups):
                {"rank_list": "(0, 1)", "group_rank_ids": "(2, 6)"}]
 )  # fmt: skip
 def test_attributes_state_the_ranks_of_what_nobody_created(groups, stated):
-    assert groups.members("AllReduce", {"group": "2-500"} | stated) == (2, 6)
+    assert groups.members("AllReduce", {"group": made_up_name((2, 6))} | stated) == (2, 6)
 
 
-def test_a_name_may_stand_for_other_ranks_at_another_operator(groups):
-    assert groups.members("AllReduce", {"group": "2-5", "rank_list": "(2, 6)"}) == (2, 6)
-    assert groups.members("AllReduce", {"group": "2-5", "rank_list": "(1, 2)"}) == (1, 2)
+def test_a_name_that_mindspore_makes_of_other_ranks_is_refused(groups):
+    """Weights are cut by the name, and gathered from the ranks that the operator states."""
+    told = rf"rank 2: AllGather says that group .* of which .* '{made_up_name((2, 6))}'"
+    with pytest.raises(ClusterError, match=told):
+        groups.members("AllGather", {"group": made_up_name((1, 2)), "rank_list": "(2, 6)"})
 
 
 def test_the_world(groups):

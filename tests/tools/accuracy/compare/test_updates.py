@@ -68,7 +68,7 @@ def test_a_missing_weight_decay_is_found_across_platforms(tmp_path, shape, noise
 @given(st.integers(0, 10**6), st.integers(8, 128), st.integers(8, 128), st.floats(1e-8, 2e-5))
 @example(10730, 45, 60, 1.66e-5)  # one step of 2,700 is turned round
 def test_noise_of_the_gradients_is_no_finding(seed, rows, columns, noise):
-    """More than `TURNED` steps turned round beyond the mean have a chance below 1e-9; the part along the weight 5e-11."""
+    """More than `TURNED` turned steps beyond the mean have a chance below 1e-9; the part along the weight 5e-11."""
     with tempfile.TemporaryDirectory() as folder:
         golden = trained(seed, (rows, columns), 0)
         report = compared(folder, golden, trained(seed, (rows, columns), noise))
