@@ -20,7 +20,6 @@ os.environ.setdefault("GLOG_v", "3")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-
 def pytest_configure(config):
     timing.configure(config)
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HERE, LONG
-
+HERE = Path(__file__).parent
 ROOT = HERE.parent
 # whole runs, and what a command says of bad input, belong to no folder of sources
 WHOLE = {"inputs", "training"}
@@ -45,7 +44,3 @@ def test_commands_leave_out_what_ends_in_a_traceback(pattern, instead):
     files = [path for folder in ("launch", "tools", "plugins") for path in (ROOT / folder).rglob("*.py")]
     found = [str(path.relative_to(ROOT)) for path in files if re.search(pattern, path.read_text("utf-8"))]
     assert found == [], instead
-
-
-def test_the_list_of_long_files_names_files():
-    assert [name for name in LONG if not (HERE / name).is_file()] == []

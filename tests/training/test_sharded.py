@@ -13,7 +13,7 @@ import yaml
 from plugins.expert_balance.record import load_file
 from plugins.expert_balance.record import read as read_loads
 from tests.training import runs
-from tests.training.conftest import graph_of, shared
+from tests.training.conftest import shared
 from tools.accuracy.collectives.compare import DIFFERS, compare_run
 from tools.dryrun.executed import calls_file
 from tools.recipe.load import load_recipe
@@ -21,7 +21,6 @@ from tools.recipe.load import load_recipe
 pytestmark = pytest.mark.slow
 STEPS = [1, 2, 3, 4, 5, 6]
 KILLED = "_tp2"  # the layout whose run is killed and goes on: all that is compared with it holds of a resumed run
-LOADED = "_ep2"  # the one whose graph is kept, and loaded by a run that goes on
 
 
 def run(layout, corpus, tmp_path_factory):
@@ -32,8 +31,7 @@ def run(layout, corpus, tmp_path_factory):
         if layout == KILLED:
             killed_and_resumed(recipe, folder, corpus)
         else:
-            cache = runs.compiled_once(folder / "graph") if layout == LOADED else {}
-            runs.train(recipe, folder / "run", corpus, **cache)
+            runs.train(recipe, folder / "run", corpus)
 
     return shared(tmp_path_factory, f"sharded{layout}", make) / "run"
 
@@ -41,17 +39,30 @@ def run(layout, corpus, tmp_path_factory):
 def killed_and_resumed(recipe, folder, corpus):
     """A run of which rank 1 is killed in the save of step 6; what it had computed and saved, what its resume printed.
 
+    The resume loads the graph that the killed run has compiled.
+
     It dies over its first file of the second checkpoint, and rank 0, which removes the old, has sealed its part: of the
     one that is kept, all is there until all ranks have sealed the next. A rank that dies while it writes a file:
     test_one_worker.py.
     """
-    hook = runs.dying(TC3_TEST_KILL_SEAL="1:3")  # files 1 and 2 are the first checkpoint's
+    cache = runs.compiled_once(folder / "graph")
+    hook = runs.dying(TC3_TEST_KILL_SEAL="1:3") | cache  # files 1 and 2 are the first checkpoint's
     runs.train(recipe, folder / "run", corpus, "--set", "checkpoint.save_max=1", expect=1, **hook)
     assert runs.processes_of(folder / "run") == []
     assert (folder / "run" / "checkpoint" / "iteration_00000006" / "seal_rank_0.json").exists()
-    killed = {"steps": list(runs.steps(folder / "run").values()), "checkpoints": runs.checkpoints(folder / "run")}
+    killed = {
+        "steps": list(runs.steps(folder / "run").values()),
+        "checkpoints": runs.checkpoints(folder / "run"),
+        "calls": [calls_of(folder / "run", rank) for rank in (0, 1)],
+    }
     (folder / "killed.json").write_text(json.dumps(killed))
-    (folder / "resumed.txt").write_text(runs.train(recipe, folder / "run", corpus, "--resume", "auto"))
+    (folder / "resumed.txt").write_text(runs.train(recipe, folder / "run", corpus, "--resume", "auto", **cache))
+
+
+def calls_of(run_dir, rank):
+    """The collectives of a rank's step, in order; none where the run was killed before it wrote them."""
+    file = calls_file(run_dir, rank)
+    return json.loads(file.read_text())["calls"] if file.exists() else None
 
 
 @pytest.fixture(scope="session")
@@ -70,28 +81,6 @@ def test_losses_and_norms_equal_those_of_one_process(layout, alone, corpus, tmp_
         assert alone[step]["global_norm"] > 0.5, "clipping must happen for this comparison to mean something"
         assert record["loss"] == pytest.approx(alone[step]["loss"], abs=1e-5), f"step {step}"
         assert record["global_norm"] == pytest.approx(alone[step]["global_norm"], rel=5e-5), f"step {step}"
-
-
-def test_a_run_goes_on_with_a_loaded_graph_to_the_same_bits(corpus, tmp_path_factory, tmp_path):
-    """Weights, moments and metadata of the last checkpoint, too."""
-    whole = run(LOADED, corpus, tmp_path_factory)
-    middle, last = (whole / "checkpoint" / f"iteration_{step:08d}" for step in (3, 6))
-    cache = graph_of(whole.parent, tmp_path_factory)
-    recipe = runs.HERE / f"sharded{LOADED}.yaml"
-    text = runs.train(recipe, tmp_path / "run", corpus, "--resume", str(middle), **cache)
-    assert "compile cache: loads the graph" in text
-    for rank in (0, 1):
-        (log,) = tmp_path.glob(f"run/attempts/*/logs/worker_{rank}.log")
-        assert f"rank {rank} has loaded MFTrainOneStepCell" in log.read_text()
-        first, second = (json.loads(calls_file(run_dir, rank).read_text()) for run_dir in (whole, tmp_path / "run"))
-        assert len(first["calls"]) > 20 and second["calls"] == first["calls"], "in the same order"
-        expected, found = runs.steps(whole, rank), runs.steps(tmp_path / "run", rank)
-        assert sorted(found) == [4, 5, 6]
-        for step, record in found.items():
-            runs.same(record, expected[step])
-    saved = tmp_path / "run" / "checkpoint" / last.name
-    assert set(runs.apart(last, saved).values()) == {0.0}
-    assert (saved / "metadata.json").read_bytes() == (last / "metadata.json").read_bytes()
 
 
 def test_experts_that_change_ranks_leave_the_losses_alone(corpus, tmp_path_factory, tmp_path):
@@ -135,7 +124,7 @@ def test_the_collectives_of_a_run_are_those_of_its_dry_run(corpus, tmp_path_fact
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(corpus, tmp_path_factory):
-    """Steps 4 and 5 were made before the kill, and once more after it, from the checkpoint of step 3."""
+    """Steps 4 and 5 were made before the kill by the graph as it was compiled, and after it by the loaded one."""
     run_dir = run(KILLED, corpus, tmp_path_factory)
     before = json.loads((run_dir.parent / "killed.json").read_text())
     assert before["checkpoints"] == [3]
@@ -147,3 +136,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(corpus, tmp_path_factory):
     for step in sorted(killed):
         runs.same(resumed[step], killed[step])
         assert step <= 3 or resumed[step]["seconds"] != killed[step]["seconds"], f"step {step} is of the run before"
+    assert "compile cache: loads the graph" in text
+    assert [calls_of(run_dir, rank) for rank in (0, 1)] == before["calls"] and len(before["calls"][0]) > 20
+    compiled, loaded = (run_dir / "checkpoint" / f"iteration_{step:08d}" / "metadata.json" for step in (3, 6))
+    assert loaded.read_bytes() == compiled.read_bytes(), "layouts and slices of every tensor"
