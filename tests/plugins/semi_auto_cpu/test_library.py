@@ -23,17 +23,14 @@ def start(name, *arguments, **environment):
 
 
 def finish(*processes):
-    """What each printed last, and the first one's stderr; one that fails ends all."""
-    told = []
+    """What each printed last, and its stderr; where one fails, the stderr of all: the first is seldom the cause."""
     try:
-        for process in processes:
-            out, words = process.communicate(timeout=600)
-            assert process.returncode == 0, words
-            told.append((json.loads(out.splitlines()[-1]), words))
+        texts = [process.communicate(timeout=600) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    return told
+    assert not any(process.returncode for process in processes), "\n".join(words for _, words in texts)
+    return [(json.loads(out.splitlines()[-1]), words) for out, words in texts]
 
 
 def two_line(dp, tp, folder, cache=None):
