@@ -62,7 +62,7 @@ class KeptGraphs:
         """What was kept of the next compile, which is of `what` (see `described`); None: MindSpore must compile it."""
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}
-        if there == what and self.folder is not None and any(self.folder.rglob(f"*_{number}.mindir")):
+        if there == what and self._has_file(number):
             return self._there[number]
         if self._loads:
             other = ", ".join(key for key in what if what[key] != there.get(key)) or "file"
@@ -96,9 +96,13 @@ class KeptGraphs:
         _say(f"rank {self.ranks.rank} has loaded {type(cell).__name__}")
 
     def keep(self, cell: Any, what: Entry) -> None:
-        """Write down what a process that loads the graph of `cell`, just compiled, will need."""
+        """Write down what a process that loads the graph of `cell`, just compiled, will need.
+
+        Nothing is kept where MindSpore could not write the graph (its file holds not every kind of attribute).
+        """
         if self.folder is None:
             return
+        written = self._has_file(len(self._entries))
         entry = {
             "cell": what,
             "layouts": {name: list(layout) for name, layout in cell.parameter_layout_dict.items()},
@@ -110,11 +114,11 @@ class KeptGraphs:
         }
         self._entries.append(entry)
         text = json.dumps(self._entries)
-        if json.loads(text) != self._entries:
-            self._forget(0)  # it would come back as something else
-            (self.folder / FILE).unlink(missing_ok=True)
+        if not written or json.loads(text) != self._entries:  # or it would come back as something else
+            _say(f"rank {self.ranks.rank} cannot keep {what['class']}: the next start compiles it, too")
+            for file in [path for path in self.folder.rglob("*") if path.is_file()]:
+                file.unlink()
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / FILE).write_text(text, encoding="utf-8")
 
     def _know_strategies(self, cell: Any, told: Entry) -> None:
@@ -139,6 +143,9 @@ class KeptGraphs:
         except (OSError, ValueError):
             return []
         return found if isinstance(found, list) else []
+
+    def _has_file(self, number: int) -> bool:
+        return self.folder is not None and any(self.folder.rglob(f"*_{number}.mindir"))
 
     def _forget(self, first: int) -> None:
         """Remove MindSpore's files of the compiles from number `first` on: it compiles these."""

@@ -156,7 +156,17 @@ def test_without_a_cache_nothing_is_kept(tmp_path):
 def test_what_json_would_change_is_not_kept(start, folder, monkeypatch):
     monkeypatch.setattr(kept, "strategies", lambda phase: {"global": {0: {}}, "local": {}})
     start().keep(Step().sliced(), described(Step(), INPUTS, "train"))
-    assert not (folder / FILE).exists() and graphs(folder) == []
+    assert [path for path in folder.rglob("*") if path.is_file()] == [], "nothing is published"
+
+
+def test_nor_is_a_graph_that_mindspore_could_not_write(start, tmp_path, capsys):
+    """It says so in its log and goes on, with the groups' file written."""
+    group = tmp_path / "rank_0" / "graph_cache" / "group_0.ckpt"
+    group.parent.mkdir(parents=True)
+    group.touch()
+    start().keep(Step().sliced(), described(Step(), INPUTS, "train"))
+    assert "cannot keep Step" in capsys.readouterr().err and not group.exists()
+    assert not (tmp_path / "rank_0" / FILE).exists()
 
 
 @pytest.mark.parametrize(("loads", "passed"), [(True, True), (False, False)])
