@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["launch/environment.sh", "launch/quickstart", "launch/script_body.sh", "tests/run", "tests/explore", ".ci/run"]
+SCRIPTS = [f"launch/{name}" for name in ("environment.sh", "quickstart", "script_body.sh")]
+SCRIPTS += ["tests/run", "tests/explore", ".ci/run"]
 SCRIPTS += sorted(
     str(path.relative_to(ROOT)) for place in ("launch/scripts", "benchmarks") for path in ROOT.glob(f"{place}/**/*.sh")
 )
