@@ -7,10 +7,10 @@ its module, its qualified name and the values that it has captured, as in
     plugins.cpu_backend.network.exchange._moving.<locals>.move(group=(0, 1), tag=3)
 
 Functions of one name compute the same, whatever process has made them; a function whose name would not say all that it
-computes with is refused. What it reads besides (other functions, modules, `peers.mesh()`) is code of this repository,
-which the compile cache's key has a digest of, or is the process's own. The operator carries the name into the graph:
-`names_in` reads it there, without MindSpore, so that the compile cache keeps no graph that calls anything else, and
-`require` refuses a loaded graph whose functions this process has not made.
+computes with is refused. What it reads besides is code of this repository, of which the compile cache's key has a
+digest, or belongs to the process, as `peers.mesh()` does. The operator carries the name into the graph: `names_in`
+reads it there, without MindSpore, so that the compile cache keeps no graph that calls anything else, and `require`
+refuses a graph that is about to be loaded and whose functions this process has not made.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def operator(function, shape, dtype):
     """`ops.Custom` of a Python function that any process finds again.
 
     Args:
-        function: NumPy arrays -> arrays; a `def`, which captures immutable values only.
-        shape, dtype: see `ops.Custom`; they are asked when a graph is compiled and are no part of it.
+        function: NumPy arrays -> arrays; made by `def`; it captures immutable values only.
+        shape, dtype: see `ops.Custom`; they are called while a graph is compiled, and a loaded graph has their results.
     """
     from mindspore import ops
     from mindspore.ops.operations import _pyfunc_registry
@@ -74,18 +74,16 @@ def name_of(function: Callable[..., Any]) -> str:
     """Module, qualified name and what a function has captured or has as defaults.
 
     Raises:
-        TypeError: it is no `def`, or a value can be changed or has no exact text, so that the name would not tell.
+        TypeError: it was not made by `def`, or one of the values can be changed or has no exact text.
     """
     if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
         raise TypeError(f"{function!r}: a graph calls functions that `def` has made, and no other callables")
-    captured = {
-        name: cell.cell_contents
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    }
-    defaults = {"defaults": function.__defaults__} if function.__defaults__ else {}
-    keywords = function.__kwdefaults__ or {}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    known = [(name, cell.cell_contents) for name, cell in cells]
+    known += [("defaults", function.__defaults__)] if function.__defaults__ else []
+    known += (function.__kwdefaults__ or {}).items()
     where = f"{function.__module__}.{function.__qualname__}"
-    values = [f"{name}={_text(value, f'{where}: {name}')}" for name, value in (captured | defaults | keywords).items()]
+    values = [f"{name}={_text(value, f'{where}: {name}')}" for name, value in known]
     return f"{where}({', '.join(values)})"
 
 
@@ -95,7 +93,7 @@ def number_of(name: str) -> int:
 
 
 def names_in(graph: bytes) -> set[str] | None:
-    """The Python functions that a graph calls, by name; None where it calls one that has none, or may do so.
+    """The Python functions that a graph calls, by name; None where it calls one that has no name, or may do so.
 
     Args:
         graph: a file of MindSpore's compile cache. It is a message of Protocol Buffers, in which an attribute is its
@@ -131,10 +129,11 @@ def check(file: Path, known: Collection[int]) -> None:
     names = names_in(file.read_bytes())
     strange = ["one without a name"] if names is None else sorted(n for n in names if number_of(n) not in known)
     if strange:
+        key = os.environ.get("TC3_COMPILE_CACHE_KEY", "of this recipe")
         raise ClusterError(
-            f"{file}: this graph of an earlier start calls a Python function that this worker has not: {strange[0]}; "
-            f"remove the folder {os.environ.get('TC3_COMPILE_CACHE_KEY', 'of this recipe')} of the compile cache "
-            "(TC3_COMPILE_CACHE, or output/compile_cache), or start without --compile-cache"
+            f"{file}: this graph of an earlier start calls a Python function that this worker does not have: "
+            f"{strange[0]}; remove the folder {key} of the compile cache (TC3_COMPILE_CACHE, or output/compile_cache), "
+            "or start without --compile-cache"
         )
 
 

@@ -71,6 +71,16 @@ def test_a_function_is_known_by_where_it_stands_and_what_it_captured():
     assert name_of(capturing("a, b=1")) == f"{HERE}capturing.<locals>.function(value='a, b=1')"
 
 
+def test_no_value_hides_behind_another():
+    def made(defaults):
+        def function(rows, times=2):
+            return defaults, rows * times
+
+        return function
+
+    assert name_of(made(3)).endswith("function(defaults=3, defaults=(2))")
+
+
 def test_its_number_is_the_same_in_every_process_and_no_address():
     assert number_of("plugins.cpu_backend.plan.grouped_matmul()") == 6372812382756195421
     assert all(2**62 <= number_of(str(name)) < 2**63 for name in range(1000))
@@ -197,14 +207,14 @@ def test_a_graph_is_refused_whose_function_this_worker_has_not_made(graph_of):
     register(alone)
     register(moving((0, 1), 3))
     graph_of(1, name_of(alone), name_of(moving((0, 1), 4)))
-    with pytest.raises(ClusterError, match=r"compile_cache_2.mindir: .* not: .*move\(group=\(0, 1\), tag=4") as said:
+    with pytest.raises(ClusterError, match=r"compile_cache_2.mindir: .* have: .*move\(group=\(0, 1\), tag=4") as said:
         require(1)
     assert "remove the folder 0123abcd" in str(said.value)
 
 
 def test_a_graph_with_an_address_is_refused(tmp_path):
     (tmp_path / "graph.mindir").write_bytes(call())
-    with pytest.raises(ClusterError, match="has not: one without a name"):
+    with pytest.raises(ClusterError, match="does not have: one without a name"):
         check(tmp_path / "graph.mindir", {})
 
 

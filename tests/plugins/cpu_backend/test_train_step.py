@@ -52,5 +52,5 @@ def test_a_graph_that_calls_an_unknown_function_ends_the_worker_before_it_is_loa
     optimizer = nn.SGD(network.trainable_params())
     CpuTrainOneStepCell(network, optimizer)
     monkeypatch.setenv("MS_COMPILER_CACHE_PATH", str(tmp_path))
-    with pytest.raises(ClusterError, match=r"this worker has not: f\(\);"):
+    with pytest.raises(ClusterError, match=r"this worker does not have: f\(\);"):
         CpuTrainOneStepCell(network, optimizer)
