@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to: the one function that writes them, and reading that plugins share. Pure."""
+"""Files of JSON lines that a run appends to: the one function that writes them, reading that plugins share. Pure."""
 
 from __future__ import annotations
 
