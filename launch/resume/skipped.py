@@ -8,6 +8,7 @@ plan counts. All of it is read from the disk before each plan: no node knows wha
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -81,8 +82,10 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
     """Rename the checkpoints under `root` that are `guilty`."""
     why = guilty(recipe, run_dir)
     for folder in iterations(root):
-        step = iteration(folder)
-        if words := why(folder, step):
-            aside = set_aside(folder, lambda moved, step=step: why(moved, step) is not None)
-            if aside:
-                click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
+        words = why(folder, iteration(folder))
+        if words and (aside := set_aside(folder, partial(_still, why, iteration(folder)))):
+            click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
+
+
+def _still(why: Callable[[Path, int], str | None], step: int, moved: Path) -> bool:
+    return why(moved, step) is not None

@@ -52,6 +52,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
     skipped: Any = None  # the samples that the run leaves out: they are written into the seals
     unsealed: Any = None  # the iteration that is saved and not sealed yet
     saved: Any = None  # the newest iteration that was saved
+    directory: Any  # of MindFormers: where it saves
 
     def __init__(self, *args, keep_checkpoint_max=5, use_legacy_format=True, **settings):
         kept = keep_checkpoint_max if use_legacy_format else sys.maxsize  # MindFormers is to remove none

@@ -32,7 +32,8 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import END, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 
-NODES, EVERY, KEPT = 2, 4, 2  # hosts that train, steps between two checkpoints, checkpoints that stay
+NODES, EVERY, KEPT = 2, 2, 3  # hosts that train, steps between two checkpoints, checkpoints that stay
+SKIP = 4  # steps whose samples are left out for a spike: two checkpoints hold some of them
 NAP = 40.0  # seconds for which an agent is held up: ten times what it takes to be given up
 
 
@@ -51,6 +52,7 @@ class Training(World):
         self.planners: list[str] = []
         self.trained: list[int] = []
         self.asleep = False
+        self.settings = Settings(rollbacks=9, skip=SKIP)
         self.hosts: tuple[str, ...] = ()
         self.batch = View(self._recipe()).global_batch
         monkeypatch.setattr(Planning, "_alive", lambda self: nullcontext())
@@ -69,7 +71,7 @@ class Training(World):
         recipe = load_recipe(ROOT / "recipes/mini/pretrain_dp2.yaml")
         recipe["output_dir"] = str(self.folder)
         recipe["checkpoint"] = {**recipe["checkpoint"], "save_path": str(self.folder / "checkpoint")}
-        recipe["plugins"] = {"spike_guard": {"rollbacks": 9}}
+        recipe["plugins"] = {"spike_guard": {"rollbacks": 9, "skip": SKIP}}
         return recipe
 
     def _held_up(self, does):
@@ -171,7 +173,7 @@ class Training(World):
         run.samples = run.samples + [original(position, left_out) for position in positions]
         if self.bad & set(run.samples[-self.batch :]):
             entry, words = what_follows(
-                run.step, "loss is NaN", read_ledger(self.folder), Settings(rollbacks=9), self.batch, left_out
+                run.step, "loss is NaN", read_ledger(self.folder), self.settings, self.batch, left_out
             )
             assert entry, words
             add_entry(self.folder, entry)
