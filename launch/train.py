@@ -34,6 +34,7 @@ from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import StoppedError, TC3Error  # noqa: E402
 from plugins.operator_fusion import adapter as operator_fusion  # noqa: E402
+from plugins.sealed_checkpoint.plan import ATTEMPT  # noqa: E402
 from plugins.semi_auto_cpu.chosen import chosen  # noqa: E402
 from tools.auto.resolve import resolve  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
@@ -50,13 +51,16 @@ def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | 
     recipe = resolve(recipe, click.echo)
     if run_dir is not None:
         recipe["output_dir"] = str(run_dir)
-    apply_ledger(recipe, run_dir or Path(recipe["output_dir"]))
+    planned = ATTEMPT in os.environ  # then all ranks take what the attempt's plan has settled, whatever came since
+    if not planned:
+        apply_ledger(recipe, run_dir or Path(recipe["output_dir"]))
     checkpoint = recipe.setdefault("checkpoint", {})
     checkpoint["save_path"] = checkpoint.get("save_path") or str(Path(recipe["output_dir"]) / "checkpoint")
     if resume is not None:
         checkpoint["load_path"] = str(resume)
         checkpoint["no_load_optim"] = False  # MindFormers' default goes on with fresh moments and step 0
-        keep_cost(recipe, run_dir or Path(recipe["output_dir"]), resume)
+        if not planned:
+            keep_cost(recipe, run_dir or Path(recipe["output_dir"]), resume)
     return recipe
 
 
@@ -127,8 +131,8 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
         stacks.answer()
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
-        if run_dir is None or (run_dir / "recipe.yaml").absolute() == config_path.absolute():
-            train(recipe)  # by hand, or after `tc3 train`, which has checked all this
+        if run_dir is None or ATTEMPT in os.environ or (run_dir / "recipe.yaml").absolute() == config_path.absolute():
+            train(recipe)  # by hand, or for an agent, which has checked all this
         else:
             train(recipe, of_script(recipe, run_dir, resume))
     except TC3Error as error:

@@ -38,6 +38,8 @@ def enable_plugins(config) -> None:
     sealed = importlib.import_module("plugins.sealed_checkpoint.adapter")
     sealed.SealingCheckpointMonitor.run_dir = config.get("output_dir")
     chosen = config.get("plugins") or {}
+    guard = chosen.get("spike_guard", False)
+    sealed.SealingCheckpointMonitor.skipped = (guard.get("skipped") or []) if isinstance(guard, dict) else None
     for name in chosen:
         if name not in ADAPTERS:
             raise RecipeError(f"plugins.{name}: no such plugin{did_you_mean(name, list(ADAPTERS))}")

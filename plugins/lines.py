@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run appends to: one function writes them all; plugins share how they read them. Pure."""
+"""Files of JSON lines that a run appends to: the one function that writes them, reading that plugins share. Pure."""
 
 from __future__ import annotations
 

@@ -46,7 +46,12 @@ RESTARTS = 3
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), help="Steps to train in all: sets the dataset's size to match.")
-@click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
+@click.option(
+    "--resume",
+    multiple=True,
+    metavar="auto|DIR",
+    help="Go on from the newest complete checkpoint, or from this one; given both, from this one until one is saved.",
+)
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder, on a disk that all nodes share.")
 @click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
 @click.option("--no-bind", is_flag=True, help="Leave it to Linux and MindSpore which cores a worker runs on.")
@@ -71,7 +76,7 @@ def agent(
     restarts: int,
     overrides: tuple[str, ...],
     steps: int | None,
-    resume: str | None,
+    resume: tuple[str, ...],
     run_dir: Path | None,
     port: int | None,
     no_bind: bool,
@@ -86,8 +91,7 @@ def agent(
 
     Exit code: 0 trained, 1 given up, 2 something to mend first, 130/143 interrupted.
     """
-    if resume == "":
-        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
+    going_on, otherwise = resumed(resume)
     if slurm or volcano:
         print_job(recipe, overrides, steps, run_dir, nodes, spares, resume, slurm, volcano)
         return
@@ -99,7 +103,7 @@ def agent(
     flat = effective_recipe(recipe, overrides, steps, run_dir)
     skipped.apply_ledger(flat, run_dir)
     count = check_hosts(hosts, slots, spares, worker_count(flat), nodes)
-    start = Start(flat, run_dir, resume)
+    start = Start(flat, run_dir, going_on, otherwise)
     start.check(slots, port)
     job = Job(
         flat,
@@ -121,6 +125,21 @@ def agent(
         outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))
     report(name, outcome)
     sys.exit(outcome.code)
+
+
+def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
+    """(what to go on from, the folder that stands in while `auto` finds nothing) of --resume, given once or twice.
+
+    Raises:
+        UsageError: it is empty, or names two folders.
+    """
+    if "" in given:
+        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
+    folders = list(dict.fromkeys(each for each in given if each != "auto"))
+    if len(folders) > 1:
+        raise click.UsageError(f"--resume names {' and '.join(folders)}: give one of them, beside auto if you like")
+    folder = folders[0] if folders else None
+    return ("auto", folder) if "auto" in given else (folder, None)
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:

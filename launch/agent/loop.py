@@ -19,11 +19,12 @@ from launch.agent.node.around import Around
 from launch.agent.node.link import link_to
 from launch.agent.node.notices import Interrupted, Notices
 from launch.agent.node.part import Part
-from launch.agent.planning import FINAL, Planning, checkpoint_of, history, newest_saved
+from launch.agent.planning import FINAL, Planning, checkpoint_of, history, newest_saved, read_skipped
 from launch.agent.smaller import smaller
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
+from tools.recipe.load import Recipe
 from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 from tools.runs.readings import Follower, loss_rank
 
@@ -40,14 +41,14 @@ class Agent:
 
     Attributes:
         fit: why this node cannot take part now; asked before it comes to an attempt, but for its first one.
-        prepare: called by who plans an attempt, before others know of the plan.
+        prepare: called by who plans an attempt, before others know of the plan; see `Planning`.
         outcome: of our last part; `failed`: it was the part itself, not told to end for another one's sake.
         parts: how many attempts we took part in.
     """
 
     job: Job
     fit: Callable[[], list[str]] = list
-    prepare: Callable[[Plan], None] = lambda plan: None
+    prepare: Callable[[Plan], Recipe | None] = lambda plan: None
     outcome: Outcome = field(default_factory=lambda: Outcome(0))
     failed: bool = False
     parts: int = 0
@@ -183,6 +184,7 @@ class Agent:
         return found
 
     def _can(self, hosts: list[str]) -> Smaller | str:
+        read_skipped(self.job)
         return smaller(self.job.recipe, len(hosts), self.job.slots, newest_saved(self.job.saves) or 0)
 
     def _say_plan(self, plan: Plan) -> None:

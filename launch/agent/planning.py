@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,13 +16,19 @@ from launch.agent.decide import Smaller
 from launch.agent.disk import LostDiskError
 from launch.agent.job import Job, link_logs, next_number
 from launch.agent.meeting import Meeting
-from launch.resume.skipped import go_back
+from launch.resume import skipped
+from launch.resume.checkpoints import leave_behind, refuse_scratch
+from launch.resume.skipped import guilty
 from launch.run import compile_cache
 from launch.run.msrun import MASTER, free_port
 from plugins.errors import ClusterError
-from plugins.sealed_checkpoint.plan import fault, step_of
+from plugins.sealed_checkpoint.plan import adopt, fault, step_of
+from plugins.spike_guard.skip import Ranges
 from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
-from tools.runs.attempts import Attempt, Beat, Plan, numbers, read_attempt
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.runs.attempts import Attempt, Beat, Plan, numbers, read_attempt, recipe_file
 
 BEAT = 1.0  # seconds between signs of life of who plans
 SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
@@ -33,13 +40,19 @@ Can = Callable[[list[str]], Smaller | str | None]
 
 @dataclass
 class Planning:
-    """One attempt before its plan. `began`: when this node came to it; `came`: when it first saw each host there."""
+    """One attempt before its plan. `began`: when this node came to it; `came`: when it first saw each host there.
+
+    Whoever plans may be followed by another planner at any moment, and learn of it late. So nothing of a run is changed
+    here: what goes with a plan has the plan's own name, and the rest is for `follow`, once the plan counts.
+
+    `prepare` checks what a plan goes on from, and returns the recipe of the attempt (None: that of the job).
+    """
 
     job: Job
     number: int
     can: Can
     meeting: Meeting
-    prepare: Callable[[Plan], None]
+    prepare: Callable[[Plan], Recipe | None]
     began: float = field(default_factory=time.monotonic)
     came: dict[str, float] = field(default_factory=dict)
 
@@ -55,19 +68,16 @@ class Planning:
         if missing and now - max([self.began, *self.came.values()]) < SETTLE:
             return None
         attempts = history(self.job, self.number)
+        read_skipped(self.job)
         hosts, overrides = self._hosts(there, attempts)
         if not hosts:
             return None
         spares = [host for host in there if host not in hosts]
         now = self.meeting.now()
         with self._alive():
-            if attempts:
-                go_back(self.job.recipe, self.job.run_dir, self.job.saves)
             plan = make_plan(self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
-            if not self.meeting.plans(self.number):
-                return None  # what prepare writes into the run's folder is another one's now
-            self.prepare(plan)
-            link_logs(self.job.run_dir, self.number)
+            recipe = self.prepare(plan) or recipe_of(self.job, plan)
+            dump_recipe(recipe, recipe_file(self.job.run_dir, plan))
         return plan
 
     @contextmanager
@@ -112,9 +122,16 @@ def make_plan(
     now: float = 0.0,
 ) -> Plan:
     """The plan of attempt `number` on `hosts`; `again`: from the newest complete checkpoint, if there is one."""
-    best = scan_checkpoints(job.saves)[0] if again else None
-    own = job.resume if job.resume and job.resume.path.exists() else None
+    best, own = None, job.resume if job.resume and job.resume.path.exists() else None
+    if again:
+        adopt(job.saves)
+        unfit = guilty(job.recipe, job.run_dir)
+        best = scan_checkpoints(job.saves, unfit)[0]
+        if own and own.path.parent.resolve() == job.saves.resolve() and unfit(own.path, own.step):
+            own = None
     resume = best or own or job.choose()
+    if again and resume is None:
+        refuse_scratch(job.run_dir, job.saves)
     return Plan(
         attempt=number,
         time=now,
@@ -127,7 +144,42 @@ def make_plan(
         step=resume.step if resume else 0,
         overrides=list(overrides),
         compile_cache=str(compile_cache.root()) if job.cached else None,
+        name=f"{number:04d}-{uuid.uuid4().hex[:8]}",
+        branch=resume is not None and resume.named,
     )
+
+
+def read_skipped(job: Job) -> None:
+    """Let the recipe of `job` (in place) leave out what any attempt of the run has found to be left out."""
+    before: Ranges = ()
+    if skipped.is_on(job.recipe) and (known := numbers(job.run_dir)):
+        plans = (read_attempt(job.run_dir, number).plan for number in reversed(known))
+        last = next((file for plan in plans if plan and (file := recipe_file(job.run_dir, plan)).exists()), None)
+        before = skipped.left_out(load_recipe(last)) if last else ()
+    skipped.apply_ledger(job.recipe, job.run_dir, before)
+
+
+def follow(job: Job, plan: Plan) -> None:
+    """Let the run's folder follow a plan that counts; by each host of it, before its workers start.
+
+    So no checkpoint of this attempt is there yet. A host that was held up since may find those of later attempts: what
+    made a checkpoint is read in its seals, and only what is of before is renamed.
+    """
+    recipe = recipe_of(job, plan)
+    skipped.put_guilty_aside(recipe, job.run_dir, job.saves)
+    if plan.branch and plan.resume:
+        leave_behind(job.saves, Path(plan.resume), plan.attempt)
+    if plan.hosts[0] == job.host:
+        dump_recipe(recipe, job.run_dir / "recipe.yaml")
+        link_logs(job.run_dir, plan.attempt)
+
+
+def recipe_of(job: Job, plan: Plan) -> Recipe:
+    """The recipe of an attempt, as its workers read it; while it is planned, that of the job."""
+    file = recipe_file(job.run_dir, plan)
+    if plan.name and file.exists():
+        return load_recipe(file)
+    return apply_overrides(job.recipe, plan.overrides) if plan.overrides else job.recipe
 
 
 def _port(own: bool) -> int:

@@ -30,7 +30,7 @@ def print_job(
     run_dir: Path | None,
     nodes: Path | None,
     spares: int,
-    resume: str | None,
+    resume: tuple[str, ...],
     slurm: bool,
     volcano: bool,
 ) -> None:
@@ -40,11 +40,13 @@ def print_job(
     chosen = chosen_recipe(recipe, overrides)
     flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps)), make_layout=True)
     preflight.check_sound(flat)
-    for line in outside(recipe, flat, None if resume == "auto" else resume, run_dir):
+    folder = next((each for each in resume if each != "auto"), None)
+    for line in outside(recipe, flat, folder, run_dir):
         click.echo(f"note: {line}", err=True)
     workers = worker_count(flat)
     place = in_checkout(run_dir) if run_dir else str(FULL_SIZE.run_dir(recipe))
-    going_on = ["--resume", resume if resume == "auto" else in_checkout(Path(resume))] if resume else []
+    places = [each if each == "auto" else in_checkout(Path(each)) for each in resume]
+    going_on = [word for place in places for word in ("--resume", place)]
     words = [*passed_on(), *going_on, *unverified_words()]
     own = [*(["--nodes", str(nodes)] if nodes else []), *(["--spares", str(spares)] if spares else [])]
     own += ["--run-dir", place] if run_dir else []

@@ -12,21 +12,26 @@ from launch.resume.checkpoint_model import check_model
 from launch.run import compile_cache, preflight
 from launch.run.msrun import check_port
 from plugins.operator_fusion import plan as operator_fusion
+from plugins.sealed_checkpoint.plan import adopt
 from tools.checkpoint.scan import CheckpointInfo
-from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
-from tools.runs.attempts import Plan
+from tools.runs.attempts import Plan, read_attempts
 from tools.schema.versions import require_verified
 
 
 @dataclass
 class Start:
-    """A run that agents start or join. `resume` is what --resume says; `chosen`, what that was found to be."""
+    """A run that agents start or join.
+
+    `resume` is what --resume says; `otherwise`, the folder that is given beside `auto`, to begin from while the run has
+    saved nothing; `chosen`, what that was found to be.
+    """
 
     recipe: Recipe
     run_dir: Path
     resume: str | None
+    otherwise: str | None = None
     chosen: CheckpointInfo | None = None
 
     @property
@@ -55,26 +60,42 @@ class Start:
         preflight.check_disk(self.saves)
         if port is not None:
             check_port(port)
-        if self.resume not in (None, "auto"):
-            checkpoints.one_iteration(str(self.resume))
+        for folder in {self.resume, self.otherwise} - {None, "auto"}:
+            checkpoints.one_iteration(str(folder))
 
     def choose(self) -> CheckpointInfo | None:
-        """The checkpoint that the run begins from. It is read as a whole: by one node, not by all."""
-        if self.resume == "auto":
-            skipped.put_guilty_aside(self.recipe, self.run_dir, self.saves)
-        self.chosen = checkpoints.find_checkpoint(self.resume, self.saves) if self.resume else None
+        """The checkpoint that the run begins from. It is read as a whole: by one node, not by all.
+
+        Raises:
+            CheckpointError: that is not whole; or there is none, and the run has gone on from one before.
+        """
+        if not self.resume:
+            return None
+        resume, given = self.resume, self.otherwise
+        if given and not self._begun_from(given):
+            resume = given  # other checkpoints are of a branch that this run leaves
+        if resume == "auto":
+            adopt(self.saves)
+            given = given or checkpoints.beginning(self.run_dir, self.saves)
+        unfit = skipped.guilty(self.recipe, self.run_dir)
+        self.chosen = checkpoints.find_checkpoint(resume, self.saves, unfit, given)
+        if self.chosen is None:
+            checkpoints.refuse_scratch(self.run_dir, self.saves)
         return self.chosen
 
-    def prepare(self, plan: Plan) -> None:
-        """Check the checkpoint that an attempt goes on from, and keep its recipe."""
+    def _begun_from(self, given: str) -> bool:
+        """Whether an attempt has been planned that goes on from the folder `given`."""
+        plans = [attempt.plan for attempt in read_attempts(self.run_dir)]
+        return any(plan and plan.resume and Path(plan.resume).resolve() == Path(given).resolve() for plan in plans)
+
+    def prepare(self, plan: Plan) -> Recipe:
+        """Check the checkpoint that an attempt goes on from; returns the recipe of the attempt."""
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:
             if self.chosen and checkpoint.path == self.chosen.path:
                 check_model(recipe, checkpoint.path)
-                if self.resume != "auto":
-                    checkpoints.leave_behind(self.saves, self.chosen)
             checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
             checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
-        dump_recipe(recipe, self.run_dir / "recipe.yaml")
         data_digest.keep(recipe, self.run_dir)
+        return recipe

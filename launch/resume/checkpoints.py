@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ import click
 
 from launch.resume.data_digest import replaced
 from launch.resume.data_order import all_steps, differences
+from launch.resume.skipped import is_on
 from plugins.errors import CheckpointError, did_you_mean
-from plugins.sealed_checkpoint.plan import fault
+from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of
+from plugins.spike_guard.ledger import read_ledger
 from tools.auto.sample_cost import keep_sample_cost
 from tools.checkpoint.scan import (
     CheckpointInfo,
@@ -30,6 +32,7 @@ from tools.checkpoint.slot_order import TRACKER, refuse_moved
 from tools.files.paths import real_path
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
+from tools.runs.attempts import read_attempts
 
 _WEIGHTS = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
 
@@ -41,23 +44,61 @@ def save_path(recipe: dict[str, Any]) -> Path:
     return Path(recipe["checkpoint"]["save_path"]).absolute()
 
 
-def find_checkpoint(resume: str, root: Path) -> CheckpointInfo | None:
+def find_checkpoint(
+    resume: str,
+    root: Path,
+    unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
+    otherwise: str | None = None,
+) -> CheckpointInfo | None:
     """The iteration to go on from; None when `auto` finds no complete one. Says what it skips, and why.
 
+    Args:
+        resume: `auto`, or a folder; root: of the run's own iterations; unfit: see `scan_checkpoints`.
+        otherwise: the folder that the run began from, which `auto` falls back to.
+
     Raises:
-        CheckpointError: `resume` names no folder, none of one iteration, or one that is not whole.
+        CheckpointError: a folder is to be taken that is not there, is none of one iteration, or is not whole.
     """
     if resume != "auto":
         return _named(resume, root)
     say_reading(next(iter(iterations(root)), None))
-    best, skipped = scan_checkpoints(root)
+    best, skipped = scan_checkpoints(root, unfit)
     for path, reason in skipped:
         click.echo(f"skipping checkpoint {path}: {reason}", err=True)
+    if best is None and otherwise:
+        click.echo(f"no complete checkpoint in {root} yet: going on from {otherwise}, as the run began", err=True)
+        return _named(otherwise, root)
     if best is None:
         click.echo(f"no complete checkpoint in {root}: starting from the beginning", err=True)
         return None
     click.echo(f"going on from step {best.step}: {best.path}", err=True)
     return CheckpointInfo(best.path.absolute(), best.step)
+
+
+def beginning(run_dir: Path, root: Path) -> str | None:
+    """The checkpoint of elsewhere that the run in `run_dir` began from, by the plans of its attempts; None for none."""
+    for attempt in reversed(read_attempts(run_dir)):
+        resume = attempt.plan.resume if attempt.plan else None
+        if resume and Path(resume).parent.resolve() != root.resolve():
+            return resume
+    return None
+
+
+def refuse_scratch(run_dir: Path, root: Path) -> None:
+    """Raise CheckpointError where a run that has gone on from a checkpoint before would begin with random weights.
+
+    A run may be started again without anybody looking on, so who wants that says so with a new folder. Only
+    plugins.spike_guard goes back to the beginning by itself, after a spike before the first good checkpoint.
+    """
+    if read_ledger(run_dir):
+        return
+    last = next((attempt.plan for attempt in reversed(read_attempts(run_dir)) if attempt.plan), None)
+    if last and last.resume:
+        raise CheckpointError(
+            f"{root}: no complete checkpoint is left, and attempt {last.attempt} of this run went on from step "
+            f"{last.step:,} ({last.resume}): put that one back, name another one with --resume DIR, or begin anew with "
+            "another --run-dir"
+        )
 
 
 def say_reading(folder: Path | None) -> None:
@@ -78,7 +119,7 @@ def _named(resume: str, root: Path) -> CheckpointInfo:
         )
     if reason:
         click.echo(f"{folder}: has no seals, so that nobody can tell whether it is whole", err=True)
-    return CheckpointInfo(folder, iteration(folder))
+    return CheckpointInfo(folder, iteration(folder), named=True)
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
@@ -129,7 +170,11 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     if not stored.exists():
         click.echo(f"{stored} is not there: nobody can tell whether the data's order stays the same", err=True)
         return
-    found = differences(load_recipe(stored), recipe, checkpoint.step) or replaced(stored.parent, recipe)
+    before = load_recipe(stored)
+    own = made(checkpoint.path).get("skipped")
+    if own is not None and is_on(before):  # what this very checkpoint left out; the file may be an attempt older
+        before["plugins"]["spike_guard"] = {**(before["plugins"]["spike_guard"] or {}), "skipped": own}
+    found = differences(before, recipe, checkpoint.step) or replaced(stored.parent, recipe)
     if found:
         raise CheckpointError(
             f"going on from step {checkpoint.step} would repeat samples and leave others out, for their order changes "
@@ -186,12 +231,20 @@ def check_save_path(root: Path, resume: bool, force: bool) -> None:
 
 
 def clear_save_path(root: Path) -> None:
-    """Remove the sealed iterations of an earlier run, and nothing else."""
-    for folder in filter(is_sealed, iterations(root)):
+    """Remove the sealed iterations of an earlier run, what it has not finished to save, and nothing else."""
+    for folder in [*filter(is_sealed, iterations(root)), *root.glob(f"{SAVING}*")]:
         shutil.rmtree(folder)
 
 
-def leave_behind(root: Path, checkpoint: CheckpointInfo) -> None:
-    """Put the checkpoints aside that are of another branch than the one that goes on from `checkpoint`."""
-    for folder in later_than(root, checkpoint.path):
-        click.echo(f"{folder} is of the run that is left behind here: renamed {set_aside(folder).name}", err=True)
+def leave_behind(root: Path, checkpoint: Path, attempt: int) -> None:
+    """Put the checkpoints aside that are of another branch than the one that goes on from `checkpoint` in `attempt`.
+
+    What that attempt and those after it have saved stays: this may be done by several nodes, one of them late.
+    """
+
+    def earlier(folder: Path) -> bool:
+        return number_of(made(folder).get("attempt")) < attempt
+
+    for folder in filter(earlier, later_than(root, checkpoint)):
+        if aside := set_aside(folder, earlier):
+            click.echo(f"{folder} is of the run that is left behind here: renamed {aside.name}", err=True)

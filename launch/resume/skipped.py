@@ -1,21 +1,23 @@
 """What a launch makes of the ledger of left-out samples (`plugins/spike_guard/ledger.py`).
 
-The worker that ends a run for a spike has written the ledger. A launch puts its samples into the effective recipe, sets
-checkpoints aside that hold a guilty step, and goes on from the newest of the others.
+The worker that ends a run for a spike has written the ledger. Whoever plans the next attempt puts its samples into the
+effective recipe, and goes on from the newest checkpoint that holds no guilty step; those that do are set aside once the
+plan counts. All of it is read from the disk before each plan: no node knows what another one has planned.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
 
+from plugins.sealed_checkpoint.plan import made
 from plugins.spike_guard import settings as spike_guard
-from plugins.spike_guard.ledger import Entry, read_ledger, samples_of
+from plugins.spike_guard.ledger import read_ledger, samples_of
 from plugins.spike_guard.skip import Ranges, normal
 from tools.checkpoint.scan import iteration, iterations, set_aside
-from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 
@@ -33,51 +35,57 @@ def left_out(recipe: Recipe) -> Ranges:
     return normal(View(recipe).get(SKIPPED) or ()) if is_on(recipe) else ()
 
 
-def apply_ledger(recipe: Recipe, run_dir: Path) -> None:
+def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
     """Let `recipe` (in place) leave out what the ledger in `run_dir` says, beside what it says itself.
+
+    Whoever plans an attempt calls this first: another node may have planned, or met, what came before.
+
+    Args:
+        before: what an earlier attempt has left out. A late rank may have written an older ledger over a newer one.
 
     Raises:
         DataError: the ledger cannot be read.
         RecipeError: the guard's settings are wrong.
     """
-    entries = read_ledger(run_dir) if is_on(recipe) else []
-    if entries:
+    found = normal([*samples_of(read_ledger(run_dir)), *before]) if is_on(recipe) else ()
+    if found:
         own = spike_guard.read(recipe["plugins"]["spike_guard"]).skipped
-        every = normal([*own, *samples_of(entries)])
         recipe["plugins"]["spike_guard"] = {
             **recipe["plugins"]["spike_guard"],
-            "skipped": [list(pair) for pair in every],
+            "skipped": [list(pair) for pair in normal([*own, *found])],
         }
 
 
-def pending(run_dir: Path) -> list[Entry]:
-    """The spikes that ended a run and after which no launch has followed: what its recipe does not leave out yet."""
+def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
+    """Why a checkpoint (folder, its step) of the run is not to be gone on from: its samples are left out since.
+
+    A checkpoint's seals say what the run left out that made it; of one that does not say so, what RUN/recipe.yaml
+    leaves out counts, so ask before that is written anew.
+    """
+    entries = read_ledger(run_dir) if is_on(recipe) else []
     stored = run_dir / "recipe.yaml"
-    before = left_out(load_recipe(stored)) if stored.exists() else ()
-    return [entry for entry in read_ledger(run_dir) if normal([*before, *entry.samples]) != before]
+    last = left_out(load_recipe(stored)) if entries and stored.exists() else ()
+
+    def why(folder: Path, step: int) -> str | None:
+        late = [entry for entry in entries if step >= entry.first]
+        if not late:
+            return None
+        own = made(folder).get("skipped")
+        known = last if own is None else normal(own)
+        first = min((entry.first for entry in late if normal([*known, *entry.samples]) != known), default=None)
+        return None if first is None else f"holds step {first}, which spiked"
+
+    return why
 
 
 def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
-    """Rename the checkpoints under `root` that hold a step whose samples are left out from now on.
-
-    Call before the effective recipe is written: it is the last launch's that says which ones are new.
-    """
-    guilty = min((entry.first for entry in pending(run_dir)), default=None) if is_on(recipe) else None
+    """Rename the checkpoints under `root` that are `guilty`."""
+    why = guilty(recipe, run_dir)
     for folder in iterations(root):
-        if guilty is not None and iteration(folder) >= guilty:
-            with suppress(FileNotFoundError):  # several nodes look at once
-                click.echo(f"{folder} holds step {guilty}, which spiked: renamed {set_aside(folder).name}", err=True)
+        words = why(folder, iteration(folder))
+        if words and (aside := set_aside(folder, partial(_still, why, iteration(folder)))):
+            click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
 
 
-def go_back(recipe: Recipe, run_dir: Path, root: Path) -> None:
-    """Between two attempts of a launch: let the next one go on without what the last one has found guilty.
-
-    `recipe` (in place) and the run's effective recipe leave the samples out, checkpoints that hold them are set aside.
-    """
-    if not (is_on(recipe) and pending(run_dir)):
-        return
-    put_guilty_aside(recipe, run_dir, root)
-    apply_ledger(recipe, run_dir)
-    stored = load_recipe(run_dir / "recipe.yaml")
-    apply_ledger(stored, run_dir)
-    dump_recipe(stored, run_dir / "recipe.yaml")
+def _still(why: Callable[[Path, int], str | None], step: int, moved: Path) -> bool:
+    return why(moved, step) is not None

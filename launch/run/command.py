@@ -33,6 +33,7 @@ from launch.run.summary import ResumeCommand, print_failure, print_summary, summ
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
+from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
@@ -111,6 +112,7 @@ def train(
             preflight.clear_run_dir(run_dir)
             checkpoints.clear_save_path(saves)
         if resume == "auto":
+            adopt(saves)
             skipped.put_guilty_aside(flat, run_dir, saves)
         cached = cached or restarts > 0 or compile_cache.FOLDER in os.environ
         job = replace(make_job(flat, run_dir, resume, port, no_bind, restarts), cached=cached)
@@ -121,8 +123,6 @@ def train(
             click.echo(done, err=True)
             outcome = Outcome(0)
         else:
-            if job.resume and resume != "auto":
-                checkpoints.leave_behind(saves, job.resume)
             dump_recipe(flat, run_dir / "recipe.yaml")
             data_digest.keep(flat, run_dir)
             outcome = _run(job, as_json)
@@ -147,7 +147,13 @@ def make_job(
 ) -> Job:
     """What the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it skips."""
     skipped.apply_ledger(recipe, run_dir)
-    checkpoint = checkpoints.find_checkpoint(resume, checkpoints.save_path(recipe)) if resume else None
+    saves = checkpoints.save_path(recipe)
+    otherwise = checkpoints.beginning(run_dir, saves) if resume == "auto" else None
+    checkpoint = (
+        checkpoints.find_checkpoint(resume, saves, skipped.guilty(recipe, run_dir), otherwise) if resume else None
+    )
+    if resume and checkpoint is None:
+        checkpoints.refuse_scratch(run_dir, saves)
     if checkpoint:
         checkpoints.keep_cost(recipe, run_dir, checkpoint.path)
     return Job(

@@ -58,8 +58,9 @@ def msrun_command(
     logs: Path | None = None,
     node: Node | None = None,
     worker: Path = TRAIN,
+    config: Path | None = None,
 ) -> list[str]:
-    """The exact argv that trains `RUN/recipe.yaml` on this host; one worker takes the same path as many.
+    """The exact argv that trains `config` (default: RUN/recipe.yaml) on this host; one worker as many take this path.
 
     `resume` is one iteration's checkpoint folder, `options` are further ones of msrun, `logs` the folder of its logs
     (default: RUN/logs), `node` this one's place where there are several, `worker` the file that every worker runs. No
@@ -84,7 +85,7 @@ def msrun_command(
         *options,
         str(worker),
         "--config",
-        str(run_dir / "recipe.yaml"),
+        str(config or run_dir / "recipe.yaml"),
         "--run-dir",
         str(run_dir),
     ]

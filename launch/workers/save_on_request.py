@@ -65,7 +65,7 @@ def _heeding(monitor: Any, file: Path) -> Any:
                 self.async_save_manager.maybe_finalize(wait_finish=True)
             self._seal_finished_save()
             folder = Path(get_checkpoint_iter_dir(self.directory, step))
-            said = folder if folder.is_dir() else "nothing, for the step is not finite"
+            said = folder if self.saved == step else "nothing, for the step is not finite"
             click.echo(f"{SAVED}step {step}: {said}", err=True)
             raise SystemExit(0)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,12 +17,24 @@ from mindformers.utils.parallel_utils import barrier_world
 
 from plugins.private_hooks import relies_on
 from plugins.sealed_checkpoint import global_step, router_state
-from plugins.sealed_checkpoint.plan import expected_files, remove_old, write_refusal, write_seal
+from plugins.sealed_checkpoint.plan import (
+    ATTEMPT,
+    TRACKER,
+    adopt,
+    expected_files,
+    number_of,
+    publish,
+    remove_old,
+    saving_folder,
+    write_refusal,
+    write_seal,
+)
 from plugins.spans import Span, note
 
 # where it is no longer called, or what is kept no longer listed, nothing would be sealed and nothing removed
 relies_on(CheckpointMonitor, "self._save_megatron_ckpt_file_format(cb_params)")
 relies_on(CheckpointMonitor, "current_ckpt_step_list=self.current_ckpt_step_list")
+relies_on(CheckpointMonitor, "save_checkpoint_path=self.directory")  # an attempt's own folder, while it saves
 
 
 class SealingCheckpointMonitor(CheckpointMonitor):
@@ -30,16 +44,21 @@ class SealingCheckpointMonitor(CheckpointMonitor):
     The legacy format is left as it is: it cannot be resumed on one worker anyway.
 
     MindFormers removes the oldest checkpoint when a new one is written, before it is sealed, and in the background
-    before it is there. Here it goes once every rank has sealed the new one.
+    before it is there; and it counts those of its own process alone. Here it goes once every rank has sealed the new
+    one, and what earlier attempts of the run have saved counts, too.
     """
 
     run_dir: str | None = None  # where it notes for how long the training stood still; None: nowhere
+    skipped: Any = None  # the samples that the run leaves out: they are written into the seals
     unsealed: Any = None  # the iteration that is saved and not sealed yet
+    saved: Any = None  # the newest iteration that was saved
+    directory: Any  # of MindFormers: where it saves
 
     def __init__(self, *args, keep_checkpoint_max=5, use_legacy_format=True, **settings):
         kept = keep_checkpoint_max if use_legacy_format else sys.maxsize  # MindFormers is to remove none
         super().__init__(*args, keep_checkpoint_max=kept, use_legacy_format=use_legacy_format, **settings)
         self.kept = keep_checkpoint_max
+        self.attempt = os.environ.get(ATTEMPT) or None
 
     def _save_megatron_ckpt_file_format(self, cb_params):
         """Save, and seal at once unless the save goes on in the background."""
@@ -49,8 +68,15 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         if self.unsealed is not None:  # in the background still: the next save waits for it too, but seals nothing
             self.async_save_manager.maybe_finalize(wait_finish=True)
             self._seal_finished_save()
-        super()._save_megatron_ckpt_file_format(cb_params)
-        self.unsealed = self.common_info.step_num
+        root = self.directory
+        saving = self._saving()
+        saving.mkdir(parents=True, exist_ok=True)
+        self.directory = str(saving)
+        try:
+            super()._save_megatron_ckpt_file_format(cb_params)
+        finally:
+            self.directory = root
+        self.unsealed = self.saved = self.common_info.step_num
         if not self._config.async_save:
             self._seal_finished_save()
         self._note(began, self.common_info.step_num)
@@ -83,19 +109,38 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         if self.unsealed is not None:
             self.async_save_manager.check_async_save_alive(wait_finish=True)
             self._seal()
+            if not self._followed():
+                adopt(Path(self.directory))  # for the last rank that comes so far
 
     def _seal_finished_save(self):
         """Seal what all ranks have written, then remove what is one too many."""
         if self.unsealed is None:
             return
-        newest = self._seal()
+        saved = self._seal()
         barrier_world("All ranks to seal the checkpoint.")
-        if get_real_rank() == 0:
-            removed = remove_old([Path(each) for each in self.current_ckpt_step_list], newest, self.kept)
-            self.current_ckpt_step_list[:] = self.current_ckpt_step_list[removed:]
+        if get_real_rank() == 0 and not self._followed():
+            newest = publish(saved, Path(self.directory))
+            if newest:
+                remove_old(Path(self.directory), newest, self.kept, self.attempt)
+            if self.attempt:
+                (self._saving() / TRACKER).unlink(missing_ok=True)  # MindFormers' own; `publish` has written the run's
+                with contextlib.suppress(OSError):  # what it had to remove and could not is still in it
+                    self._saving().rmdir()
+        self.current_ckpt_step_list.clear()  # MindFormers' own count: none is left to it
+        barrier_world("Rank 0 to put the checkpoint in its place.")  # a worker that ends meanwhile is not waited for
+
+    def _followed(self):
+        """Whether the run goes on in another attempt than this one already: then this one changes nothing any more."""
+        if not (self.attempt and self.run_dir):
+            return False
+        folders = (Path(self.run_dir) / "attempts").glob("[0-9]*")
+        return any(number_of(folder.name) > number_of(self.attempt) for folder in folders)
+
+    def _saving(self):
+        return saving_folder(Path(self.directory), self.attempt)
 
     def _seal(self):
-        folder = Path(get_checkpoint_iter_dir(self.directory, self.unsealed))
+        folder = Path(get_checkpoint_iter_dir(str(self._saving()), self.unsealed))
         expected = expected_files(self.origin_prefix, get_real_rank(), get_real_group_size(), self.save_optimizer)
         self.write_seal(folder, expected)
         self.unsealed = None
@@ -103,7 +148,10 @@ class SealingCheckpointMonitor(CheckpointMonitor):
 
     def write_seal(self, folder, expected):
         """Seal this rank's part of `folder`, whose files have the names `expected`."""
-        write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed, expected)
+        made = {"attempt": self.attempt} if self.attempt else {}
+        if self.skipped is not None:
+            made["skipped"] = self.skipped
+        write_seal(folder, get_real_rank(), get_real_group_size(), self.unsealed, expected, made=made)
 
     def refuse(self, folder, reason):
         """Mark `folder` as one that nobody is to go on from."""

@@ -1,9 +1,16 @@
-"""Seals: how a reader knows that a checkpoint folder is whole. Pure Python.
+"""Seals: how a reader knows that a checkpoint folder is whole, and which attempt of a run made it. Pure Python.
 
 MindFormers writes an iteration's files in place and names the newest iteration in a tracker file; a run killed
 in the middle of a save leaves a folder that looks like a checkpoint. Here every rank, after its files are on
 disk, writes `seal_rank_N.json` with their sizes and checksums. A checkpoint is complete when the seals of all
-ranks are there and every sealed file matches.
+ranks are there, all by one attempt, and every sealed file matches.
+
+A run that is started again after a failure saves the same steps again, while a rank of the attempt before may still
+be alive: on a host that was cut off, or in a write that its disk has held up for minutes. So each attempt saves into a
+folder of its own, `saving_ATTEMPT/iteration_N`, which no other one writes to; a save that all ranks have sealed is
+renamed to `iteration_N`. A late rank only spoils what its own attempt never finished. Attempts are told apart by
+`NUMBER-TOKEN`, which a launch gives to its workers in $TC3_ATTEMPT. Workers without it (msrun by hand, a script) save
+in place, and seals without it, of before attempts had names, are as good as ever.
 """
 
 from __future__ import annotations
@@ -16,10 +23,41 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from plugins.errors import CheckpointError
 
 CHUNK = 1 << 22  # bytes read at a time
+ATTEMPT = "TC3_ATTEMPT"  # of a worker: the name of the attempt that it is part of
+SAVING, REMOVING = "saving_", "removing_"  # before an attempt's name: its saves in progress; before an iteration's
+TRACKER = "latest_checkpointed_iteration.txt"  # MindFormers': which iteration of a folder to load
+
+
+def iteration(folder: Path) -> int:
+    """The number in MindFormers' folder name, -1 for a name that has none."""
+    number = folder.name.removeprefix("iteration_")
+    return int(number) if number.isdecimal() else -1
+
+
+def iterations(root: Path) -> list[Path]:
+    """The iterations under `root`, newest first, whole or not."""
+    return sorted(root.glob("iteration_*"), key=iteration, reverse=True)
+
+
+def unfinished(root: Path) -> list[Path]:
+    """The iterations that attempts have begun to save for `root` and not put in their place, newest first."""
+    return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
+
+
+def saving_folder(root: Path, attempt: str | None) -> Path:
+    """Where an attempt saves its iterations, until they are whole; `root` itself for workers of no named attempt."""
+    return root / f"{SAVING}{attempt}" if attempt else root
+
+
+def number_of(attempt: str | None) -> int:
+    """The number of an attempt by its name; -1 for one without."""
+    number = (attempt or "").partition("-")[0]
+    return int(number) if number.isdecimal() else -1
 
 
 def seal_file(folder: Path, rank: int) -> Path:
@@ -56,6 +94,7 @@ def write_seal(
     step: int,
     expected: Sequence[str] = (),
     known: Mapping[str, str] = MappingProxyType({}),
+    made: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Seal what rank `rank` wrote into `folder`; atomic. Returns the seal's path.
 
@@ -64,6 +103,7 @@ def write_seal(
         rank, world_size: of this training; step: that the checkpoint holds.
         expected: names of what must be there, see `expected_files`.
         known: checksums of files that were hashed while they were written; others are read.
+        made: how it was made: `attempt`, by name; `skipped`, the samples that the run left out (plugins.spike_guard).
 
     Raises:
         CheckpointError: one of those is not there, or the rank has no safetensors at all.
@@ -81,6 +121,7 @@ def write_seal(
         "step": step,
         "rank": rank,
         "world_size": world_size,
+        **made,
         "files": {
             path.name: {"bytes": path.stat().st_size, "sha256": known.get(path.name) or checksum(path)}
             for path in files
@@ -104,28 +145,97 @@ def _write(seal: dict, folder: Path, rank: int) -> Path:
     return seal_file(folder, rank)
 
 
-def remove_old(folders: Sequence[Path], newest: Path, keep: int) -> int:
-    """Remove the oldest of this run's checkpoints but `keep`; none while ranks have yet to seal the newest.
+def publish(saved: Path, root: Path) -> Path | None:
+    """Put a save that all ranks have sealed in its place among the checkpoints of `root`; returns the new path.
+
+    An iteration of that name makes room: it is of an attempt before. None where it is of a later one, or somebody else
+    has published this one meanwhile. Who saves in place is done already.
+    """
+    place = root / saved.name
+    if saved == place:
+        return place
+    if number_of(made(place).get("attempt")) > number_of(made(saved).get("attempt")):
+        return None
+    old = saved.with_name(f"{REMOVING}{saved.name}")
+    for _ in range(2):
+        with contextlib.suppress(OSError):  # another one stands there
+            saved.rename(place)
+            shutil.rmtree(old, ignore_errors=True)
+            _say_newest(root, place)
+            return place
+        with contextlib.suppress(OSError):
+            if saved.exists():
+                place.rename(old)
+    with contextlib.suppress(OSError):
+        old.rename(place)
+    return None
+
+
+def adopt(root: Path) -> list[Path]:
+    """Put the whole saves of attempts that ended before they could do so in their place; returns the new paths.
+
+    For a launch, between attempts; several nodes may do so at once. What is whole already stays.
+    """
+    whole = [saved for saved in reversed(unfinished(root)) if _complete(saved) and not _complete(root / saved.name)]
+    return [place for saved in whole if (place := publish(saved, root))]
+
+
+def _say_newest(root: Path, place: Path) -> None:
+    part = root / f".{TRACKER}.{place.name}"
+    part.write_text(str(iteration(place)), encoding="utf-8")
+    part.replace(root / TRACKER)
+
+
+def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) -> list[Path]:
+    """Remove the oldest checkpoints of a run but `keep`, whichever of its attempts saved them; returns their paths.
+
+    None while ranks have yet to seal the newest. What is older than it and was sealed by some ranks only goes, too, and
+    what earlier attempts have begun and not finished. A rank of an attempt that another one has followed removes
+    nothing of that one: it may be late.
 
     Args:
-        folders: of the iterations that this run has saved, oldest first; newest: the last of them to be sealed.
-
-    Returns:
-        How many of `folders` are gone.
+        root: of the iterations; newest: the last of them to be sealed; attempt: that saved it.
     """
-    sealed = folders[: folders.index(newest) + 1] if newest in folders else []
-    surplus = sealed[: -max(keep, 1)]
-    if not surplus or _unsealed_rank(newest) is not None:
-        return 0
-    for folder in surplus:
-        shutil.rmtree(folder, ignore_errors=True)  # what is left of it has lost its files: no reader takes it
-    return len(surplus)
+    if not _complete(newest):
+        return []
+    own = number_of(attempt)
+    older = [
+        folder
+        for folder in iterations(root)
+        if iteration(folder) < iteration(newest)
+        and any(folder.glob("seal_rank_*.json"))
+        and (attempt is None or number_of(made(folder).get("attempt")) <= own)
+    ]
+    whole = [folder for folder in older if _complete(folder)]
+    gone = [folder for folder in older if folder not in whole[: max(keep, 1) - 1]]
+    for folder in gone:  # renamed first: what a kill leaves of it has lost its name, no reader takes it
+        with contextlib.suppress(OSError):
+            saving = saving_folder(root, attempt)
+            saving.mkdir(exist_ok=True)
+            shutil.rmtree(folder.rename(saving / f"{REMOVING}{folder.name}"), ignore_errors=True)
+    if attempt is not None:
+        for left in root.glob(f"{SAVING}*"):
+            if number_of(left.name.removeprefix(SAVING)) < own:
+                shutil.rmtree(left, ignore_errors=True)
+    return gone
 
 
-def _unsealed_rank(folder: Path) -> int | None:
-    """The first rank whose seal is not there (yet); None when all are."""
-    ranks = range(_read_seal(folder, 0)["world_size"])
-    return next((rank for rank in ranks if not seal_file(folder, rank).exists()), None)
+def _complete(folder: Path) -> bool:
+    """Whether all ranks have sealed `folder`, by names alone: one listing, however many ranks."""
+    try:
+        ranks, names = range(_read_seal(folder, 0)["world_size"]), set(os.listdir(folder))
+    except (OSError, ValueError, KeyError, TypeError, RefusedError):
+        return False
+    return all(seal_file(folder, rank).name in names for rank in ranks)
+
+
+def made(folder: Path) -> dict[str, Any]:
+    """How a checkpoint was made, see `write_seal`; empty of one that does not say, or has no seal that can be read."""
+    try:
+        seal = _read_seal(folder, 0)
+        return {key: seal[key] for key in ("attempt", "skipped") if key in seal}
+    except (OSError, ValueError, TypeError, RefusedError):
+        return {}
 
 
 def checksum(path: Path) -> str:
@@ -151,6 +261,9 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
         first, every = share
         ranks = range(first, _read_seal(folder, 0)["world_size"], every)
         seals = [_read_seal(folder, rank) for rank in ranks]
+        attempts = {seal.get("attempt") for seal in [_read_seal(folder, 0), *seals]}
+        if len(attempts) > 1:
+            return f"its parts are of several attempts of the run ({', '.join(sorted(map(str, attempts)))})"
         expected = {name: what for seal in seals for name, what in seal["files"].items()}
         faults = (
             _file_fault(folder / name, what["bytes"], what["sha256"] if checksums else None)
@@ -168,11 +281,14 @@ def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True)
 
 
 def newest_of_rank(root: Path, rank: int) -> Path | None:
-    """The newest iteration below `root` that this rank has sealed, whatever the others have; None if there is none."""
-    for folder in sorted(root.glob("iteration_*"), reverse=True):
+    """The newest iteration below `root` that this rank has sealed, whatever the others have; None if there is none.
+
+    One that is not in its place yet is named by where it will be.
+    """
+    for folder in sorted([*iterations(root), *unfinished(root)], key=iteration, reverse=True):
         with contextlib.suppress(OSError, ValueError, RefusedError):
             _read_seal(folder, rank)
-            return folder
+            return root / folder.name
     return None
 
 

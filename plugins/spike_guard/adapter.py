@@ -29,7 +29,7 @@ from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
 from plugins.private_hooks import relies_on
-from plugins.spike_guard.ledger import read_ledger, write_ledger
+from plugins.spike_guard.ledger import add_entry, read_ledger
 from plugins.spike_guard.plan import Window, good_steps, what_follows
 from plugins.spike_guard.settings import KEY, LOADER, SETTINGS, Settings, check
 from plugins.spike_guard.skip import Ranges, continued, count, original
@@ -124,7 +124,7 @@ class Guard(Watch):
         entry, words = what_follows(step, wrong, self.before, self.settings, self.batch, self.settings.skipped)
         if entry is None:
             raise StoppedError(f"{words}; {finite_loss.way_on(saver)}")
-        write_ledger(self.run_dir, [*self.before, entry])
+        add_entry(self.run_dir, entry)
         raise StoppedError(words)
 
 

@@ -2,7 +2,8 @@
 
     {"skipped": [{"step": 12, "first": 12, "why": "step 12: loss is NaN", "samples": [[44, 48]]}]}
 
-Every rank that decides to go back writes the same file, whole, before it ends the run; nobody else writes it.
+Every rank that decides to go back adds the same entry, and writes the file whole, before it ends the run; nobody else
+writes it.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ def write_ledger(run_dir: str | Path, entries: Sequence[Entry]) -> None:
         out.flush()
         os.fsync(out.fileno())
     os.replace(part, path)
+
+
+def add_entry(run_dir: str | Path, entry: Entry) -> None:
+    """Add `entry` to what stands in the ledger now, unless another rank has. A late rank takes nothing away."""
+    entries = read_ledger(run_dir)
+    if not any((each.step, each.samples) == (entry.step, entry.samples) for each in entries):
+        write_ledger(run_dir, [*entries, entry])
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:

@@ -82,7 +82,8 @@ def test_killed_in_a_save_it_goes_on_from_the_checkpoint_before(whole, graph, co
     hook = runs.dying(TC3_TEST_KILL="0:4")
     text = runs.train(runs.TINY, run_dir, corpus, expect=1, **hook, **graph)
     assert "SIGKILL" in text
-    assert (run_dir / "checkpoint" / "iteration_00000008").is_dir()
+    assert list((run_dir / "checkpoint").glob("saving_0000-*/iteration_00000008"))
+    assert not (run_dir / "checkpoint" / "iteration_00000008").exists()
 
     text = runs.train(runs.TINY, run_dir, corpus, "--resume", "auto", **graph)
     assert "iteration_00000008: seal_rank_0.json is missing: the save did not finish" in text

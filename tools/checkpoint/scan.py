@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 
 from plugins.sealed_checkpoint import plan
+from plugins.sealed_checkpoint.plan import iteration, iterations, unfinished
 from tools.files.paths import real_path
 
+__all__ = ["CheckpointInfo", "is_sealed", "iteration", "iterations", "later_than", "scan_checkpoints", "set_aside"]
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A complete checkpoint: its folder, and the training step that it holds."""
+    """A complete checkpoint: its folder, the training step that it holds, and whether a user has named it."""
 
     path: Path
     step: int
+    named: bool = field(default=False, compare=False)
 
 
-def scan_checkpoints(root: Path) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
+def scan_checkpoints(
+    root: Path, unfit: Callable[[Path, int], str | None] = lambda folder, step: None
+) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
     """Look at the iterations under `root`, newest first, and stop at the first complete one.
 
     Args:
         root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); may not exist.
+        unfit: why a checkpoint (folder, its step) is not to be taken, whole or not.
 
     Returns:
-        The newest complete checkpoint or None, and what was skipped before it, each with the reason.
+        The newest complete checkpoint or None, and what was skipped before it, each with the reason. Saves that an
+        attempt has not put in their place (`plan.adopt` does) are skipped, too.
     """
     skipped: list[tuple[Path, str]] = []
-    for folder in iterations(root):
-        reason = plan.fault(folder)
+    for folder in sorted([*iterations(root), *unfinished(root)], key=iteration, reverse=True):
+        reason = unfit(folder, iteration(folder)) or plan.fault(folder, checksums=folder.parent == root)
+        if folder.parent != root:
+            reason = reason or "complete, and not in its place yet"
         if reason is None:
             return CheckpointInfo(folder, plan.step_of(folder)), skipped
         skipped.append((folder, reason))
     return None, skipped
-
-
-def iterations(root: Path) -> list[Path]:
-    """The iterations under `root`, newest first, whole or not."""
-    return sorted(root.glob("iteration_*"), key=iteration, reverse=True)
-
-
-def iteration(folder: Path) -> int:
-    """The number in MindFormers' folder name, -1 for a name that has none."""
-    number = folder.name.removeprefix("iteration_")
-    return int(number) if number.isdecimal() else -1
 
 
 def is_sealed(folder: Path) -> bool:
@@ -63,8 +63,20 @@ def later_than(root: Path, taken: Path) -> list[Path]:
     return [folder for folder in iterations(root) if not own or iteration(folder) > iteration(taken)]
 
 
-def set_aside(folder: Path) -> Path:
-    """Rename an iteration so that it is found no more; returns the new path. Nothing is deleted."""
+def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:
+    """Rename an iteration so that it is found no more; returns the new path. Nothing is deleted.
+
+    None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
+    and was held up since may have found the next attempt's under its name. That one gets its name back.
+    """
     name = ASIDE + folder.name
     names = chain([name], (f"{name}_{number}" for number in count(2)))
-    return folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
+    try:
+        moved = folder.rename(next(path for path in map(folder.with_name, names) if not path.exists()))
+    except FileNotFoundError:  # several nodes look at once
+        return None
+    if sure(moved):
+        return moved
+    with suppress(OSError):
+        moved.rename(folder)
+    return None

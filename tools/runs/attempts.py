@@ -4,6 +4,7 @@ Both halves of the form: launches write it, `tc3 runs` reads it. An attempt is o
 its nodes. Its folder holds
 
 * `plan.json`: what the attempt was given, by one writer, before anything starts;
+* `recipe-NAME.yaml`: the recipe that goes with the plan of that name, which the workers read;
 * `beat-HOST.json`: the newest sign of life of a node, written again and again while its workers run;
 * `end-HOST.json`: how a node's part ended, by the node itself, or by another one where it can no longer;
 * `verdict.json`: which node began the end, and what was decided, by one writer;
@@ -47,6 +48,8 @@ class Plan:
     step: int = 0  # steps done before it
     overrides: list[str] = field(default_factory=list)  # of the recipe, in this attempt: a smaller size
     compile_cache: str | None = None  # its folder
+    name: str = ""  # of the attempt, NUMBER-TOKEN: no other plan's, also not one of the same number that lost
+    branch: bool = False  # `resume` was named by a user: what was saved after it, or elsewhere, is left behind
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ def folder_of(run_dir: Path, number: int) -> Path:
     return run_dir / FOLDER / f"{number:04d}"
 
 
+def recipe_file(run_dir: Path, plan: Plan) -> Path:
+    """What the workers of an attempt read: its recipe, written before its plan counts, and never changed."""
+    return folder_of(run_dir, plan.attempt) / f"recipe-{plan.name}.yaml"
+
+
 def file_of(folder: Path, start: str, host: str) -> Path:
     """A host's file in an attempt's folder, `start` being `BEAT` or `END`; any host's name makes a safe one."""
     return folder / f"{start}{quote(host, safe='')}.json"
@@ -162,6 +170,8 @@ def _fits(value: object, wanted: str) -> bool:
         return bool(optional)
     if wanted == "list[str]":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if wanted == "bool":
+        return isinstance(value, bool)
     if wanted in ("int", "float"):
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, str)  # the rest are names

@@ -15,7 +15,8 @@ command -v tc3 >/dev/null || fail "no tc3 on PATH: activate the environment that
 mkdir -p "$RUN_DIR"
 RUN_DIR=$(cd "$RUN_DIR" && pwd)
 
-# The nodes that Slurm gave this time; a requeued job gets others, and goes on from the newest checkpoint.
+# The nodes that Slurm gave this time. A requeued job gets others, and goes on from the newest checkpoint; while there
+# is none, from the one that the job was told to begin with (a --resume DIR among the options stays).
 HOSTS=$RUN_DIR.slurm-$SLURM_JOB_ID.hosts
 scontrol show hostnames "$SLURM_JOB_NODELIST" | sed "s/\$/ $SLOTS/" >"$HOSTS"
 [ "${SLURM_RESTART_COUNT:-0}" -eq 0 ] || OPTIONS+=(--resume auto)

@@ -3,7 +3,9 @@
 mkdir -p "$RUN_DIR"
 hosts=/tmp/hosts.txt
 sed "s/\$/ $SLOTS/" /etc/volcano/node.host >"$hosts"
-[ ! -d "$RUN_DIR/attempts" ] || OPTIONS+=(--resume auto) # a pod that came later, or a job that was resumed
+# A pod that came later, or a job that was resumed: from the newest checkpoint; while there is none, from a --resume DIR
+# among the options.
+[ ! -d "$RUN_DIR/attempts" ] || OPTIONS+=(--resume auto)
 tc3 agent "$RECIPE" --nodes "$hosts" --host "$HOSTNAME.$JOB" --run-dir "$RUN_DIR" ${OPTIONS[@]+"${OPTIONS[@]}"} &
 agent=$!
 trap 'kill -TERM "$agent"' TERM INT

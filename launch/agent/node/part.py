@@ -16,7 +16,8 @@ from launch.agent.node.keeping import Keeping
 from launch.agent.node.link import Link
 from launch.agent.node.lookout import Lookout
 from launch.agent.node.phase import Phases
-from launch.agent.node.start import command_of, own_logs, own_ranks, recipe_of
+from launch.agent.node.start import command_of, own_logs, own_ranks
+from launch.agent.planning import follow, recipe_of
 from launch.resume import checkpoints
 from launch.run.compile_cache import CompileCache, prepare
 from launch.run.failure import Failure
@@ -58,7 +59,7 @@ class Part:
         logs.mkdir(parents=True, exist_ok=True)
         if failure := self._port_taken(logs):
             return Outcome(1, failure), self._end(Outcome(1, failure), None)
-        phases = Phases(recipe, self.job.run_dir, logs, ranks, self.plan.step, self.limits.learn)
+        phases = Phases(recipe, self.job.run_dir, logs, ranks, self.plan.step, self.limits.learn, name=self.plan.name)
         around = Around(self.meeting, self.plan, self.job.host)
         careful = self.job.watchful
         limits, lost = (self.limits, self.job.lost_after) if careful else (None, None)
@@ -75,6 +76,7 @@ class Part:
     def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:
         """The workers, from their start to their end; the lookout beats already."""
         assert self.lookout
+        follow(self.job, self.plan)
         command = command_of(self.job, self.plan)
         cache = self._cache(recipe, ranks)
         for sentence in (*command.cores.said, *filter(None, [cache.said])):

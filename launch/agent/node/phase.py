@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plugins.held_out_loss.plan import due, held_out_file
-from plugins.sealed_checkpoint.plan import seal_file
+from plugins.sealed_checkpoint.plan import REMOVING, saving_folder, seal_file
 from tools.recipe.load import Recipe
 from tools.runs.attempts import Phase
 from tools.runs.readings import Follower
@@ -48,6 +48,7 @@ class Phases:
     first_step: int = 0
     learn: Callable[[Phase, float], None] = lambda phase, seconds: None
     clock: Callable[[], float] = time.monotonic
+    name: str = ""  # of the attempt
     phase: Phase = "start"
     since: float = 0.0
     step: int = 0
@@ -112,9 +113,12 @@ class Phases:
         return "end" if done else "step"
 
     def _saving(self) -> bool:
-        """Whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part."""
-        folder = self.saves / f"iteration_{min(worker.step for worker in self._workers):08d}"
-        return folder.is_dir() and not all(seal_file(folder, worker.rank).exists() for worker in self._workers)
+        """Whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part, or old ones
+        are being removed for it: rank 0 does so, and all wait."""
+        saving = saving_folder(self.saves, self.name)
+        folder = saving / f"iteration_{min(worker.step for worker in self._workers):08d}"
+        begun = folder.is_dir() and not all(seal_file(folder, worker.rank).exists() for worker in self._workers)
+        return begun or any(saving.glob(f"{REMOVING}*"))
 
     def _evaluating(self) -> bool:
         """Whether the held-out loss is due after the newest step and not on record."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.agent.job import Job, logs_of
+from launch.agent.planning import recipe_of
 from launch.run.cores import Cores, of_launch
 from launch.run.msrun import Node, cluster_environment, msrun_command, worker_environment
 from plugins.operator_fusion import plan as operator_fusion
-from tools.recipe.load import Recipe
-from tools.recipe.override import apply_overrides
-from tools.runs.attempts import Plan
+from plugins.sealed_checkpoint.plan import ATTEMPT
+from tools.runs.attempts import Plan, recipe_file
 
 
 @dataclass(frozen=True)
@@ -31,17 +31,15 @@ def command_of(job: Job, plan: Plan) -> Command:
     cores = of_launch(recipe, plan.slots, logs / "cores.json") if job.bind else Cores()
     node = Node(plan.hosts.index(job.host), len(plan.hosts), plan.slots, plan.master) if several else None
     resume = Path(plan.resume) if plan.resume else None
-    argv = msrun_command(recipe, job.run_dir, plan.port, resume, cores.options, logs, node, job.worker)
+    file = recipe_file(job.run_dir, plan) if plan.name else None
+    config = file if file and file.exists() else None
+    argv = msrun_command(recipe, job.run_dir, plan.port, resume, cores.options, logs, node, job.worker, config)
     environment = worker_environment(plan.slots, job.run_dir, cores=cores.environment, logs=logs)
+    environment |= {ATTEMPT: plan.name} if config else {}
     environment |= operator_fusion.environment(recipe, os.environ)
     if several:
         environment = {**cluster_environment(recipe, job.run_dir, logs), **environment}
     return Command(argv, environment, cores)
-
-
-def recipe_of(job: Job, plan: Plan) -> Recipe:
-    """The recipe of an attempt."""
-    return apply_overrides(job.recipe, plan.overrides) if plan.overrides else job.recipe
 
 
 def own_logs(job: Job, plan: Plan) -> Path:

@@ -1,14 +1,18 @@
 """`tc3 agent`: which node this is, which hosts train, what the agent is given, what Slurm and Volcano are."""
 
+import shutil
 import socket
+from dataclasses import replace
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from launch.agent import cli
+from launch.agent.planning import checkpoint_of, follow, make_plan
 from launch.run import preflight
 from launch.run.supervise import Outcome
-from plugins.errors import ClusterError
+from plugins.errors import CheckpointError, ClusterError
 from tools.runs.attempts import Plan, Verdict, folder_of, write
 
 
@@ -56,9 +60,11 @@ def test_the_agent_gets_its_place_and_the_rules(start, workplace):
 def test_who_plans_keeps_the_recipe_and_checks_the_order_of_the_data(start, workplace, save):
     agent = start()
     plan = Plan(0, 0.0, ["a", "b"], 1, "a", 5000)
-    agent.prepare(plan)
     run_dir = workplace / "output" / "mini-toy"
-    assert (run_dir / "recipe.yaml").exists() and (run_dir / "data.json").exists()
+    assert agent.prepare(plan) == agent.job.recipe and (run_dir / "data.json").exists()
+    assert not (run_dir / "recipe.yaml").exists(), "it does not count yet"
+    follow(replace(agent.job, host="a"), plan)
+    assert (run_dir / "recipe.yaml").exists()
     saved = save(run_dir / "checkpoint", 2)
     write(folder_of(run_dir, 0) / "verdict.json", Verdict(0.0, "restart", "why"))
     agent = start("--set", "seed=2", "--set", "train_dataset.data_loader.config.seed=2")
@@ -68,7 +74,9 @@ def test_who_plans_keeps_the_recipe_and_checks_the_order_of_the_data(start, work
 
 def test_an_agent_that_is_started_again_joins_what_is_under_way(start, workplace):
     run_dir = workplace / "output" / "mini-toy"
-    start().prepare(Plan(0, 0.0, ["a", "b"], 1, "a", 5000))
+    agent, plan = start(), Plan(0, 0.0, ["a", "b"], 1, "a", 5000)
+    agent.prepare(plan)
+    follow(replace(agent.job, host="a"), plan)
     write(folder_of(run_dir, 0) / "verdict.json", Verdict(0.0, "restart", "why"))
     assert start().number == 1
     write(folder_of(run_dir, 1) / "plan.json", Plan(1, 0.0, ["a", "b"], 1, "a", 5000))
@@ -103,3 +111,88 @@ def test_a_node_finds_its_line_by_its_name_or_address(monkeypatch, tmp_path, nam
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster.example")
     monkeypatch.setattr(cli.psutil, "net_if_addrs", lambda: {"eth0": [Address()]})
     assert cli.own_host(["node6", name], None, tmp_path) == name
+
+
+@pytest.mark.parametrize("words", [("auto",), ("D",), ("D", "auto"), ("auto", "D", "D")])
+def test_resume_may_be_given_auto_and_a_folder(words):
+    assert cli.resumed(words) == (("auto" if "auto" in words else "D"), "D" if {"auto", "D"} <= {*words} else None)
+
+
+def test_resume_names_one_folder_at_most_and_is_not_empty():
+    assert cli.resumed(()) == (None, None)
+    for words in (("D", "E"), ("auto", "")):
+        with pytest.raises(click.UsageError):
+            cli.resumed(words)
+
+
+@pytest.fixture
+def requeued(start, workplace, save):
+    """A job that begins from another run's checkpoint, as its nodes start it for the second time."""
+    old = save(workplace / "old" / "checkpoint", 50)
+    run_dir = workplace / "output" / "mini-toy"
+
+    def plan(*resume, number=1, again=True):
+        agent = start(*(word for each in resume for word in ("--resume", each)))
+        found = make_plan(agent.job, number, ["a", "b"], again=again)
+        write(folder_of(run_dir, number) / "plan.json", found)
+        return checkpoint_of(found)
+
+    return plan, old, run_dir
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["under way", "before the first plan"])
+def test_a_requeue_before_the_first_save_goes_on_from_the_given_checkpoint(requeued, again):
+    """`--resume DIR` of the user, `--resume auto` of the sbatch file or the pod."""
+    plan, old, run_dir = requeued
+    if again:
+        assert plan(str(old), number=0, again=False).path == old
+    else:
+        (run_dir / "attempts" / "0000").mkdir(parents=True)  # the first pod waits there for the others
+    assert plan(str(old), "auto", again=again).path == old
+
+
+def test_a_requeue_after_the_first_save_goes_on_from_that(requeued, save):
+    plan, old, run_dir = requeued
+    plan(str(old), number=0, again=False)
+    own = save(run_dir / "checkpoint", 60)
+    assert plan(str(old), "auto").path == own
+
+
+def test_a_job_that_leaves_a_branch_does_not_take_it_for_its_own(requeued, save):
+    """It was to begin from step 50 of another run, in a folder that holds step 60; nothing is planned yet."""
+    plan, old, run_dir = requeued
+    save(run_dir / "checkpoint", 60)
+    assert plan(str(old), "auto", number=0, again=False).path == old
+
+
+def test_auto_alone_finds_what_the_run_began_from(requeued, capsys):
+    plan, old, _ = requeued
+    plan(str(old), number=0, again=False)
+    for again in (True, False):
+        assert plan("auto", again=again).path == old
+        assert f"going on from {old}, as the run began" in capsys.readouterr().err
+
+
+def test_a_run_that_has_gone_on_from_a_checkpoint_never_begins_with_random_weights(requeued, save, capsys):
+    plan, old, run_dir = requeued
+    plan(str(old), number=0, again=False)
+    shutil.rmtree(old)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        plan("auto")
+    save(old.parent, 50)
+    own = save(run_dir / "checkpoint", 60)
+    assert plan("auto").path == own
+    (own / "mini-model-0000000-0000001.safetensors").unlink()
+    assert plan("auto").path == old, "rather than nothing"
+    run_dir.rename(run_dir.with_name("other"))
+    own = save(run_dir / "checkpoint", 60)
+    assert plan("auto").path == own
+    (own / "mini-model-0000000-0000001.safetensors").unlink()
+    for again in (True, False):
+        with pytest.raises(CheckpointError, match=r"attempt 1 of this run went on from step 60 \(.*0060\): put that"):
+            plan("auto", number=2, again=again)
+
+
+def test_a_new_run_may_begin_with_auto(requeued, capsys):
+    plan, _, _ = requeued
+    assert plan("auto", again=False) is None and "starting from the beginning" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from launch.agent.node.phase import COMPILING, Phases
-from plugins.sealed_checkpoint.plan import write_seal
+from plugins.sealed_checkpoint.plan import REMOVING, saving_folder, write_seal
 from tests.plugins.held_out_loss.evaluation import Evaluated
 
 
@@ -100,6 +100,25 @@ def test_a_checkpoint_is_saved_until_both_have_sealed_it(run):
     write_seal(folder, 0, 2, 8)
     assert run.look() == "save"
     write_seal(folder, 1, 2, 8)
+    assert run.look() == "step"
+
+
+def test_an_attempt_saves_in_its_own_folder_and_removes_what_is_one_too_many(run):
+    run.begin()
+    run.phases.name = "0001-a"
+    saves = run.folder / "checkpoint"
+    saving = saving_folder(saves, "0001-a")
+    for rank in (0, 1):
+        run.step(rank, 8)
+    (saving_folder(saves, "0000-b") / "iteration_00000008").mkdir(parents=True)
+    assert run.look() == "step", "that is another attempt's"
+    (saving / "iteration_00000008").mkdir(parents=True)
+    assert run.look() == "save"
+    (saving / "iteration_00000008").rename(saves / "iteration_00000008")
+    assert run.look() == "step"
+    (saving / f"{REMOVING}iteration_00000004").mkdir()
+    assert run.look() == "save", "which may take minutes, in which all ranks wait"
+    (saving / f"{REMOVING}iteration_00000004").rmdir()
     assert run.look() == "step"
 
 

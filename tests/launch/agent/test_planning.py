@@ -1,22 +1,24 @@
 """Who takes part in the attempt after the last one."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from launch.agent import planning
 from launch.agent.decide import Smaller
 from launch.agent.job import Job
-from launch.agent.planning import Planning
+from launch.agent.planning import Planning, follow
+from launch.agent.start import Start
+from launch.resume import skipped
+from plugins.sealed_checkpoint.plan import fault, made, write_seal
+from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
 from tests.launch.agent.ends import A, B, attempt, end, judge, told
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.runs.attempts import Verdict, folder_of, recipe_file, write
 
 
 class Standing:
-    """A meeting in which it is, or is not any more, this one's to plan."""
-
-    def __init__(self, ours):
-        self.ours = ours
+    """A meeting in which anybody plans."""
 
     def now(self):
         return 100.0
@@ -24,18 +26,160 @@ class Standing:
     def beat(self, number, beat):
         pass
 
-    def plans(self, number):
-        return self.ours
+
+GUARDED = """\
+use_parallel: True
+parallel_config: {data_parallel: 2}
+runner_config: {batch_size: 4}
+train_dataset:
+  data_loader: {type: BlendedMegatronDatasetDataLoader, sizes: [800, 0, 0], config: {data_path: ['1', nowhere]}}
+checkpoint: {save_path: ''}
+plugins: {spike_guard: {}}
+"""
 
 
-@pytest.mark.parametrize("ours", [True, False])
-def test_who_was_followed_by_another_planner_writes_nothing_into_the_run(tmp_path, monkeypatch, ours):
-    monkeypatch.setattr(planning, "make_plan", lambda *_, **__: "plan")
-    linked, prepared = [], []
-    monkeypatch.setattr(planning, "link_logs", lambda folder, number: linked.append(number))
-    job = Job(Recipe({}), tmp_path, A, (A,), 1)
-    found = Planning(job, 0, lambda hosts: "none", Standing(ours), prepared.append).wanted([A])
-    assert (found, prepared, linked) == (("plan", ["plan"], [0]) if ours else (None, [], []))
+@pytest.fixture
+def run(tmp_path):
+    """A guarded run on hosts a and b, of 8 samples a step: `agent(host)`, `plan(agent, n)`, `save(plan, step)`."""
+
+    class Run:
+        folder, saves = tmp_path / "run", tmp_path / "run" / "checkpoint"
+
+        def agent(self, host):
+            (tmp_path / "r.yaml").write_text(GUARDED)
+            recipe = load_recipe(tmp_path / "r.yaml")
+            recipe["checkpoint"]["save_path"] = str(self.saves)
+            start = Start(recipe, self.folder, None)
+            return SimpleNamespace(start=start, job=Job(recipe, self.folder, host, (A, B), 2, choose=start.choose))
+
+        def plan(self, agent, number, follows=(A, B)):
+            wanted = Planning(agent.job, number, lambda hosts: "none", Standing(), agent.start.prepare).wanted
+            plan = wanted([A, B])
+            write(folder_of(self.folder, number) / "plan.json", plan)
+            for host in follows:
+                follow(replace(agent.job, host=host), plan)
+            return plan
+
+        def fail(self, plan, cause):
+            folder = folder_of(self.folder, plan.attempt)
+            write(folder / "verdict.json", Verdict(3.0, "restart", "x", A, cause=cause))
+
+        def save(self, plan, step, **made):
+            folder = self.saves / f"iteration_{step:08d}"
+            folder.mkdir(parents=True)
+            left_out = skipped.left_out(load_recipe(recipe_file(self.folder, plan)))
+            made = made if made else {"attempt": plan.name, "skipped": left_out}
+            for rank in (0, 1):
+                (folder / f"m-model-{rank:07d}-0000002.safetensors").write_bytes(b"w")
+                write_seal(folder, rank, 2, step, made={} if "old" in made else made)
+            return folder
+
+        def spiked(self, plan, step):
+            write_ledger(self.folder, [*read_ledger(self.folder), Entry(step, step, "", ((8 * step - 8, 8 * step),))])
+            self.fail(plan, "spike")
+
+        def everything(self):
+            return {path for path in self.folder.rglob("*") if "attempts" not in path.parts}
+
+    (tmp_path / "run").mkdir()
+    return Run()
+
+
+def test_another_agent_plans_without_the_samples_that_spiked(run):
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    run.save(first, 8)
+    run.spiked(first, 12)
+    second = run.plan(a, 1)
+    assert second.step == 8
+    run.save(second, 20)
+    run.fail(second, "signal")
+    third = run.plan(b, 2)
+    assert (third.step, skipped.left_out(load_recipe(recipe_file(run.folder, third)))) == (20, ((88, 96),))
+    run.fail(third, "signal")
+    assert run.plan(run.agent(A), 3).step == 20, "an agent that was started anew, too"
+    assert sorted(path.name for path in run.saves.iterdir()) == ["iteration_00000008", "iteration_00000020"]
+
+
+def test_a_late_rank_that_writes_an_older_ledger_makes_nothing_trained_again(run):
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    run.spiked(first, 3)
+    before = read_ledger(run.folder)
+    second = run.plan(a, 1)
+    run.save(second, 8)
+    run.spiked(second, 12)
+    third = run.plan(b, 2)
+    write_ledger(run.folder, before)
+    run.fail(third, "signal")
+    run.save(third, 16)
+    fourth = run.plan(run.agent(A), 3)
+    left_out = skipped.left_out(load_recipe(recipe_file(run.folder, fourth)))
+    assert fourth.step == 16 and left_out == ((16, 24), (88, 96))
+
+
+def test_nothing_of_the_run_changes_before_a_plan_counts(run):
+    a = run.agent(A)
+    first = run.plan(a, 0)
+    run.save(first, 8), run.save(first, 12)
+    run.spiked(first, 12)
+    before, recipe = run.everything(), (run.folder / "recipe.yaml").read_text()
+    second = run.plan(run.agent(B), 1, follows=())
+    assert second.step == 8 and second.name.startswith("0001-")
+    assert run.everything() == before and (run.folder / "recipe.yaml").read_text() == recipe
+    follow(a.job, second)
+    assert {path.name for path in run.saves.glob("*iteration_*")} == {
+        "iteration_00000008",
+        "set_aside_iteration_00000012",
+    }
+    assert load_recipe(run.folder / "recipe.yaml")["plugins"]["spike_guard"]["skipped"] == [[88, 96]]
+
+
+def test_a_host_that_was_held_up_renames_nothing_that_later_attempts_have_saved(run, monkeypatch):
+    """It has looked at step 12 of the first attempt; when it renames, that of a later one has the name."""
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    run.save(first, 8), run.save(first, 12)
+    run.spiked(first, 12)
+    second = run.plan(b, 1, follows=())
+    real, asleep = skipped.set_aside, [True]
+
+    def held_up(folder, sure):
+        if asleep.pop() if asleep else False:
+            follow(b.job, second)
+            run.save(second, 12)
+        return real(folder, sure)
+
+    monkeypatch.setattr(skipped, "set_aside", held_up)
+    follow(a.job, second)
+    assert made(run.saves / "iteration_00000012")["attempt"] == second.name
+    follow(a.job, first)  # long after
+    assert fault(run.saves / "iteration_00000012") is None
+
+
+def test_a_branch_leaves_behind_what_was_saved_before_it_and_nothing_of_its_own(run):
+    a = run.agent(A)
+    first = run.plan(a, 0)
+    named, later = run.save(first, 8), run.save(first, 12)
+    run.fail(first, "signal")
+    branch = replace(run.plan(a, 1), resume=str(named), step=8, branch=True)
+    follow(a.job, branch)
+    assert not later.exists() and named.exists()
+    own = run.save(branch, 16)
+    follow(replace(a.job, host=B), branch)  # who was held up
+    assert own.exists()
+
+
+def test_checkpoints_of_before_seals_said_what_they_leave_out_are_judged_by_the_recipe(run):
+    a, b = run.agent(A), run.agent(B)
+    first = run.plan(a, 0)
+    run.save(first, 8, old=True), run.save(first, 12, old=True)
+    run.spiked(first, 12)
+    second = run.plan(b, 1)
+    assert second.step == 8 and (run.saves / "set_aside_iteration_00000012").exists()
+    run.save(second, 16, old=True)
+    run.fail(second, "signal")
+    assert run.plan(run.agent(A), 2).step == 16
 
 
 def planned(tmp_path, last, there, most=2):

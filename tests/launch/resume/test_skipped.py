@@ -151,7 +151,7 @@ def test_a_recipe_without_the_guard_leaves_nothing_out_and_touches_nothing(tmp_p
     write_ledger(tmp_path, [Entry(12, 12, "", ((88, 96),))])
     off = Recipe({"plugins": {"spike_guard": False}})
     skipped.apply_ledger(off, tmp_path)
-    skipped.go_back(off, tmp_path, tmp_path)
+    skipped.put_guilty_aside(off, tmp_path, tmp_path)
     assert off["plugins"] == {"spike_guard": False} and skipped.left_out(off) == ()
 
 

@@ -2,9 +2,11 @@ import threading
 
 import pytest
 from mindspore.train import serialization
+from safetensors.numpy import load_file
 
 from plugins.errors import CheckpointError
-from plugins.sealed_checkpoint import adapter
+from plugins.sealed_checkpoint import adapter, plan
+from plugins.sealed_checkpoint.plan import ATTEMPT, TRACKER
 from tests.plugins.sealed_checkpoint.saving import Run
 
 WRITE = serialization._exec_save
@@ -65,9 +67,9 @@ def test_the_last_checkpoint_goes_only_when_the_next_is_sealed(tmp_path, monkeyp
     run = Run(tmp_path, async_save=background, keep_checkpoint_max=1)
     seen = []
 
-    def looking(folder, *rest):
+    def looking(folder, *rest, **more):
         seen.append([run.fault(step) for step in range(1, len(seen) + 1)][-1:])
-        return write_seal(folder, *rest)
+        return write_seal(folder, *rest, **more)
 
     write_seal = adapter.write_seal
     monkeypatch.setattr(adapter, "write_seal", looking)
@@ -85,3 +87,64 @@ def test_no_more_are_kept_than_asked_for(tmp_path):
         run.step(step)
     run.end()
     assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["3", "4"]
+
+
+def test_no_more_are_kept_after_any_number_of_attempts(tmp_path, monkeypatch):
+    for attempt in range(3):
+        monkeypatch.setenv(ATTEMPT, f"{attempt:04d}-a")
+        run = Run(tmp_path, keep_checkpoint_max=2)
+        run.monitor._append_step_num = 2 * attempt
+        run.step(1)
+        run.step(2)
+    assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["5", "6"]
+    assert (tmp_path / TRACKER).read_text() == "6" and not list(tmp_path.glob("saving_*"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_rank_that_wakes_in_the_middle_of_its_save_spoils_nothing_of_the_next_attempt(
+    tmp_path, monkeypatch, background
+):
+    """It was held up between its two files; the attempt that followed has saved the same step meanwhile."""
+    go, held = threading.Event(), threading.Event()
+
+    def held_up(name, *rest):
+        if threading.current_thread() is late and "-opt-" in name:
+            held.set()
+            assert go.wait(WAIT)
+        WRITE(name, *rest)
+
+    monkeypatch.setattr(serialization, "_exec_save", held_up)
+    monkeypatch.setenv(ATTEMPT, "0001-old")
+    old = Run(tmp_path)
+    late = threading.Thread(target=lambda: old.step(3), daemon=True)
+    late.start()
+    assert held.wait(WAIT)
+    monkeypatch.setenv(ATTEMPT, "0002-new")
+    new = Run(tmp_path, async_save=background)
+    writing = adapter.write_seal
+
+    def wakes(folder, *rest, **more):  # the new attempt has written, and not sealed yet
+        go.set()
+        late.join(WAIT)
+        return writing(folder, *rest, **more)
+
+    monkeypatch.setattr(adapter, "write_seal", lambda *rest, **more: (writing if go.is_set() else wakes)(*rest, **more))
+    moment = new.params.network.optimizer.moments1[0]
+    moment.set_data(moment + 100)
+    new.step(3)
+    new.end()
+    folder = tmp_path / "iteration_00000003"
+    assert new.fault(3) is None
+    assert (load_file(folder / "mini-opt-0000000-0000001.safetensors")[moment.name] > 50).all()
+
+
+def test_an_attempt_that_another_one_has_followed_puts_nothing_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(adapter.SealingCheckpointMonitor, "run_dir", str(tmp_path))
+    monkeypatch.setenv(ATTEMPT, "0001-old")
+    run = Run(tmp_path / "checkpoint")
+    (tmp_path / "attempts" / "0001").mkdir(parents=True)
+    run.step(1)
+    (tmp_path / "attempts" / "0002").mkdir()
+    run.step(2)
+    assert [path.name[-1] for path in sorted(tmp_path.glob("checkpoint/iteration_*"))] == ["1"]
+    assert [path.name for path in plan.adopt(tmp_path / "checkpoint")] == ["iteration_00000002"]
