@@ -13,6 +13,7 @@ from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import TC3Error, did_you_mean
 from tools.process.waiting import saying
 
+LOADING = 5.0  # seconds until it is said that a command is being loaded
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
     "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
@@ -51,7 +52,7 @@ class LazyGroup(click.Group):
         """Import the command's module; None when there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        with saying(f"tc3 {cmd_name} is being loaded"):
+        with saying(f"tc3 {cmd_name} is being loaded", after=LOADING):
             command = _command(COMMANDS[cmd_name][0])
             for name, place in NESTED.get(cmd_name, {}).items():
                 cast(click.Group, command).add_command(_command(place), name)

@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 # whole runs, and what a command says of bad input, belong to no folder of sources
 WHOLE = {"inputs", "training"}
-LINES = {"benchmarks": 300, "tests": 330}  # those of the sources: test_rooms.py
+LINES = {"benchmarks": 300, "tests": 500}  # those of the sources: test_rooms.py
 MODULES = {folder: sorted((ROOT / folder).rglob("*.py")) for folder in LINES}
 
 

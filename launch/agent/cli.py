@@ -23,12 +23,13 @@ from launch.resume import skipped
 from launch.run import preflight
 from launch.run.effective import FULL_SIZE, effective_recipe
 from launch.run.msrun import on_ascend, worker_count
-from launch.run.summary import complain
+from launch.run.summary import ResumeCommand, complain, print_summary, summarize
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError
 from tools.host.names import read_hosts
 from tools.ranges import Number
-from tools.schema.versions import unverified_option
+from tools.runs.attempts import numbers, read_attempt
+from tools.schema.versions import unverified_option, unverified_words
 
 RESTARTS = 3
 
@@ -120,10 +121,12 @@ def agent(
         watchful=True,
         cached=True,
     )
+    click.echo(f"tc3: {name}: follow the run with: tc3 runs watch {run_dir}", err=True)
     probing = partial(unfit, slots, run_dir) if on_ascend(flat) else list
     with preflight.only_run_in(run_dir, start.saves, together=True):
         outcome = Agent(job, probing, start.prepare).run(first_number(run_dir))
     report(name, outcome)
+    conclude(job, outcome, partial(_resume_command, recipe, overrides, nodes), steps)
     sys.exit(outcome.code)
 
 
@@ -140,6 +143,36 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
         raise click.UsageError(f"--resume names {' and '.join(folders)}: give one of them, beside auto if you like")
     folder = folders[0] if folders else None
     return ("auto", folder) if "auto" in given else (folder, None)
+
+
+def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None) -> None:
+    """On the first host of the newest attempt: the run's numbers, its loss curve, and the command to go on with."""
+    known = numbers(job.run_dir)
+    plan = read_attempt(job.run_dir, known[-1]).plan if known else None
+    if plan is None or plan.hosts[0] != job.host:
+        return
+    summary = summarize(job.run_dir, job.recipe, outcome, resume_command, steps)
+    if outcome.code == 0:
+        print_summary(summary)
+    elif summary["picture"]:
+        click.echo(f"Loss curve: {summary['picture']}", err=True)
+
+
+def _resume_command(
+    recipe: Path, overrides: tuple[str, ...], nodes: Path, weights: Path | None, change: str
+) -> list[str]:
+    """The command, for each node, that goes on with this run, or starts another one from `weights`."""
+    given = click.get_current_context().params
+    words = ["tc3", "agent", str(recipe), "--nodes", str(nodes)]
+    words += ["--spares", str(given["spares"])] if given["spares"] else []
+    run_dir = given["run_dir"] or FULL_SIZE.run_dir(recipe)
+    if weights:
+        words += ["--run-dir", f"{run_dir}-next"]
+        overrides = (*overrides, f"checkpoint.load_path={weights}")
+    else:
+        words += ["--resume", "auto"] + (["--run-dir", str(run_dir)] if given["run_dir"] else [])
+    changed = (*overrides, change) if change else overrides
+    return [*words, *(word for override in changed for word in ("--set", override)), *unverified_words()]
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:

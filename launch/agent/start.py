@@ -54,7 +54,7 @@ class Start:
         preflight.check_data(self.recipe)
         if not goes_on:
             checkpoints.check_load_path(self.recipe)
-        preflight.check_run_dir(self.run_dir, goes_on, force=None)
+        preflight.check_run_dir(self.run_dir, goes_on, None, self.saves)
         checkpoints.check_save_path(self.saves, goes_on, force=False)
         preflight.check_disk(self.run_dir)
         preflight.check_disk(self.saves)

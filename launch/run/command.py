@@ -184,7 +184,7 @@ def _checks(
         lambda: preflight.check_sound(recipe),
         lambda: preflight.check_data(recipe),
         lambda: None if resume else checkpoints.check_load_path(recipe),
-        lambda: preflight.check_run_dir(run_dir, bool(resume), force),
+        lambda: preflight.check_run_dir(run_dir, bool(resume), force, saves),
         lambda: checkpoints.check_save_path(saves, bool(resume), force),
         lambda: preflight.check_disk(run_dir),
         lambda: preflight.check_disk(saves),

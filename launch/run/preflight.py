@@ -16,10 +16,12 @@ import psutil
 
 from launch.run.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
+from plugins.sealed_checkpoint.plan import fault
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.check import check_recipe
 from tools.check.differences import modelled
 from tools.check.dispatch import check_dispatch
+from tools.checkpoint.scan import iterations
 from tools.data.blend import read_blend
 from tools.data.outputs import read_sidecar
 from tools.files.paths import real_path
@@ -185,11 +187,16 @@ def check_disk(folder: Path) -> None:
         raise ClusterError(f"{folder}: {free / 1e9:.1f} GB free, a run needs {MIN_FREE / 1e9:.1f}: make room first")
 
 
-def check_run_dir(run_dir: Path, resume: bool, force: bool | None) -> None:
+def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path | None = None) -> None:
     """Raise CheckpointError when `run_dir` holds another run (and neither flag is given) or something else.
 
-    `force` is None where there is no such option.
+    `force` is None where there is no such option. `saves`: where that run's checkpoints are.
+
+    Raises:
+        ClusterError: the run is in progress; not for agents, which may join it.
     """
+    if force is not None:
+        _refuse_running(run_dir)
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
@@ -201,9 +208,12 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None) -> None:
         if strange:
             raise CheckpointError(f"{run_dir}: not a run's folder (it holds {strange[0]}); choose another --run-dir")
     elif not (resume or force):
-        anew = "" if force is None else "start over with --force (removes its logs, metrics and checkpoints), "
+        saved = saves is None or any(fault(folder, checksums=False) is None for folder in iterations(saves))
+        ways = ["go on with --resume auto"] * saved
+        ways += ["start over with --force (removes its logs, metrics and checkpoints)"] * (force is not None)
+        holds = "holds a run already" + ("" if saved else ", which has saved nothing to go on from")
         raise CheckpointError(
-            f"{run_dir}: holds a run already; go on with --resume auto, {anew}or choose another --run-dir"
+            f"{run_dir}: {holds}; {', '.join([*ways, 'or ' * bool(ways) + 'choose another --run-dir'])}"
         )
 
 
@@ -227,6 +237,22 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(entry)
         elif entry.name != LOCK:
             entry.unlink()
+
+
+def _refuse_running(run_dir: Path) -> None:
+    """Raise ClusterError where a run has the lock of its folder."""
+    with suppress(OSError), (run_dir / LOCK).open("r+") as lock:  # what else is wrong is said elsewhere
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _in_progress(run_dir, lock.read().strip()) from None
+
+
+def _in_progress(folder: Path, who: str) -> ClusterError:
+    return ClusterError(
+        f"{folder}: a run is in progress there ({f'pid {who}' if who else AGENTS}); follow it with tc3 runs watch, or "
+        "choose another --run-dir"
+    )
 
 
 @contextmanager
@@ -263,8 +289,7 @@ def _lock(folder: Path, held: ExitStack, together: bool) -> None:
         fcntl.flock(lock, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        who = lock.read().strip()
-        raise ClusterError(f"{folder}: a run is in progress there ({f'pid {who}' if who else AGENTS})") from None
+        raise _in_progress(folder, lock.read().strip()) from None
     except OSError as error:
         click.echo(f"{folder}: its file system has no locks ({error.strerror}): start no second run there", err=True)
     if not (path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat())):

@@ -85,7 +85,7 @@ class TrainingProgress:
 
     def _note(self, record: dict[str, Any]) -> str:
         speed = self.readings.tokens_per_second()
-        return f"loss {record['loss']:.4f}" + (f"  {speed:,.0f} tokens/s" if speed else "")
+        return f"loss {record['loss']:.4f}" + (f"  {speed:,.0f} tokens/s (median)" if speed else "")
 
 
 def _bar(console: Console) -> Progress:

@@ -47,10 +47,10 @@ def summarize(
     failure = outcome.failure
     if outcome.code:
         more = _resuming(resume_command, wanted, gentler(recipe) if failure and failure.stopped else "")
+    elif best:
+        more = _next_command(recipe, readings.total_steps or all_steps(recipe), best.path, resume_command)
     else:
-        more = _next_command(
-            recipe, readings.total_steps or all_steps(recipe), best.path if best else None, resume_command
-        )
+        more = []  # nothing was saved to go on from
     return {
         "exit_code": outcome.code,
         "error": failure.message if failure else None,
@@ -66,7 +66,7 @@ def summarize(
         "checkpoint": str(best.path) if best else None,
         "checkpoint_step": best.step if best else None,
         "picture": str(draw_loss_curve([metrics], run_dir / "loss.png", held_out)) if steps else None,
-        "next_command": shlex.join(more),
+        "next_command": shlex.join(more) or None,
     }
 
 
@@ -75,13 +75,13 @@ def _finite(value: float | None) -> float | None:
     return value if value is None or math.isfinite(value) else None
 
 
-def _next_command(recipe: Recipe, total: int, weights: Path | None, resume_command: ResumeCommand) -> list[str]:
+def _next_command(recipe: Recipe, total: int, weights: Path, resume_command: ResumeCommand) -> list[str]:
     """What goes on with a run that has ended: to twice its steps, or to as many as keep its data's order.
 
     After the last such step it is a new run from the weights: GPTDataset would shuffle what is trained already anew.
     """
     most = most_steps(recipe, 2 * total)
-    if most is not None and most <= total and weights:
+    if most is not None and most <= total:
         return [*resume_command(weights, ""), "--steps", str(total)] if total else resume_command(weights, "")
     return _resuming(resume_command, 2 * total if most is None else most)
 
@@ -106,10 +106,11 @@ def print_summary(summary: dict[str, Any]) -> None:
     if first is not None or final is not None:
         rows.append(("held-out loss", f"{_loss(first)} -> {_loss(final)} (on text never trained on)"))
     if summary["tokens_per_second"]:
-        rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s (median step)"))
+        rows.append(("speed", f"{summary['tokens_per_second']:,.0f} tokens/s of all workers (median step)"))
     rows.append(("checkpoint", summary["checkpoint"] or "none was saved"))
     rows.append(("loss curve", summary["picture"] or "no step was made"))
-    rows.append(("go on with", summary["next_command"]))
+    if summary["next_command"]:
+        rows.append(("go on with", summary["next_command"]))
     for name, text in rows:
         click.echo(f"{name + ':':<15}{text}")
 

@@ -76,11 +76,14 @@ def save():
 
 
 @pytest.fixture
-def runs(workplace, monkeypatch):
-    """Commands given to the supervisor, which writes `steps` steps of rank `rank` and answers `outcome`."""
+def runs(workplace, monkeypatch, save):
+    """Commands given to the supervisor, which writes `steps` steps of rank `rank` and answers `outcome`.
+
+    `saves`: whether the last step is saved.
+    """
 
     class Runs(list):
-        steps, rank = 3, 0
+        steps, rank, saves = 3, 0, False
         loss = staticmethod(lambda step: 6.0 - step)
         outcome = Outcome(0)
 
@@ -96,6 +99,8 @@ def runs(workplace, monkeypatch):
                 for step in range(1, runs.steps + 1):
                     record = {"step": step, "loss": runs.loss(step), "tokens": 100, "seconds": 0.5}
                     out.write(json.dumps(record) + "\n")
+        if runs.saves:
+            save(run_dir / "checkpoint", runs.steps)
         tick()
         return runs.outcome
 

@@ -89,7 +89,7 @@ def _compare(nodes: Path, words: list[str], limit: float, as_json: bool) -> NoRe
 
 
 def _text(findings: list[Finding]) -> str:
-    """A line for each check; why, and what mends it, below those that want something."""
+    """A line for each check; why, and what mends it, below those that want something; last again what fails."""
     width, lines = max(len(item.check) for item in findings), []
     for item in findings:
         verdict = click.style(f"{item.verdict:8s}", fg=COLOURS[item.verdict])
@@ -97,5 +97,10 @@ def _text(findings: list[Finding]) -> str:
         if item.verdict in ("warn", "fail"):
             lines.append(f"{'':8s}{'':{width}s}  {item.why} ({item.source})")
             lines.append(f"{'':8s}{'':{width}s}  mend: {item.mend}")
+    lines += [
+        click.style(f"fail: {item.check}: {item.seen}; mend: {item.mend}", fg=COLOURS["fail"])
+        for item in findings
+        if item.verdict == "fail"
+    ]
     counts = Counter(item.verdict for item in findings)
     return "\n".join([*lines, ", ".join(f"{counts[verdict]} {verdict}" for verdict in COLOURS if counts[verdict])])

@@ -38,22 +38,22 @@ def reserved_ports(patient: Patient) -> Answer:
 
 
 @check(
-    why="msrun's scheduler, and HCCL, cannot listen where somebody does already",
+    why="HCCL, and the scheduler of a script of tc3 train --script, cannot listen where somebody does already",
     source="msrun --master_port; CANN, HCCL_IF_BASE_PORT",
     mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
 )
 def free_ports(patient: Patient) -> Answer:
-    """Nobody listens on the ports of a launch; tc3 train takes a free one by itself."""
+    """Nobody listens on the ports of a launch; for the scheduler tc3 train and tc3 agent take a free one."""
     tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
     if all(table is None for table in tables):
         return Answer("unknown", "/proc/net/tcp cannot be read")
     rows = [line.split() for table in tables for line in (table or "").splitlines()[1:]]
     listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
-    wanted = {MASTER_PORT} if not patient.wants_npus else {MASTER_PORT, *_wanted()}
-    taken = sorted(listening & wanted)
+    needed = set(_wanted()) if patient.wants_npus else set()  # the scheduler's is another where that one is taken
+    taken = sorted(listening & {MASTER_PORT, *needed})
     if not taken:
-        return Answer("ok", f"{compress(wanted)} free")
-    return Answer("fail" if patient.wants_npus else "warn", f"in use: {', '.join(map(str, taken))}")
+        return Answer("ok", f"{compress({MASTER_PORT, *needed})} free")
+    return Answer("fail" if listening & needed else "warn", f"in use: {', '.join(map(str, taken))}")
 
 
 def card_sizes(root: Root) -> dict[str, str]:

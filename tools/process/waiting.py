@@ -10,17 +10,18 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 AFTER, EVERY = 2.0, 15.0  # seconds until the first line, and between the others
+AGAIN = 120.0  # seconds until words that have not changed are said again
 Shown = TypeVar("Shown", bound="Progressing")
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
-    """A line on stderr after two seconds, and one now and then while the block runs: ``WHAT (22 s so far)``.
+def saying(what: str, after: float | None = None) -> Iterator[None]:
+    """A line on stderr after two seconds (or `after`), then now and then while the block runs: ``WHAT (22 s so far)``.
 
     For work that cannot say how far it is.
     """
     done = threading.Event()
-    thread = threading.Thread(target=_say, args=(what, done), daemon=True)
+    thread = threading.Thread(target=_say, args=(what, done, AFTER if after is None else after), daemon=True)
     thread.start()
     try:
         yield
@@ -29,8 +30,8 @@ def saying(what: str) -> Iterator[None]:
         thread.join()
 
 
-def _say(what: str, done: threading.Event) -> None:
-    started, pause = time.monotonic(), AFTER
+def _say(what: str, done: threading.Event, pause: float) -> None:
+    started = time.monotonic()
     while not done.wait(pause):
         with suppress(OSError, ValueError):  # nobody listens
             print(f"{what} ({time.monotonic() - started:.0f} s so far)", file=sys.stderr, flush=True)
@@ -39,6 +40,8 @@ def _say(what: str, done: threading.Event) -> None:
 
 class Progressing:
     """Shows words that change, and how much of `total` is done; work that ends within two seconds says nothing.
+
+    Off a terminal words are said once, and again only after two minutes without others.
 
     Args:
         words: what is done at first.
@@ -79,8 +82,13 @@ class Progressing:
             self._bar.update(self._task, description=words, completed=done, total=self._total)
 
     def _say(self) -> None:
-        wait = AFTER
+        wait, said, started = AFTER, "", time.monotonic()
+        last = started
         while not self._over.wait(wait):
+            now, wait = time.monotonic(), EVERY
+            if self.words == said and now - last < AGAIN:
+                continue
+            again = f" ({now - started:.0f} s so far)" if self.words == said else ""
+            said, last = self.words, now
             with suppress(OSError, ValueError):
-                print(f"{self.words} ...", file=sys.stderr, flush=True)
-            wait = EVERY
+                print(f"{said} ...{again}", file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """`tc3 agent`: which node this is, which hosts train, what the agent is given, what Slurm and Volcano are."""
 
+import json
 import shutil
 import socket
 from dataclasses import replace
@@ -43,6 +44,7 @@ def start(given, workplace):
         if result.exception and not isinstance(result.exception, SystemExit):
             raise result.exception
         assert result.exit_code == 0, result.output
+        given[-1].output = result.output
         return given[-1]
 
     return start
@@ -82,9 +84,29 @@ def test_an_agent_that_is_started_again_joins_what_is_under_way(start, workplace
     write(folder_of(run_dir, 1) / "plan.json", Plan(1, 0.0, ["a", "b"], 1, "a", 5000))
     assert start().number == 1
     write(folder_of(run_dir, 1) / "verdict.json", Verdict(0.0, "done", "why"))
-    with pytest.raises(ValueError, match="holds a run already; go on with --resume auto, or choose another"):
+    with pytest.raises(ValueError, match="holds a run already, which has saved nothing to go on from; choose"):
         start()
     assert start("--resume", "auto").number == 2
+
+
+def test_the_first_host_of_the_newest_attempt_leaves_numbers_and_a_loss_curve(start, workplace, save, capsys):
+    run_dir = workplace / "output" / "mini-toy"
+    agent = start("--steps", "3")
+    assert not (run_dir / "loss.png").exists(), "it did not take part"
+    agent.prepare(Plan(0, 0.0, ["b", "a"], 1, "b", 5000))
+    write(folder_of(run_dir, 0) / "plan.json", Plan(0, 0.0, ["b", "a"], 1, "b", 5000))
+    save(run_dir / "checkpoint", 3)
+    (run_dir / "metrics").mkdir()
+    lines = [{"start_step": 0, "total_steps": 3}]
+    lines += [{"step": step, "loss": 6.0 - step, "tokens": 100, "seconds": 0.5} for step in (1, 2, 3)]
+    (run_dir / "metrics" / "rank_0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    capsys.readouterr()
+    start("--steps", "3", host="a")
+    assert not (run_dir / "loss.png").exists(), "one host is enough"
+    said = start("--steps", "3").output
+    assert f"follow the run with: tc3 runs watch {run_dir}" in said
+    assert (run_dir / "loss.png").exists() and "training loss: 5.0000 -> 3.0000" in said
+    assert "go on with:    tc3 agent mini/toy.yaml --nodes hosts.txt --spares 1 --resume auto --steps 6" in said
 
 
 def test_agents_share_the_run_and_tc3_train_is_kept_out(tmp_path):

@@ -208,11 +208,10 @@ def test_a_corpus_that_has_moved_is_the_same(train, trained, workplace):
 
 
 def test_what_is_printed_to_go_on_with_keeps_the_order_and_at_the_epochs_end_starts_anew(train, runs, save, workplace):
-    runs.steps = 100
+    runs.steps, runs.saves = 100, True
     assert "--resume auto --steps 125\n" in train(TOY, "--steps", "100")[1]
     root = workplace / "output" / "mini-toy" / "checkpoint"
-    save(root, 100)
-    runs.steps = 125
+    runs.steps, runs.saves = 125, False
     code, out, err = train(TOY, "--resume", "auto", "--steps", "125")
     assert code == 0, err
     command = shlex.split(out.split("go on with:")[1])

@@ -61,6 +61,7 @@ def test_a_dry_run_of_an_ascend_recipe_works_without_npus_and_says_what_is_missi
 
 
 def test_a_run_ends_with_its_numbers_its_files_and_the_command_to_go_on(train, runs, workplace):
+    runs.saves = True
     code, out, err = train("mini/toy.yaml", "--set", "runner_config.batch_size=2")
     assert code == 0
     assert "batch_size=2 also sets model.model_config.batch_size" in err
@@ -80,6 +81,10 @@ def test_json_is_all_there_is_on_stdout(train, runs, workplace):
     wanted = {"exit_code": 0, "steps": 3, "first_loss": 5.0, "final_loss": 3.0, "tokens_per_second": 200.0}
     assert wanted.items() <= summary.items()
     assert summary["picture"] == str(workplace / "here" / "loss.png") and summary["checkpoint"] is None
+    assert summary["next_command"] is None, "nothing was saved to go on from"
+    assert "go on with" not in train("mini/toy.yaml", "--force")[1]
+    runs.saves = True
+    summary = json.loads(train("mini/toy.yaml", "--json", "--run-dir", "here", "--force")[1])
     assert summary["next_command"] == f"tc3 train mini/toy.yaml --resume auto --run-dir {workplace / 'here'} --steps 6"
 
 
@@ -281,7 +286,23 @@ def test_a_port_in_use_and_a_folder_with_a_run_are_refused(train, runs):
         assert code == 2 and "in use" in err and not runs
     train("mini/toy.yaml")
     code, _, err = train("mini/toy.yaml")
-    assert code == 2 and "holds a run already" in err and len(runs) == 1
+    assert code == 2 and "holds a run already, which has saved nothing to go on from; start over" in err
+    runs.saves = True
+    assert train("mini/toy.yaml", "--force")[0] == 0
+    code, _, err = train("mini/toy.yaml")
+    assert code == 2 and "holds a run already; go on with --resume auto, start over with --force" in err
+    assert len(runs) == 2
+
+
+@pytest.mark.parametrize("option", [[], ["--force"], ["--resume", "auto"]])
+def test_a_second_start_in_the_folder_of_a_run_says_that_it_goes_on(train, runs, workplace, option):
+    """Not that the folder holds a run, which one would go on with, or start over."""
+    run_dir = workplace / "output" / "mini-toy"
+    with preflight.only_run_in(run_dir):
+        (run_dir / "recipe.yaml").write_text("a: 1\n")
+        code, _, err = train("mini/toy.yaml", *option)
+    assert code == 2 and not runs and "--force" not in err
+    assert f"{run_dir}: a run is in progress there (pid {os.getpid()}); follow it with tc3 runs watch" in err
 
 
 def test_resume_and_force_exclude_each_other(train, runs):

@@ -42,7 +42,7 @@ def test_without_a_terminal_there_is_a_line_every_tenth(tmp_path, metrics):
     assert lines[0] == "compiling…"
     assert lines[1].startswith("step 1/100  loss 0.1000  (first step after")
     assert [line.split()[1] for line in lines[2:]] == [f"{n}/100" for n in range(10, 101, 10)]
-    assert lines[-1] == "step 100/100  loss 10.0000  200 tokens/s"
+    assert lines[-1] == "step 100/100  loss 10.0000  200 tokens/s (median)"
 
 
 def test_without_a_terminal_there_is_a_line_every_minute_too(tmp_path, metrics, monkeypatch):

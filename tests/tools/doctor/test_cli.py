@@ -23,6 +23,8 @@ def test_a_failing_check_is_exit_code_1_and_mending_it_0(tmp_path):
     result = call(MINI, "--root", str(root.path))
     assert result.exit_code == 1
     assert "fail    governor" in result.stdout and "mend: cpupower frequency-set -g performance" in result.stdout
+    last = result.stdout.splitlines()[-2]
+    assert last.startswith("fail: governor: ") and last.endswith("; mend: cpupower frequency-set -g performance")
     (tmp_path / GOVERNOR).write_text("performance\n")
     result = call(MINI, "--root", str(root.path))
     assert result.exit_code == 0 and "ok      governor" in result.stdout and "cpupower frequency" not in result.stdout

@@ -62,7 +62,10 @@ def rows(status: Status) -> list[tuple[str, str]]:
         ("phase", status.phase and f"{status.phase}, for {duration(status.phase_seconds)}"),
         ("step", f"{status.step:,}{total}"),
         ("loss", None if status.loss is None else f"{status.loss:.4f}"),
-        ("speed", None if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tokens/s"),
+        (
+            "speed",
+            None if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tokens/s of all workers",
+        ),
         ("goodput", known),
         ("checkpoint", _checkpoint(status)),
         ("slow ranks", "; ".join(status.slow_ranks) or None),
