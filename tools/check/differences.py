@@ -85,7 +85,7 @@ def _rounded_probabilities(view: View, built: Built, found: Findings) -> None:
 
 
 def _dealt_samples(view: View, built: Built, found: Findings) -> None:
-    """What the loss takes together, where `plugins.attention_balance` deals samples to other micro-batches and ranks."""
+    """The loss takes samples together, which `plugins.attention_balance` deals to other micro-batches and ranks."""
     if view.get(("plugins", "attention_balance")) in (None, False):
         return
     reasons = []
@@ -100,7 +100,7 @@ def _dealt_samples(view: View, built: Built, found: Findings) -> None:
 
 
 def _taken_together(view: View, kind: str) -> list[str]:
-    """Why the auxiliary loss depends on which samples lie in one micro-batch or on one rank; empty where it does not."""
+    """Why the auxiliary loss depends on which samples are in a micro-batch or on a rank; empty where it does not."""
     if view.get(("plugins", "group_aux_loss")) not in (None, False):
         return ["group_aux_loss takes the auxiliary loss of the samples that an EP group has at once"]
     if kind == "gbs_aux_loss":

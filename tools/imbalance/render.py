@@ -12,7 +12,6 @@ from plugins.attention_balance.plan import Balance
 from tools.imbalance.lengths import QUANTILES, Distribution
 from tools.imbalance.measure import Imbalance, Result
 from tools.imbalance.recipe import Setting
-from tools.imbalance.seconds import Seconds
 from tools.imbalance.steps import SHARES, Steps
 
 NOTE = (
