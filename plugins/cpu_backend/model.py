@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
 from mindformers.models.telechat3_moe.modeling_telechat3_moe_train import TrainingTeleChat3MoeForCausalLM
 from mindformers.models.telechat3_moe.utils import TeleChat3MoePreTrainedModel
 from mindformers.parallel_core.training_graph.base_models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from mindformers.parallel_core.training_graph.loss_func import CrossEntropyLoss
 from mindformers.parallel_core.training_graph.tensor_parallel.layers import VocabParallelEmbedding
 from mindformers.parallel_core.training_graph.transformer.moe.moe_layer import MoELayer
 from mindformers.parallel_core.training_graph.transformer.moe.router import TopKRouter
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
-from mindspore import context, ops
+from mindspore import Tensor, context, ops
 from mindspore.communication import get_group_size
 
 from plugins.cpu_backend import world
 from plugins.cpu_backend.layers.attention import core_attention
 from plugins.cpu_backend.layers.experts import GroupedExperts
 from plugins.cpu_backend.layers.operators import EmbeddingLookup, Outer, TopK
+from plugins.cpu_backend.losses import MeanOfSamples, TokensOfARank
 from plugins.private_hooks import relies_on
 from plugins.telechat3_moe import apply_router_edits, apply_template, gpt_model
 
@@ -28,6 +31,9 @@ for _owner, _line in (
     (TopKRouter, "self.afb_topk = TopkExt()"),
     (TopKRouter, "self.tc_topk = TopkExt()"),
     (TopKRouter, "self.dp = config.data_parallel_size"),
+    (TopKRouter, "dp_mean_fi = self.reduce_mean_dp(fi.reshape(self.dp, -1), 0)"),
+    (TopKRouter, "fi = self.mul_dp(dp_pp_mean_fi, self.ones_dp).reshape(self.dp, -1)"),
+    (CrossEntropyLoss, "denominator = self.add2("),
 ):
     relies_on(_owner, _line)
 
@@ -68,6 +74,12 @@ def replace_hard_coded(model, config):
         router.topk = router.afb_topk = router.tc_topk = TopK()
         # the auxiliary loss is taken sample by sample, so that it does not depend on how a batch is split
         router.dp = config.batch_size
+        if config.moe_router_load_balancing_type == "gbs_aux_loss":  # built for one rank's samples together
+            router.ones_dp = Tensor(np.ones((1, config.batch_size, 1), np.float32))
+            router.reduce_mean_dp = MeanOfSamples(get_group_size() if world.distributed() else 1)
+    if world.distributed():
+        for loss in cells_of(model, CrossEntropyLoss):  # of the last layer, and of MTP's, which has a mask of its own
+            loss.add2 = TokensOfARank(get_group_size())
 
 
 def cells_of(model, kind):

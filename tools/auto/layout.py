@@ -28,6 +28,8 @@ from tools.schema.stages import RECOMPUTE, swaps
 Values = dict[KeyPath, Any]
 _ANSWERS = ("layers", "recompute")  # what of a run is asked for
 _OF_DATA = ("attended",)  # what no recipe says: a corpus does
+# left out at these values, which layout files of before took for granted
+_TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None}
 
 
 def put(recipe: Recipe, values: Values) -> None:
@@ -119,6 +121,7 @@ def inputs_of(recipe: Recipe) -> dict[str, Any]:
     """What the answer depends on, but for the cluster: all that the model of time and memory reads, and its version."""
     config = from_recipe(even_layout(recipe))
     run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
+    run = {name: value for name, value in run.items() if name not in _TAKEN or value != _TAKEN[name]}
     sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}
     sizes |= {"model.layers": config.model.layers, "model.pattern": words_of(config.model.pattern)}
     run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}

@@ -68,6 +68,10 @@ class Configuration:
         batch: samples of a micro-batch on a data-parallel rank.
         micro_batches: runs of the pipeline, or accumulation steps, in a step.
         dtype: of the matmuls: "bf16", "fp16", "fp32", "fp8", or in blocks with a scale each "mxfp8", "nvfp4".
+        weight_item: bytes of an element of a weight as the optimizer updates it (MindFormers' params_dtype); the
+            accumulated gradient of a MindFormers recipe has them as well.
+        state_item: bytes of optimizer state for such an element; matrix_state_item: for one of a layer's matrices,
+            where that is another number (Muon).
         ep_mode: a mode of `plugins.hierarchical_ep`; or "deepep": deduplicated inside nodes, too; or "hybridep": that,
             and its kernels sort the rows by expert on the way.
         expert_tp: expert weights are also cut over tp (without it the EP group takes tp ranks in).
@@ -115,6 +119,9 @@ class Configuration:
     batch: int = 1
     micro_batches: int = 1
     dtype: str = "bf16"
+    weight_item: int = 4
+    state_item: int = 8
+    matrix_state_item: int | None = None
     recompute: Recompute = field(default_factory=Recompute)
     sequence_parallel: bool = True
     expert_tp: bool = False
@@ -174,6 +181,22 @@ class Configuration:
     def head_parts(self) -> int:
         """Parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
         return self.ulysses if self.cp % self.ulysses == 0 else 1
+
+    @property
+    def item(self) -> int:
+        """Bytes of an element in the type that computes; fp8 and fp4 are made from bf16."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether each pass makes its own copy of weights in the type that computes.
+
+        MindFormers' graphs make a narrower one once for the whole step. What is narrower itself is cast by each pass.
+        What is as wide already is gathered once from the optimizer's shards; where there are none, a pipeline's passes
+        copy it (TensorMove, which MindSpore puts where a subgraph reads a parameter).
+        """
+        narrower = self.weight_item < self.item
+        return self.training_graph and (narrower or (self.weight_item == self.item and self.pp > 1))
 
     @property
     def devices(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from plugins.ep_overlap import settings as ep_overlap
@@ -24,6 +24,7 @@ from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
 
 _SHARD = ("parallel", "parallel_optimizer_config")
+_OPTIMIZER = ("optimizer",)
 _MORE = "`tc3 check` says more"
 LEVEL = (*_SHARD, "optimizer_level")
 GRADIENTS = (*_SHARD, "gradient_accumulation_shard")
@@ -72,6 +73,7 @@ def _configuration(
 ) -> Configuration:
     """The run of a recipe whose model, layers and dispatch are known."""
     fields = built.fields
+    stored = _stored(view, fields)
     return Configuration(
         model=model,
         **{name: getattr(view, name) for name in ("dp", "tp", "pp", "cp", "ep")},
@@ -81,6 +83,9 @@ def _configuration(
         batch=view.batch,
         micro_batches=view.micro_batches * view.accumulation,
         dtype=short_dtype(fields.get("compute_dtype"), "fp32"),
+        weight_item=stored[0],
+        state_item=stored[1],
+        matrix_state_item=stored[2],
         recompute=recompute,
         sequence_parallel=view.flag(("parallel_config", "use_seq_parallel")),
         ep_mode=dispatch[0],
@@ -98,6 +103,23 @@ def _configuration(
         fp32_residual=fields.get("fp32_residual_connection") is True,
         ulysses=max(1, view.number(("parallel_config", "ulysses_degree_in_cp"), 1)),
     )
+
+
+def _stored(view: View, fields: Mapping[str, Any]) -> tuple[int, int, int | None]:
+    """(`weight_item`, `state_item`, `matrix_state_item`) of a `Configuration`, by `params_dtype` and `optimizer`.
+
+    AdamW and PmaAdamW have their state in fp32, whatever the weights are in: two moments, one tensor more with the
+    fused operator's amsgrad, and one for PmaAdamW's averages; with `swap` none of it is on the device
+    (core/optim/adamw.py, fused_adamw.py, pma_adamw.py). Muon's state is cloned from the weights: a moment for each
+    matrix of a layer, two for the others (core/optim/muon.py).
+    """
+    item = 4 if short_dtype(fields.get("params_dtype"), "fp32") == "fp32" else 2
+    kind = view.get((*_OPTIMIZER, "type"))
+    if kind == "Muon":
+        return item, 2 * item, item
+    largest = view.flag((*_OPTIMIZER, "use_fused")) and view.flag((*_OPTIMIZER, "amsgrad"))
+    tensors = 2 + largest + (kind == "PmaAdamW")
+    return item, 0 if view.flag((*_OPTIMIZER, "swap")) else 4 * tensors, None
 
 
 def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:

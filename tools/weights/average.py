@@ -16,6 +16,7 @@ from tools.checkpoint.names import kind_of
 from tools.checkpoint.stored import METADATA, Stored
 from tools.checkpoint.stream import save_arrays
 from tools.files.atomic import atomic_folder
+from tools.weights.inventory import mark
 from tools.weights.source import Source
 
 _BALANCE = "expert_bias"  # of a router: no gradient trains it, and it belongs to the model all the same
@@ -26,6 +27,7 @@ def average(
     target: Path,
     shares: Sequence[float] | None = None,
     progress: Callable[[str], None] = lambda name: None,
+    damaged: Sequence[str] = (),
 ) -> int:
     """Write sum(share x weights) to `target`, in the layout of all `sources`; returns the tensors averaged.
 
@@ -36,13 +38,13 @@ def average(
     Args:
         sources: two or more of `Form` MindFormers, saved in one layout. target: a folder that is not there yet.
         shares: one for each, that add up to 1; equal ones by default. progress: is told each file's name.
+        damaged: what is wrong with `sources` and taken all the same (`inventory.salvaged`); said in `target`.
 
     Raises:
         CheckpointError: the sources do not fit together, a number is not finite, or `target` exists.
         DataError: `target` cannot be written.
     """
-    shares = _shares(sources, shares)
-    _fit(sources, target)
+    shares = check_average(sources, target, shares)
     last, averaged = sources[-1].stored, set()
     with atomic_folder(target) as part:
         for file in (file for file in last.files if "-model-" in file):
@@ -56,10 +58,22 @@ def average(
                     arrays[name] = last.read_from(file, name)
             save_arrays(arrays, part / file)
         _describe(last, part)
+        mark(part, damaged)
         ranks = sources[-1].ranks
         for rank in range(ranks):
             write_seal(part, rank, ranks, sources[-1].step or 0)
     return len(averaged)
+
+
+def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
+    """The shares of `average`, by headers alone.
+
+    Raises:
+        CheckpointError: as `average`, but for numbers that are not finite.
+    """
+    shares = _shares(sources, shares)
+    _fit(sources, target)
+    return shares
 
 
 def _is_averaged(name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from rich.console import Console
 from plugins.errors import CheckpointError
 from tools.process.waiting import Progressing
 from tools.ranges import Number
-from tools.weights.average import average
+from tools.weights.average import average, check_average
 from tools.weights.compare import Comparison, compare
 from tools.weights.convert.prepare import DTYPES, prepare
-from tools.weights.convert.run import convert
-from tools.weights.inventory import Group, inventory
+from tools.weights.convert.run import convert, refuse_target
+from tools.weights.inventory import SALVAGED_LINE, Group, inventory, salvaged
 from tools.weights.render import comparison_lines, inventory_table, summary_lines
 from tools.weights.reshard.cli import reshard_command
 from tools.weights.source import Source, open_source
@@ -27,6 +27,9 @@ from tools.weights.source import Source, open_source
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 PIPED = 200  # columns
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+salvage_option = click.option(
+    "--salvage", is_flag=True, help="Take damaged numbers as they are, and say so in the result."
+)
 
 
 @click.group(context_settings=SETTINGS)
@@ -70,15 +73,20 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to write; a new one.")
 @click.option("--weights", "shares", help="A share for each, that add up to 1: 0.5,0.3,0.2.  [default: equal ones]")
-def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None) -> None:
+@salvage_option
+def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
     """Write the average of CHECKPOINTS' weights, iterations of one run or of several in one layout.
 
     Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is what a new run begins
-    with (--set checkpoint.load_path=FOLDER).
+    with (--set checkpoint.load_path=FOLDER). All is read first, and compared with its seals' checksums.
     """
     given = _numbers(shares) if shares is not None else None
-    tensors = average([open_source(path) for path in checkpoints], target, given, _progress())
+    sources = [open_source(path) for path in checkpoints]
+    check_average(sources, target, given)
+    damaged = salvaged(sources, salvage, _progress())
+    tensors = average(sources, target, given, _progress(), damaged)
     click.echo(f"{target}: {tensors} tensors, each the average of {len(checkpoints)}")
+    _print_damaged(damaged)
 
 
 @weights.command("convert", context_settings=SETTINGS, short_help="From and to Hugging Face's form.")
@@ -96,6 +104,7 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     help="Copied beside weights for Hugging Face.",
 )
 @click.option("--dry-run", is_flag=True, help="Compare names, shapes and types by headers alone; write nothing.")
+@salvage_option
 @json_option
 def convert_command(
     source: Path,
@@ -106,18 +115,23 @@ def convert_command(
     workers: int,
     tokenizer: Path | None,
     dry_run: bool,
+    salvage: bool,
     as_json: bool,
 ) -> None:
     """Hugging Face's weights of TeleChat3 to MindFormers', or the other way, whichever FROM is not.
 
     FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
-    tensor has a place on the other side or is named. Cut short, the same command goes on where it was.
+    tensor has a place on the other side or is named. Cut short, the same command goes on where it was. All of FROM is
+    read first, and compared with its checksums.
     """
     weights_in = open_source(source)
     if tokenizer and weights_in.form == "Hugging Face":
         raise click.UsageError("--tokenizer is copied beside weights for Hugging Face: FROM is Hugging Face's")
     conversion = prepare(weights_in, recipe, DTYPES[dtype] if dtype else None, int(file_size * 1e9))
+    damaged: list[str] = []
     if not dry_run:
+        refuse_target(target)
+        damaged = salvaged([weights_in], salvage, _progress())
         with Progressing(f"writing {target}", conversion.plan.bytes) as shown:
             convert(
                 weights_in,
@@ -128,12 +142,19 @@ def convert_command(
                 tokenizer,
                 conversion.ends,
                 lambda done, file: shown.show(f"{file} is written", done),
+                damaged,
             )
     if as_json:
-        click.echo(json.dumps(conversion.as_dict(source, target)))
+        click.echo(json.dumps(conversion.as_dict(source, target) | {"salvaged": damaged}))
         return
     for line in conversion.lines(source, target, dry_run, tokenizer is not None):
         click.echo(line)
+    _print_damaged(damaged)
+
+
+def _print_damaged(damaged: Sequence[str]) -> None:
+    for line in damaged:
+        click.echo(SALVAGED_LINE.format(line))
 
 
 def _numbers(text: str) -> list[float]:

@@ -1,16 +1,23 @@
-"""What weights are, group by group: names that differ in numbers alone are one group."""
+"""What weights are, group by group (names that differ in numbers alone are one group), and whether they are damaged."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from plugins.errors import CheckpointError
+from plugins.sealed_checkpoint.plan import checksum
 from tools.checkpoint.names import KINDS, Kind, kind_of
-from tools.weights.source import Source
+from tools.weights.source import CHECKSUMS, Source
+
+SALVAGED = "salvaged.json"  # beside weights that were written from damaged ones: what was wrong with those
+SALVAGED_LINE = "SALVAGED from damaged weights: {}"
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -110,3 +117,67 @@ def spans(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def salvaged(
+    sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
+) -> list[str]:
+    """What is damaged in weights that are about to be written anew and sealed; everything is read for it.
+
+    Args:
+        allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
+
+    Raises:
+        CheckpointError: something is, and that is not allowed.
+    """
+    found = [f"{source.path}: {line}" for source in sources for line in damage(source, progress)]
+    if found and not allowed:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise CheckpointError(
+            f"{found[0]}{more}; nothing was written: a new seal would hide it. --salvage takes the numbers as they are "
+            f"and says so in the result ({SALVAGED})"
+        )
+    return found
+
+
+def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
+    """A line for each way in which the numbers of `source` are not what was once saved, or are no numbers."""
+    found = []
+    if reason := source.seal_fault(checksums=True):
+        found.append(reason)
+    found += [f"{file} does not match its checksum: corrupted" for file in _corrupted(source)]
+    if (source.stored.folder / SALVAGED).exists():
+        found.append(f"{SALVAGED} says that it was written from damaged weights")
+    wrong = [name for name in _names(source) if not _finite(source, *name, progress)]
+    if wrong:
+        more = f" and {len(wrong) - 1} other tensors have" if len(wrong) > 1 else " has"
+        found.append(f"{wrong[0][1]} in {wrong[0][0]}{more} numbers that are not finite")
+    return found
+
+
+def _corrupted(source: Source) -> list[str]:
+    """Files of a Hugging Face folder that are not those that `tc3 weights convert` wrote."""
+    try:
+        known = dict(json.loads((source.stored.folder / CHECKSUMS).read_text("utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # none of ours
+    files = {file: source.stored.folder / file for file in source.stored.files if file in known}
+    return [file for file, path in files.items() if checksum(path) != known[file]]
+
+
+def _names(source: Source) -> list[tuple[str, str]]:
+    return [(file, name) for file, headers in source.stored.files.items() for name in headers]
+
+
+def _finite(source: Source, file: str, name: str, progress: Callable[[str], None]) -> bool:
+    progress(name)
+    array = source.stored.read_from(file, name)
+    if array.dtype.kind in "iub":
+        return True
+    return bool(np.isfinite(array.astype(np.float64 if array.dtype.itemsize > 4 else np.float32)).all())
+
+
+def mark(folder: Path, damaged: Sequence[str]) -> None:
+    """Say in `folder` that its weights were written from damaged ones; nothing where they were not."""
+    if damaged:
+        (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")

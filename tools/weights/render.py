@@ -10,7 +10,7 @@ from rich.table import Table
 from tools.checkpoint.names import KINDS
 from tools.hardware.units import GIB, MIB
 from tools.weights.compare import Comparison
-from tools.weights.inventory import Group
+from tools.weights.inventory import SALVAGED, Group
 from tools.weights.source import Source
 
 _SHOWN = 20  # tensors that differ; --json has them all
@@ -33,6 +33,8 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
         yield "  seals: every rank's; " + ("checksums match" if values else "sizes match (--values compares checksums)")
     else:
         yield "  seals: none, so that nobody can tell whether it is whole"
+    if (source.stored.folder / SALVAGED).exists():
+        yield f"  salvaged: written from damaged weights, see {SALVAGED}"
     if source.placements:
         yield f"  experts of {len(source.placements)} layers have moved: rows are in the order of slots"
     for group in groups:

@@ -21,6 +21,7 @@ from tools.checkpoint.stored import Stored, open_stored, rank_of
 from tools.files.paths import what_is
 
 INDEX = "model.safetensors.index.json"
+CHECKSUMS = "checksums.json"  # of a Hugging Face folder: files by sha256, tensors by CRC-32
 SINGLE = "model.safetensors"  # where one file holds all of it: transformers writes no index then
 Form = Literal["MindFormers", "Hugging Face", "one file"]
 

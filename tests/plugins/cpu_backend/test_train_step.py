@@ -1,7 +1,8 @@
-"""The overflow check and the reading of losses, on their own."""
+"""The overflow check, what a loss is divided by, and the reading of losses, on their own."""
 
 import numpy as np
 import pytest
+from mindformers.parallel_core.training_graph.loss_func import CrossEntropyLoss
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Tensor, nn, ops
 
@@ -54,3 +55,37 @@ def test_a_graph_that_calls_an_unknown_function_ends_the_worker_before_it_is_loa
     monkeypatch.setenv("MS_COMPILER_CACHE_PATH", str(tmp_path))
     with pytest.raises(ClusterError, match=r"this worker does not have: f\(\);"):
         CpuTrainOneStepCell(network, optimizer)
+
+
+class OfBothRanks(nn.Cell):
+    """An AllReduce's answer on a rank of two whose other one has so many."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.others = Tensor([float(others)])
+
+    def construct(self, x):
+        return x + self.others
+
+
+@pytest.mark.parametrize("counts", [(6, 6), (1, 6), (0, 5)])
+def test_the_mean_over_ranks_is_the_loss_of_one_process_however_many_tokens_each_has(counts):
+    """dp2 had 6.263776 and one process 6.263722, where ends of documents did not count."""
+    rng = np.random.default_rng(0)
+    logits, labels = rng.normal(size=(2, 6, 8)).astype(np.float32), rng.integers(0, 8, (2, 6)).astype(np.int32)
+    masks = np.array([[1.0] * count + [0.0] * (6 - count) for count in counts], np.float32)
+
+    def loss(own, *columns):
+        value = lambda x: own(x, *map(Tensor, columns[1:]))[0]  # noqa: E731
+        found, gradient = ops.value_and_grad(value)(Tensor(columns[0]))
+        return float(found.asnumpy()), gradient.asnumpy()
+
+    whole, gradient = loss(CrossEntropyLoss(), logits.reshape(12, 8), labels.reshape(12), masks.reshape(12))
+    of_ranks = []
+    for rank in range(2):
+        own = CrossEntropyLoss()
+        own.add2 = losses.TokensOfARank(2)
+        own.add2.sum = OfBothRanks(counts[1 - rank])
+        of_ranks.append(loss(own, logits[rank], labels[rank], masks[rank]))
+    assert np.mean([value for value, _ in of_ranks]) == pytest.approx(whole, abs=1e-6)
+    np.testing.assert_allclose(np.concatenate([each for _, each in of_ranks]) / 2, gradient, atol=1e-7)

@@ -67,7 +67,7 @@ def test_every_tool_says_the_same_seconds_of_a_recipe(file, overlap):
         pytest.skip("nobody to send tokens to")
     recipe = with_overlap(recipe) if overlap else recipe
     seconds, cluster = searched(recipe), load_hardware(cluster_of(recipe))
-    assert seconds_of(resolve(recipe), cluster_of(recipe)).step == seconds
+    assert seconds_of(resolve(recipe), cluster).whole == seconds
     assert TimeModel(cluster).step(from_recipe(resolve(recipe)), simulated=True).total == seconds
     if sends:
         assert advise(recipe, cluster).written.step.total == seconds

@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -24,8 +26,10 @@ from tools.search.ranking import run as search_run
 from tools.search.ranking.entry import entry_of, why_faster
 from tools.search.ranking.infeasible import explain, more_memory
 from tools.search.ranking.rank import feasible, rank
+from tools.search.ranking.run import Found
 from tools.search.ranking.store import Store
 from tools.search.report import html as report
+from tools.search.report.text import placed_words
 from tools.search.sensitivity.doubt import Doubt
 from tools.search.space.limits import read_limit
 
@@ -231,13 +235,40 @@ def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     assert json.loads(run("--top", 2, "--json").stdout)["ended_by_time_limit"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "holds", "words"),
+    [
+        (
+            {"least": 9.0, "open": 1},
+            True,
+            "3 of 5 candidates that fit were placed; by the estimator's bounds",
+        ),
+        ({"least": 9.0, "open": 2, "unplaced": 1}, False, "of the others 1 could be faster than 10.00 s"),
+        ({}, False, "ranked by balanced layers only, and could be faster"),  # no bound is known
+        ({"least": 9.0, "cut": True}, False, None),
+        ({"least": 9.0, "whole": False}, False, None),
+    ],
+)
+def test_a_choice_holds_of_a_space_only_where_nothing_was_left_unplaced(changes, holds, words):
+    """ "The choice holds, 100 %" was said of three layouts while the fastest had never been placed."""
+    found = Found(None, SimpleNamespace(seconds=np.zeros(5)), placed=3, **changes)
+    found.entries = [SimpleNamespace(seconds=10.0)]
+    assert found.complete == holds
+    if words:
+        assert words in placed_words(found)
+
+
 def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     page = tmp_path / "r.html"
     answer = json.loads(run("--top", 3, "--json", "--html", page).stdout)
     told = answer["sensitivity"]
     assert told["cannot_be_told_apart"] and sum(told["shares"].values()) == pytest.approx(1)
     assert told["error"] == pytest.approx(0.0515, abs=0.05) and set(told["shares"]) <= {"1", "2", "3", "recipe"}
-    words = "the choice holds within" if len(told["cannot_be_told_apart"]) == 1 else "cannot be told apart within"
+    alone = (
+        "the choice holds within" if told["of_the_whole_space"] else "of the layouts that were placed the fastest is"
+    )
+    words = alone if len(told["cannot_be_told_apart"]) == 1 else "cannot be told apart within"
+    assert told["of_the_whole_space"] == (not answer["never_placed"])
     assert words in page.read_text("utf-8") and any(line.startswith(words) for line in answer["reasons"])
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
 

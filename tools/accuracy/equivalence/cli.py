@@ -77,7 +77,6 @@ def equivalence_command(
 
     Exit codes: 0 equal, 1 something differs, 2 a wrong input.
     """
-    from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import choose, equivalence
     from tools.accuracy.equivalence.render import as_html, print_list, print_matrix
     from tools.accuracy.equivalence.strategies import BASELINE, one_worker
@@ -99,46 +98,76 @@ def equivalence_command(
         for case in chosen:
             click.echo(f"{case.name}: {case.how}" + (f": {case.what}" if drawn else ""))
         return
-    file = golden_gate.golden_file(golden or golden_gate.GOLDEN, recipe)
-    if golden and not update and not file.exists():
-        raise RecipeError(f"--golden {golden}: there is no {file.name} for this recipe; --update writes it")
+    file, another = _golden_of(golden, recipe, update)
     if BASELINE in only or any(case.variant or case.sharding for case in chosen):  # what is emulated runs in NumPy
         require_verified()
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
     matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"), drawn)
-    lines = _gate(matrix, file, recipe, update, console)
+    lines, unknown = _gate(matrix, None if another else file, recipe, update, console)
     if page:
         write_atomically(page, as_html(matrix, lines))
         click.echo(f"written: {page}", err=True)
     if as_json:
         rows = [row.as_json() for row in matrix.rows]
-        found = {"recipe": recipe, "steps": steps, "rows": rows, "golden_file": str(file) if file.exists() else None}
+        found = {"recipe": recipe, "steps": steps, "rows": rows, "without_golden_numbers": unknown}
+        found["golden_file"] = str(file) if file.exists() and not another else None
         click.echo(json.dumps({**found, "golden": lines, "passed": _passed(matrix, lines)}))
     else:
         print_matrix(matrix, lines, Console(highlight=False))
     sys.exit(0 if _passed(matrix, lines) else 1)
 
 
-def _gate(matrix: Matrix, file: Path, recipe: str, update: bool, console: Console) -> list[str]:
-    """What differs from the golden numbers; with `update` they are written and nothing does."""
+def _golden_of(folder: Path | None, recipe: str, update: bool) -> tuple[Path, str]:
+    """(the golden file of a recipe, the recipe whose numbers it holds where that is another).
+
+    Raises:
+        RecipeError: --golden has none for it, or another's; --update would overwrite another's.
+    """
+    from tools.accuracy.equivalence import golden_gate
+
+    file = golden_gate.golden_file(folder or golden_gate.GOLDEN, recipe)
+    another = golden_gate.owner(file, recipe) if file.exists() else ""
+    if another and (folder or update):
+        raise RecipeError(
+            f"{'--golden' if folder else '--update'}: {file} holds the numbers of {another}, not of {recipe}; "
+            "--golden FOLDER keeps those in another folder"
+        )
+    if folder and not update and not file.exists():
+        raise RecipeError(f"--golden {folder}: there is no {file.name} for this recipe; --update writes it")
+    return file, another
+
+
+def _gate(
+    matrix: Matrix, file: Path | None, recipe: str, update: bool, console: Console
+) -> tuple[list[str], list[str]]:
+    """(what differs from the golden numbers, runs that have none); with `update` they are written and nothing does.
+
+    Args:
+        file: where this recipe's numbers stand, or would; None where another recipe's do.
+    """
     from tools.accuracy.equivalence import golden_gate
     from tools.accuracy.equivalence.matrix import FAIL
 
     runs = {name: golden_gate.numbers_of(run) for name, run in matrix.runs.items()}
-    if update and matrix.with_status(FAIL):
+    if update and file and matrix.with_status(FAIL):
         console.print(f"not written: {file}; numbers of strategies that differ are not worth keeping", style="yellow")
-        return []
-    if update:
+        return [], []
+    if update and file:
         golden_gate.write_golden(file, recipe, runs)
         console.print(f"written: {file}")
-        return []
+        return [], []
     if not runs:
-        return []
-    if not file.exists():
-        console.print(f"no golden numbers for this recipe ({file}); --update writes them", style="yellow")
-        return []
-    return golden_gate.differences(golden_gate.read_golden(file), runs)
+        return [], []
+    if file is None or not file.exists():
+        how = f" ({file}); --update writes them" if file else "; --golden FOLDER --update writes some"
+        console.print(f"no golden numbers for this recipe{how}", style="yellow")
+        return [], list(runs)
+    golden = golden_gate.read_golden(file)
+    unknown = golden_gate.unknown(golden, runs)
+    for name in unknown:
+        console.print(f"{name}: no golden numbers yet in {file}; --update adds them", style="yellow")
+    return golden_gate.differences(golden, runs), unknown
 
 
 def _passed(matrix: Matrix, lines: list[str]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +32,26 @@ def golden_file(folder: Path, recipe: str) -> Path:
     """Where the numbers of a recipe stand: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
     path = Path(recipe).absolute()
     return folder / f"{path.parent.name}-{path.stem}.json"
+
+
+def recorded(folder: Path, recipe: str) -> str:
+    """How a golden file in `folder` names its recipe: by its place in this checkout, or else beside the folder."""
+    path = Path(recipe).resolve()
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, folder.resolve())
+
+
+def owner(file: Path, recipe: str) -> str:
+    """The recipe whose numbers a golden file holds, "" where they are those of `recipe`.
+
+    Two recipes of one name in folders of one name have one file: anybody's mini/pretrain.yaml and this repository's.
+
+    Raises:
+        DataError: it is no golden file.
+    """
+    name = str(_content(file).get("recipe"))
+    # as an absolute or relative path wrote it before
+    known = name == recorded(file.parent, recipe) or Path(name).resolve() == Path(recipe).resolve()
+    return "" if known else name
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
@@ -74,7 +95,7 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
                 raise DataError(f"{name}: {where} is {value}; golden numbers have to be finite")
     old = json.loads(file.read_text())["runs"] if file.exists() else {}
     content = {
-        "recipe": recipe,
+        "recipe": recorded(file.parent, recipe),
         "made_with": {name: version(name) for name in MADE_WITH},
         "runs": dict(sorted({**old, **runs}.items())),
     }
@@ -94,21 +115,27 @@ def read_golden(file: Path) -> dict[str, Any]:
     Raises:
         DataError: it is no golden file.
     """
+    return _content(file)["runs"]
+
+
+def _content(file: Path) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text())["runs"]
-    except (ValueError, KeyError, TypeError) as error:
+        content = json.loads(file.read_text())
+        content["runs"].keys()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file}: no golden file ({error!r}); --update writes a new one") from None
+    return content
+
+
+def unknown(golden: Mapping[str, Any], runs: Iterable[str]) -> list[str]:
+    """The runs that have no golden numbers: there is nothing to hold them to."""
+    return [name for name in runs if name not in golden]
 
 
 def differences(golden: Mapping[str, Any], runs: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A line for each number of `runs` that is not the golden one, and for each run that has none."""
-    lines = []
-    for name, run in runs.items():
-        if name not in golden:
-            lines.append(f"{name}: no golden numbers yet; --update adds them")
-        else:
-            lines += [f"{name}: {line}" for line in _run_differences(golden[name], run)]
-    return lines
+    """A line for each number of `runs` that is not the golden one; runs that have none are left out (`unknown`)."""
+    known = [(name, run) for name, run in runs.items() if name in golden]
+    return [f"{name}: {line}" for name, run in known for line in _run_differences(golden[name], run)]
 
 
 def _run_differences(golden: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:

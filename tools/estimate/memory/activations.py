@@ -135,7 +135,8 @@ def buffers(config: Configuration, kind: str) -> float:
     done = work(config, kind)
     both = 1 if config.training_graph or config.overlap_tp else 2
     gathered = both * done.gathered if config.tp > 1 else 0.0
-    return gathered + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
+    sent = gathered + 2 * done.copies * config.model.hidden * 2 * (config.ep > 1)
+    return sent * config.item / ITEM if config.training_graph else sent
 
 
 def mtp_option(config: Configuration) -> str:

@@ -4,6 +4,9 @@ Weights are kept in fp32 with two Adam moments, over the ranks that hold copies 
 Gradients add up in fp32 and weights compute in the compute precision; both are only cut by tp and ep, unless gradients
 (`shard_gradients`) or the computing weights (`shard_weights`) are sharded, too. For MindFormers recipes these four
 equal what MindSpore's compiled graph holds (`tc3 dryrun`). Megatron's 18 bytes per parameter are the same sum.
+A MindFormers recipe may keep weights in another type (`params_dtype`): it has no fp32 copy of them then. AdamW makes
+its moments in fp32 all the same (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the
+weights (wrapper.py, `accu_grads`).
 
 Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held as the schedule's own order of
 operations says. Fragments of the allocator are not counted.
@@ -28,8 +31,8 @@ from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
-_LOW, _WIDE, _STATE = 2, 4, 8  # bytes of a number in half precision, in fp32, and of its two Adam moments
-_ITEM = {"fp32": 4, "fp8": 2}  # of weights that compute; fp8 is made from bf16 ones
+_LOW, _WIDE = 2, 4  # bytes of a number in half precision and in fp32
+_ENDS = ("embedding", "output")  # matrices of no layer
 _BUCKET = 2  # layers whose weights are gathered at once where computing weights are sharded
 
 
@@ -38,8 +41,8 @@ class StageMemory:
     """Bytes on one device of a stage.
 
     Args:
-        weights: in fp32, as the optimizer updates them.
-        state: Adam's two moments.
+        weights: as the optimizer updates them.
+        state: the optimizer's moments.
         accumulated: gradients, and those that Transformer Engine keeps spare.
         gathered: weights in the type that computes, for the whole step.
         activations: kept for backward, at the fullest moment of the schedule.
@@ -101,8 +104,9 @@ def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], f
 def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[float]], float]:
     """Module -> bytes of each part of `_STATIC`, where computing weights are whole; bytes of the largest weight."""
     rows: dict[str, list[float]] = {}
-    largest, item = 0.0, _ITEM.get(config.dtype, 2)
-    wide = _WIDE if config.wide_gradients or config.training_graph else _LOW
+    largest = 0.0
+    # MindFormers clones its parameters for the sums
+    wide = config.weight_item if config.training_graph else _WIDE if config.wide_gradients else _LOW
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
@@ -110,15 +114,33 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
         # in a pipeline FSDP adds gradients up whole and reduces them after the last micro-batch
         waiting = config.shard_weights and config.pp > 1
         summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
-        gathered = local * item
-        if item == _WIDE or (weight.wide and config.keep_gathered):
-            # in MindFormers norms, router and embedding compute in fp32: what nobody shards is used as it is
-            gathered = local * _WIDE * (shards > 1)
+        held = local / shards
         row = rows.setdefault(of_weight(weight.name), [0.0] * len(_STATIC))
-        for place, size in enumerate((local / shards * _WIDE, local / shards * _STATE, summed * wide, gathered)):
+        parts = (held * config.weight_item, held * _state(weight, config), summed * wide, _computing(weight, config))
+        for place, size in enumerate(parts):
             row[place] += size
-        largest = max(largest, local * item)
+        largest = max(largest, local * config.item)
     return rows, largest
+
+
+def _state(weight: Weight, config: Configuration) -> int:
+    """Bytes of optimizer state for each element of a weight; Muon's matrices are those of layers."""
+    if config.matrix_state_item is None or weight.columns == 1 or weight.name in _ENDS:
+        return config.state_item
+    return config.matrix_state_item
+
+
+def _computing(weight: Weight, config: Configuration) -> float:
+    """Bytes of a weight as it computes, where it is there beside the optimizer's for the whole step."""
+    local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
+    # in MindFormers norms, router and embedding are used as they are; others are cast before they are gathered where
+    # that makes them narrower, and by each pass where it makes them wider (`Configuration.copies_weights`)
+    as_stored = config.weight_item <= config.item or (weight.wide and config.keep_gathered)
+    if config.training_graph and as_stored:
+        return local * config.weight_item * (shards > 1)
+    if config.item == _WIDE or (weight.wide and config.keep_gathered):
+        return local * _WIDE * (shards > 1)
+    return local * config.item
 
 
 def _resharded(config: Configuration) -> bool:
@@ -128,7 +150,7 @@ def _resharded(config: Configuration) -> bool:
 
 def _in_turn(config: Configuration, stage: int) -> float:
     """Bytes of the computing weights that are gathered at once where they are sharded, too."""
-    return _BUCKET * _layer_weights(config) * _ITEM.get(config.dtype, 2) + _static_rows(config, stage)[1]
+    return _BUCKET * _layer_weights(config) * config.item + _static_rows(config, stage)[1]
 
 
 def _layer_weights(config: Configuration) -> float:

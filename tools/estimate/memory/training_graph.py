@@ -12,7 +12,12 @@ fused kernels; it is more than the mathematics needs:
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other
   operators save stands in `tools.estimate.operators`.
 
-In backward the gradient of the largest weight is there in the type that computes and in fp32, before it is added up.
+* what `compute_dtype` names is the type of all that is not fp32 here; in fp32 nothing is cast to it and kept twice. The
+  grouped-query attention gives its flash kernel fp16 then (attention.py:332), MLA gives it fp32;
+* a pass of a pipeline copies the weights that are as wide as it computes and that no optimizer shard gathers, and each
+  pass casts those that are narrower (`params_dtype`); a layer that does not run again keeps them for its backward.
+
+In backward the gradient of the largest weight is there in the type that computes and in its own, before it is added up.
 
 What is kept is within 1 % of the graphs of the 438B recipe, what a pass needs beside it within -15 and +14 % of
 those of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the copies (105B's by 38 %), which is not counted: 6
@@ -37,11 +42,13 @@ from tools.estimate.memory.modules import (
     NORMS,
     ROUTER,
     SHARED,
+    of_weight,
 )
 from tools.estimate.operators import joined, parts_of
-from tools.model.weights import weights
+from tools.model.weights import Weight, weights
 
-_LOW, _WIDE = 2, 4  # bytes of a number in the type that computes, and in fp32
+_WIDE = 4  # bytes of an element in fp32
+_FLASH = 2  # of what the grouped-query attention hands to its flash kernel, whatever computes
 # of the routed rows: permuted and gathered, exchanged, sorted by expert, made by the experts, sorted back, sent back;
 # plugins/hierarchical_ep's two steps each way, and fp32 sums: counted as if no row were dropped as a duplicate
 _ROUTED = {"global": 6, "hierarchical": 6, "deduplicated": 13}
@@ -57,22 +64,45 @@ def kept(config: Configuration, kind: str, option: str = "none") -> float:
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
     """Module of `tools.estimate.memory.modules` -> bytes of one micro-batch and device."""
-    model = config.model
+    parts = _activations(config, kind, option)
+    # a layer that runs again copies its weights again; the head does not run again
+    for weight in () if option == "full" and kind != "head" else _weights(config, kind):
+        if size := _copied(config, weight):
+            parts[of_weight(weight.name)] = parts.get(of_weight(weight.name), 0.0) + size
+    return parts
+
+
+def _weights(config: Configuration, kind: str) -> tuple[Weight, ...]:
+    return weights(config.model, kind, config.shared_whole)
+
+
+def _copied(config: Configuration, weight: Weight) -> float:
+    """Bytes of a matmul's weight that each pass casts or copies (`Configuration.copies_weights`)."""
+    if not config.copies_weights or not weight.multiplies or weight.wide:
+        return 0.0
+    if config.weight_item == config.item and sharding.shards(weight, config) > 1:
+        return 0.0  # gathered once for the step
+    return config.item * weight.size / sharding.cut(weight, config)
+
+
+def _activations(config: Configuration, kind: str, option: str) -> dict[str, float]:
+    """`kept_parts` without weights."""
+    model, item = config.model, config.item
     tokens = config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     rows = held * model.hidden
     if kind == "embedding":
         return {EMBEDDING: tokens * 4 / config.tp}
     if kind == "head":
-        return {HEAD: 2 * _WIDE * rows + tokens * (_LOW * model.hidden + _LOGIT * model.vocab / config.tp)}
+        return {HEAD: 2 * _WIDE * rows + tokens * (item * model.hidden + _LOGIT * model.vocab / config.tp)}
     if kind == "mtp":
         # two more norms and the rows that they give, side by side
-        own = {MTP: (4 * _WIDE + 2 * _LOW) * rows}
-        return kept_parts(config, model.last_kind, option) | kept_parts(config, "head") | own
+        own = {MTP: (4 * _WIDE + 2 * item) * rows}
+        return _activations(config, model.last_kind, option) | _activations(config, "head", "none") | own
     if option == "full":
-        return {LAYER_INPUT: (_WIDE if config.fp32_residual else _LOW) * rows}
+        return {LAYER_INPUT: (_WIDE if config.fp32_residual else item) * rows}
     again = parts_of(option)
-    norms = (2 if operators.NORMS in again else 4) * _WIDE * rows + _LOW * rows
+    norms = (2 if operators.NORMS in again else 4) * _WIDE * rows + _cast(config) * rows
     mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}
     every = {NORMS: norms, ATTENTION: _attention(config, tokens, held), **mlp}
     for group in set(again) & set(operators.PATTERNS):
@@ -81,12 +111,22 @@ def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[s
     return every
 
 
+def _cast(config: Configuration) -> int:
+    """Bytes of an element of an fp32 tensor's copy in the type that computes; there is none in fp32."""
+    return 0 if config.item == _WIDE else config.item
+
+
+def _flash_item(config: Configuration) -> int:
+    """Bytes of an element of what the flash kernel takes and gives."""
+    return config.item if config.model.latent else _FLASH
+
+
 def _freed(config: Configuration, kind: str, group: str, tokens: float, held: float) -> dict[str, float]:
     """Module -> bytes that a layer of a kind does not keep where a group of its operators runs again."""
     model = config.model
     if group == operators.ATTENTION:
         heads = model.heads * (2 * model.qk_dim + model.v_dim)
-        return {ATTENTION: _LOW * tokens / config.tp * heads}
+        return {ATTENTION: _flash_item(config) * tokens / config.tp * heads}
     if group == operators.MLP and kind != "moe":
         # the cast of what a product takes runs again with it: what was gathered is then kept in fp32
         return {MLP: _dense(config, tokens) - (_WIDE * tokens * model.hidden if config.tp > 1 else 0)}
@@ -101,20 +141,31 @@ def layer_pass(config: Configuration, kind: str, again: bool) -> float:
 
     What groups of operators make again is there then, too, whether this layer has all of the run's groups or not.
     """
-    every = weights(config.model, kind, config.shared_whole)
-    largest = max(weight.size / sharding.cut(weight, config) for weight in every if weight.multiplies)
-    own = kept(config, kind) - (kept(config, "head") if kind == "mtp" else 0.0)
+    gradients = config.item + config.weight_item
+    largest = max(weight.size / sharding.cut(weight, config) for weight in _weights(config, kind) if weight.multiplies)
+    own = _own(config, kind, "none") - (_own(config, "head", "none") if kind == "mtp" else 0.0)
+    copies = sum(_copied(config, weight) for weight in _weights(config, kind) if again and not _second(weight))
     if again or kind == "mtp" or not config.recompute.operators:
-        return (_LOW + _WIDE) * largest + (own if again else _GRADIENTS * own)
-    left = kept(config, kind, joined(name for name, _ in config.recompute.operators))
-    return (_LOW + _WIDE) * largest + _GRADIENTS * left + (own - left)
+        return gradients * largest + (own + copies if again else _GRADIENTS * own)
+    left = _own(config, kind, joined(name for name, _ in config.recompute.operators))
+    return gradients * largest + _GRADIENTS * left + (own - left)
+
+
+def _second(weight: Weight) -> bool:
+    """Whether it is an MLP's second: in backward its copy is gone when the gradient of the first is made."""
+    return weight.name.endswith(("fc2", "experts_2"))
+
+
+def _own(config: Configuration, kind: str, option: str) -> float:
+    """Bytes of the activations alone."""
+    return sum(_activations(config, kind, option).values())
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
     """Most bytes that the loss needs beside what is kept; the gradient of MTP's logits waits for it."""
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
-    return max(3 * _WIDE * local, 2 * moved) + _LOW * local * mtp
+    return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp
 
 
 def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
@@ -130,36 +181,37 @@ def logit_exchanges(config: Configuration) -> list[tuple[float, int, int]]:
     large, base = max(config.dp, config.cp), min(config.dp, config.cp)
     while large > base and large % base == 0:
         large, base = max(large // base, base), min(large // base, base)
-    local = _LOW * config.rank_tokens * config.model.vocab / config.tp
+    local = config.item * config.rank_tokens * config.model.vocab / config.tp
     digits = math.ceil(round(math.log(config.dp * config.cp, base), 6))
     return 2 * [(base * local, base, config.tp * base**digit) for digit in range(digits)]
 
 
 def _attention(config: Configuration, tokens: float, held: float) -> float:
     """Queries, keys, values, the result as attention and as the projection want it; MLA's ranks, gathered and not."""
-    model = config.model
+    model, item, flash = config.model, config.item, _flash_item(config)
     keys = config.cp * (model.heads if model.latent else model.kv_heads)
     heads = model.heads * (model.qk_dim + 2 * model.v_dim) + keys * (model.qk_dim + model.v_dim)
+    sizes = flash * heads + (item - flash) * model.heads * model.v_dim + _STATISTICS * model.heads
     ranks = model.latent.query_rank + model.latent.kv_rank if model.latent else 0
     gathered = tokens * (ranks if model.latent else model.hidden)
-    return tokens / config.tp * (_LOW * heads + _STATISTICS * model.heads) + 2 * _WIDE * held * ranks + _LOW * gathered
+    return tokens / config.tp * sizes + 2 * _WIDE * held * ranks + item * gathered
 
 
 def _dense(config: Configuration, tokens: float) -> float:
     """The gathered rows, the first product in fp32 and in the type that computes its activation."""
-    model = config.model
+    model, item = config.model, config.item
     gates = 2 if model.gated else 1
-    return _LOW * tokens * model.hidden + (gates * _WIDE + _LOW) * tokens * model.ffn / config.tp
+    return item * tokens * model.hidden + (gates * _WIDE + item) * tokens * model.ffn / config.tp
 
 
 def _routed(config: Configuration, tokens: float, held: float) -> dict[str, float]:
     """Copies on their way, their first product, the router in fp32 and the shared expert, whole on every rank."""
-    model = config.model
+    model, item = config.model, config.item
     gates = 2 if model.gated else 1
     copies = tokens / config.tp * model.top_k
     return {
-        DISPATCH: _LOW * copies * _ROUTED[config.ep_mode] * model.hidden,
-        EXPERTS: _LOW * copies * gates * model.expert_ffn,
-        ROUTER: held * ((_WIDE + _LOW) * model.hidden + 2 * _WIDE * model.experts),
-        SHARED: (gates * _WIDE + _LOW) * held * model.shared_ffn,
+        DISPATCH: item * copies * _ROUTED[config.ep_mode] * model.hidden,
+        EXPERTS: item * copies * gates * model.expert_ffn,
+        ROUTER: held * ((_WIDE + _cast(config)) * model.hidden + 2 * _WIDE * model.experts),
+        SHARED: (gates * _WIDE + item) * held * model.shared_ffn,
     }

@@ -66,9 +66,9 @@ class Chances:
         return min([self.best, *(self.bound(one.candidate) for one in self.open)])
 
     @property
-    def left(self) -> int:
-        """Candidates that could be better by their bounds."""
-        return sum(self.bound(one.candidate) < self.best for one in self.open)
+    def left(self) -> list[Ranked]:
+        """Candidates that could be better by their bounds; placed ones by another placement."""
+        return [one for one in self.open if self.bound(one.candidate) < self.best]
 
 
 def _layout(candidate: Candidate) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Memory is a sum whose terms depend on few degrees each:
     static        weights, gradients, optimizer state      by stage, tp, ep, sharding (and devices of a stage)
     activations   kept by micro-batches in flight          by stage, tp, cp, samples, number of micro-batches, policy
     working       of one pass                              by stage, all degrees, samples, whether layers run again
+                  (both also by ep and sharding where passes copy weights)
     buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
 
 Each term is computed once by the functions of `memory_model` and looked up for all candidates. The reference is
@@ -76,7 +77,8 @@ class MemoryTable:
         static = np.array([self._static(self._config(block, row)) for row in first])[place]
         first, place = groups(block, "tp", "cp", "mbs", "mode", spread=block.columns["ep"] > 1)
         buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
-        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
+        more = ("shard",) if example.copies_weights else ()
+        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode", *more)
         work = self._working(block, first, example)[place]
         return self._activations(block, example) + work + (static + buffers)[:, None, :]
 
@@ -107,11 +109,18 @@ class MemoryTable:
         """What a micro-batch's activations depend on."""
         return tuple(int(block.columns[name][row]) for name in ("tp", "cp", "mbs", "mode"))
 
+    def _copies(self, block: Block, row: int) -> tuple[int, ...]:
+        """What the copies of weights depend on that a micro-batch's passes make; nothing where they make none."""
+        if not self._config(block, row).copies_weights:
+            return ()
+        return tuple(int(block.columns[name][row]) for name in ("dp", "ep", "shard"))
+
     def _activations(self, block: Block, example: Configuration) -> np.ndarray:
         """[rows, policies, stages] kept for backward."""
         m = block.columns["m"]
         classes = enough(example.schedule, block.pp, m)
-        first, place = groups(block, "tp", "cp", "mbs", "mode", m=classes)
+        more = ("ep", "shard") if example.copies_weights else ()
+        first, place = groups(block, "tp", "cp", "mbs", "mode", *more, m=classes)
         kinds = np.array([self._saved(block, row) for row in first])
         found = np.empty((len(first), len(POLICIES), block.pp))
         for number in np.unique(classes[first]):
@@ -123,7 +132,8 @@ class MemoryTable:
 
     def _saved(self, block: Block, row: int) -> np.ndarray:
         """[policies, kinds] bytes of one micro-batch and layer."""
-        return self._memo.get(("saved", *self._degrees(block, row)), self._of, _saved, block, row)
+        degrees = (*self._degrees(block, row), block.pp == 1, *self._copies(block, row))
+        return self._memo.get(("saved", *degrees), self._of, _saved, block, row)
 
     def _working(self, block: Block, rows: np.ndarray, example: Configuration) -> np.ndarray:
         """[rows, policies, stages] of the passes of each stage's chunks."""
@@ -132,6 +142,7 @@ class MemoryTable:
         found = np.empty((len(rows), len(POLICIES), block.pp))
         for place, row in enumerate(rows):
             degrees = (*self._degrees(block, row), *(int(block.columns[name][row]) for name in ("dp", "ep")))
+            degrees = (*degrees, block.pp == 1, *self._copies(block, row))
             each = [
                 self._memo.get(("working", kinds, *degrees), self._of, _working, block, row, kinds)
                 for kinds in distinct

@@ -39,7 +39,8 @@ class Found:
         effort: of each placement.
         placed: how many candidates were placed; those that are no `entries` are slower.
         least: seconds that no layout of the candidates that fit is under, by the estimator; 0 where none is known.
-        open: candidates that could be faster than the best by their bounds.
+        open: candidates that could be faster than the best by their bounds; unplaced: those of them that were never
+            placed.
         cut: a deadline ended one of them: another machine may find another answer.
         swapping: the first layout placed once more with swapping as a third choice, where that was asked for.
     """
@@ -61,8 +62,14 @@ class Found:
     placed: int = 0
     least: float = 0.0
     open: int = 0
+    unplaced: int = 0
     cut: bool = False
     swapping: Swapping | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether each candidate that fits was placed, or cannot be faster than the best by its bound."""
+        return self.whole and not self.cut and self.least > 0 and not self.unplaced
 
     @property
     def best(self) -> Entry:
@@ -142,7 +149,8 @@ class _Placing:
         found.whole = self._place(more)
         chances.best = self._best
         chances.learn(list(self.least), self.least.values())
-        found.least, found.open = chances.least, chances.left
+        found.least, found.open = chances.least, len(chances.left)
+        found.unplaced = sum(one not in self.done for one in chances.left)
 
     def _place(self, ranked: list[Ranked]) -> bool:
         of = len(self.done) + len(self.found.dropped) + len(ranked)

@@ -78,8 +78,8 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
     lines += doubt.lines() if doubt else []
     lines += swapping_words(found.swapping) if found.swapping else []
-    if entries and found.least:
-        lines.append(bound_words(found))
+    if entries:
+        lines.append(placed_words(found))
     if entries and found.own and not found.request.changed:
         if found.own.peak > found.request.cap:
             lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
@@ -95,18 +95,17 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
     return lines
 
 
-def bound_words(found: Found) -> str:
-    """What no layout is under."""
+def placed_words(found: Found) -> str:
+    """How much of the space was placed, and what is known of the rest."""
     best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
-    placed = f"{found.placed} were placed"
-    if found.least >= best:
-        return (
-            f"by the estimator no layout of the space is under {best:.2f} s: {placed}, the others' bounds are over it"
-        )
+    placed = f"{found.placed} of {len(found.ranking.seconds):,} candidates that fit were placed"
+    if not found.least:
+        return f"{placed}; the others were ranked by balanced layers only, and could be faster than {best:.2f} s"
+    if not found.unplaced:
+        return f"{placed}; by the estimator's bounds none of the others is under {best:.2f} s"
     return (
-        f"by the estimator no layout of the space is under {found.least:.2f} s, {100 * (1 - found.least / best):.1f} % "
-        f"less than {best:.2f} s: {placed}, {found.open:,} of "
-        f"{len(found.ranking.seconds):,} could be faster by their bounds"
+        f"{placed}; of the others {found.unplaced:,} could be faster than {best:.2f} s by the estimator's bounds, none "
+        f"of which is under {found.least:.2f} s ({100 * (1 - found.least / best):.1f} % less)"
     )
 
 
@@ -216,6 +215,7 @@ def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
         "placed": found.placed,
         "bound_s": found.least or None,
         "open": found.open,
+        "never_placed": found.unplaced,
         "ended_by_time_limit": found.cut,
         "verified": found.verified,
         "best_is_verified": bool(found.passed),

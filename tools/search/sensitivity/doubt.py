@@ -49,6 +49,8 @@ class Doubt:
         experiment: None where there is no doubt, or where no single term would tell.
         steps: devices that a step of each of the set needs, with as few data-parallel copies as it can have.
         error: mean error of step times that was drawn; `known` says whether published runs tell it.
+        whole: whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never
+            placed, nothing is said of the space.
     """
 
     names: tuple[str, ...]
@@ -57,6 +59,7 @@ class Doubt:
     error: float
     known: bool
     steps: int = 0
+    whole: bool = False
 
     @property
     def alike(self) -> list[tuple[str, float]]:
@@ -68,11 +71,17 @@ class Doubt:
         """Sentences."""
         of = f"{'the known error' if self.known else 'an assumed error'} of {100 * self.error:.1f} % on average"
         alike = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.alike)
-        if len(self.alike) == 1:
+        if len(self.alike) == 1 and self.whole:
             return [f"the choice holds within {of}, drawn term by term alike for all layouts: fastest is {alike}"]
+        if len(self.alike) == 1:
+            return [
+                f"of the layouts that were placed the fastest is {alike}, within {of}, drawn term by term alike for "
+                "all; this says nothing of layouts that were not placed"
+            ]
+        among = "" if self.whole else " among those that were placed"
         words = [
-            f"cannot be told apart within {of}: {alike}; shares of {DRAWS:,} draws of the estimator's terms, alike for "
-            "all layouts, in which each is the fastest"
+            f"cannot be told apart within {of}{among}: {alike}; shares of {DRAWS:,} draws of the estimator's terms, "
+            "alike for all layouts, in which each is the fastest"
         ]
         if self.experiment is None:
             names = ", ".join(name for name, _ in self.alike)
@@ -86,7 +95,7 @@ class Doubt:
         return [
             *words,
             f"the cheapest experiment that would tell: {one.term.experiment} on {devices} ({one.term.name}); with it "
-            f"the choice is right in {100 * one.right:.0f} % instead of {100 * max(self.shares):.0f} %",
+            f"the choice{among} is right in {100 * one.right:.0f} % instead of {100 * max(self.shares):.0f} %",
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -99,6 +108,7 @@ class Doubt:
             "draws": DRAWS,
             "shares": dict(zip(self.names, self.shares, strict=True)),
             "cannot_be_told_apart": [name for name, _ in self.alike],
+            "of_the_whole_space": self.whole,
             "experiment": told,
             "step_devices": self.steps or None,
         }
@@ -113,6 +123,7 @@ def doubt(
     known: bool = True,
     devices: Sequence[int] = (),
     terms: Sequence[Term] = TERMS,
+    whole: bool = False,
 ) -> Doubt:
     """How sure it is that the fastest is the fastest.
 
@@ -120,7 +131,7 @@ def doubt(
         seconds: predicted, of each layout.
         slope: [layouts, terms] of ln(seconds), scaled to the error.
         node: devices of a node.
-        error, known: as `Doubt`.
+        error, known, whole: as `Doubt`.
         devices: that a step of each layout needs at least.
     """
     drawn = np.random.default_rng(SEED).standard_normal((DRAWS, slope.shape[1]))
@@ -133,7 +144,7 @@ def doubt(
         right = [_right_after(wins, drawn[:, column]) for column in range(len(terms))]
         experiment = _cheapest(right, float(shares.max()), node, terms)
         steps = max((few for few, share in zip(devices, shares, strict=False) if share >= LEAST_SHARE), default=0)
-    return Doubt(tuple(names), tuple(map(float, shares)), experiment, error, known, steps)
+    return Doubt(tuple(names), tuple(map(float, shares)), experiment, error, known, steps, whole)
 
 
 def _right_after(wins: np.ndarray, values: np.ndarray) -> float:

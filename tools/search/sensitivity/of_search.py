@@ -32,6 +32,7 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
         known.mean if known else UNKNOWN_ERROR,
         known is not None,
         [least_devices(entry.config) for entry in entries.values()],
+        whole=found.complete,
     )
 
 

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from tools.weights.convert.write import DONE, writer
 from tools.weights.hugging_face.config import FILE as CONFIG
 from tools.weights.hugging_face.config import config_of
 from tools.weights.hugging_face.sizes import Sizes
-from tools.weights.source import INDEX, Source
+from tools.weights.inventory import mark
+from tools.weights.source import CHECKSUMS, INDEX, Source
 
-CHECKSUMS = "checksums.json"  # of a Hugging Face folder: files by sha256, tensors by CRC-32
 TOKENIZER = ("tokenizer", "special_tokens_map", "vocab", "merges", "added_tokens", "chat_template", "generation_config")
 _MARGIN = 1.02  # headers, indices, checksums
 _PLAN = "plan.json"
@@ -40,9 +40,11 @@ def convert(
     tokenizer: Path | None = None,
     ends: int | None = None,
     progress: Callable[[int, str], None] = lambda done, file: None,
+    damaged: Sequence[str] = (),
 ) -> None:
     """Write `target`, a folder that is not there yet. `progress` is told the bytes written and the file. A folder
-    for Hugging Face says that the token `ends` ends a document.
+    for Hugging Face says that the token `ends` ends a document. What is `damaged` in `source` and taken all the same
+    (`inventory.salvaged`) is said in `target`.
 
     What is written stands in a hidden folder beside `target` until all of it is there; run again after an interrupt or
     a full disk, a conversion of the same source keeps the files that are whole.
@@ -51,15 +53,14 @@ def convert(
         CheckpointError: `target` exists, another process writes it, or the source is damaged.
         DataError: it cannot be written, or the disk has no room for it.
     """
-    if target.exists():
-        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+    refuse_target(target)
     part = target.with_name(f".{target.name}.part")
     _make_room(part, target, plan)
     with _alone(part):
         _take_up(part, source, plan)
         left = [shard for shard in plan.shards if not _is_whole(part, shard.file)]
         done = plan.bytes - sum(shard.bytes for shard in left)
-        known = {} if plan.to == "Hugging Face" else _known(source)
+        known = {} if plan.to == "Hugging Face" or damaged else _known(source)
         make = partial(writer, source.path.absolute(), part, plan, known)
         for shard, file in zip(left, ordered_map(make, left, min(workers, max(1, len(left)))), strict=True):
             done += shard.bytes
@@ -72,11 +73,18 @@ def convert(
                 _finish_mindformers(part, records)
             if tokenizer:
                 _copy_tokenizer(tokenizer, part)
+            mark(part, damaged)
             for name in [_PLAN, *(f"{file}{DONE}" for file in records)]:
                 (part / name).unlink()
             part.rename(target)
         except OSError as error:
             raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+
+
+def refuse_target(target: Path) -> None:
+    """Raise CheckpointError where `target` exists."""
+    if target.exists():
+        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
 
 
 def _make_room(part: Path, target: Path, plan: Plan) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA
 from tools.data.workers import ordered_map
 from tools.files.atomic import atomic_folder
+from tools.weights.inventory import mark
 from tools.weights.reshard.metadata import metadata_of
 from tools.weights.reshard.plan import Plan
 from tools.weights.reshard.write import Written, writer
@@ -34,8 +35,11 @@ def reshard(
     plan: Plan,
     workers: int = 1,
     progress: Callable[[int, str], None] = lambda done, file: None,
+    damaged: Sequence[str] = (),
 ) -> None:
     """Write `target`, a folder that is not there yet: whole, or not at all. `progress` is told bytes and file.
+
+    What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
 
     Raises:
         CheckpointError: `target` exists, or the source is damaged.
@@ -57,6 +61,7 @@ def reshard(
         if (source.path / COMMON).exists():
             shutil.copyfile(source.path / COMMON, folder / COMMON)
         (folder / METADATA).write_text(json.dumps(metadata_of(plan)), "utf-8")
+        mark(folder, damaged)
         known = {name: each.sha256 for name, each in files.items()}
         for rank in range(plan.world):
             write_seal(folder, rank, plan.world, source.step or 0, known=known)

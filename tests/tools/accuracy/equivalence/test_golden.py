@@ -33,9 +33,22 @@ def test_golden_numbers_are_kept_and_checked(one, tmp_path):
     assert golden_gate.differences(golden, numbers) == []
     golden_gate.write_golden(file, MINI, {"other": numbers["baseline"]})
     assert sorted(golden_gate.read_golden(file)) == ["baseline", "other"]
-    assert golden_gate.differences(golden, {"other": numbers["baseline"]}) == [
-        "other: no golden numbers yet; --update adds them"
-    ]
+    other = {"other": numbers["baseline"]}
+    assert golden_gate.unknown(golden, other) == ["other"], "nothing to be held to is told, and is no failure"
+    assert golden_gate.differences(golden, other) == []
+
+
+def test_a_golden_file_is_that_of_one_recipe(one, tmp_path):
+    """By folder and name alone anybody's mini/pretrain.yaml was held to this repository's numbers."""
+    theirs = tmp_path / "mini" / "pretrain.yaml"
+    folder = tmp_path / "golden"
+    ours = golden_gate.golden_file(golden_gate.GOLDEN, MINI)
+    assert golden_gate.golden_file(golden_gate.GOLDEN, str(theirs)) == ours
+    assert golden_gate.owner(ours, MINI) == "" and golden_gate.owner(ours, str(theirs)) == "recipes/mini/pretrain.yaml"
+    file = golden_gate.golden_file(folder, str(theirs))
+    golden_gate.write_golden(file, str(theirs), {"baseline": golden_gate.numbers_of(one)})
+    assert json.loads(file.read_text())["recipe"] == "../mini/pretrain.yaml", "no path of this machine"
+    assert golden_gate.owner(file, str(theirs)) == "" and golden_gate.owner(file, MINI) == "../mini/pretrain.yaml"
 
 
 @pytest.mark.parametrize(

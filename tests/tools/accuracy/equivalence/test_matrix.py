@@ -106,6 +106,40 @@ def test_golden_numbers_are_renewed_and_then_hold(trained, tmp_path):
     assert "differences found" in (tmp_path / "page.html").read_text()
 
 
+def test_a_run_without_golden_numbers_is_told_and_fails_nothing(trained, tmp_path):
+    """`accuracy equivalence tests/training/tiny.yaml` ended with exit code 1 beside "1 pass, 0 fail"."""
+    folders = ("--golden", tmp_path / "golden", "--work", tmp_path / "work")
+    only = ("--only", "data_parallel_2", "--steps", 2)
+    assert invoke(MINI, *only, *folders, "--update").exit_code == 0
+    file = tmp_path / "golden/mini-pretrain.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"runs": {"whole": content["runs"]["baseline"]}}))
+    done = invoke(MINI, *only, *folders, "--json")
+    assert done.exit_code == 0 and "baseline: no golden numbers yet" in done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["passed"] and answer["golden"] == []
+    assert answer["without_golden_numbers"] == ["baseline", "data_parallel_2"]
+
+
+def test_the_numbers_of_another_recipe_of_this_name_are_left_alone(trained, tmp_path):
+    theirs = tmp_path / "mini" / "pretrain.yaml"
+    theirs.parent.mkdir()
+    theirs.write_text(f"base_config: {MINI}\n")
+    only = ("--only", "baseline", "--steps", 2, "--work", tmp_path / "work")
+    done = invoke(theirs, *only, "--json")
+    assert done.exit_code == 0 and "no golden numbers for this recipe; --golden FOLDER" in done.stderr
+    assert json.loads(done.stdout)["golden_file"] is None
+    folder = ("--golden", tmp_path / "golden", "--update")
+    assert invoke(theirs, *only, *folder).exit_code == 0
+    for arguments, words in (
+        ((theirs, *only, "--update"), "--update: "),
+        ((MINI, *only, *folder), "--golden: "),
+        ((MINI, *only, *folder[:2]), "--golden: "),
+    ):
+        error = str(invoke(*arguments).exception)
+        assert error.startswith(words) and "holds the numbers of" in error and "\n" not in error
+
+
 def test_a_recipe_without_golden_numbers_is_told(trained, monkeypatch, tmp_path):
     monkeypatch.setattr("tools.accuracy.equivalence.golden_gate.GOLDEN", tmp_path)
     done = invoke(MINI, "--only", "data_parallel_2", "--steps", 2, "--work", tmp_path / "work", "--json")

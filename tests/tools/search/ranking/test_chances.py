@@ -89,7 +89,7 @@ def test_closer_bounds_close_the_space_and_choose_what_is_placed():
     assert found.promising([], 5) == [first]  # the second's is over the best, the third has none
     assert found.promising([first.candidate], 5) == []
     found.learn(found.open, [2e6] * len(found.open))
-    assert found.least == found.best and found.left == 0
+    assert found.least == found.best and not found.left
 
 
 @pytest.mark.parametrize("chunks", [1, 2])

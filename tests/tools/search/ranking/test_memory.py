@@ -25,6 +25,10 @@ LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
         ({}, ["cp>1", "tp<=2"], lambda c: c.cp > 1 and c.dp > 1),
         ({"shard_size": 2}, [], lambda c: c.shard != "none" and c.dp * c.cp > 2),
         ({"shard_size": 3, "overlap_dp": False}, [], lambda c: c.shard != "none"),
+        # passes copy or cast weights: what is kept depends on ep and on sharding, too
+        ({"dtype": "fp32"}, [], lambda c: c.shard == "none" and c.pp > 1),
+        ({"dtype": "fp32", "weight_item": 2}, [], lambda c: c.ep > 1),
+        ({"weight_item": 2, "shard_size": 2}, [], lambda c: c.pp == 1),
         # 22 micro-batches on 4 stages: two rounds of 5, three of 4
         ({"schedule": "seqsmartvpp"}, ["pp=2,4", "vpp>1"], lambda c: c.m % c.pp and c.m > 4 * c.pp),
     ],
