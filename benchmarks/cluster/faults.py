@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from tests.launch.agent import netns
 from tests.launch.agent.faults import Result, run, wrong
 from tests.launch.agent.table import TABLE
