@@ -73,14 +73,14 @@ RANGES = {
     "restarts": Range(0, 100_000),
     "spares": Range(0, 100_000),  # hosts beyond those that a run needs
     "rows": Range(1, 1_000),  # of a table, a ranking, a report
-    "seconds": Range(0, 1_000_000, whole=False, above=True),
+    "seconds": Range(1e-6, 1_000_000, whole=False),
     "pause": Range(0.1, 86_400, whole=False),  # seconds between two looks
     "patience": Range(1, 86_400, whole=False),  # seconds for one host's answer
     "file_gb": Range(0.001, 10_000, whole=False),  # of a file of weights
     "files": Range(1, 256),  # written at once
     "stage": Range(0, 999),
     "effort": Range(1, 100_000),  # of a placement, tools.placement.budget
-    "memory_gib": Range(0, 10_000, whole=False, above=True),
+    "memory_gib": Range(0.001, 10_000, whole=False),
     "share": Range(0, 1, whole=False),
     "margin": Range(0, 0.9, whole=False),  # of a limit, that is to stay free
     "generated": Range(1, 100_000),  # tokens behind a prompt

@@ -27,6 +27,8 @@ import click
 import numpy as np
 import psutil
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from plugins.straggler_probe.plan import ALARM, FLOORS, KINDS, LEAST, slow_ranks, tested
 from plugins.straggler_probe.record import probe_file, read_run
 from plugins.straggler_probe.sequential import threshold

@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from launch.agent.cluster.allocation import Allocation
 from launch.agent.cluster.volcano import volcano_job
 from tests.launch.agent.cluster.openapi import broken
@@ -32,6 +34,8 @@ MISTAKES: dict[str, Callable[[Any], Any]] = {
 
 def main() -> int:
     """Exit code 0 where the job holds and every mistake is found."""
+    if len(sys.argv) != 2:
+        sys.exit("python benchmarks/cluster/volcano_schema.py CRD.yaml")
     versions = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))["spec"]["versions"]
     schema = next(each for each in versions if each["name"] == "v1alpha1")["schema"]["openAPIV3Schema"]
     job = Allocation(

@@ -38,7 +38,7 @@ def print_job(
     if slurm and volcano:
         raise click.UsageError("--slurm is for one cluster manager, --volcano for another: choose one")
     chosen = chosen_recipe(recipe, overrides)
-    flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps)), make_layout=True)
+    flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps, overrides)), make_layout=True)
     preflight.check_sound(flat)
     folder = next((each for each in resume if each != "auto"), None)
     for line in outside(recipe, flat, folder, run_dir):

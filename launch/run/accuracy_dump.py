@@ -60,7 +60,7 @@ def run(job: Job) -> int:
     check_folder(out)
     recipe = effective_recipe(Path(job.recipe), tuple(job.overrides), None, out, Size(job.mini))
     # fewer samples, but the schedule stays: the first steps are those of the real run
-    shorter = steps_overrides(recipe, job.steps)
+    shorter = steps_overrides(recipe, job.steps, ("lr_schedule.warmup_steps",))
     recipe = apply_overrides(recipe, [each for each in shorter if not each.startswith("lr_schedule.")])
     preflight.check_machine(recipe)
     preflight.check_sound(recipe)

@@ -241,7 +241,7 @@ def _script(
         raise click.UsageError("--script wants --resume DIR: which checkpoint is the newest is not known yet")
     folder = run_dir or FULL_SIZE.run_dir(recipe)
     chosen = chosen_recipe(recipe, overrides)
-    more = steps_overrides(chosen, steps)
+    more = steps_overrides(chosen, steps, overrides)
     flat = resolved(apply_overrides(chosen, more), make_layout=True)
     preflight.check_sound(flat)
     for line in outside(recipe, flat, resume, run_dir):

@@ -15,6 +15,7 @@ from tools.recipe.override import also_changed, apply_overrides, dotted
 from tools.recipe.view import RUNNER, View
 
 FULL_SIZE = Size()
+_WARMUP = "lr_schedule.warmup_steps"
 
 
 def effective_recipe(
@@ -30,7 +31,7 @@ def effective_recipe(
     `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
     """
     flat = chosen_recipe(path, overrides, size)
-    flat = resolved(apply_overrides(flat, steps_overrides(flat, steps)), make_layout)
+    flat = resolved(apply_overrides(flat, steps_overrides(flat, steps, overrides)), make_layout)
     flat["output_dir"] = str(run_dir)
     checkpoint = flat["checkpoint"] = flat.get("checkpoint") or {}
     checkpoint["save_path"] = checkpoint.get("save_path") or str(run_dir / "checkpoint")
@@ -51,8 +52,15 @@ def resolved(flat: Recipe, make_layout: bool) -> Recipe:
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 
-def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
-    """The overrides that make a recipe train `steps` steps: samples of the dataset, one pass over it, the schedule."""
+def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = ()) -> list[str]:
+    """The overrides that make a recipe train `steps` steps: samples of the dataset, one pass over it, the schedule.
+
+    A warm-up that is longer than all steps becomes the share of them that it was of the recipe's; a word on stderr says
+    so. One that the user's own overrides set stays as it is, and is refused like that of a recipe.
+
+    Args:
+        given: the user's overrides, which `recipe` has.
+    """
     if steps is None:
         return []
     view = View(recipe)
@@ -66,4 +74,14 @@ def steps_overrides(recipe: Recipe, steps: int | None) -> list[str]:
         found.append("runner_config.epochs=1")
     if view.number(("lr_schedule", "total_steps"), 0):
         found.append(f"lr_schedule.total_steps={steps}")
+        found += _shorter_warmup(view, steps, given)
     return found
+
+
+def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]:
+    warmup, total = (view.number(("lr_schedule", name), 0) for name in ("warmup_steps", "total_steps"))
+    if warmup <= steps or total < warmup or any(each.startswith(_WARMUP) for each in given):
+        return []
+    share = max(1, round(steps * warmup / total))
+    click.echo(f"--steps {steps}: a warm-up of {share}, not {warmup} steps (--set {_WARMUP}=N for another)", err=True)
+    return [f"{_WARMUP}={share}"]

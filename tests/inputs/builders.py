@@ -270,6 +270,11 @@ def checkpoints(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-8])
 
 
+def no_metadata(folder: Path) -> None:
+    """The metadata.json of b, which hold nothing."""
+    (folder / "b" / "iteration_00000002" / "metadata.json").write_text("")
+
+
 def weights_of_mini(folder: Path) -> None:
     """w: weights of the mini that nobody has trained, with a tokenizer beside them."""
     from safetensors.numpy import save_file

@@ -78,7 +78,7 @@ class Stored:
                 for file, headers in self.files.items()
                 for name, header in headers.items()
             }
-        listed, storage = _read_metadata(metadata)
+        listed, storage = read_metadata(metadata)
         held = {name for headers in self.files.values() for name in headers}
         return {
             name: self._tensor(name, tensor, storage)
@@ -171,7 +171,12 @@ def rank_of(name: str) -> int:
     return int(words[-2]) if len(words) > 2 and words[-2].isdecimal() else 0
 
 
-def _read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A metadata.json: name -> tensor, and slice -> the files that hold it.
+
+    Raises:
+        CheckpointError: it is not what MindFormers writes.
+    """
     try:
         content = json.loads(file.read_text())
         listed, storage = content["state_dict_metadata"], content["storage_data"]

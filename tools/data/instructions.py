@@ -39,7 +39,14 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Where each split goes."""
+        """Where each split goes.
+
+        Raises:
+            DataError: the output is a folder.
+        """
+        if not self.output.name or self.output.is_dir():
+            where = self.output / "instructions"
+            raise DataError(f"--output {self.output}: is a folder; give the first part of files' names, {where} say")
         splits = ("train", HELD_OUT) if self.held_out else ("train",)
         return {split: self.output.parent / f"{split_name(self.output.name, split)}.jsonl" for split in splits}
 

@@ -21,8 +21,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         DataError: it cannot be written there.
     """
-    target = Path(path)
-    part = target.with_name(f".{os.getpid()}.{target.name}")
+    target, part = _beside(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -43,8 +42,7 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         DataError: it cannot be written there.
     """
-    target = Path(path)
-    part = target.with_name(f".{os.getpid()}.{target.name}")
+    target, part = _beside(path)
     try:
         part.mkdir(parents=True)
         try:
@@ -54,6 +52,14 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             shutil.rmtree(part, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+
+
+def _beside(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    """A path, and one beside it that only this process uses."""
+    target = Path(path)
+    if not target.name:  # "", "." or "/"
+        raise DataError(f"{os.fspath(path)!r}: cannot be written (it is a folder)")
+    return target, target.with_name(f".{os.getpid()}.{target.name}")
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

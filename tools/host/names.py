@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plugins.errors import ClusterError
+from tools.files.small_yaml import small_text
 from tools.host.cores import compress
 
 DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
 _HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")
 _LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>\d+))?")
+_DIGITS = 4  # of the number of workers of a host
 _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
@@ -22,9 +24,9 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
         ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ClusterError(f"--nodes {path}: cannot be read: {error}") from None
+        lines = small_text(path, ClusterError).splitlines()
+    except OSError as error:
+        raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}
     slots = 0
     for number, line in enumerate(lines, 1):
@@ -33,6 +35,8 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
         match = _LINE.fullmatch(text)
         if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
             raise ClusterError(f"{path}:{number}: want HOST or HOST SLOTS (node0 8), got {text!r}")
+        if len(match["slots"] or "") > _DIGITS:
+            raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
         host, here = match["host"], int(match["slots"] or DEVICES)
         if host in seen:
             raise ClusterError(f"{path}:{number}: {host} stands in line {seen[host]} already")

@@ -16,7 +16,6 @@ Each file is whole or not there. Times are seconds since 1970 by the clock of th
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -30,6 +29,7 @@ Cause = Literal[
 ]
 Outcome = Literal["done", "failed", "told to end", "preempted", "interrupted"]
 Decision = Literal["done", "restart", "spare", "smaller", "give up", "leave"]
+_LARGEST = 1e15  # of any number in these files
 FOLDER, PLAN, VERDICT, BEAT, END = "attempts", "plan.json", "verdict.json", "beat-", "end-"
 
 
@@ -173,7 +173,7 @@ def _fits(value: object, wanted: str) -> bool:
     if wanted == "bool":
         return isinstance(value, bool)
     if wanted in ("int", "float"):
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST  # nor is NaN
     return isinstance(value, str)  # the rest are names
 
 

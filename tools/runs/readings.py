@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -128,7 +127,7 @@ def _fault(record: dict[str, Any]) -> str | None:
             return f"{name} is {_short(value)}: no number of a step"
     for name in ("time", "seconds", "tokens"):
         value = record.get(name)
-        if value is not None and not (_is_number(value) and 0 <= value < math.inf):
+        if value is not None and not (_is_number(value) and 0 <= value < 1e15):
             return f"{name} is {_short(value)}: no number"
         if name == "time" and value is not None and value > time.time() + _DAY:
             return f"time is {_short(value)}: in the future, by the clock of this host"

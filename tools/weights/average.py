@@ -13,7 +13,7 @@ import numpy as np
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.names import kind_of
-from tools.checkpoint.stored import METADATA, Stored
+from tools.checkpoint.stored import METADATA, Stored, read_metadata
 from tools.checkpoint.stream import save_arrays
 from tools.files.atomic import atomic_folder
 from tools.weights.inventory import mark
@@ -158,14 +158,14 @@ def _describe(stored: Stored, part: Path) -> None:
         shutil.copyfile(stored.folder / "common.json", part / "common.json")
     if not (stored.folder / METADATA).exists():
         return
-    content = json.loads((stored.folder / METADATA).read_text("utf-8"))
+    listed, storage = read_metadata(stored.folder / METADATA)
     kept = {name for file, headers in stored.files.items() if "-model-" in file for name in headers}
-    content["state_dict_metadata"] = {
-        name: tensor for name, tensor in content["state_dict_metadata"].items() if name in kept
-    }
-    content["storage_data"] = {
-        key: [entry for entry in entries if "-model-" in entry["file_name"]]
-        for key, entries in content["storage_data"].items()
-        if any("-model-" in entry["file_name"] for entry in entries)
+    content = {
+        "state_dict_metadata": {name: tensor for name, tensor in listed.items() if name in kept},
+        "storage_data": {
+            key: [entry for entry in entries if "-model-" in entry["file_name"]]
+            for key, entries in storage.items()
+            if any("-model-" in entry["file_name"] for entry in entries)
+        },
     }
     (part / METADATA).write_text(json.dumps(content), "utf-8")

@@ -54,6 +54,7 @@ _BLOCKS = {  # of `config`
         *("parallel_optimizer_comm_recompute", "recompute_slice_activation"),
     ),
 }
+_TEXTS = ("type", "compute_dtype", "param_init_type")  # of those blocks: the rest are numbers, lists, true or false
 _ANY = Range(0, 1e15, whole=False)
 _NEGATIVE = Range(-10_000, 10_000, whole=False)
 
@@ -90,6 +91,9 @@ def _keys(row: Mapping[str, Any], place: str) -> None:
     for block, names in _BLOCKS.items():
         if isinstance(config.get(block), Mapping):
             refuse_unknown(f"{place}.config.{block}.", config[block], names, DataError)
+            for name, value in config[block].items():
+                if isinstance(value, str | Mapping) and name not in _TEXTS:
+                    raise DataError(f"{place}.config.{block}.{name}: {value!r}: want a number, a list, true or false")
 
 
 def _numbers(value: Any, place: str, sizes: Mapping[str, Range], span: Range = _ANY) -> None:
