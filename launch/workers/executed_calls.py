@@ -1,5 +1,7 @@
 """The collectives of a sharded CPU run's first step, one file a rank: what `tc3 accuracy collectives` compares.
 
+Beside them stands which place MindSpore was told that the rank has in each group, by which it cuts weights.
+
 Every such run writes it: noting a call takes a microsecond, and a later step makes the same calls.
 """
 
@@ -35,4 +37,5 @@ class FirstStep:
         """Its graph has run."""
         if not self.written:
             self.written = True
-            write_atomically(self.file, json.dumps({"step": step, "calls": self.collectives.end_recording()}))
+            calls, places = self.collectives.end_recording(), self.collectives.groups.ranks.places
+            write_atomically(self.file, json.dumps({"step": step, "calls": calls, "places": places}))

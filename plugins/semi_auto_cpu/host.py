@@ -42,6 +42,9 @@ class Host:
             self.library.replace(name)
         for name in LOW_PRECISION.keys() - KERNELS.keys():
             self.library.replace(name, low=True)
+        # the backend copies some of what is loaded from weights and from tensors that operators change in place, by
+        # TensorMove, which the pass never sees and whose own kernel takes no bfloat16
+        self.library.register("TensorMove")
         for name in NAMES:
             if name not in RENAMED:
                 self.library.register(name)

@@ -25,6 +25,7 @@ class Ranks:
 
     Attributes:
         groups: name -> global ranks of the created ones, in order; the world is not among them.
+        places: group -> the place in it that MindSpore was told.
 
     Raises:
         ClusterError: there is no such rank.
@@ -36,6 +37,7 @@ class Ranks:
         self.devices = devices
         self.rank = rank
         self.groups: dict[str, tuple[int, ...]] = {}
+        self.places: dict[str, int] = {}
 
     def create(self, group: str, ranks: list[int]) -> None:
         """Remember a group, as every member does on a real cluster.
@@ -72,7 +74,8 @@ class Ranks:
         Raises:
             ClusterError: nothing says which ranks the group has.
         """
-        return self.known(group).index(self.rank)
+        self.places[group] = self.known(group).index(self.rank)
+        return self.places[group]
 
     def known(self, group: str) -> tuple[int, ...]:
         """`ranks_of` a group whose ranks must be known.

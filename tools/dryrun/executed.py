@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.semi_auto_cpu.exchange.calls import CallRecord
+from plugins.semi_auto_cpu.ranks import made_up_name
 
 # operator -> what it is in the graph that the dry run reads
 _RENAMED = {"_MiniStepAllGather": "AllGather", "_MicroStepAllGather": "AllGather", "AllToAll": "AlltoAll"}
@@ -65,8 +66,25 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Where rank `rank` of a sharded CPU run writes the calls of its first step: {"step", "calls": `CallRecord`s}."""
+    """Where rank `rank` of a sharded CPU run writes the calls of its first step.
+
+    {"step", "calls": `CallRecord`s, "places": {group: the place in it that MindSpore was told}}.
+    """
     return Path(run_dir) / "metrics" / f"collectives_rank_{rank}.json"
+
+
+def wrong_places(graph: Mapping[str, Any], rank: int, places: Mapping[str, int]) -> list[str]:
+    """Groups in which a rank was told another place than it has, one line each: it cut other slices of weights.
+
+    Args:
+        graph: "graph" of a compile's result, which has the ranks of each group. places: of `calls_file`.
+    """
+    told = [(ranks, places.get(made_up_name(tuple(ranks)))) for ranks in graph["groups"]]
+    return [
+        f"cuts weights as place {place} of ranks {', '.join(map(str, ranks))}, of which it is place {ranks.index(rank)}"
+        for ranks, place in told
+        if place is not None and ranks[place : place + 1] != [rank]
+    ]
 
 
 def compare_calls(graph: Mapping[str, Any], executed: Sequence[CallRecord]) -> Comparison:

@@ -68,18 +68,6 @@ void ReplaceOperators(const FuncGraphManagerPtr &manager) {
   }
 }
 
-// MindSpore's backend copies some of what is loaded from weights and from tensors that operators change in place, by
-// TensorMove, which this pass never sees. Its own kernel takes no bfloat16.
-void MoveLowTensors(const FuncGraphManagerPtr &manager) {
-  for (const auto &node : Operators(manager)) {
-    if (Operator(node)->name() != "Load") continue;
-    const auto types = InputTypes(node);
-    if (types.count(mindspore::kNumberTypeBFloat16) + types.count(mindspore::kNumberTypeFloat16) == 0) continue;
-    (void)RegisterKernel("TensorMove");
-    return;
-  }
-}
-
 // What only arranges memory (Reshape), the graph (Depend, MakeTuple) or its control flow needs no kernel; of
 // StopGradient the backend leaves nothing.
 bool NeedsKernel(const CNodePtr &node) {
@@ -122,7 +110,6 @@ class FrontEndDone : public mindspore::opt::Pass {
     ForgetLazyInline(manager);
     ForgetTargets(manager);
     ReplaceOperators(manager);
-    MoveLowTensors(manager);
     CallHost("{\"event\":\"missing\",\"nodes\":" + Missing(manager) + "}");
     return true;
   }

@@ -8,6 +8,7 @@ from tests.plugins.semi_auto_cpu.collecting import attributes, collectives
 
 def test_the_first_step_is_noted_and_nothing_before_or_behind_it(tmp_path):
     with collectives(1) as (one,):
+        one.groups.ranks.rank_in("hccl_world_group")
         first = FirstStep(one, tmp_path / "metrics" / "collectives_rank_0.json")
 
         def call(count):
@@ -23,5 +24,6 @@ def test_the_first_step_is_noted_and_nothing_before_or_behind_it(tmp_path):
     assert json.loads(first.file.read_text()) == {
         "step": 5,
         "calls": [["AllReduce", [0], 12, [3], "float32", None, None]] * 2,
+        "places": {"hccl_world_group": 0},
     }
     assert [path.name for path in first.file.parent.iterdir()] == [first.file.name]

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.exchange.calls import CallRecord
 from tools.accuracy.collectives.run import refuse_unsharded
 from tools.dryrun.cli import compile_all, without_files
 from tools.dryrun.diagnose import diagnose
-from tools.dryrun.executed import calls_file, compare_calls
+from tools.dryrun.executed import calls_file, compare_calls, wrong_places
 from tools.dryrun.jobs import plan_jobs
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
@@ -62,7 +62,7 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
     """
     recipe = recipe_of_run(run_dir)
     view = View(recipe)
-    executed = [read_calls(run_dir, rank) for rank in range(view.devices)]
+    executed = [read_record(run_dir, rank) for rank in range(view.devices)]
     plan = plan_jobs(recipe, tuple(range(view.devices)), view.micro_batches)
     results = compile_all(plan, at_once, use_cache=True)
     refused = [result for result in results if "error" in result]
@@ -91,7 +91,14 @@ def recipe_of_run(run_dir: Path) -> Recipe:
     return recipe
 
 
-def read_calls(run_dir: Path, rank: int) -> list[CallRecord]:
+class Executed(NamedTuple):
+    """What a rank noted of its first step: as `calls_file` says."""
+
+    calls: list[CallRecord]
+    places: dict[str, int]
+
+
+def read_record(run_dir: Path, rank: int) -> Executed:
     """What a rank noted of its first step.
 
     Raises:
@@ -101,18 +108,21 @@ def read_calls(run_dir: Path, rank: int) -> list[CallRecord]:
     if not file.is_file():
         raise DataError(f"{file}: missing: this rank has not ended its first step, or was trained by an older checkout")
     try:
-        return [CallRecord(*call) for call in json.loads(file.read_text("utf-8"))["calls"]]
-    except (ValueError, KeyError, TypeError) as error:
+        told = json.loads(file.read_text("utf-8"))
+        places = {str(group): int(place) for group, place in told["places"].items()}
+        return Executed([CallRecord(*call) for call in told["calls"]], places)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{file}: no record of collectives ({error!r}): train again") from None
 
 
-def rank_calls(result: Mapping[str, Any], executed: list[CallRecord]) -> RankCalls:
+def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
     """One rank: result of its compile, and what it did."""
-    found = compare_calls(result["graph"], executed)
+    calls, rank = executed.calls, result["rank"]
+    found = compare_calls(result["graph"], calls)
     return RankCalls(
-        result["rank"],
-        len(executed),
-        sum(call.bytes for call in executed),
-        dict(sorted(Counter(call.op for call in executed).items())),
-        found.calls + found.order,
+        rank,
+        len(calls),
+        sum(call.bytes for call in calls),
+        dict(sorted(Counter(call.op for call in calls).items())),
+        wrong_places(result["graph"], rank, executed.places) + found.calls + found.order,
     )

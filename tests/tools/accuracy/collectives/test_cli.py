@@ -6,6 +6,7 @@ import click.testing
 import pytest
 
 from plugins.errors import DataError, RecipeError
+from plugins.semi_auto_cpu.ranks import made_up_name
 from tests.training.runs import ROOT
 from tools.accuracy.collectives import compare, run
 from tools.accuracy.collectives.cli import collectives_command
@@ -45,7 +46,7 @@ def left(run_dir, recipe=TP2, calls=CALLS):
     for rank in range(2):
         file = calls_file(run_dir, rank)
         file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps({"step": 1, "calls": calls}))
+        file.write_text(json.dumps({"step": 1, "calls": calls, "places": {made_up_name((0, 1)): rank}}))
     return run_dir
 
 
@@ -75,7 +76,7 @@ def test_equal_calls_of_all_ranks_end_with_0(tmp_path, compiled):
 )
 def test_a_rank_whose_calls_differ_is_named_and_ends_with_1(calls, line, tmp_path, compiled):
     folder = left(tmp_path / "run")
-    calls_file(folder, 1).write_text(json.dumps({"step": 1, "calls": calls}))
+    calls_file(folder, 1).write_text(json.dumps({"step": 1, "calls": calls, "places": {}}))
     result = invoke(folder, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
@@ -84,6 +85,17 @@ def test_a_rank_whose_calls_differ_is_named_and_ends_with_1(calls, line, tmp_pat
     assert any(each.startswith(line) for each in other["differences"])
     told = invoke(folder).stdout.splitlines()
     assert told[-1] == "differs" and told[2].startswith("  ")
+
+
+def test_a_rank_that_cut_another_slice_of_the_weights_is_named(tmp_path, compiled):
+    """All its collectives are as reported: with the optimizer sharded it gathers what it should not have."""
+    folder = left(tmp_path / "run")
+    wrong = {"step": 1, "calls": CALLS, "places": {made_up_name((0, 1)): 0, "2-77": 1}}
+    calls_file(folder, 1).write_text(json.dumps(wrong))
+    result = invoke(folder)
+    assert result.exit_code == 1
+    line = "  cuts weights as place 0 of ranks 0, 1, of which it is place 1"
+    assert result.stdout.splitlines()[2:] == [line, "differs"]
 
 
 def test_a_refused_compile_leaves_it_unknown(tmp_path, monkeypatch):
@@ -117,7 +129,7 @@ def test_a_recipe_is_trained_and_every_rank_of_it_compiled_with_all_micro_batche
         left(run_dir)
         dump_recipe(flat, run_dir / "recipe.yaml")
         for rank in range(View(flat).devices):
-            calls_file(run_dir, rank).write_text(json.dumps({"step": 1, "calls": CALLS}))
+            calls_file(run_dir, rank).write_text(json.dumps({"step": 1, "calls": CALLS, "places": {}}))
 
     monkeypatch.setattr(run, "launch", launch)
     result = invoke(recipe, "--keep", tmp_path / "kept", "--set", "runner_config.epochs=1")
@@ -171,7 +183,13 @@ def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [(None, "missing"), ("{", "train again"), ('{"calls": [[1]]}', "train again")]
+    ("text", "words"),
+    [
+        (None, "missing"),
+        ("{", "train again"),
+        ('{"calls": [], "places": 1}', "train again"),
+        ('{"calls": []}', "train again"),
+    ],
 )
 def test_a_rank_without_a_record_is_named(text, words, tmp_path, compiled):
     folder = left(tmp_path / "run")
