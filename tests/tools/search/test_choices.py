@@ -1,5 +1,6 @@
 """`tc3 search --recompute-operators` and `--swap`: asked for they stand in the answer, else the answer is as before."""
 
+import functools
 import json
 
 import pytest
@@ -31,8 +32,14 @@ def asked(*words):
     return CliRunner().invoke(search, list(map(str, words)), catch_exceptions=False)
 
 
+@functools.cache
+def plain_answer():
+    """Without either option."""
+    return json.loads(asked().stdout)
+
+
 def test_the_answer_with_groups_is_not_slower_and_is_written(tmp_path):
-    plain = json.loads(asked().stdout)
+    plain = plain_answer()
     overlay = tmp_path / "best.yaml"
     found = json.loads(asked("--recompute-operators", "--write", overlay).stdout)
     (before,), (after,) = plain["strategies"], found["strategies"]
@@ -49,7 +56,7 @@ def test_the_answer_with_groups_is_not_slower_and_is_written(tmp_path):
 
 
 def test_swapping_is_said_and_changes_nothing_else():
-    plain, found = json.loads(asked().stdout), json.loads(asked("--swap").stdout)
+    plain, found = plain_answer(), json.loads(asked("--swap").stdout)
     assert found["strategies"] == plain["strategies"]
     swapping = found["swapping"]
     assert not swapping["runnable"] and swapping["step_s"] <= swapping["step_s_without"]
