@@ -1,12 +1,12 @@
 """What MindSpore's compile cache leaves out of a sharded graph, kept in a file beside it and restored at a load.
 
 A process that loads a graph runs no front end, and so never learns where the slices of its weights lie (the layouts
-that checkpoints are cut by), which parameters are its own, and what MindFormers writes into a checkpoint's metadata.
-MindSpore's file has the slices' shapes only. Beside it, `sharding.json` has one entry for each compile of the process,
-in order, for MindSpore knows its files by their number and by nothing else:
+that checkpoints are cut by), which parameters are its own, what MindFormers writes into a checkpoint's metadata, and
+which kernels the compiler pass asked for. MindSpore's file has the slices' shapes only. Beside it, `sharding.json` has
+one entry for each compile of the process, in order, for MindSpore knows its files by their number and by nothing else:
 
     {"cell": what was compiled, "layouts": ..., "names": ..., "strategies": ..., "groups": ..., "weights": ...,
-     "sliced": ...}
+     "sliced": ..., "kernels": ...}
 
 A graph is loaded for the same compile only: the same cell, inputs, and parameters with their shapes. Where anything is
 missing or another, its file is removed, and the graph is compiled anew. What the slices are after a load is compared
@@ -18,13 +18,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from plugins.errors import ClusterError
 from plugins.private_hooks import replace
+from plugins.semi_auto_cpu import library
 from plugins.semi_auto_cpu.ranks import Ranks
 
 ON, FOLDER = "MS_COMPILER_CACHE_ENABLE", "MS_COMPILER_CACHE_PATH"
@@ -63,6 +64,7 @@ class KeptGraphs:
         number = len(self._entries)
         there = self._there[number]["cell"] if number < len(self._there) else {}
         if there == what and self._has_file(number):
+            register(self._there[number]["kernels"])
             return self._there[number]
         if self._loads:
             other = ", ".join(key for key in what if what[key] != there.get(key)) or "file"
@@ -111,6 +113,7 @@ class KeptGraphs:
             "groups": _groups(self.ranks),
             "weights": weights(cell),
             "sliced": [item.name for item in cell.get_parameters() if item.sliced],
+            "kernels": registered(),
         }
         self._entries.append(entry)
         text = json.dumps(self._entries)
@@ -170,6 +173,17 @@ def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
 def weights(cell: Any) -> Entry:
     """Type and shape of a cell's parameters; after a compile, of their slices."""
     return {item.name: _tensor(item) for item in cell.get_parameters()}
+
+
+def registered() -> list[str]:
+    """The operators that Python computes in this process. The pass may have added to them, and a load has no pass."""
+    return library.load().registered()
+
+
+def register(names: Iterable[str]) -> None:
+    """Have Python compute these operators, too."""
+    for name in sorted(set(names) - set(registered())):
+        library.load().register(name)
 
 
 def _say(words: str) -> None:

@@ -44,6 +44,7 @@ class Library:
             raise ClusterError(f"the library of semi_auto_cpu does not load: {error}; delete {path}") from None
         self._callback = _CALLBACK(self._answer)  # kept: ctypes would free it
         self._loaded.tc3_set_callback(self._callback)
+        self._loaded.tc3_registered.restype = ctypes.c_char_p
 
     def set_host(self, function: call.Host, rank: int = 0) -> None:
         """From now on `function(name, attrs, inputs, outputs)` computes every operator that Python computes.
@@ -56,6 +57,10 @@ class Library:
     def register(self, name: str) -> bool:
         """Let Python compute the operator `name` as MindSpore's graph has it; returns whether MindSpore could, too."""
         return bool(self._loaded.tc3_register(name.encode()))
+
+    def registered(self) -> list[str]:
+        """The names of the operators that Python computes on CPU, those of the compiler pass among them."""
+        return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
         """Let Python compute the operator `name` under a new name, which the pass gives it in each graph.

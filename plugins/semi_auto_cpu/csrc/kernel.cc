@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <vector>
 
 #include "backend/common/expander/fallback/fallback_irbuilder.h"
@@ -52,6 +53,11 @@ class HostKernel : public mindspore::kernel::NativeCpuKernelMod {
  private:
   std::string operator_, text_;
 };
+std::set<std::string> &Registered() {
+  static std::set<std::string> names;
+  return names;
+}
+
 bool IsExpanded(const std::string &name) {
   return mindspore::expander::IRBuilderFactory::Instance().GetBuilder(name) != nullptr;
 }
@@ -65,10 +71,17 @@ bool PassesFor(mindspore::TypeId type, mindspore::TypeId wanted) {
 }  // namespace
 
 bool RegisterKernel(const std::string &name) {
+  Registered().insert(name);
   const bool had = Factory::Instance().IsRegistered(name);
   Factory::Instance().UnRegister(name);
   Factory::Instance().Register(name, []() { return std::make_shared<HostKernel>(); });
   return had;
+}
+
+std::string RegisteredKernels() {
+  std::string text;
+  for (const auto &name : Registered()) text += (text.empty() ? "" : ",") + Quoted(name);
+  return "[" + text + "]";
 }
 
 bool CanCompute(const std::string &name) { return Factory::Instance().IsRegistered(name) || IsExpanded(name); }

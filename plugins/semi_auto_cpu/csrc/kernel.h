@@ -10,6 +10,9 @@ namespace tc3 {
 // From now on Python computes the operator `name` on CPU. Returns whether MindSpore had a kernel of its own.
 bool RegisterKernel(const std::string &name);
 
+// ["name", ...]: the operators for which that was said, by Python or by the pass.
+std::string RegisteredKernels();
+
 // Whether anything on CPU computes the operator `name`: a kernel, or other operators that MindSpore expands it to.
 bool CanCompute(const std::string &name);
 

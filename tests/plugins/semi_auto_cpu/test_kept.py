@@ -47,19 +47,35 @@ def weight(name):
     return Parameter(Tensor(np.zeros(4, np.float32)), name=name)
 
 
+class Kernels(list):
+    """As `plugins.semi_auto_cpu.library`: the operators that Python computes."""
+
+    def registered(self):
+        return list(self)
+
+    register = list.append
+
+
 @pytest.fixture
-def start(tmp_path, monkeypatch):
+def kernels():
+    return Kernels(["AllReduce"])
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch, kernels):
     """A function that begins a process, rank 0 of two, whose compile cache is a folder."""
     monkeypatch.setattr(kept, "strategies", lambda phase: STRATEGIES)
+    monkeypatch.setattr(kept.library, "load", lambda: kernels)
     monkeypatch.setattr(strategy._NetStrategyInfo, "__init__", strategy._NetStrategyInfo.__init__)
     environ = {"MS_COMPILER_CACHE_ENABLE": "1", "MS_COMPILER_CACHE_PATH": str(tmp_path)}
     return lambda: KeptGraphs(Ranks(2, 0), environ)
 
 
 @pytest.fixture
-def folder(start, tmp_path):
+def folder(start, tmp_path, kernels):
     """What a first process has left of two compiles, a train step and another one."""
     first, folder = start(), tmp_path / "rank_0"
+    kernels.register("TensorMove")  # by the pass
     (folder / "graph_cache").mkdir(parents=True)
     for number, rows in ((0, 4), (1, 8)):
         (folder / "graph_cache" / f"MS_WORKERcompile_cache_{number}.mindir").write_text("graph")
@@ -67,6 +83,7 @@ def folder(start, tmp_path):
         assert first.to_load(what) is None
         first.ranks.create("2-77", [0, 1])  # as in the midst of a compile
         first.keep(Step(rows).sliced(), what)
+    kernels.remove("TensorMove")  # another process
     return folder
 
 
@@ -110,6 +127,11 @@ def test_the_graph_of_another_compile_is_compiled_anew(start, folder, what, caps
     second = start()
     assert second.to_load(what) is None and graphs(folder) == []
     assert "rank 0 compiles" in capsys.readouterr().err
+
+
+def test_kernels_that_the_pass_registered_are_there_at_a_load(start, folder, kernels):
+    start().to_load(described(Step(), INPUTS, "train"))
+    assert kernels == ["AllReduce", "TensorMove"], "MindSpore's own TensorMove takes no bfloat16"
 
 
 def test_those_before_it_are_loaded(start, folder):
