@@ -92,7 +92,7 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         began = time.time() if self.unsealed is not None else None
         super().on_train_end(run_context)
         self._seal_and_note(began)
-        if self.attempt and not self.use_legacy_format and get_real_rank() == 0:  # the folder stays as long as ranks may have to find it
+        if self.attempt and not self.use_legacy_format and get_real_rank() == 0:  # until here ranks may have to find it
             (self._saving() / TRACKER).unlink(missing_ok=True)  # MindFormers' own; `publish` has written the run's
             with contextlib.suppress(OSError):  # a save of a followed attempt is still in it
                 self._saving().rmdir()
