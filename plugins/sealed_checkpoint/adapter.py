@@ -92,6 +92,10 @@ class SealingCheckpointMonitor(CheckpointMonitor):
         began = time.time() if self.unsealed is not None else None
         super().on_train_end(run_context)
         self._seal_and_note(began)
+        if self.attempt and not self.use_legacy_format and get_real_rank() == 0:  # until here ranks may have to find it
+            (self._saving() / TRACKER).unlink(missing_ok=True)  # MindFormers' own; `publish` has written the run's
+            with contextlib.suppress(OSError):  # a save of a followed attempt is still in it
+                self._saving().rmdir()
 
     def _seal_and_note(self, began=None):
         """Seal a background save, for which the training stands still from `began` or from now on."""
@@ -122,10 +126,6 @@ class SealingCheckpointMonitor(CheckpointMonitor):
             newest = publish(saved, Path(self.directory))
             if newest:
                 remove_old(Path(self.directory), newest, self.kept, self.attempt)
-            if self.attempt:
-                (self._saving() / TRACKER).unlink(missing_ok=True)  # MindFormers' own; `publish` has written the run's
-                with contextlib.suppress(OSError):  # what it had to remove and could not is still in it
-                    self._saving().rmdir()
         self.current_ckpt_step_list.clear()  # MindFormers' own count: none is left to it
         barrier_world("Rank 0 to put the checkpoint in its place.")  # a worker that ends meanwhile is not waited for
 

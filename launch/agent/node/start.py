@@ -31,11 +31,11 @@ def command_of(job: Job, plan: Plan) -> Command:
     cores = of_launch(recipe, plan.slots, logs / "cores.json") if job.bind else Cores()
     node = Node(plan.hosts.index(job.host), len(plan.hosts), plan.slots, plan.master) if several else None
     resume = Path(plan.resume) if plan.resume else None
-    file = recipe_file(job.run_dir, plan) if plan.name else None
-    config = file if file and file.exists() else None
+    # on one host nobody else plans: there it is the command that `tc3 train --dry-run` prints, of RUN/recipe.yaml
+    config = recipe_file(job.run_dir, plan) if plan.name and job.several else None
     argv = msrun_command(recipe, job.run_dir, plan.port, resume, cores.options, logs, node, job.worker, config)
     environment = worker_environment(plan.slots, job.run_dir, cores=cores.environment, logs=logs)
-    environment |= {ATTEMPT: plan.name} if config else {}
+    environment |= {ATTEMPT: plan.name} if plan.name else {}
     environment |= operator_fusion.environment(recipe, os.environ)
     if several:
         environment = {**cluster_environment(recipe, job.run_dir, logs), **environment}

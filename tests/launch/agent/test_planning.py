@@ -1,16 +1,19 @@
 """Who takes part in the attempt after the last one."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from launch.agent.decide import Smaller
 from launch.agent.job import Job
+from launch.agent.node.start import command_of
 from launch.agent.planning import Planning, follow
 from launch.agent.start import Start
 from launch.resume import skipped
-from plugins.sealed_checkpoint.plan import fault, made, write_seal
+from launch.train import build_config
+from plugins.sealed_checkpoint.plan import ATTEMPT, fault, made, write_seal
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
 from tests.launch.agent.ends import A, B, attempt, end, judge, told
 from tools.recipe.load import Recipe, load_recipe
@@ -180,6 +183,20 @@ def test_checkpoints_of_before_seals_said_what_they_leave_out_are_judged_by_the_
     run.save(second, 16, old=True)
     run.fail(second, "signal")
     assert run.plan(run.agent(A), 2).step == 16
+
+
+def test_all_workers_leave_out_what_their_plan_says_whatever_is_written_since(run, monkeypatch):
+    """A late rank may add to the ledger, a late planner may write a recipe, while the ranks start one by one."""
+    a = run.agent(A)
+    plan = run.plan(a, 0)
+    command = command_of(replace(a.job, bind=False), plan)
+    config = command.argv[command.argv.index("--config") + 1]
+    assert command.environment[ATTEMPT] == plan.name and Path(config) == recipe_file(run.folder, plan)
+    run.spiked(plan, 12)
+    (run.folder / "recipe.yaml").unlink()
+    assert build_config(Path(config), (), run.folder, None)["plugins"]["spike_guard"]["skipped"] == [[88, 96]]
+    monkeypatch.setenv(ATTEMPT, plan.name)
+    assert build_config(Path(config), (), run.folder, None)["plugins"]["spike_guard"] == {}
 
 
 def planned(tmp_path, last, there, most=2):

@@ -51,7 +51,7 @@ def test_two_agents_a_spike_and_kills_after_it_whoever_plans(folder, monkeypatch
     assert orders == {("a", "a"), ("a", "b"), ("b", "a"), ("b", "b")}
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_agents_that_are_held_up_in_a_plan_or_before_a_rename_spoil_nothing(folder, monkeypatch, seed):
     """Three of whom two train: while one is held up for 40 s, another one plans, and trains on."""
     world = Training(folder, monkeypatch, seed, STEPS, {90, 130}, kills=0.1, naps=0.15)

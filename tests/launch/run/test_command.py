@@ -169,7 +169,7 @@ def test_resume_auto_takes_the_newest_complete_checkpoint_and_names_the_skipped(
 ):
     root = workplace / "output" / "mini-toy" / "checkpoint"
     found = (CheckpointInfo(root / "iteration_00000002", 2), [(root / "iteration_3", "truncated")])
-    monkeypatch.setattr(checkpoints, "scan_checkpoints", lambda given: found if given == root else (None, []))
+    monkeypatch.setattr(checkpoints, "scan_checkpoints", lambda given, *_: found if given == root else (None, []))
     train("mini/toy.yaml")
     folder = save(root, 2)
     code, _, err = train("mini/toy.yaml", "--resume", "auto")

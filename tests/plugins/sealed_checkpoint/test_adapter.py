@@ -96,6 +96,7 @@ def test_no_more_are_kept_after_any_number_of_attempts(tmp_path, monkeypatch):
         run.monitor._append_step_num = 2 * attempt
         run.step(1)
         run.step(2)
+        run.end()
     assert [path.name[-1] for path in sorted(tmp_path.glob("iteration_*"))] == ["5", "6"]
     assert (tmp_path / TRACKER).read_text() == "6" and not list(tmp_path.glob("saving_*"))
 
