@@ -270,7 +270,14 @@ def _trainer(view: View, found: Findings) -> None:
 def _background_save(view: View, found: Findings) -> None:
     """MindFormers adds up a flag of each rank that still writes, as int8: of 256 ranks that all write the sum is 0."""
     path = ("checkpoint", "async_save")
-    if view.flag(path) and not view.flag(("use_legacy_format",), True) and view.devices > _FLAGS:
+    if not view.flag(path) or view.flag(("use_legacy_format",), True):
+        return
+    if view.on_cpu and view.devices > 1:
+        wrong = (
+            "MindFormers asks all ranks by an operator that CPU lacks: the run ends at the step after its first save"
+        )
+        found.error(path, wrong, "False, or one worker", rule="async_save_ranks")
+    elif view.devices > _FLAGS:
         wrong = (
             f"MindFormers counts the ranks that still write in an int8, which cannot count {view.devices:,}: "
             "a save may be taken for complete while ranks still write it"

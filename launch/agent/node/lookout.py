@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from launch.agent.disk import LostDiskError
 from launch.agent.initiator import is_sure
 from launch.agent.limits import Limits
@@ -118,7 +120,11 @@ class Lookout(threading.Thread):
     def explain(self, failure: Failure) -> Failure:
         """A worker's failure with what has brought it about, where that is known; before the workers are ended."""
         end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
-        return failure if is_sure(end) else self._own_fault(places=False) or self._answer(failure)
+        if is_sure(end):
+            return failure
+        with contextlib.suppress(psutil.Error, OSError):  # the failure itself is what counts
+            return self._own_fault(places=False) or self._answer(failure)
+        return failure
 
     def _answer(self, failure: Failure) -> Failure:
         """Say so where msrun's scheduler has lost workers of other hosts before one of ours failed."""

@@ -143,6 +143,15 @@ def test_a_background_save_of_more_ranks_than_an_int8_counts_is_refused(data_par
     )
 
 
+@pytest.mark.parametrize(("workers", "refused"), [(1, False), (2, True)])
+def test_a_background_save_of_several_cpu_workers_is_refused(workers, refused):
+    """comm_func.all_reduce ends in "Create kernelmod for op InnerCommAllReduce failed" under msrun on CPU."""
+    recipe = change(
+        MINI, (("checkpoint", "async_save"), True), (("use_parallel",), True), ((*PARALLEL, "data_parallel"), workers)
+    )
+    assert ("checkpoint.async_save" in findings(recipe)) is refused
+
+
 _OPTIMIZER = ("parallel", "parallel_optimizer_config")
 
 

@@ -7,6 +7,7 @@ from tools.runs import attempts
 from tools.runs.attempts import End, Verdict
 from tools.runs.causes import UNKNOWN, diagnose, signatures
 from tools.runs.failures import failures
+from tools.runs.render import failure_line
 from tools.runs.source import read_run
 
 # one line of each row: as printed by MindSpore 2.9.0, MindFormers or this repository, or as the row's source quotes it
@@ -156,3 +157,14 @@ def test_ends_that_are_no_failures(tmp_path):
     builder.train(10)
     builder.done()
     assert failures(read_run(tmp_path / "run")) == []
+
+
+def test_a_killed_worker_is_reported_as_killed_and_not_by_its_warnings(tmp_path):
+    builder = Builder(tmp_path / "run", 100)
+    builder.plan()
+    builder.train(3)
+    builder.kill(host=1, lines=tuple(IMPORTS))
+    (found,) = failures(read_run(tmp_path / "run"))
+    line = failure_line(found)
+    assert found.name == "signal" and "worker was killed" in line
+    assert "hyper_parallel" not in line and "WARNING" not in line and "space" not in line
