@@ -30,7 +30,7 @@ ROWS = [
 ]
 ROW = {room: number for number, rooms in enumerate(ROWS) for room in rooms}
 MODULES = 15  # in one folder, beside __init__
-LINES = 300
+LINES = 500  # a file tells one story
 
 
 def modules() -> dict[str, Path]:

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from launch.run import conversations
+from launch.run.effective import fitted_to_conversations
 from plugins.errors import DataError
 from plugins.packed_labels.plan import pack
+from tools.data import instructions as conversations
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
@@ -91,7 +92,7 @@ def test_the_templates_are_mindformers():
 
 def test_what_there_is_is_taken_and_said(recipe, capsys):
     """The recipe takes 800 samples; "the data makes 20 samples, `take` wants 64" came from a worker after 27 s."""
-    found = conversations.fitted(recipe(), None)
+    found = fitted_to_conversations(recipe(), None)
     taken, steps = found["train_dataset"]["data_loader"]["handler"][-1]["n"], found["lr_schedule"]["total_steps"]
     assert 0 < taken == 4 * steps < 800 and found["lr_schedule"]["warmup_steps"] < steps
     said = capsys.readouterr().err
@@ -100,7 +101,7 @@ def test_what_there_is_is_taken_and_said(recipe, capsys):
 
 def test_a_recipe_that_there_is_enough_for_stays(recipe):
     given = recipe(60, 30, "train_dataset.data_loader.handler.2.n=8", "lr_schedule.total_steps=2")
-    assert conversations.fitted(given, None) == given == conversations.fitted(given, 2)
+    assert fitted_to_conversations(given, None) == given == fitted_to_conversations(given, 2)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, cou
     if steps:
         given["train_dataset"]["data_loader"]["handler"][-1]["n"] = 4 * steps
     with pytest.raises(DataError) as error:
-        conversations.fitted(given, steps)
+        fitted_to_conversations(given, steps)
     assert str(error.value).startswith(words[0]) and all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
 
@@ -141,11 +142,11 @@ def test_a_row_that_is_no_conversation_is_named(recipe, tmp_path, line, words):
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps(talk(1)[0]) + "\n" + line + "\n")
     with pytest.raises(DataError, match=r"mine\.jsonl:2: ") as error:
-        conversations.fitted(given, None)
+        fitted_to_conversations(given, None)
     assert words in str(error.value) and "want lines such as" in str(error.value)
 
 
 def test_what_is_missing_is_left_to_those_who_look_for_files(recipe, tmp_path):
     given = recipe()
     (tmp_path / "mine.jsonl").unlink()
-    assert conversations.fitted(given, None) == given
+    assert fitted_to_conversations(given, None) == given
