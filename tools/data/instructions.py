@@ -7,8 +7,8 @@ Every machine has such data: the standard library. Which documents are held out 
 instructions are those that neither the tokenizer nor the pre-training of that corpus has seen.
 
 How many samples conversations make is counted as the run makes them: `AlpacaInstructDataHandler`
-(`mindformers/dataset/handler/alpaca_handler.py`) makes three texts of a conversation and tokenizes each by itself,
-`plugins/packed_labels` packs whole conversations. Both are repeated with the tokenizer's own library, without MindFormers.
+(`mindformers/dataset/handler/alpaca_handler.py`) makes three texts of a conversation and tokenizes each by itself, and
+`plugins/packed_labels` packs whole conversations. Both are repeated with the tokenizer's own library.
 """
 
 from __future__ import annotations
