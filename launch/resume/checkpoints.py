@@ -204,6 +204,12 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
         raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
 
 
+_BEGIN = (
+    "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
+    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
+)
+
+
 def check_load_path(recipe: Recipe) -> None:
     """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none, or with
     experts in an order that it does not know."""
@@ -213,9 +219,11 @@ def check_load_path(recipe: Recipe) -> None:
     try:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
-        raise CheckpointError(f"checkpoint.load_path: {path}: no folder that can be read ({error.strerror})") from None
+        raise CheckpointError(
+            f"checkpoint.load_path: {path}: no folder that can be read ({error.strerror}); {_BEGIN}"
+        ) from None
     if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors)")
+        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_BEGIN}")
     refuse_moved(Path(path), View(recipe).keeps_placements)
 
 

@@ -25,7 +25,14 @@ from launch.on_cluster.script import Launch, in_checkout, launch_script
 from launch.resume import checkpoints, data_digest, skipped
 from launch.resume.checkpoint_model import check_model
 from launch.run import compile_cache, preflight
-from launch.run.effective import FULL_SIZE, chosen_recipe, effective_recipe, resolved, steps_overrides
+from launch.run.effective import (
+    FULL_SIZE,
+    chosen_recipe,
+    effective_recipe,
+    fitted_to_conversations,
+    resolved,
+    steps_overrides,
+)
 from launch.run.msrun import check_port
 from launch.run.progress import TrainingProgress
 from launch.run.size import Size
@@ -104,6 +111,7 @@ def train(
     if dry_run:
         _dry_run(flat, run_dir, resume, port, force, as_json, no_bind)
         return
+    flat = fitted_to_conversations(flat, steps)
     for check in _checks(flat, run_dir, resume, port, force):
         check()
     saves = checkpoints.save_path(flat)

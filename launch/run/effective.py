@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from launch.run.size import Size
-from plugins.errors import RecipeError
+from plugins.errors import DataError, RecipeError
+from plugins.held_out_loss.plan import KEY as HELD_OUT
+from plugins.packed_labels.plan import KEY as PACKED
+from plugins.packed_labels.plan import LOADER, PACKING
 from tools.auto.resolve import resolve
+from tools.data.instructions import count_samples, read_tokenizer
 from tools.recipe.load import Recipe
 from tools.recipe.override import also_changed, apply_overrides, dotted
 from tools.recipe.view import RUNNER, View
 
 FULL_SIZE = Size()
 _WARMUP = "lr_schedule.warmup_steps"
+_HANDLER = "AlpacaInstructDataHandler"
+_FILES = f"{LOADER}.data_files"
+_TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
 
 
 def effective_recipe(
@@ -85,3 +94,80 @@ def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]
     share = max(1, round(steps * warmup / total))
     click.echo(f"--steps {steps}: a warm-up of {share}, not {warmup} steps (--set {_WARMUP}=N for another)", err=True)
     return [f"{_WARMUP}={share}"]
+
+
+def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
+    """The recipe with as many steps as its conversations make, where it asks for more of its own accord.
+
+    Args:
+        steps: that the user asked for; these are refused if there is not enough for them.
+
+    Raises:
+        DataError: a row that is no conversation, no tokenizer, or fewer samples than are asked for.
+    """
+    view = View(recipe)
+    handler = _handler(view)
+    held_out = _section(view, HELD_OUT)
+    files = [*map(Path, view.instruction_files), *([Path(str(held_out.get("data_path")))] if held_out else [])]
+    if handler is None or not view.instruction_files or not all(file.is_file() for file in files):
+        return recipe  # of another form, or missing: `preflight.check_data` says so
+    folder = (handler.get("tokenizer") or {}).get("pretrained_model_dir")
+    tokenizer = read_tokenizer(_TOKENIZER, Path(folder)) if isinstance(folder, str) else None
+    if tokenizer is None:
+        return recipe
+    if held_out:
+        _check_held_out(view, held_out, handler, tokenizer)
+    made = count_samples([(_FILES, Path(file)) for file in view.instruction_files], handler["seq_length"], tokenizer)
+    batch = view.global_batch
+    if made is None or not view.samples or view.samples <= made:
+        return recipe
+    least = made // batch
+    what = f"{_FILES}: {', '.join(view.instruction_files)} makes {made:,} samples of {handler['seq_length']:,} tokens"
+    if not least:
+        raise DataError(f"{what}, a step takes {batch:,}: add conversations, or --set runner_config.batch_size={made}")
+    if steps is not None:
+        raise DataError(
+            f"{what}, --steps {steps:,} takes {view.samples:,}: --steps {least} at most, or more conversations; for "
+            f"several passes --set runner_config.epochs=N without --steps"
+        )
+    changes = steps_overrides(recipe, least)
+    if not any(each.startswith(_WARMUP) for each in changes) and view.number(tuple(_WARMUP.split(".")), 0) >= least:
+        changes.append(f"lr_schedule.warmup_steps={least // 10}")
+    click.echo(f"{what}: {least:,} steps, and not what takes {view.samples:,} ({'; '.join(changes)})", err=True)
+    return apply_overrides(recipe, changes)
+
+
+def _handler(view: View) -> dict[str, Any] | None:
+    """The handler that makes conversations, with the number of its place, where its samples can be counted."""
+    handlers = view.get(("train_dataset", "data_loader", "handler"))
+    if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:
+        return None
+    first, second = handlers[:2]
+    known = isinstance(first, dict) and first.get("type") == _HANDLER and not first.get("padding", True)
+    packs = isinstance(second, dict) and second.get("type") == PACKING
+    length = first.get("seq_length") if known else None
+    return first if packs and type(length) is int and second.get("seq_length") == length else None
+
+
+def _section(view: View, key: str) -> Mapping[str, Any]:
+    found = view.get(tuple(key.split(".")))
+    return found if isinstance(found, Mapping) else {}
+
+
+def _check_held_out(view: View, settings: Mapping[str, Any], handler: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raise DataError where the held-out conversations make fewer samples than are asked for, or than a step."""
+    file = Path(settings["data_path"])
+    made = count_samples([(f"{HELD_OUT}.data_path", file)], handler["seq_length"], tokenizer)
+    if made is None:
+        return
+    what = f"{file} makes {made:,} samples of {handler['seq_length']:,} tokens"
+    if made < view.global_batch:
+        raise DataError(
+            f"{HELD_OUT}.data_path: {what}, a step takes {view.global_batch:,}: hold out more conversations, or "
+            f"--set {HELD_OUT}=False"
+        )
+    wanted = settings.get("samples")
+    if type(wanted) is int and wanted > made:
+        raise DataError(
+            f"{HELD_OUT}.samples: {wanted:,}, and {what}: --set {HELD_OUT}.samples={made}, or leave it out to read all"
+        )

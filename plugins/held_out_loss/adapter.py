@@ -100,7 +100,7 @@ def enable(config, settings) -> None:
 
     Args:
         settings: `data_path`, the prefix of a Megatron .bin/.idx, or a file of HFDataLoader's; `samples` to read of it,
-            of `seq_length` tokens; `every`, steps.
+            of `seq_length` tokens (of such a file all where it is missing); `every`, steps.
 
     Raises:
         RecipeError: an unknown or impossible setting.

@@ -37,15 +37,17 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
 
     Raises:
         RecipeError: a setting that is unknown, missing, or not a number of at least 1 (`samples`: of at least one
-            global batch).
+            global batch; of instructions all that there are where it is missing).
         DataError: there is no corpus at `data_path`.
     """
     section = section_of(KEY, settings, SETTINGS, f"write {', '.join(SETTINGS)} under it, or {KEY}: False")
-    for name in SETTINGS:
+    wanted = [name for name in SETTINGS if name != "samples" or not instructions]
+    for name in wanted:
         if name not in section:
-            raise RecipeError(f"{KEY}.{name}: missing; the plugin needs {', '.join(SETTINGS)}")
+            raise RecipeError(f"{KEY}.{name}: missing; the plugin needs {', '.join(wanted)}")
     for name, least in (("samples", global_batch), ("every", 1)):
-        whole_number(KEY, section, name, f"write a number of at least {least}", least)
+        if name in section:
+            whole_number(KEY, section, name, f"write a number of at least {least}", least)
     command = "instructions" if instructions else "prepare"
     for suffix in ("",) if instructions else (".bin", ".idx"):
         if not Path(settings["data_path"] + suffix).is_file():
@@ -68,7 +70,8 @@ def held_out_loader(loader: dict[str, Any], settings: dict[str, Any]) -> dict[st
         return own
     own["data_files"] = settings["data_path"]
     handlers = [handler for handler in own.get("handler") or [] if handler["type"] not in ("take", "shuffle")]
-    own["handler"] = [*handlers, {"type": "take", "n": settings["samples"]}]
+    takes = [{"type": "take", "n": settings["samples"]}] if "samples" in settings else []
+    own["handler"] = [*handlers, *takes]
     return own
 
 

@@ -101,8 +101,8 @@ def enough(wanted: int, made: int) -> None:
     """
     if wanted > made:
         raise DataError(
-            f"{LOADER}.handler: the data makes {made:,} samples, `take` (or plugins.held_out_loss.samples) wants "
-            f"{wanted:,}: take fewer, add data, or train more epochs"
+            f"{LOADER}.handler (or plugins.held_out_loss.samples of the held-out file): the data makes {made:,} "
+            f"samples, `take` wants {wanted:,}: take fewer (--steps), add data, or train more epochs"
         )
 
 

@@ -1,8 +1,14 @@
-"""Instructions from Python sources: a function's signature is the question, what its docstring says first the answer.
+"""Instructions: made of Python sources, and what anybody's make once they are packed.
+
+Of sources a function's signature is the question, and what its docstring says first the answer.
 
 Every machine has such data: the standard library. Which documents are held out is decided as `tc3 data prepare` does
 (`tools.data.sampling.held_out`): from the same Python files, with the same seed and share, the modules of the held-out
 instructions are those that neither the tokenizer nor the pre-training of that corpus has seen.
+
+How many samples conversations make is counted as the run makes them: `AlpacaInstructDataHandler`
+(`mindformers/dataset/handler/alpaca_handler.py`) makes three texts of a conversation and tokenizes each by itself, and
+`plugins/packed_labels` packs whole conversations. Both are repeated with the tokenizer's own library.
 """
 
 from __future__ import annotations
@@ -26,6 +32,22 @@ from tools.files.atomic import keep_existing, write_atomically
 
 INSTRUCTION = "Say what this Python function does."
 SHORTEST, LONGEST = 12, 300  # characters of an answer
+MOST = 20_000  # conversations that are counted: some seconds
+_WANTED = 'want lines such as {"instruction": "...", "input": "", "output": "..."}'
+# the handler's words, which tests hold to MindFormers' own
+SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+_BELOW = "Below is an instruction that describes a task"
+WITH_INPUT = (
+    f"{_BELOW}, paired with an input that provides further context. Write a response that appropriately completes the "
+    "request.\n\n### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:"
+)
+WITHOUT_INPUT = (
+    f"{_BELOW}. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:"
+)
 
 
 @dataclass(frozen=True)
@@ -148,3 +170,95 @@ def _answer(docstring: str | None) -> str:
     answer = " ".join(paragraph.split())
     fits = SHORTEST <= len(answer) <= LONGEST and answer[0].isalpha() and " " in answer
     return answer if fits else ""
+
+
+def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
+    """The conversations of a file: JSON lines, or one JSON list.
+
+    Raises:
+        DataError: the first line that is none.
+    """
+    try:
+        text = file.read_text("utf-8")
+        listed = json.loads(text) if text.lstrip().startswith("[") else None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {file}: cannot be read ({error}); {_WANTED}") from None
+    rows = enumerate(listed, 1) if listed is not None else _parsed(key, file, text)
+    for number, row in rows:
+        wrong = "is no mapping" if not isinstance(row, dict) else ""
+        for name in ("instruction", "output") if not wrong else ():
+            if not isinstance(row.get(name), str) or not row[name].strip():
+                wrong = f"has no text under {name!r}"
+                break
+        if wrong:
+            raise DataError(f"{key}: {file}:{number}: {wrong}; {_WANTED}")
+        yield row
+
+
+def _parsed(key: str, file: Path, text: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{key}: {file}:{number}: is not JSON ({error}); {_WANTED}") from None
+
+
+def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) -> int | None:
+    """Samples of `length` tokens of (key, file) packed one behind the other; None for more than `MOST` conversations.
+
+    Raises:
+        DataError: a row is no conversation, or no answer is within a sample.
+    """
+    rows = []
+    for key, file in files:
+        for row in rows_of(key, file):
+            rows.append(row)
+            if len(rows) > MOST:
+                return None
+    made = samples(rows, length, tokenizer)
+    if not made:
+        key, file = files[0]
+        raise DataError(f"{key}: {file}: no conversation has an answer within {length:,} tokens")
+    return made
+
+
+def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
+    """How many samples of `length` tokens the conversations make, as `plugins.packed_labels.plan.pack` packs them."""
+
+    def tokens(text: str) -> int:
+        return len(tokenizer.encode(text).ids)
+
+    system, made, held = tokens(f"{SYSTEM} "), 0, 0
+    for row in rows:
+        prompt = (WITH_INPUT if row.get("input") else WITHOUT_INPUT).format_map(row)
+        asked = system + tokens(f"USER: {prompt} ")
+        whole = min(length, asked + tokens(f"ASSISTANT: {row['output']}</s>"))
+        if asked > whole:
+            continue  # the answer was cut away whole: the last label is that of its first token
+        if held and held + whole > length:
+            made, held = made + 1, 0
+        held += whole
+    return made + (held > 0)
+
+
+def read_tokenizer(key: str, folder: Path) -> Any:
+    """The tokenizer of a folder as its own library reads it; None where that has no tokenizer.json.
+
+    Raises:
+        DataError: there is no such folder, or its file cannot be read.
+    """
+    if not folder.is_dir():
+        raise DataError(
+            f"{key}: {folder}: no such folder; the tokenizer of the weights to begin with, such as the one that "
+            f"launch/quickstart makes: --set {key}=FOLDER"
+        )
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library's errors have no class of their own
+        raise DataError(f"{key}: {file}: no tokenizer that can be read ({error})") from None
