@@ -46,7 +46,9 @@ PLACES = {
 }  # fmt: skip
 
 
-JUDGES = ("doctor", "check", "recipe diff", "weights inspect", "memory", "runs watch")  # 1: something is found
+JUDGES = (  # commands whose exit code 1 says that something is found
+    *("doctor", "check", "recipe diff", "accuracy align", "weights inspect", "memory", "runs watch"),
+)
 
 
 class Command(NamedTuple):
@@ -92,11 +94,12 @@ _TC3: dict[str, Way] = {
 # words that make another thing of a command, or want what the folder does not have
 _WORDS = {
     **dict.fromkeys(("--script", "--slurm", "--volcano"), RUN),
-    "--dry-run": RUN,
+    **dict.fromkeys(("--dry-run", "--against"), RUN),
     "--probe": START,
     "--bind-file": Way("by", "tests/tools/affinity"),  # wants NPUs
     "executed": Way("by", "tests/training/test_executed_equivalence.py"),
     "output/profile": Way("by", "tests/tools/search/test_profile_cli.py"),
+    "imbalance.svg": Way("by", "tests/tools/imbalance"),  # samples of 131,072 tokens
     "hf": Way("by", "tests/tools/weights/convert/test_run.py"),
     "checkpoint.load_path=hf": Way("by", "tests/training/test_finetune.py"),
     "exported": Way("by", "tests/training/test_generate.py"),

@@ -198,13 +198,13 @@ def test_only_yaml_beside_the_catalogue():
         ("claim: assumed", "claim: trained", "'trained' is no claim"),
         ("claim: assumed", "claim: compiled-virtual-many", "is no claim"),
         ("kind: full", "kind: ful", "did you mean 'full'"),
-        ("sources:", "source:", "source: unknown key (did you mean 'sources'?)"),
-        ("        what:", "        on:", "unknown key"),  # YAML reads a plain `on` as True
+        ("sources:", "source:", "source: no such key (did you mean 'sources'?)"),
+        ("        what:", "        on:", "no such key"),  # YAML reads a plain `on` as True
         ("  finetune_4k.yaml:", "  finetune_8k.yaml:", "no such recipe"),
         ("    devices: 256\n", "", "devices: missing"),
         ("    other_at: *acceptance\n", "", "conflicts[0].other_at: missing"),
         ("isolation: checked", "isolation: done", "host_measures.isolation: 'done', expected one of applied, checked"),
-        ("idle_threshold:", "idle_treshold:", "unknown key (did you mean 'idle_threshold'?)"),
+        ("idle_threshold:", "idle_treshold:", "no such key (did you mean 'idle_threshold'?)"),
         ("    child: pretrain_4k_acc", "    child: pretrain_8k_acc", "no such recipe"),
     ],
 )

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plugins.errors import ClusterError
-from tools.files.small_yaml import small_text
 from tools.host.cores import compress
 
 DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
@@ -24,7 +23,11 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
         ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
     """
     try:
-        lines = small_text(path, ClusterError).splitlines()
+        if path.exists() and not path.is_file():
+            raise ClusterError(f"--nodes {path}: cannot be read (not an ordinary file)")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"--nodes {path}: cannot be read: byte {error.start + 1} is not UTF-8") from None
     except OSError as error:
         raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
     seen: dict[str, int] = {}

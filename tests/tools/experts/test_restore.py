@@ -101,11 +101,11 @@ def test_nothing_to_restore_is_told(tmp_path):
 def test_a_full_disk_and_an_interrupt_leave_nothing(tmp_path, monkeypatch, error):
     folder, _ = write(tmp_path, np.array([1, 0, 3, 2]), 2)
 
-    def full(arrays, path, metadata):
+    def full(arrays, path):
         path.write_bytes(b"half")
         raise error
 
-    monkeypatch.setattr(restore, "save_file", full)
+    monkeypatch.setattr(restore, "save_arrays", full)
     with pytest.raises(DataError if isinstance(error, OSError) else KeyboardInterrupt):
         restore_order(folder, target_of(folder))
     assert list(target_of(folder).parent.iterdir()) == []

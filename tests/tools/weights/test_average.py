@@ -60,7 +60,7 @@ def test_shares_weigh_and_the_result_is_a_sealed_checkpoint_without_moments(tmp_
 
 @pytest.mark.parametrize(
     ("shares", "words"),
-    [([1.0], "1 for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "add up to nan")],
+    [([1.0], "1 for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "from 0 to 1")],
 )
 def test_shares_that_are_none(tmp_path, shares, words):
     sources = [saved(tmp_path / name, [1, 2]) for name in "ab"]
@@ -92,7 +92,7 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "save_file", full)
+    monkeypatch.setattr(module, "save_arrays", full)
     with pytest.raises(DataError, match="No space left"):
         average([saved(tmp_path / name, [1, 2]) for name in "ab"], tmp_path / "mean")
     assert not list(tmp_path.glob("*mean*"))

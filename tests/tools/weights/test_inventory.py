@@ -114,8 +114,8 @@ def cut(folder):
     [
         (lose, "holds no model.layers.0.mlp.gate.weight, though"),
         (cut, "not a complete safetensors file"),
-        (lambda folder: (folder / next(iter(NAMES.values()))).unlink(), "not a complete safetensors file"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "no index of safetensors"),
+        (lambda folder: (folder / next(iter(NAMES.values()))).unlink(), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "not an index of safetensors"),
         (lambda folder: save_file({**{next(iter(NAMES)): numbered(2, 2)}, "more": numbered(1)},
                                   folder / next(iter(NAMES.values()))), "holds more, which"),
     ],
