@@ -92,7 +92,7 @@ def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]
     if warmup <= steps or total < warmup or any(each.startswith(_WARMUP) for each in given):
         return []
     share = max(1, round(steps * warmup / total))
-    click.echo(f"--steps {steps}: a warm-up of {share}, not {warmup} steps (--set {_WARMUP}=N for another)", err=True)
+    click.echo(f"{steps} steps: a warm-up of {share}, not {warmup} steps (--set {_WARMUP}=N for another)", err=True)
     return [f"{_WARMUP}={share}"]
 
 

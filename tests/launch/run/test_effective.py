@@ -32,7 +32,7 @@ def test_a_warm_up_longer_than_all_steps_becomes_its_share_of_them(steps, warmup
     recipe = load_recipe("recipes/mini/pretrain.yaml")  # 20 of 300 steps
     found = steps_overrides(recipe, steps)
     assert [each for each in found if "warmup" in each] == warmup
-    said = f"--steps {steps}: a warm-up of 1, not 20 steps" if warmup else ""
+    said = f"{steps} steps: a warm-up of 1, not 20 steps" if warmup else ""
     assert capsys.readouterr().err.startswith(said)
     flat = apply_overrides(recipe, found)
     assert [line for line in check_recipe(flat).errors if "warmup" in str(line)] == []
