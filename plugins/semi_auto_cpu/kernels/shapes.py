@@ -82,18 +82,21 @@ def StridedSliceGrad(
     begin: tuple[int, ...],
     end: tuple[int, ...],
     strides: tuple[int, ...],
-    *masks: int,
 ) -> np.ndarray:
-    """Gradient of a cut: zeros around it."""
+    """Gradient of a cut: zeros around it. Its masks are attributes (`mindspore/ops/operations/_grad_ops.py`)."""
     out = np.zeros(shape, dout.dtype)
+    masks = tuple(int(attrs.get(name, "0")) for name in MASKS)
     out[_cut("StridedSliceGrad", begin, end, strides, masks)] = dout
     return out
+
+
+MASKS = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask", "shrink_axis_mask")
 
 
 def _cut(
     name: str, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], masks: tuple[int, ...]
 ) -> tuple[slice | int, ...]:
-    """An index; `masks` are begin_mask, end_mask, ellipsis_mask, new_axis_mask, shrink_axis_mask: bits by dimension."""
+    """An index; `masks` are those of `MASKS`: bits by dimension."""
     from_start, to_end, ellipsis, new_axis, shrink = (*masks, 0, 0, 0, 0, 0)[:5]
     if ellipsis or new_axis:
         raise NotImplementedError(f"{name}: ellipsis_mask {ellipsis}, new_axis_mask {new_axis}")

@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 
 from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
+from plugins.semi_auto_cpu.kernels.shapes import MASKS
 from tests.plugins.semi_auto_cpu.kernels.derivative import BFLOAT16, LOW, rounded
 
 ALL = KERNELS | LOW_PRECISION
 
 
-def run(name, *inputs):
-    return ALL[name]({}, *inputs)
+def run(name, *inputs, **attributes):
+    return ALL[name](attributes, *inputs)
+
+
+def masks_of(numbers):
+    """As the attributes of a gradient."""
+    return dict(zip(MASKS, map(str, numbers), strict=False))
 
 
 def test_parts_and_dimensions():
@@ -38,7 +44,7 @@ def test_cuts_and_their_gradient(rng, masks):
     columns = slice(0, None if masks and masks[1] & 2 else 4, 2)
     found = run("StridedSlice", x, begin, end, strides, *masks)
     np.testing.assert_array_equal(found, x[rows, columns])
-    gradient = run("StridedSliceGrad", found, (4, 5), begin, end, strides, *masks)
+    gradient = run("StridedSliceGrad", found, (4, 5), begin, end, strides, **masks_of(masks))
     expected = np.zeros_like(x)
     expected[rows, columns] = found
     np.testing.assert_array_equal(gradient, expected)
@@ -47,16 +53,18 @@ def test_cuts_and_their_gradient(rng, masks):
 def test_a_cut_may_name_fewer_dimensions(rng):
     x = rng.normal(size=(3, 4)).astype(np.float32)
     np.testing.assert_array_equal(run("StridedSlice", x, (1,), (3,), (1,), 0, 0, 0, 0, 0), x[1:])
+    to_the_end = run("StridedSliceGrad", x[1:], (3, 4), (1,), (0,), (1,), end_mask="1")  # as of `x[1:]` in a graph
+    np.testing.assert_array_equal(to_the_end, np.concatenate([np.zeros((1, 4)), x[1:]]))
 
 
 def test_a_cut_of_one_index_drops_its_dimension(rng):
     x = rng.normal(size=(3, 4, 2)).astype(np.float32)
-    cut = (1, 2, 0), (2, 4, 2), (1, 1, 1), 0, 0, 0, 0, 0b001
-    found = run("StridedSlice", x, *cut)
+    cut, masks = ((1, 2, 0), (2, 4, 2), (1, 1, 1)), (0, 0, 0, 0, 0b001)
+    found = run("StridedSlice", x, *cut, *masks)
     np.testing.assert_array_equal(found, x[1, 2:4])
     expected = np.zeros_like(x)
     expected[1, 2:4] = found
-    np.testing.assert_array_equal(run("StridedSliceGrad", found, x.shape, *cut), expected)
+    np.testing.assert_array_equal(run("StridedSliceGrad", found, x.shape, *cut, **masks_of(masks)), expected)
 
 
 def test_masks_of_a_cut_that_nobody_needs_are_refused():
