@@ -68,13 +68,13 @@ class Planning:
         if missing and now - max([self.began, *self.came.values()]) < SETTLE:
             return None
         attempts = history(self.job, self.number)
-        read_skipped(self.job)
         hosts, overrides = self._hosts(there, attempts)
         if not hosts:
             return None
         spares = [host for host in there if host not in hosts]
         now = self.meeting.now()
         with self._alive():
+            read_skipped(self.job)
             plan = make_plan(self.job, self.number, hosts, spares, overrides, again=bool(attempts), now=now)
             recipe = self.prepare(plan) or recipe_of(self.job, plan)
             dump_recipe(recipe, recipe_file(self.job.run_dir, plan))
@@ -121,7 +121,11 @@ def make_plan(
     again: bool = False,
     now: float = 0.0,
 ) -> Plan:
-    """The plan of attempt `number` on `hosts`; `again`: from the newest complete checkpoint, if there is one."""
+    """The plan of attempt `number` on `hosts`; `again`: from the newest complete checkpoint, if there is one.
+
+    Raises:
+        CheckpointError: there is none, and the run has gone on from one before.
+    """
     best, own = None, job.resume if job.resume and job.resume.path.exists() else None
     if again:
         adopt(job.saves)

@@ -60,8 +60,8 @@ class Start:
         preflight.check_disk(self.saves)
         if port is not None:
             check_port(port)
-        for folder in {self.resume, self.otherwise} - {None, "auto"}:
-            checkpoints.one_iteration(str(folder))
+        if self.resume not in (None, "auto"):  # `otherwise` may be gone by the time that the run has its own
+            checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
         """The checkpoint that the run begins from. It is read as a whole: by one node, not by all.

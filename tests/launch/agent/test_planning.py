@@ -5,7 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
+import launch.train
 from launch.agent.decide import Smaller
 from launch.agent.job import Job
 from launch.agent.node.start import command_of
@@ -197,6 +199,11 @@ def test_all_workers_leave_out_what_their_plan_says_whatever_is_written_since(ru
     assert build_config(Path(config), (), run.folder, None)["plugins"]["spike_guard"]["skipped"] == [[88, 96]]
     monkeypatch.setenv(ATTEMPT, plan.name)
     assert build_config(Path(config), (), run.folder, None)["plugins"]["spike_guard"] == {}
+    trained = []
+    monkeypatch.setattr(launch.train, "train", lambda *arguments: trained.append(arguments))
+    monkeypatch.delenv("TC3_SUPERVISED", raising=False)
+    result = CliRunner().invoke(launch.train.main, ["--config", config, "--run-dir", str(run.folder)])
+    assert result.exit_code == 0 and len(trained) == len(trained[0]) == 1, "nothing is checked or written once more"
 
 
 def planned(tmp_path, last, there, most=2):
