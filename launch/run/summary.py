@@ -30,6 +30,7 @@ def summarize(
     outcome: Outcome,
     resume_command: ResumeCommand,
     wanted: int | None = None,
+    checksums: bool = True,
 ) -> dict[str, Any]:
     """The run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
 
@@ -37,12 +38,14 @@ def summarize(
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
     Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
     starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
+    `checksums`: read the newest checkpoint as a whole, to see whether it is one.
     """
     metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
     readings, held_out = read_metrics(metrics), read_held_out(run_dir)
     saves = Path(recipe["checkpoint"]["save_path"])
-    say_reading(next(iter(iterations(saves)), None))
-    best, _ = scan_checkpoints(saves)
+    if checksums:
+        say_reading(next(iter(iterations(saves)), None))
+    best, _ = scan_checkpoints(saves, checksums=checksums)
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:
