@@ -16,7 +16,8 @@ from launch.resume.data_order import all_steps, most_steps
 from launch.run.failure import STOPPED, Failure
 from launch.run.picture import draw_loss_curve
 from launch.run.supervise import Outcome
-from tools.checkpoint.scan import iterations, scan_checkpoints
+from plugins.sealed_checkpoint.plan import fault, step_of
+from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import loss_rank, read_held_out, read_metrics
@@ -45,7 +46,7 @@ def summarize(
     saves = Path(recipe["checkpoint"]["save_path"])
     if checksums:
         say_reading(next(iter(iterations(saves)), None))
-    best, _ = scan_checkpoints(saves, checksums=checksums)
+    best = scan_checkpoints(saves)[0] if checksums else _newest(saves)
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:
@@ -71,6 +72,12 @@ def summarize(
         "picture": str(draw_loss_curve([metrics], run_dir / "loss.png", held_out)) if steps else None,
         "next_command": shlex.join(more) or None,
     }
+
+
+def _newest(saves: Path) -> CheckpointInfo | None:
+    """The newest checkpoint whose files are all there in their sizes; their content is not read."""
+    whole = (folder for folder in iterations(saves) if fault(folder, checksums=False) is None)
+    return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
 
 
 def _finite(value: float | None) -> float | None:

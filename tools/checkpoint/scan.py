@@ -19,19 +19,18 @@ class CheckpointInfo:
     step: int
 
 
-def scan_checkpoints(root: Path, checksums: bool = True) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
+def scan_checkpoints(root: Path) -> tuple[CheckpointInfo | None, list[tuple[Path, str]]]:
     """Look at the iterations under `root`, newest first, and stop at the first complete one.
 
     Args:
         root: the folder that holds MindFormers' `iteration_*` folders (`checkpoint.save_path`); may not exist.
-        checksums: read all that they hold; else only look whether all files are there in their sizes.
 
     Returns:
         The newest complete checkpoint or None, and what was skipped before it, each with the reason.
     """
     skipped: list[tuple[Path, str]] = []
     for folder in iterations(root):
-        reason = plan.fault(folder, checksums=checksums)
+        reason = plan.fault(folder)
         if reason is None:
             return CheckpointInfo(folder, plan.step_of(folder)), skipped
         skipped.append((folder, reason))
