@@ -16,7 +16,8 @@ from launch.resume.data_order import all_steps, most_steps
 from launch.run.failure import STOPPED, Failure
 from launch.run.picture import draw_loss_curve
 from launch.run.supervise import Outcome
-from tools.checkpoint.scan import iterations, scan_checkpoints
+from plugins.sealed_checkpoint.plan import fault, step_of
+from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.runs.readings import loss_rank, read_held_out, read_metrics
@@ -30,6 +31,7 @@ def summarize(
     outcome: Outcome,
     resume_command: ResumeCommand,
     wanted: int | None = None,
+    checksums: bool = True,
 ) -> dict[str, Any]:
     """The run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
 
@@ -37,12 +39,14 @@ def summarize(
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
     Absent things are None, and losses that are not finite. `resume_command` gives the command that resumes, or that
     starts a new run from a checkpoint's weights, with one more override where one is given; see `_next_command`.
+    `checksums`: read the newest checkpoint as a whole, to see whether it is one.
     """
     metrics = run_dir / "metrics" / f"rank_{loss_rank(recipe)}.jsonl"
     readings, held_out = read_metrics(metrics), read_held_out(run_dir)
     saves = Path(recipe["checkpoint"]["save_path"])
-    say_reading(next(iter(iterations(saves)), None))
-    best, _ = scan_checkpoints(saves)
+    if checksums:
+        say_reading(next(iter(iterations(saves)), None))
+    best = scan_checkpoints(saves)[0] if checksums else _newest(saves)
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:
@@ -68,6 +72,12 @@ def summarize(
         "picture": str(draw_loss_curve([metrics], run_dir / "loss.png", held_out)) if steps else None,
         "next_command": shlex.join(more) or None,
     }
+
+
+def _newest(saves: Path) -> CheckpointInfo | None:
+    """The newest checkpoint whose files are all there in their sizes; their content is not read."""
+    whole = (folder for folder in iterations(saves) if fault(folder, checksums=False) is None)
+    return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
 
 
 def _finite(value: float | None) -> float | None:

@@ -146,7 +146,7 @@ def test_a_run_that_was_told_to_go_on_with_nan_says_so_and_its_json_is_json(trai
 
 def test_an_interrupted_run_says_where_its_logs_and_checkpoint_are(train, runs, workplace, monkeypatch):
     saved = workplace / "output" / "mini-toy" / "checkpoint" / "iteration_00000002"
-    monkeypatch.setattr("launch.run.summary.scan_checkpoints", lambda root: (CheckpointInfo(saved, 2), []))
+    monkeypatch.setattr("launch.run.summary.scan_checkpoints", lambda *_, **__: (CheckpointInfo(saved, 2), []))
     runs.outcome = Outcome(128 + signal.SIGINT)
     code, _, err = train("mini/toy.yaml", "--steps", "9")
     assert code == 130
