@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
          ROOT / "recipes" / "README.md", ROOT / "benchmarks" / "RESULTS.md"]  # fmt: skip
 CARDS = sorted((ROOT / "recipes").glob("*/card.yaml"))
 LINKED = ("recipes", "docs", "tests", "tools", "launch", "benchmarks", "plugins")  # of the checkout, in the folder
-PROGRAMS = ("tc3", "python", "pytest", "msrun", "bash", "launch/quickstart", "tests/run", "srun")
+PROGRAMS = ("tc3", "python", "pytest", "msrun", "bash", "launch/quickstart", "tests/run", "tests/explore", "srun")
 _BLOCK = re.compile(r"^```(bash|)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 # what ends the command in a card's `how`: a date, what came of it
@@ -110,6 +110,7 @@ _WORDS = {
 _OTHERS = {
     r"launch/quickstart$": Way("by", "tests/test_commands.py::test_the_tour"),
     r"tests/run\b": Way("by", "tests/launch/test_environment.py"),
+    r"tests/explore\b": Way("by", "tests/launch/test_environment.py"),
     r"pytest tests/\S+$": Way("by", "tests/test_docs.py::test_paths_that_pages_name_exist"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
     r"python -m tools\.catalogue": Way("by", "tests/recipes/test_cards.py"),
