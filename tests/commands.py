@@ -212,8 +212,8 @@ def _of_bash(block: str, folder: Path) -> list[list[str]]:
     for program in PROGRAMS:
         if "/" in program:  # bash looks for no function of such a name
             block = re.sub(rf"(?m)^{program}\b", program.replace("/", "__"), block)
-    functions = [f"{program.replace('/', '__')}() {{ _note {program} \"$@\"; }}" for program in PROGRAMS]
-    functions += ['srun() { "$@"; }', "bash() { command bash \"$@\"; }", "source() { :; }"]
+    functions = [f'{program.replace("/", "__")}() {{ _note {program} "$@"; }}' for program in PROGRAMS]
+    functions += ['srun() { "$@"; }', 'bash() { command bash "$@"; }', "source() { :; }"]
     note = '_note() { printf "%s\\0" "$@" >> "$NOTED"; printf "\\n\\0" >> "$NOTED"; }'
     exported = "export -f _note " + " ".join(program.replace("/", "__") for program in PROGRAMS)
     noted = folder / ".noted"

@@ -50,7 +50,9 @@ def read_ledger(run_dir: str | Path) -> list[Entry]:
         return []
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except KeyError as error:
+        raise DataError(f"{path}: not a ledger of left-out samples: it lacks {error}; put back the run's own") from None
+    except (ValueError, TypeError, RecursionError) as error:
         why = not_json(error) if isinstance(error, json.JSONDecodeError | RecursionError) else "has another form"
         raise DataError(f"{path}: not a ledger of left-out samples: it {why}; put back the run's own") from None
 

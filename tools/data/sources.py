@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from plugins.errors import DataError, did_you_mean, not_json
+from plugins.errors import DataError, did_you_mean
 from tools.data.skips import Skips
 from tools.files.paths import real_path
 
@@ -231,8 +231,10 @@ def _text_of_line(line: bytes, jsonl_key: str) -> str:
     """Return the text that one JSON line holds; raises `_SkipError` when there is none."""
     try:
         record = json.loads(_some(_decode(line)))
+    except json.JSONDecodeError as error:
+        raise _SkipError("broken_lines", f"is not JSON ({error.msg.lower()}, column {error.colno})") from None
     except (ValueError, RecursionError) as error:
-        raise _SkipError("broken_lines", not_json(error)) from None
+        raise _SkipError("broken_lines", f"is not JSON ({error})") from None
     if not isinstance(record, dict):
         raise _SkipError("broken_lines", f"is a JSON {type(record).__name__}, not an object")
     if jsonl_key not in record:
