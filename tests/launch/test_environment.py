@@ -97,7 +97,13 @@ def test_kernels_that_do_not_compile_do_not_stop_the_installation(checkout):
     assert done.returncode == 0 and "error: of g++\n== they do not compile here" in done.stderr
 
 
-def test_both_commands_are_plain_bash_and_executable():
-    for name in ("launch/quickstart", "tests/run"):
+@pytest.mark.parametrize("minutes", ["0", "nan", "-1", "1.5"])
+def test_exploring_wants_whole_minutes(minutes):
+    done = subprocess.run([ROOT / "tests/explore", minutes], capture_output=True, text=True)
+    assert done.returncode == 2 and f"{minutes} is not a whole number above 0" in done.stderr
+
+
+def test_the_commands_are_plain_bash_and_executable():
+    for name in ("launch/quickstart", "tests/run", "tests/explore"):
         path = ROOT / name
         assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env bash\n")

@@ -95,7 +95,9 @@ def test_functions_that_are_made_again_keep_their_number():
     assert register(moving((0, 1), 3)) == register(moving((0, 1), 3)) != register(moving((0, 1), 4))
 
 
-@pytest.mark.parametrize("value", [[1], {}, {1}, moving, object(), (1, [2]), pytest, b"1"], ids=lambda value: type(value).__name__)
+@pytest.mark.parametrize(
+    "value", [[1], {}, {1}, moving, object(), (1, [2]), pytest, b"1"], ids=lambda value: type(value).__name__
+)
 def test_a_captured_value_that_can_change_is_refused(value):
     with pytest.raises(TypeError, match=r"capturing.<locals>.function: value is .* captures None, bool"):
         register(capturing(value))
