@@ -57,12 +57,12 @@ def test_a_graph_that_calls_an_unknown_function_ends_the_worker_before_it_is_loa
         CpuTrainOneStepCell(network, optimizer)
 
 
-class OfBothRanks(nn.Cell):
-    """An AllReduce's answer on a rank of two whose other one has so many."""
+class OfAnother(nn.Cell):
+    """An AllReduce's answer on a rank of two whose other one gives these numbers."""
 
     def __init__(self, others):
         super().__init__()
-        self.others = Tensor([float(others)])
+        self.others = Tensor(np.asarray(others, np.float32))
 
     def construct(self, x):
         return x + self.others
@@ -85,7 +85,18 @@ def test_the_mean_over_ranks_is_the_loss_of_one_process_however_many_tokens_each
     for rank in range(2):
         own = CrossEntropyLoss()
         own.add2 = losses.TokensOfARank(2)
-        own.add2.sum = OfBothRanks(counts[1 - rank])
+        own.add2.sum = OfAnother([counts[1 - rank]])
         of_ranks.append(loss(own, logits[rank], labels[rank], masks[rank]))
     assert np.mean([value for value, _ in of_ranks]) == pytest.approx(whole, abs=1e-6)
     np.testing.assert_allclose(np.concatenate([each for _, each in of_ranks]) / 2, gradient, atol=1e-7)
+
+
+def test_experts_shares_are_the_mean_over_the_samples_of_all_ranks():
+    """`gbs_aux_loss` multiplied the shares of a rank's samples together, [1, 1, 16], with [4, 16] and stopped."""
+    shares = np.random.default_rng(0).random((2, 4, 16)).astype(np.float32)
+    for rank in range(2):
+        mean = losses.MeanOfSamples(2)
+        mean.sum = OfAnother(shares[1 - rank].mean(0))
+        np.testing.assert_allclose(mean(Tensor(shares[rank]), 0).asnumpy(), shares.reshape(8, 16).mean(0), rtol=1e-6)
+    alone = losses.MeanOfSamples(1)(Tensor(shares[0]), 0)
+    np.testing.assert_allclose(alone.asnumpy(), shares[0].mean(0), rtol=1e-6)
