@@ -104,7 +104,12 @@ def test_a_file_of_another_run_is_refused(made, tmp_path):
 def test_a_broken_file_is_refused(made, tmp_path):
     recipe = recipe_with(tmp_path, "auto")
     path_of(recipe.source).write_text("digest: 1\n")
-    with pytest.raises(RecipeError, match="want a mapping of cluster, digest"):
+    with pytest.raises(RecipeError, match="want a mapping of digest, inputs"):
+        resolve(recipe)
+    write_layout(made, path_of(recipe.source), "a test")
+    with path_of(recipe.source).open("a") as file:
+        file.write("ofset: 1\n")
+    with pytest.raises(RecipeError, match=r"ofset: no such key \(did you mean 'offset'"):
         resolve(recipe)
     write_layout(replace(made, offset=[[9] * 8, [0] * 8]), path_of(recipe.source), "a test")
     with pytest.raises(RecipeError, match="places 120 layers of 54"):
