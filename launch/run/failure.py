@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -70,7 +71,7 @@ def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
     killed = code is not None and code < 0
     if killed and not (traceback or any(map(_FATAL.search, lines))):  # it could not say why
         shown = []
-    error = next((line for line in shown if _is_error(line)), "")
+    error = error_of(shown)
     found = diagnose(shown)
     mend = _SIGNALS.get(signal.Signals(-code), "") if code is not None and code < 0 else ""
     return Failure(
@@ -134,9 +135,9 @@ def _for_users(lines: list[str]) -> list[str]:
     return kept
 
 
-def _is_error(line: str) -> bool:
-    """Whether a telling line is the error, and no call on the way to it."""
-    return bool(line.strip()) and not line[0].isspace()
+def error_of(shown: Sequence[str]) -> str:
+    """The line among `telling_lines` that is the error, and no call on the way to it; may be empty."""
+    return next((line for line in shown if line.strip() and not line[0].isspace()), "")
 
 
 def ends_in_msrun_log(log: Path) -> dict[int, int]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from launch.run.failure import Failure, ends_in_msrun_log, telling_lines, worker_failure
+from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
 from launch.run.processes import Family, Member, children_now, family_of, has_ended
 from launch.workers.lifeline import adopt_orphans, die_with_parent
 from tools.files.tail import last_lines
@@ -220,4 +220,5 @@ class _Watch:
 
     def _from_log(self, name: str, message: str) -> Failure:
         log = self.logs / name
-        return Failure(message, log, tuple(telling_lines(last_lines(log))))
+        shown = tuple(telling_lines(last_lines(log)))
+        return Failure(message, log, shown, error=error_of(shown))
