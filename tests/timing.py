@@ -76,7 +76,7 @@ class Recorder:
 
     def pytest_sessionfinish(self, session, exitstatus):
         """Write what was measured over what was there: of tests that did not run, the old seconds stay."""
-        if not self.writes or exitstatus:
+        if not self.writes or exitstatus not in (0, 1):  # interrupted
             return
         known = read()
         found = {
