@@ -103,7 +103,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         steps: that the user asked for; these are refused if there is not enough for them.
 
     Raises:
-        DataError: a row that is no conversation, no tokenizer, or fewer samples than are asked for.
+        DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than are asked for.
     """
     view = View(recipe)
     handler = _handler(view)

@@ -1,6 +1,6 @@
 """A rank's view of its cluster: who it is, how many there are, and which ranks a communication group has.
 
-Python creates some groups, with their ranks. MindSpore's C++ makes up others, and Python hears no more of them than a
+Python creates some groups, with their ranks. MindSpore's C++ makes up others, of which Python only learns a
 name, "<size>-<hash of the ranks>". The hash is that of the C++ standard library over "0-2-4-6", so that a name proves
 the ranks it was made of (`made_up_name`): the parts of a device mesh that a rank lies in are tried until one has it
 (`parts_of_meshes`). A group whose ranks nothing proves has no answer: a wrong one would cut weights wrongly.
@@ -88,8 +88,8 @@ class Ranks:
             return ranks
         if MADE_UP.fullmatch(group):
             raise ClusterError(
-                f"rank {self.rank} is asked for its place in group {group!r}, which MindSpore made up: it is no pair "
-                f"and no part of a device mesh of {self.devices} devices, so that its ranks are not known"
+                f"rank {self.rank} is asked for its place in group {group!r}, which MindSpore made up: it is neither a "
+                f"pair nor a part of a device mesh of {self.devices} devices, so that its ranks are not known"
             )
         raise ClusterError(f"no group {group!r} was created; there are {[WORLD, *self.groups]}")
 

@@ -64,7 +64,7 @@ def later_than(root: Path, taken: Path) -> list[Path]:
 
 
 def set_aside(folder: Path, sure: Callable[[Path], bool] = lambda moved: True) -> Path | None:
-    """Rename an iteration so that it is found no more; returns the new path. Nothing is deleted.
+    """Rename an iteration so that nobody finds it as one; returns the new path. Nothing is deleted.
 
     None where it is gone, or where what was renamed is not the one that was meant (`sure` says so): who looked at it
     and was held up since may have found the next attempt's under its name. That one gets its name back.

@@ -62,7 +62,7 @@ def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, st
 def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
     """`save_file` of arrays that are in memory, for MindSpore; returns the file's SHA-256.
 
-    The `safetensors` package writes the same bytes, but says of a full disk what is no OSError.
+    The `safetensors` package writes the same bytes, but its error for a full disk is not an OSError.
 
     Raises:
         OSError: it cannot be written.

@@ -140,7 +140,7 @@ def instructions_of(source: str, module: str) -> Iterator[dict[str, str]]:
     """An instruction for each public function and method of a module whose docstring begins with a usable paragraph.
 
     Raises:
-        SyntaxError, ValueError, RecursionError, MemoryError: `source` is no Python that can be parsed here.
+        SyntaxError, ValueError, RecursionError, MemoryError: `source` cannot be parsed as Python here.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of escapes in other people's strings
@@ -208,7 +208,7 @@ def count_samples(files: list[tuple[str, Path]], length: int, tokenizer: Any) ->
     """Samples of `length` tokens of (key, file) packed one behind the other; None for more than `MOST` conversations.
 
     Raises:
-        DataError: a row is no conversation, or no answer is within a sample.
+        DataError: a row is not a conversation, or no answer fits in a sample.
     """
     rows = []
     for key, file in files:

@@ -125,7 +125,7 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
     ("executed_tp2_sp", "the same, norms on halves of the sequence", Sharding(tp=2, sp=True)),
     ("executed_dp2_zero", "data parallel, weights and moments sharded", Sharding(dp=2, zero=True)),
-    ("executed_dp2_tp2_zero", "the same over ranks that are no neighbours", Sharding(dp=2, tp=2, sp=True, zero=True)),
+    ("executed_dp2_tp2_zero", "the same over ranks that are not consecutive", Sharding(dp=2, tp=2, sp=True, zero=True)),
     ("executed_dp2_cp2_zero", "optimizer sharding and context parallelism", Sharding(dp=2, cp=2, zero=True)),
     ("executed_dp2_pp2_zero", "optimizer sharding in each stage", Sharding(dp=2, pp=2, micro=2, zero=True)),
     ("executed_cp2", "halves of the sequence (colossalai_cp)", Sharding(cp=2)),
