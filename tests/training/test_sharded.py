@@ -49,7 +49,7 @@ def killed_and_resumed(recipe, folder, corpus):
     hook = runs.dying(TC3_TEST_KILL_SEAL="1:3") | cache  # files 1 and 2 are the first checkpoint's
     runs.train(recipe, folder / "run", corpus, "--set", "checkpoint.save_max=1", expect=1, **hook)
     assert runs.processes_of(folder / "run") == []
-    assert (folder / "run" / "checkpoint" / "iteration_00000006" / "seal_rank_0.json").exists()
+    assert list((folder / "run" / "checkpoint").glob("saving_0000-*/iteration_00000006/seal_rank_0.json"))
     killed = {
         "steps": list(runs.steps(folder / "run").values()),
         "checkpoints": runs.checkpoints(folder / "run"),
