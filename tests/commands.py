@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from functools import cache
@@ -219,9 +220,13 @@ def _of_bash(block: str, folder: Path) -> list[list[str]]:
     noted = folder / ".noted"
     noted.write_bytes(b"")
     script = "\n".join([note, *functions, exported, block])
-    subprocess.run(
-        ["bash", "-eu", "-c", script], cwd=folder, check=True, env={"PATH": "/usr/bin:/bin", "NOTED": str(noted)}
-    )
+    tools = folder / ".tools"  # of other programs none is run: a block that names one fails here
+    tools.mkdir(exist_ok=True)
+    for name in ("bash", "cat"):
+        (tools / name).unlink(missing_ok=True)
+        (tools / name).symlink_to(shutil.which(name) or name)
+    environment = {"PATH": str(tools), "NOTED": str(noted)}
+    subprocess.run(["bash", "-eu", "-c", script], cwd=folder, check=True, env=environment)
     found: list[list[str]] = [[]]
     for word in noted.read_bytes().decode().split("\0")[:-1]:
         if word == "\n":

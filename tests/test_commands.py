@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import atexit
 import gzip
 import importlib.util
 import json
@@ -38,6 +39,7 @@ from tools.recipe.view import View
 from tools.search.command import space_command
 
 FOLDER = linked(Path(tempfile.mkdtemp(prefix="tc3_commands_")))  # where a reader would be
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 COMMANDS = commands(FOLDER)
 OF_TC3 = [each for each in COMMANDS if each.words[0] == "tc3"]
 BENCHMARKS = [each for each in COMMANDS if each.words[0] == "python" and "benchmarks" in " ".join(each.words[1:3])]
