@@ -25,6 +25,7 @@ from plugins.errors import ClusterError
 from plugins.sealed_checkpoint.plan import adopt, fault, step_of
 from plugins.spike_guard.skip import Ranges
 from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
+from tools.files.paths import real_path
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
@@ -131,7 +132,7 @@ def make_plan(
         adopt(job.saves)
         unfit = guilty(job.recipe, job.run_dir)
         best = scan_checkpoints(job.saves, unfit)[0]
-        if own and own.path.parent.resolve() == job.saves.resolve() and unfit(own.path, own.step):
+        if own and real_path(own.path.parent) == real_path(job.saves) and unfit(own.path, own.step):
             own = None
     resume = best or own or job.choose()
     if again and resume is None:

@@ -14,6 +14,7 @@ from launch.run.msrun import check_port
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import adopt
 from tools.checkpoint.scan import CheckpointInfo
+from tools.files.paths import real_path
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, read_attempts
@@ -86,7 +87,7 @@ class Start:
     def _begun_from(self, given: str) -> bool:
         """Whether an attempt has been planned that goes on from the folder `given`."""
         plans = [attempt.plan for attempt in read_attempts(self.run_dir)]
-        return any(plan and plan.resume and Path(plan.resume).resolve() == Path(given).resolve() for plan in plans)
+        return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
     def prepare(self, plan: Plan) -> Recipe:
         """Check the checkpoint that an attempt goes on from; returns the recipe of the attempt."""

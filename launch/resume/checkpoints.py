@@ -79,7 +79,7 @@ def beginning(run_dir: Path, root: Path) -> str | None:
     """The checkpoint of elsewhere that the run in `run_dir` began from, by the plans of its attempts; None for none."""
     for attempt in reversed(read_attempts(run_dir)):
         resume = attempt.plan.resume if attempt.plan else None
-        if resume and Path(resume).parent.resolve() != root.resolve():
+        if resume and real_path(Path(resume).parent) != real_path(root):
             return resume
     return None
 

@@ -72,7 +72,9 @@ def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
 
 
 def _made(array: np.ndarray) -> Made:
-    name = next(name for name, dtype in TYPES.items() if dtype == array.dtype)
+    name = next(
+        name for name, dtype in TYPES.items() if dtype.name == array.dtype.name
+    )  # MindSpore has a bfloat16 of its own
     return Made(name, array.shape, lambda: iter((array,)))
 
 

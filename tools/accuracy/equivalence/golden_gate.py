@@ -22,6 +22,7 @@ from tools.accuracy.equivalence.runs import LOSSES, ROOT, Trained, group_norms
 from tools.accuracy.equivalence.trained import COUNTED
 from tools.accuracy.tolerance import tolerance
 from tools.files.atomic import write_atomically
+from tools.files.paths import real_path
 
 GOLDEN = ROOT / "golden"
 DIGITS = 7  # of a float32
@@ -36,8 +37,8 @@ def golden_file(folder: Path, recipe: str) -> Path:
 
 def recorded(folder: Path, recipe: str) -> str:
     """How a golden file in `folder` names its recipe: by its place in this checkout, or else beside the folder."""
-    path = Path(recipe).resolve()
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, folder.resolve())
+    path = real_path(recipe)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else os.path.relpath(path, real_path(folder))
 
 
 def owner(file: Path, recipe: str) -> str:
@@ -50,7 +51,7 @@ def owner(file: Path, recipe: str) -> str:
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
-    known = name == recorded(file.parent, recipe) or Path(name).resolve() == Path(recipe).resolve()
+    known = name == recorded(file.parent, recipe) or Path(name).resolve() == real_path(recipe)
     return "" if known else name
 
 

@@ -104,6 +104,6 @@ def test_a_device_is_taken_by_its_name_and_by_that_of_its_cluster(tmp_path, hard
 
 def test_a_slip_in_a_devices_name_is_suggested_away(tmp_path):
     file = tmp_path / "rows.yaml"
-    file.write_text(json.dumps({"rows": [{"id": "a", "hardware": "atlas_800t_a3", "config": {"x": 1}}]}), "utf-8")
+    file.write_text(json.dumps({"rows": [{"id": "a", "hardware": "atlas_800t_a3", "config": {"layers": 1}}]}), "utf-8")
     with pytest.raises(DataError, match="did you mean 'atlas_800t_a2'"):
         CliRunner().invoke(validate, [str(file)], catch_exceptions=False)
