@@ -51,7 +51,7 @@ def owner(file: Path, recipe: str) -> str:
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
-    known = name == recorded(file.parent, recipe) or Path(name).resolve() == real_path(recipe)
+    known = name == recorded(file.parent, recipe) or real_path(name) == real_path(recipe)
     return "" if known else name
 
 
