@@ -77,6 +77,11 @@ stop() {
 }
 
 ROOT=$(find_root)
+# Slurm's nodes are those of the step, where srun started this: its $SLURM_NODEID counts from the first of them.
+NODELIST=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}
+if [ "$HOSTS_OF_SLURM" = yes ] && [ -n "$NODELIST" ]; then
+    mapfile -t HOSTS < <(scontrol show hostnames "$NODELIST")
+fi
 NODES=${#HOSTS[@]}
 [ "$((NODES * SLOTS))" -eq "$WORKERS" ] ||
     fail "$NODES hosts x $SLOTS workers = $((NODES * SLOTS)), the recipe needs $WORKERS: mend HOSTS"

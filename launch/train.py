@@ -6,6 +6,7 @@ The equivalent of MindFormers' run_mindformer.py, which its wheel does not ship.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from launch.workers.cores import stay_on_own_cores, with_bind_file  # noqa: E402
 
 if __name__ == "__main__":
     stay_on_own_cores()  # before the imports below start threads
+    gc.set_threshold(100_000)  # imports and compiling make millions of objects that stay; looking for cycles took 5 %
 
 from launch.on_cluster.run import of_script  # noqa: E402
 from launch.resume.checkpoints import keep_cost  # noqa: E402

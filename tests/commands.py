@@ -120,6 +120,7 @@ _OTHERS = {
     r"python -m tools\.accuracy\.reference\.frozen": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
     r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_passes.py"),
     r"python (-m )?benchmarks[./]": Way("by", "tests/test_commands.py::test_a_benchmark_starts_as_it_is_written"),
+    r"bash SCRIPT\b": Way("by", "tests/launch/on_cluster/test_run.py"),
     r"bash benchmarks/\S+\.sh": Way("by", "tests/test_lint.py"),
     r"msrun --worker_num=1 .* launch/train\.py --config recipes/mini/pretrain\.yaml$": Way(
         "by", "tests/training/test_one_worker.py"

@@ -32,9 +32,8 @@ import click
 
 from tools.doctor.probe import run
 from tools.doctor.probe.form import Probe
-from tools.doctor.probe.gate import gate
-from tools.doctor.probe.outliers import outliers
-from tools.doctor.probe.team import Seat
+from tools.doctor.probe.outliers import gate, outliers
+from tools.doctor.probe.run import Seat
 
 GROUPS, GROUP = Path("/sys/fs/cgroup"), "tc3-doctor-probe"
 NAMES, BRIDGE, SHAPED = [f"tc3-probe{node}" for node in range(4)], "tc3-probe", 2

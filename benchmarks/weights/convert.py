@@ -31,8 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools.recipe.load import load_recipe  # noqa: E402
-from tools.weights.convert.plan import plan_conversion  # noqa: E402
-from tools.weights.convert.prepare import model_of  # noqa: E402
+from tools.weights.convert.plan import model_of, plan_conversion  # noqa: E402
 from tools.weights.convert.run import convert  # noqa: E402
 from tools.weights.hugging_face.names import hugging_face_shapes  # noqa: E402
 from tools.weights.hugging_face.sizes import Sizes  # noqa: E402

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from launch.run.preflight import data_prefixes
 from plugins.errors import DataError
-from tools.data.outputs import read_sidecar
-from tools.data.sidecar_form import check_form
+from tools.data.outputs import check_form, read_sidecar
 from tools.data.tokenizer import Coder, Tokenizer, load
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, look

@@ -9,9 +9,8 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from tools.recipe.load import Recipe
-from tools.weights.convert.plan import plan_conversion
-from tools.weights.convert.prepare import model_of
-from tools.weights.hugging_face.config import check_config, tied
+from tools.weights.convert.plan import model_of, plan_conversion
+from tools.weights.hugging_face.sizes import check_config, tied
 from tools.weights.source import Source, open_source
 
 Reader = Callable[[str], np.ndarray]

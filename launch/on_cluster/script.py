@@ -1,7 +1,8 @@
 """A recipe's launch as plain bash: one script for all nodes, started by hand, by Slurm or by a cluster manager.
 
 The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
-`python -m launch.on_cluster.script` writes the scripts of the reference layouts into launch/scripts/.
+`tc3 train --script` prints both as one file that stands by itself. `python -m launch.on_cluster.script` writes the
+scripts of the reference layouts into launch/scripts/, which hold only the upper part and source the lower one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,14 @@ SCRIPTS = ROOT / "launch" / "scripts"
 REFERENCES = ("mini/pretrain*.yaml", "telechat3_*/pretrain_*.yaml")  # below recipes/, each with a script in SCRIPTS
 PORT = 8118  # msrun's own default
 INDENT = " " * 4
+# Where Slurm runs a copy of the script, the checkout is not beside it. The body ends with exit.
+SOURCING = """\
+for TC3_ROOT in "${TC3_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")/../.." "${SLURM_SUBMIT_DIR:-}" "$PWD"; do
+    # shellcheck source=../script_body.sh
+    [ ! -f "$TC3_ROOT/launch/script_body.sh" ] || source "$TC3_ROOT/launch/script_body.sh"
+done
+echo 'error: no launch/train.py here: start the script from the checkout, or set TC3_ROOT to it' >&2 && exit 2
+"""
 AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
 
 
@@ -77,15 +86,37 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
 def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
     """The bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
 
+    It stands by itself: it sources no other file.
+
     Raises:
-        ClusterError: the hosts do not fit the recipe, or the port is none.
+        ClusterError: the hosts do not fit the recipe, or the port is outside msrun's range.
+    """
+    workers, cluster, port = _sizes(launch, recipe, hosts_file)
+    return "\n".join([*_head(launch, workers, cluster), *_values(launch, recipe, workers, cluster, port), _body()])
+
+
+def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
+    """The same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
+    workers, cluster, port = _sizes(launch, recipe, None)
+    head = ["#!/usr/bin/env bash", f"# {_size(workers, cluster)}. How to start it: docs/train.md", "set -euo pipefail"]
+    return "\n".join([*head, *_values(launch, recipe, workers, cluster, port), SOURCING])
+
+
+def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -> tuple[int, Cluster, int]:
+    """Workers, their cluster and the port of msrun's scheduler.
+
+    Raises:
+        ClusterError: as `launch_script`.
     """
     port = PORT if launch.port is None else launch.port
     if not 1024 <= port <= 65535:
         raise ClusterError(f"--port {port}: msrun wants a port from 1024 to 65535")
     workers = worker_count(recipe)
-    cluster = cluster_for(workers, hosts_file)
-    return "\n".join([*_head(launch, workers, cluster), *_values(launch, recipe, workers, cluster, port), _body()])
+    return workers, cluster_for(workers, hosts_file), port
+
+
+def _size(workers: int, cluster: Cluster) -> str:
+    return f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
 
 
 def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
@@ -95,7 +126,6 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
     unbound = [] if launch.bind else ["--no-bind"]
     command = ["tc3", "train", launch.recipe, *settings, "--script", *nodes, *unbound, *unverified_words()]
     made_by = " ".join(shlex.join(command).splitlines())
-    size = f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
     start = [
         "# Start it on every node, with the checkout, the data and RUN_DIR on a disk that all of them see:",
         "#   bash SCRIPT [NODE_RANK]      without it the rank is $NODE_RANK, $SLURM_NODEID or the place in HOSTS",
@@ -103,7 +133,7 @@ def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
     ]
     return [
         "#!/usr/bin/env bash",
-        f"# {size}. Written by: {made_by}",
+        f"# {_size(workers, cluster)}. Written by: {made_by}",
         *(start if cluster.nodes > 1 else []),
         "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint),",
         "# BIND (yes, or no: workers get no cores of their own).",
@@ -159,33 +189,22 @@ def _fusion_flags(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def _hosts(cluster: Cluster) -> list[str]:
-    """The list of nodes by rank; names to be edited give way to those that Slurm knows."""
+    """The list of nodes by rank, and whether the names that Slurm knows take its place: names to be edited do."""
     if cluster.nodes == 1:
-        return [f"HOSTS=({cluster.names})"]
-    lines = ["# The nodes by rank; the first one is the master, whose scheduler all workers look for."]
-    if cluster.source:
-        return [
-            *lines,
-            "HOSTS=(",
-            *textwrap.wrap(
-                cluster.names,
-                110,
-                initial_indent=INDENT,
-                subsequent_indent=INDENT,
-                break_on_hyphens=False,
-                break_long_words=False,
-            ),
-            ")",
-        ]
-    return [
-        *lines,
-        f"HOSTS=({cluster.names}) # put your nodes' names here; Slurm's are taken as they are",
-        "# those of the step, where srun started this: its $SLURM_NODEID counts from the first of them",
-        "NODELIST=${SLURM_STEP_NODELIST:-${SLURM_JOB_NODELIST:-}}",
-        'if [ -n "$NODELIST" ]; then',
-        INDENT + 'mapfile -t HOSTS < <(scontrol show hostnames "$NODELIST")',
-        "fi",
-    ]
+        return [f"HOSTS=({cluster.names})", "HOSTS_OF_SLURM=no"]
+    if not cluster.source:
+        edit = "# nodes by rank, the first is the master: put your names here; Slurm's are taken as they are"
+        return [f"HOSTS=({cluster.names}) {edit}", "HOSTS_OF_SLURM=yes"]
+    names = textwrap.wrap(
+        cluster.names,
+        110,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    first = "# The nodes by rank; the first one is the master, whose scheduler all workers look for."
+    return [first, "HOSTS=(", *names, ")", "HOSTS_OF_SLURM=no"]
 
 
 def _default(name: str, value: str) -> str:
@@ -211,7 +230,7 @@ def reference_scripts() -> dict[Path, str]:
         for path in sorted((ROOT / "recipes").glob(pattern)):
             name = f"{path.parent.name}-{path.stem}"
             recipe: Recipe = load_recipe(path)
-            scripts[SCRIPTS / f"{name}.sh"] = launch_script(Launch(in_checkout(path), f"output/{name}"), recipe)
+            scripts[SCRIPTS / f"{name}.sh"] = sourcing_script(Launch(in_checkout(path), f"output/{name}"), recipe)
     return scripts
 
 

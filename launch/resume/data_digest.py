@@ -42,16 +42,22 @@ def digests(recipe: Recipe) -> list[dict[str, Any]]:
     view = View(recipe)
     path = view.get(DATA_PATH)
     if not view.megatron:
-        return [_digest_of_file(Path(name)) for name in (*view.instruction_files, *_tokenizers(view))]
+        return [_digest_of_file(Path(name)) for name in (*view.instruction_files, *_tokenizers(recipe))]
     return [_digest(prefix) for prefix in data_prefixes(path)] if path is not None else []
 
 
-def _tokenizers(view: View) -> list[str]:
-    """What each tokenizer folder of the loader's handlers says about ids; hidden files and the model's are no part."""
+def tokenizer_folders(recipe: Recipe) -> list[str]:
+    """The folders of tokenizers that make ids of HFDataLoader's files, as its handlers name them."""
+    view = View(recipe)
     handlers = view.get((*LOADER, "handler"))
     sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []
     folders = [section.get("pretrained_model_dir") for section in sections if isinstance(section, dict)]
-    files = [file for folder in folders if isinstance(folder, str) for file in sorted(Path(folder).glob("tokenizer*"))]
+    return [folder for folder in folders if isinstance(folder, str)]
+
+
+def _tokenizers(recipe: Recipe) -> list[str]:
+    """What each tokenizer folder says about ids; hidden files and the model's are no part."""
+    files = [file for folder in tokenizer_folders(recipe) for file in sorted(Path(folder).glob("tokenizer*"))]
     return [str(file) for file in files if file.is_file()]
 
 

@@ -24,8 +24,7 @@ from launch.resume.skipped import SKIPPED, left_out
 from plugins.attention_balance.settings import COST
 from plugins.errors import DataError
 from plugins.spike_guard.skip import reached, same_until
-from tools.data.blend import read_blend
-from tools.data.index import map_lengths
+from tools.data.index import map_lengths, read_blend
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, RUNNER, View

@@ -36,7 +36,11 @@ NOT_IN_THE_GRAPH = (
 )
 SOURCES = ("launch", "plugins", "tools")
 PACKAGES = ("mindspore", "mindformers")  # whose Python sources count, too: people edit them in place
-VERSIONS = ("mindspore", "mindformers", "numpy", "PyYAML", "safetensors", "transformers", "te", "hccl")
+VERSIONS = (
+    "mindspore", "mindformers", "numpy", "PyYAML", "safetensors", "transformers", "tokenizers", "datasets", "te",
+    "hccl",
+)  # fmt: skip
+WEIGHTS = (".safetensors", ".bin", ".ckpt", ".pt", ".pth")  # lie beside a tokenizer, and say nothing of tokens
 VARIABLES = (
     "MS_", "MSDEV", "MINDSPORE_", "MF_", "ASCEND_", "HCCL_", "LCCL_", "GE_", "TE_", "ATB_", "AKG_", "DVM_", "GRAPH_",
     "PIPELINE_", "PARALLEL_", "ENABLE_", "DISABLE_", "EXPERIMENTAL_", "GROUP_", "RUN_MODE", "CUSTOM_", "SYMBOLIC_",
@@ -64,6 +68,7 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
         "recipe": dict(_settings(recipe)),
         "files": {value: whole(Path(value)) for value in _files_named(recipe)},
         "data": data_digest.digests(recipe),
+        "tokenizers": {str(file): whole(file) for file in _files_of_tokenizers(recipe)},
         "workers": [world, on_this_node],
         "sources": _sources([ROOT / top for top in SOURCES], ROOT),
         "packages": {name: _package(name) for name in PACKAGES},
@@ -105,6 +110,17 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _settings(value[key], f"{path}.{key}" if path else str(key))
     else:
         yield path, value
+
+
+def _files_of_tokenizers(recipe: Recipe) -> list[Path]:
+    """All files but weights of the tokenizer folders: how many packed samples conversations make depends on these."""
+    folders = map(Path, data_digest.tokenizer_folders(recipe))
+    return [
+        file
+        for folder in folders
+        for file in sorted(folder.rglob("*"))
+        if file.is_file() and file.suffix not in WEIGHTS
+    ]
 
 
 def _files_named(value: Any) -> Iterator[str]:

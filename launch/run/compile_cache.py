@@ -65,7 +65,7 @@ def refuse_own(recipe: Mapping[str, Any], environ: Mapping[str, str] = os.enviro
 def unfit(recipe: Recipe, environ: Mapping[str, str] = os.environ) -> str | None:
     """Why a recipe's graph cannot be loaded by another process, or not be told from others; None where it can."""
     view = View(recipe)
-    if not view.megatron:
+    if not view.megatron and not view.instruction_files:
         return "how long data of this loader is, and so the schedule in the graph, is not known to the key"
     if environ.get("REGISTER_PATH") or _has_key(recipe, "auto_register"):
         return "auto_register brings code that the key does not know"

@@ -12,7 +12,7 @@ from pathlib import Path
 from plugins.spike_guard.words import SPIKE
 from tools.files.tail import last_lines
 from tools.runs.attempts import Cause
-from tools.runs.causes import diagnose, without_noise
+from tools.runs.failures import diagnose, without_noise
 
 TAIL = 12  # lines of a log shown
 FRAMES = 6  # of them, those of the innermost calls

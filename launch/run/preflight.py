@@ -22,7 +22,7 @@ from tools.check import check_recipe
 from tools.check.differences import modelled
 from tools.check.dispatch import check_dispatch
 from tools.checkpoint.scan import iterations
-from tools.data.blend import read_blend
+from tools.data.index import read_blend
 from tools.data.outputs import read_sidecar
 from tools.files.paths import real_path
 from tools.hardware.units import GIB

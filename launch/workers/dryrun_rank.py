@@ -8,6 +8,7 @@ and before it the text of the final graph, if its place is given.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from tools.recipe.view import View
 def main() -> None:
     """Compile one rank."""
     die_with_parent()
+    gc.set_threshold(100_000)  # as in train.py
     job_file, out, *text = map(Path, sys.argv[1:])
     fields = json.loads(job_file.read_text(encoding="utf-8"))
     job = Job(**fields | {"recipe": Recipe(fields["recipe"])})

@@ -50,7 +50,11 @@ def enable(config, settings) -> None:
 def undefined_of(config) -> tuple[str, ...]:
     """See `plan.undefined_parts`."""
     stages = (config.get("parallel_config") or {}).get("pipeline_stage") or 1
-    return undefined_parts(stages, config.model.model_config.get("moe_aux_loss_coeff") or 0.0)
+    micro_steps = (config.get("runner_config") or {}).get("gradient_accumulation_steps") or 1
+    model = config.model.model_config
+    layers, dense = model.get("num_hidden_layers"), model.get("first_k_dense_replace") or 0
+    with_experts = layers is None or dense < layers
+    return undefined_parts(stages, micro_steps, with_experts * (model.get("moe_aux_loss_coeff") or 0.0))
 
 
 def put_in(config, watch: Watch, end: Callable[[Any, int, str], None]) -> None:

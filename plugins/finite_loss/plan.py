@@ -43,13 +43,17 @@ def read(settings: Any) -> int:
     return whole_number(KEY, section, "stop_after", f"write a number of steps from 1 on, or {KEY}: False for never")
 
 
-def undefined_parts(stages: int, aux_loss_coeff: float) -> tuple[str, ...]:
+def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tuple[str, ...]:
     """The parts of the loss that MindFormers computes as 0/0, though training is sound.
 
-    With several pipeline `stages` it divides the auxiliary loss by its coefficient, also by 0
-    (`wrapper/wrapper.py`: "aux_loss / self.aux_loss_scale"; without a pipeline it looks whether that is above 0).
+    `MFPipelineWithLossScaleCell` (`wrapper/wrapper.py`) divides the auxiliary loss by `aux_loss_scale`, also by 0; the
+    wrapper of other runs looks whether that is above 0. It is taken for a pipeline and for gradient accumulation.
+
+    Args:
+        stages: of the pipeline; micro_steps: `gradient_accumulation_steps`;
+        aux_loss_scale: the auxiliary loss's coefficient times the layers that have experts.
     """
-    return ("load-balancing loss",) if stages > 1 and not aux_loss_coeff else ()
+    return ("load-balancing loss",) if max(stages, micro_steps) > 1 and not aux_loss_scale else ()
 
 
 @dataclass

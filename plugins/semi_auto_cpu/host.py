@@ -38,6 +38,7 @@ class Host:
         self.kernels = {**LOW_PRECISION, **KERNELS}
         self.library = library.load()
         self.library.set_host(self.run, ranks.rank)
+        self.library.set_cluster(ranks)
         for name in (*KERNELS, *RENAMED):
             self.library.replace(name)
         for name in LOW_PRECISION.keys() - KERNELS.keys():

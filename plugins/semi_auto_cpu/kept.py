@@ -23,6 +23,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from plugins.errors import ClusterError
 from plugins.private_hooks import replace
 from plugins.semi_auto_cpu import library
@@ -81,6 +83,7 @@ class KeptGraphs:
         for group, members in entry["groups"].items():
             if group not in self.ranks.groups:  # a compile creates some, beside those of the model's cells
                 self.ranks.create(group, members)
+        _cut_zeros(cell, entry["weights"])
         groups, slices = _groups(self.ranks), weights(cell)
         for found, wanted, kind in ((groups, entry["groups"], "groups"), (slices, entry["weights"], "slices")):
             if found != wanted:
@@ -117,8 +120,11 @@ class KeptGraphs:
         }
         self._entries.append(entry)
         text = json.dumps(self._entries)
-        if not written or json.loads(text) != self._entries:  # or it would come back as something else
-            _say(f"rank {self.ranks.rank} cannot keep {what['class']}: the next start compiles it, too")
+        back = json.loads(text)[-1]
+        other = [key for key in entry if back[key] != entry[key]]  # which would come back as something else
+        if not written or other:
+            why = f"{', '.join(other)}: nothing that JSON holds" if written else "MindSpore has written no graph"
+            _say(f"rank {self.ranks.rank} cannot keep {what['class']} ({why}): the next start compiles it, too")
             for file in [path for path in self.folder.rglob("*") if path.is_file()]:
                 file.unlink()
             return
@@ -158,6 +164,20 @@ class KeptGraphs:
             number = file.stem.rsplit("_", 1)[-1]
             if not number.isdecimal() or int(number) >= first:
                 file.unlink()
+
+
+def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
+    """Give parameters that hold zeros the shapes of their slices.
+
+    A compile cuts the gradients that accumulate over micro-batches as the weights that they are of. They have no layout
+    of their own by which a load could cut them; between steps they are zero.
+    """
+    from mindspore import Tensor
+
+    for item in cell.get_parameters():
+        of_slice = wanted.get(item.name)
+        if of_slice and of_slice != _tensor(item) and of_slice[0] == str(item.dtype) and not item.asnumpy().any():
+            item.set_data(Tensor(np.zeros(of_slice[1]), item.dtype), slice_shape=True)
 
 
 def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:

@@ -13,6 +13,7 @@ from typing import Any
 
 from plugins.errors import ClusterError
 from plugins.semi_auto_cpu import build, call
+from plugins.semi_auto_cpu.ranks import Ranks
 
 PASS = "tc3_front_end_done"
 _POINTERS = ctypes.POINTER(ctypes.c_void_p)
@@ -38,6 +39,7 @@ class Library:
         self._host: call.Host = _no_host
         self._front_end_done: Callable[[], None] = _nothing
         self._missing: Callable[[dict[str, int]], None] = _nothing
+        self._ranks: Ranks | None = None
         try:
             self._loaded = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
@@ -86,11 +88,20 @@ class Library:
         if not register_custom_pass(PASS, str(self.path), "all", CustomPassType.FULL_GRAPH):
             raise ClusterError(f"MindSpore does not take the compiler pass {PASS} of {self.path}; see its log")
 
+    def set_cluster(self, ranks: Ranks) -> None:
+        """Tell MindSpore's C++ how many ranks a group has, and which this one is, while it compiles for Ascend.
+
+        Otherwise it takes 2,048 for every size. An AllReduce of a constant becomes a product with that number, so that
+        the gradient of a plain mean over data-parallel ranks would be too large by 2,048 over their number.
+        """
+        self._ranks = ranks
+        self._loaded.tc3_register_cluster(ranks.rank)
+
     def _answer(self, text: bytes, inputs: Any, outputs: Any, error: Any, room: int) -> int:
         """One call from C++, which an exception must not cross."""
         try:
             if text.startswith(b'{"event"'):
-                self._event(json.loads(text))
+                self._event(json.loads(text), outputs)
             else:
                 one = call.parse(text)
                 self._host(one.name, one.attrs, one.take(inputs), one.results(outputs))
@@ -99,9 +110,13 @@ class Library:
             return 1
         return 0
 
-    def _event(self, told: dict[str, Any]) -> None:
+    def _event(self, told: dict[str, Any], outputs: Any) -> None:
         if told["event"] == "front_end_done":
             self._front_end_done()
+        elif told["event"] in ("group_size", "group_rank"):
+            assert self._ranks is not None, "C++ asks only after set_cluster"
+            answer = self._ranks.size_of if told["event"] == "group_size" else self._ranks.rank_in
+            ctypes.cast(outputs[0], ctypes.POINTER(ctypes.c_uint))[0] = answer(told["group"])
         else:
             self._missing(told["nodes"])
 

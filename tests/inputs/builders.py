@@ -283,7 +283,7 @@ def weights_of_mini(folder: Path) -> None:
     from tools.accuracy.reference.weights import initial_weights
     from tools.data.tokenizer import train
     from tools.recipe.load import load_recipe
-    from tools.weights.convert.prepare import model_of
+    from tools.weights.convert.plan import model_of
     from tools.weights.hugging_face.names import to_mindformers
 
     sizes = model_of(load_recipe(ROOT / "recipes" / "mini" / "pretrain.yaml"))

@@ -12,7 +12,7 @@ from tests.inputs.rows import BUSY, ROOT, Row, read_tables
 from tests.inputs.runner import have_tools, run_apart, run_here
 
 ROWS = read_tables()
-_KEPT = ("recipes", "golden")  # of the checkout: what a command could write beside its input
+_KEPT = ("recipes", "tests/golden")  # of the checkout: what a command could write beside its input
 
 
 def _param(row: Row):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tools.checkpoint.scan import iteration
 from tools.runs.readings import read_metrics
-from tools.weights.compare import compare
+from tools.weights.inventory import compare
 from tools.weights.source import open_source
 
 HERE = Path(__file__).parent

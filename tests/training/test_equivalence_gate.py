@@ -1,4 +1,4 @@
-"""The gate of golden/mini-pretrain.json as CI uses it: the mini recipe itself, one worker and two."""
+"""The gate of tests/golden/mini-pretrain.json as CI uses it: the mini recipe itself, one worker and two."""
 
 import json
 import subprocess

@@ -62,15 +62,20 @@ def test_the_losses_are_those_of_experts_that_stay(resumed, whole_ep2):
 
 
 def test_put_back_in_order_the_experts_of_two_workers_come_together_on_one(killed, whole_ep2, corpus, tmp_path):
-    """Without the plugin, and with another layout: both as if the experts had never moved."""
+    """Without the plugin, and with another layout: both as if the experts had never moved.
+
+    `plugins.group_aux_loss` takes the auxiliary loss over the tokens of all workers, be they two or one.
+    """
     moved = killed[0] / "checkpoint" / f"iteration_{SAVED:08d}"
     restored, more = tmp_path / "in_order" / moved.name, ("--steps", str(STEPS), "--resume")
     refused = runs.train(runs.HERE / "tiny_ep2.yaml", tmp_path / "run", corpus, *more, str(moved), expect=2)
     assert "tc3 experts restore-order" in refused
     subprocess.run([runs.TC3, "experts", "restore-order", moved, "--to", restored], check=True)
+    split = load_recipe(runs.HERE / "tiny_ep2.yaml")["model"]["model_config"]
+    sizes = ("num_hidden_layers", "first_k_dense_replace", "num_nextn_predict_layers", "moe_aux_loss_coeff")
+    one = {"base_config": str(runs.TINY), "model": {"model_config": {key: split[key] for key in sizes}}}
     recipe = tmp_path / "one_worker.yaml"
-    sizes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
-    recipe.write_text(yaml.safe_dump({"base_config": str(runs.TINY), "model": {"model_config": sizes}}))
+    recipe.write_text(yaml.safe_dump(one | {"plugins": {"group_aux_loss": True}}))
     runs.train(recipe, tmp_path / "run", corpus, *more, str(restored))
     follows(tmp_path / "run", whole_ep2, list(range(SAVED + 1, STEPS + 1)))
 

@@ -61,8 +61,8 @@ def recipe(talk, tmp_path):
 
 
 def test_answers_are_learnt_alike_from_converted_weights_and_after_a_kill(whole, recipe, tmp_path):
-    weights = whole / "checkpoint" / "iteration_00000012"
-    runs.train(recipe(weights), tmp_path / "own", None)
+    weights, graph = whole / "checkpoint" / "iteration_00000012", runs.compiled_once(tmp_path / "graph")
+    runs.train(recipe(weights), tmp_path / "own", None, **graph)
     expected, held_out = runs.steps(tmp_path / "own"), read_held_out(tmp_path / "own")
     assert sorted(expected) == list(range(1, 9)) and sorted(held_out) == [0, 8]
     assert held_out[8] < held_out[0] - 0.5, "the answers of functions that are never trained on"
@@ -75,10 +75,10 @@ def test_answers_are_learnt_alike_from_converted_weights_and_after_a_kill(whole,
         subprocess.run([runs.TC3, "weights", "convert", str(source), str(target), *more], check=True)
     assert len(list((tmp_path / "ms").glob("*.safetensors"))) > 1, "they are read from several files"
     run_dir = tmp_path / "converted"
-    runs.train_and_kill(recipe(tmp_path / "ms"), run_dir, None, step=5)
+    runs.train_and_kill(recipe(tmp_path / "ms"), run_dir, None, step=5, **graph)
     assert 5 <= max(runs.steps(run_dir)) < 8
-    text = runs.train(recipe(tmp_path / "ms"), run_dir, None, "--resume", "auto")
-    assert "going on from step 4" in text
+    text = runs.train(recipe(tmp_path / "ms"), run_dir, None, "--resume", "auto", **graph)
+    assert "going on from step 4" in text and "compile cache: loads" in text
     got = runs.steps(run_dir)
     assert sorted(got) == list(range(1, 9))
     for step, record in got.items():

@@ -14,7 +14,7 @@ from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.weights import initial_weights
 from tools.data.tokenizer import Coder, load
 from tools.recipe.load import load_recipe
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import to_mindformers
 
 pytestmark = pytest.mark.slow

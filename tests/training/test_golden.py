@@ -1,4 +1,4 @@
-"""Runs that the other tests train against the golden numbers of golden/training-tiny.json.
+"""Runs that the other tests train against the golden numbers of tests/golden/training-tiny.json.
 
 To renew what moved for a good reason: TC3_RENEW_GOLDEN=1 tests/run tests/training/test_golden.py
 """

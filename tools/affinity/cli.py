@@ -17,8 +17,7 @@ from tools.affinity.picture import picture
 from tools.affinity.plan import Plan, how_far, make_plan
 from tools.affinity.topology import Host, read_host
 from tools.files.atomic import check_writable, write_atomically
-from tools.host.cores import compress
-from tools.host.root import OUTPUTS, Root
+from tools.host.root import OUTPUTS, Root, compress
 from tools.ranges import RANGES, Range
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View

@@ -12,7 +12,7 @@ from typing import Any
 
 from tools.affinity.plan import Plan
 from tools.affinity.topology import Host
-from tools.host.cores import compress
+from tools.host.root import compress
 
 _VISIBLE = re.compile(r"\d+(?:,\d+)*")
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from plugins.errors import ClusterError
 from tools.affinity.cpuset import allowed, msrun_sees
 from tools.host import npu_smi
-from tools.host.cores import expand
-from tools.host.root import Root
+from tools.host.root import Root, expand
 
 NODES = "/sys/devices/system/node"
 OWN, SOCKET = 10, 20  # distances of the ACPI: a node's own is 10; below 20 is taken for the same socket

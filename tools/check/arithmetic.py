@@ -31,6 +31,7 @@ def check_arithmetic(view: View, built: Built, found: Findings) -> None:
         _fill(view, built, found)
         _optimizer_shard(view, found)
         _endless_compile(view, built, found)
+        _lost_gradients(view, built, found)
 
 
 def _experts(view: View, built: Built, found: Findings) -> None:
@@ -247,6 +248,27 @@ def _endless_compile(view: View, built: Built, found: Findings) -> None:
             "a larger parallel_config.expert_parallel makes gradients smaller, too; see docs/memory.md",
             rule="endless_compile",
         )
+
+
+def _lost_gradients(view: View, built: Built, found: Findings) -> None:
+    """Weights of which no other rank has a copy, whose accumulated gradients nobody reads.
+
+    MindSpore 2.9.0 hands a weight's accumulated gradient on where it reduces it. One that it need not reduce gets
+    zeros, and with optimizer sharding MindFormers takes what is handed on instead of what was accumulated. A pipeline
+    is another pass of MindSpore, and right.
+    """
+    if view.accumulation == 1 or not view.flag(("parallel", "enable_parallel_optimizer"), False):
+        return
+    copies = view.dp * view.cp
+    if copies == 1:
+        weights, right = "weights that model_parallel cuts" if view.tp > 1 else "all weights", ""
+    elif built.number("num_moe_experts") and view.ep == copies * view.tp:
+        weights, right = "experts", "a smaller parallel_config.expert_parallel, or "
+    else:
+        return
+    wrong = f"with enable_parallel_optimizer the {weights} get gradients of zero: no other rank has a copy of them"
+    right += "parallel.enable_parallel_optimizer: False, or 1"
+    found.error(("runner_config", "gradient_accumulation_steps"), wrong, right, rule="lost_gradients")
 
 
 def _whole(row: Any) -> bool:

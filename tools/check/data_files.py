@@ -15,8 +15,7 @@ import numpy as np
 
 from plugins.errors import CheckpointError, DataError
 from tools.checkpoint.slot_order import refuse_moved
-from tools.data.blend import read_blend
-from tools.data.index import IndexReader
+from tools.data.index import IndexReader, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings
 from tools.recipe.view import LOADER, View

@@ -122,7 +122,7 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
     The same input gives the same file on every machine. It is what MindFormers' AlpacaInstructDataHandler reads.
     """
     from tools.data.instructions import Options, write
-    from tools.data.skips import Skips
+    from tools.data.sources import Skips
 
     if flags["held_out"] == 1:
         raise click.UsageError("--held-out 1 leaves nothing to train on; a share below 1, such as 0.05")
@@ -155,8 +155,7 @@ def verify(
     that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit
     code 1 when something is wrong.
     """
-    from tools.data.outputs import read_sidecar
-    from tools.data.sidecar_form import check_form
+    from tools.data.outputs import check_form, read_sidecar
     from tools.data.tokenizer import load
     from tools.data.verify import verify as run
 

@@ -1,6 +1,6 @@
 """The Megatron index format: `.bin` holds the token ids end to end, `.idx` says where documents begin.
 
-`.idx`, little endian: b"MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1,
+`.idx`, little endian: b"MMIDIDX\0\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1,
 then int32[sequences] lengths in tokens, int64[sequences] byte offsets into `.bin`, int64[documents + 1] first
 sequence of each document and the end. One document is one sequence here, as Megatron's own preprocessing writes it.
 
@@ -12,13 +12,14 @@ Python list entry per document. Memory of the writer: 4 bytes per document; of t
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import stat
 import struct
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -210,3 +211,49 @@ class IndexReader:
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
             raise BrokenIndexError(f"{self.bin_path}: is {size:,} bytes, its index says {expected:,}")
+
+
+# The corpora of a recipe's `data_path`, told apart as MindFormers does: prefixes, or weights and prefixes by turns.
+#
+# MindFormers 1.9.0, `get_blend_from_list` (dataset/blended_datasets/utils.py): an odd number of entries are prefixes;
+# of an even number every other one is a weight if all of these are numbers. Where some are and some are not, it stops
+# or takes a weight for a prefix, by the order of the entries; that is refused here.
+
+
+class Blend(NamedTuple):
+    """Corpora by their prefixes; weights: one each, None where corpora are taken by their sizes."""
+
+    prefixes: list[str]
+    weights: list[float] | None
+
+
+def read_blend(data_path: Any) -> Blend:
+    """Take a `data_path` apart.
+
+    Raises:
+        DataError: it is no list of texts and numbers, or MindFormers could not read it. The message does not say
+            where it stands.
+    """
+    if not isinstance(data_path, list) or not data_path or not all(_is_word(entry) for entry in data_path):
+        raise DataError(f"wants a list such as ['1', PREFIX], got {data_path!r}, which is no list of paths")
+    words = [str(entry).strip() for entry in data_path]
+    weights = [_weight(word) for word in words[::2]]
+    known = [weight for weight in weights if weight is not None]
+    if len(words) % 2 or not known:
+        return Blend(words, None)
+    if len(known) < len(weights):
+        raise DataError(f"mixes weighted and unweighted prefixes: {data_path!r}; a weight before each prefix, or none")
+    if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
+        raise DataError(f"{', '.join(words[::2])}: no shares of a whole; finite numbers of zero or more")
+    return Blend(words[1::2], known)
+
+
+def _is_word(entry: Any) -> bool:
+    return isinstance(entry, str | int | float) and not isinstance(entry, bool)
+
+
+def _weight(word: str) -> float | None:
+    try:
+        return float(word)
+    except ValueError:
+        return None

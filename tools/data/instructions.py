@@ -3,7 +3,7 @@
 Of sources a function's signature is the question, and what its docstring says first the answer.
 
 Every machine has such data: the standard library. Which documents are held out is decided as `tc3 data prepare` does
-(`tools.data.sampling.held_out`): from the same Python files, with the same seed and share, the modules of the held-out
+(`tools.data.sources.held_out`): from the same Python files, with the same seed and share, the modules of the held-out
 instructions are those that neither the tokenizer nor the pre-training of that corpus has seen.
 
 How many samples conversations make is counted as the run makes them: `AlpacaInstructDataHandler`
@@ -25,9 +25,7 @@ from typing import Any
 
 from plugins.errors import DataError
 from tools.data.outputs import HELD_OUT, split_name
-from tools.data.sampling import held_out
-from tools.data.skips import Skips
-from tools.data.sources import Corpus
+from tools.data.sources import Corpus, Skips, held_out
 from tools.files.atomic import keep_existing, write_atomically
 
 INSTRUCTION = "Say what this Python function does."

@@ -18,9 +18,7 @@ from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import IndexWriter, choose_dtype
 from tools.data.reporter import Reporter
-from tools.data.sampling import held_out, spread
-from tools.data.skips import Skips
-from tools.data.sources import Corpus
+from tools.data.sources import Corpus, Skips, held_out, spread
 from tools.data.tokenizer import Coder, Tokenizer, TokenizerSpec
 from tools.data.verify import verify
 from tools.data.workers import ordered_map

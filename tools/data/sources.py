@@ -14,15 +14,97 @@ import platform
 import stat
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from plugins.errors import DataError, did_you_mean
-from tools.data.skips import Skips
+from tools.data.reporter import Reporter
 from tools.files.paths import real_path
+
+# Choices that depend on nothing but a salt and what is chosen from: the same in every run, on every machine.
+
+PIECE = 1 << 14  # characters, at most 64 KiB of UTF-8: the least that is taken of a longer text
+_RANGE = float(1 << 64)
+
+
+def chosen(salt: str, index: int, fraction: float) -> bool:
+    """Return True for about `fraction` of all indices: the same ones in every run, on every machine.
+
+    `index` counts from 0; of documents, those of the corpus that are kept (skipped ones have no index).
+    """
+    digest = blake2b(f"{salt}:{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") / _RANGE < fraction
+
+
+def held_out(seed: int, index: int, fraction: float) -> bool:
+    """Return True when document `index` belongs to the held-out split."""
+    return chosen(f"held-out-{seed}", index, fraction)
+
+
+def spread(texts: Iterable[str], total: int, budget: int) -> Iterator[str]:
+    """Yield about `budget` bytes of `texts`, spread over all of them: some of their pieces of `PIECE` characters.
+
+    total: the bytes of UTF-8 that `texts` hold; within the budget, every text is yielded whole. Else the first piece
+    is among the chosen, and what they hold differs from the budget by less than the largest piece.
+    """
+    if total <= budget:
+        yield from texts
+        return
+    seen = taken = 0
+    pieces = (text[start : start + PIECE] for text in texts for start in range(0, len(text), PIECE))
+    for number, piece in enumerate(pieces):
+        size = len(piece.encode())
+        # what is still wanted of what is still to come (Knuth, TAOCP 2, 3.4.2, algorithm S): exact at the end, and
+        # no part of the corpus is more likely than another
+        to_come = max(total - seen, 1)  # files can grow while we read
+        if not number or chosen("tokenizer", number, (budget - taken) / to_come):
+            yield piece
+            taken += size
+        seen += size
+
+
+# Counting, and reporting without flooding, what a corpus holds that is no document.
+
+SHOWN = 10
+
+
+@dataclass
+class Skips:
+    """Counts of skipped documents by kind: `empty`, `invalid_utf8`, `broken_lines`.
+
+    strict: raise at the first that is not merely empty. reporter: where the first `SHOWN` of them are named.
+    """
+
+    strict: bool = False
+    reporter: Reporter = field(default_factory=Reporter)
+    counts: dict[str, int] = field(default_factory=lambda: {"empty": 0, "invalid_utf8": 0, "broken_lines": 0})
+    first: str = ""
+    _faults: int = 0
+
+    def add(self, kind: str, where: str, why: str) -> None:
+        """Count one skipped document; raises `DataError` when strict and it is faulty, not just empty."""
+        message = f"{where}: {why}"
+        self.first = self.first or message
+        self.counts[kind] += 1
+        if kind == "empty":
+            return
+        if self.strict:
+            raise DataError(f"{message} (--strict stops here)")
+        self._faults += 1
+        if self._faults <= SHOWN:
+            self.reporter.log(f"skipped {message}")
+        elif self._faults == SHOWN + 1:
+            self.reporter.log("skipped ... more: only counted from here on")
+
+    def summary(self) -> str:
+        """Return e.g. "skipped 2 empty, 1 invalid_utf8", or an empty string."""
+        counted = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count)
+        return f"skipped {counted}" if counted else ""
+
 
 STDLIB_NAMES = ("stdlib", "python-stdlib")
 JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")

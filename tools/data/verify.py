@@ -14,11 +14,9 @@ import numpy as np
 from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import BrokenIndexError, IndexReader
+from tools.data.outputs import check_form
 from tools.data.reporter import Reporter
-from tools.data.sampling import chosen, held_out
-from tools.data.sidecar_form import check_form
-from tools.data.skips import Skips
-from tools.data.sources import STDLIB_NAMES, Corpus
+from tools.data.sources import STDLIB_NAMES, Corpus, Skips, chosen, held_out
 from tools.data.tokenizer import Coder, Tokenizer
 
 _SHOWN = 10

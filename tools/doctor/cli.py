@@ -11,15 +11,15 @@ from typing import NoReturn
 import click
 
 from tools.affinity.cli import root_option
-from tools.doctor import interrupts, needs, network, npu, processor, system
+from tools.doctor import needs, network, npu, processor, system
 from tools.doctor.checks import COLOURS, Finding, Patient, examine
 from tools.doctor.facts import gather
-from tools.doctor.nodes import words as words_of
-from tools.doctor.nodes.answers import read_folder
-from tools.doctor.nodes.ask import LIMIT, PROBE_LIMIT, ask_all
+from tools.doctor.nodes.ask import LIMIT, PROBE_LIMIT, ask_all, read_folder
+from tools.doctor.nodes.compare import as_json as comparison_as_json
 from tools.doctor.nodes.compare import compare
-from tools.doctor.probe.gate import findings as probe_findings
-from tools.doctor.probe.options import probe_if, probe_options
+from tools.doctor.nodes.compare import text as comparison_as_text
+from tools.doctor.probe.outliers import findings as probe_findings
+from tools.doctor.probe.run import probe_if, probe_options
 from tools.doctor.report import Report
 from tools.host.names import read_hosts
 from tools.host.root import Root
@@ -27,9 +27,7 @@ from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
-MODULES = [
-    module.__name__ for module in (processor, interrupts, system, network, npu, needs)
-]  # the order of the report
+MODULES = [module.__name__ for module in (processor, system, network, npu, needs)]  # the order of the report
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -84,7 +82,9 @@ def _compare(nodes: Path, words: list[str], limit: float, as_json: bool) -> NoRe
     """Print what sets hosts apart, and end: with 1 if any of them is unfit or gives no report."""
     answers = read_folder(nodes) if nodes.is_dir() else ask_all(read_hosts(nodes)[0], words, limit)
     comparison = compare(answers)
-    click.echo(json.dumps(words_of.as_json(answers, comparison)) if as_json else words_of.text(answers, comparison))
+    click.echo(
+        json.dumps(comparison_as_json(answers, comparison)) if as_json else comparison_as_text(answers, comparison)
+    )
     sys.exit(any(item.verdict == "fail" for item in comparison.outliers))
 
 

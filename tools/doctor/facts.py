@@ -16,7 +16,7 @@ from pathlib import Path
 import tools
 from plugins.errors import DataError
 from tools.affinity.cpuset import allowed
-from tools.data.blend import read_blend
+from tools.data.index import read_blend
 from tools.doctor.checks import Patient
 from tools.doctor.network import card_sizes
 from tools.doctor.npu import ascend_versions

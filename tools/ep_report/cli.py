@@ -81,7 +81,7 @@ def ep_report(
         except RecipeError as error:
             raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
     if picture:
-        from tools.ep_report.picture import draw
+        from tools.ep_report.render import draw
 
         click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
     from tools.ep_report.render import as_json as content

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plugins.errors import ClusterError
-from tools.host.cores import compress
+from tools.host.root import compress
 
 DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
 _HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")

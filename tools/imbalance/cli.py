@@ -45,7 +45,6 @@ def imbalance_command(
 
     from tools.auto.resolve import resolve
     from tools.data.reporter import CountingReporter
-    from tools.imbalance import picture as imbalance_picture
     from tools.imbalance import render as imbalance_render
     from tools.imbalance.measure import imbalance
     from tools.recipe.load import load_recipe
@@ -59,7 +58,7 @@ def imbalance_command(
     with CountingReporter() as reporter:
         found = imbalance(prefix, loaded, steps, window, reporter, cluster)
     if picture:
-        click.echo(f"drawn: {imbalance_picture.draw(found, picture)}", err=True)
+        click.echo(f"drawn: {imbalance_render.draw(found, picture)}", err=True)
     if as_json:
         click.echo(json.dumps(imbalance_render.as_json(found)))
     else:

@@ -14,26 +14,167 @@ and one window of steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from plugins.attention_balance.plan import GPTIndex, build_gpt_index
 from plugins.attention_balance.samples.eod import check_fits
+from plugins.errors import DataError, RecipeError
 from tools.data.index import map_lengths
 from tools.data.reporter import Reporter
+from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.efficiency import cluster as cluster_of
-from tools.hardware import DEFAULT_HARDWARE
-from tools.imbalance.lengths import Counter, Distribution, count_lengths
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE, Hardware
 from tools.imbalance.recipe import Setting, equal_costs, setting_of
-from tools.imbalance.seconds import Seconds, seconds_of
 from tools.imbalance.steps import Steps, measure_steps
 from tools.recipe.load import Recipe
+from tools.recipe.view import View
+
+# A step of the recipe in seconds, by the estimator of `tc3 search`, and how many of them uneven samples add.
+#
+#     step = even + (ratio - 1) * stretched
+#
+# `even` is a step whose samples all cost what the corpus's samples cost on average, documents apart; `ratio` is what
+# devices compute and wait in a step, pipeline included, over that of an even one; `stretched` are the seconds of `even`
+# that grow by it. Communication, gradients and the optimizer take as long whatever the samples cost.
+
+_STRETCHED = ("compute", "recompute", "bubble")  # parts of a step that last longer where samples are uneven
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A predicted step.
+
+    Args:
+        cluster: it runs on.
+        whole: seconds of a step whose samples are one document each, as tc3 search has it.
+        even: seconds of a step whose samples all cost what the corpus's samples cost on average.
+        stretched: those of `even` in which devices compute, or wait for others that do.
+        error: how far such predictions are off, in words.
+    """
+
+    cluster: str
+    whole: float
+    even: float
+    stretched: float
+    error: str
+
+    def step(self, over_even: float) -> float:
+        """Seconds of a step that computes `over_even` times as long as one of even samples."""
+        return self.even + (over_even - 1) * self.stretched
+
+
+def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Seconds | str:
+    """The step of a recipe in which nothing is `auto`, or why it is not predicted.
+
+    Args:
+        attended: pairs of tokens that attend to each other over those of samples of one document.
+    """
+    if View(recipe).on_cpu:
+        return "it runs on CPU workers"
+    try:
+        config, times = from_recipe(recipe), TimeModel(hardware)
+        whole = times.step(config, simulated=True)
+        even = times.step(replace(config, attended=attended), simulated=True)
+    except RecipeError as error:
+        return str(error)
+    known, parts = known_error(hardware), even.by_part
+    stretched = sum(parts[name] for name in _STRETCHED)
+    return Seconds(hardware.name, whole.total, even.total, stretched, known.words if known else UNKNOWN)
+
+
+# The distribution of document lengths, exact, in one pass and in memory that does not grow with the corpus.
+
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+_CHUNK = 1 << 20  # documents or samples at a time
+_COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a corpus has few, so they are kept
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Values that occur and how often: int64 [n] each, values rising. Tokens of documents, or documents of samples."""
+
+    values: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.counts.sum())
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return int(self.values @ self.counts)
+
+    def quantile(self, share: float) -> int:
+        """The smallest value that at least `share` of them do not exceed."""
+        return _first(self.values, self.counts, share)
+
+    def weighted_quantile(self, share: float) -> int:
+        """The smallest value such that those up to it hold at least `share` of the total."""
+        return _first(self.values, self.counts * self.values, share)
+
+    def octaves(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (from, below, how many, their sum) for powers of two, from the smallest value's to the largest's."""
+        octave = np.frexp(self.values)[1] - 1  # exact below 2**53
+        for power in range(int(octave[0]), int(octave[-1]) + 1):
+            mine = octave == power
+            yield 1 << power, 2 << power, int(self.counts[mine].sum()), int(self.values[mine] @ self.counts[mine])
+
+
+def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
+    total = np.cumsum(weights)
+    return int(values[np.searchsorted(total, share * total[-1] * (1 - 1e-12))])
+
+
+class Counter:
+    """Collects a `Distribution` chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._short = np.zeros(_COUNTED, np.int64)
+        self._long: list[np.ndarray] = []
+
+    def add(self, values: np.ndarray) -> None:
+        """values: int [n], at least 0."""
+        long = values >= _COUNTED
+        if long.any():
+            self._long.append(np.asarray(values[long], np.int64))
+            values = values[~long]
+        counts = np.bincount(values)
+        self._short[: len(counts)] += counts
+
+    def result(self) -> Distribution:
+        """Of everything added."""
+        values = np.flatnonzero(self._short)
+        long, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *self._long]), return_counts=True)
+        return Distribution(np.concatenate((values, long)), np.concatenate((self._short[values], counts)))
+
+
+def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
+    """Count document lengths, int32 [documents], perhaps memory-mapped; `name` is the file that errors name.
+
+    Raises:
+        DataError: a document without tokens.
+    """
+    counter = Counter()
+    reporter.start("reading document lengths", len(lengths))
+    for start in range(0, len(lengths), _CHUNK):
+        some = np.asarray(lengths[start : start + _CHUNK])
+        if some.min() < 1:
+            raise DataError(f"{name}: document {start + int(some.argmin()):,} has {int(some.min())} tokens")
+        counter.add(some)
+        reporter.advance(len(some))
+    return counter.result()
+
 
 _DOCUMENTS = 12_000_000  # documents in the samples that the default number of steps reads: a few seconds
 _MOST_STEPS = 200
-_CHUNK = 1 << 20  # samples at a time
 
 
 @dataclass(frozen=True)

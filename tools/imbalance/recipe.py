@@ -16,7 +16,7 @@ from plugins.attention_balance.samples.cost import Cost
 from plugins.attention_balance.samples.eod import check_apart
 from plugins.errors import DataError, RecipeError
 from tools.auto.sample_cost import sample_cost
-from tools.data.blend import Blend, read_blend
+from tools.data.index import Blend, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import refusal
 from tools.recipe.load import KeyPath, Recipe

@@ -43,7 +43,7 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
         click.echo(f"drawn: {draw(found, picture)}", err=True)
     if html:
         from tools.files.atomic import write_atomically
-        from tools.runs.page import page
+        from tools.runs.render import page
 
         write_atomically(html, page(found))
         click.echo(f"written: {html}", err=True)
@@ -72,11 +72,10 @@ def watch_command(
 
     from rich.console import Console
 
+    from tools.runs import live
+    from tools.runs.live import Exporter, Scalars
     from tools.runs.source import check_folder
-    from tools.runs.watch import show
-    from tools.runs.watch.prometheus import Exporter
-    from tools.runs.watch.status import BAD, Status, Watch
-    from tools.runs.watch.tensorboard import Scalars
+    from tools.runs.watch import BAD, Status, Watch
 
     check_folder(folder)
     exporter = Exporter(prometheus) if prometheus else None
@@ -95,10 +94,10 @@ def watch_command(
     try:
         if once:
             status = look()
-            console.print(show.json_line(status) if as_json else show.table(status))
+            console.print(live.json_line(status) if as_json else live.table(status))
             code = int(status.state in BAD)
         else:
-            code = show.follow(look, console, every, as_json)
+            code = live.follow(look, console, every, as_json)
     except KeyboardInterrupt:  # how one leaves: no words
         code = 130
     finally:

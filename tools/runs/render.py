@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from html import escape
 from itertools import pairwise
 
 from rich.console import Console
@@ -10,8 +11,8 @@ from rich.table import Table
 
 from tools.runs.failures import Failure
 from tools.runs.goodput import WORDS, Kind, Ledger
-from tools.runs.reliability import CONFIDENCE
-from tools.runs.study import SECOND, Study, content
+from tools.runs.picture import svg
+from tools.runs.study import CONFIDENCE, SECOND, Study, content
 
 Rows = list[list[str]]
 
@@ -221,3 +222,47 @@ def _table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+# A report as one HTML file that needs nothing else.
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: left; vertical-align: top }
+th { border-bottom: 2px solid #888; white-space: nowrap }
+td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+td:first-child { white-space: nowrap } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
+"""
+
+
+def page(studies: Sequence[Study]) -> str:
+    """The whole file."""
+    title = f"Report of {', '.join(one.name for one in studies)}"
+    names = [one.name for one in studies]
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        _html_table(["", *names], side_by_side(studies)),
+        svg(studies),
+        "<h2>Where the time went</h2>",
+        _html_table(["", *names], time_rows(studies)),
+    ]
+    for one in studies:
+        of = f" of {one.name}" if len(studies) > 1 else ""
+        body.append(f"<h2>Attempts{escape(of)}</h2><p>{escape(str(one.run.folder))}</p>")
+        body.append(_html_table(ATTEMPT_HEADS, attempt_rows(one)))
+        if one.failures:
+            body.append(f"<h2>Failures{escape(of)}</h2>{_html_table(FAILURE_HEADS, failure_rows(one))}")
+        body.append("<ul>" + "".join(f"<li>{escape(line)}</li>" for line in findings(one)) + "</ul>")
+    joined = "\n".join(body)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body>\n{joined}\n</body></html>\n"
+    )
+
+
+def _html_table(heads: Sequence[str], rows: Rows) -> str:
+    def line(tag: str, values: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(value)}</{tag}>" for value in values) + "</tr>"
+
+    body = "\n".join(line("td", row) for row in rows)
+    return f'<div class="wide"><table><thead>{line("th", heads)}</thead>\n<tbody>{body}</tbody></table></div>'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -9,18 +10,197 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger
+from plugins.spike_guard.settings import Settings
 from tools.checkpoint.scan import iteration, iterations
 from tools.files.paths import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
-from tools.runs.curve import Spike, spikes
 from tools.runs.failures import Failure, failures, has_failed
 from tools.runs.goodput import NEVER, Ledger, ledger
-from tools.runs.reliability import Mtbf, Saving, mtbf, saving
-from tools.runs.slow import Slow, slow_of
-from tools.runs.source import Run, read_run
+from tools.runs.readings import Slow, slow_of
+from tools.runs.source import Part, Run, read_run
+
+# Steps of a run whose loss or global norm jumps far above the steps before, or is not finite.
+
+# as plugins.spike_guard would judge them, but all steps at once: a window also holds the spikes before
+WINDOW, THRESHOLD = Settings().window, Settings().threshold
+_LEAST = 8  # steps before, of which a spread says anything
+_TO_SIGMA = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+_LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
+JUDGED = ("loss", "global_norm")
+
+
+@dataclass(frozen=True)
+class Spike:
+    """`value` of `name` at `step`, `above` standard deviations above the steps before (None: it is not finite)."""
+
+    step: int
+    name: str
+    value: float
+    above: float | None
+    stands: bool
+
+
+def spikes(parts: list[Part], cuts: list[int]) -> list[Spike]:
+    """Of all parts, in the order in which they were made.
+
+    Args:
+        cuts: of each part the last step that was not made again.
+    """
+    found = []
+    for at, part in enumerate(parts):
+        steps = np.asarray(part["step"])
+        for name in JUDGED:
+            before = [_standing(one, name, part.start_step) for one in parts[:at]]
+            known = np.concatenate([*before, []])[-WINDOW:]
+            values = np.asarray(part[name])
+            above = _above(np.concatenate([known, values]))[len(known) :]
+            for index in np.flatnonzero((above > THRESHOLD) | np.isinf(values) | _turned_nan(values)):
+                score = float(above[index]) if math.isfinite(values[index]) else None
+                step = int(steps[index])
+                found.append(Spike(step, name, float(values[index]), score, step <= cuts[at]))
+    return found
+
+
+def _standing(part: Part, name: str, until: int) -> np.ndarray:
+    """The values of an earlier part that still stood when a later one began after step `until`."""
+    return np.asarray(part[name])[np.asarray(part["step"]) <= until]
+
+
+def _turned_nan(values: np.ndarray) -> np.ndarray:
+    """NaN in a part that knows the number elsewhere: other parts do not record it, or this rank has none."""
+    return np.isnan(values) if np.isfinite(values).any() else np.zeros(len(values), bool)
+
+
+def _above(values: np.ndarray) -> np.ndarray:
+    """How many robust standard deviations the logarithm of each value lies above the `WINDOW` values before it."""
+    with np.errstate(all="ignore"):
+        logs = np.log(np.where(values > 0, values, np.nan))
+    logs[~np.isfinite(logs)] = np.nan
+    padded = np.concatenate([np.full(WINDOW, np.nan), logs])
+    result = np.full(len(values), -np.inf)
+    size = 1 << 14  # at a time, for memory's sake
+    for first in range(0, len(values), size):
+        stop = min(first + size, len(values))
+        windows = np.lib.stride_tricks.sliding_window_view(padded[first : stop + WINDOW - 1], WINDOW)
+        enough = np.isfinite(windows).sum(1) >= _LEAST
+        if enough.any():
+            rows, own = windows[enough], logs[first:stop][enough]
+            median = np.nanmedian(rows, 1)
+            spread = _TO_SIGMA * np.nanmedian(np.abs(rows - median[:, None]), 1)
+            result[first:stop][enough] = (own - median) / np.maximum(spread, _LEAST_SPREAD)
+    return np.nan_to_num(result, nan=-np.inf)
+
+
+# How often a run fails, and how often it should save: estimates with their uncertainty.
+#
+# * Mean time between failures: running time over failures, with the two-sided interval of a Poisson count over a fixed
+#   time (F. Garwood, Biometrika 28, 1936; NIST/SEMATECH e-Handbook, 8.4.5.1), which few failures make wide.
+# * Interval between saves: J. W. Young, CACM 17 (1974): sqrt(2 C M); J. T. Daly, FGCS 22 (2006), eq. 37: its higher
+#   order. C: seconds that a save stops the training; M: mean time between failures.
+# * What an interval T costs, as a share of the time: C / T for saving and T / 2M for steps made again (first order).
+
+CONFIDENCE = 0.9
+
+
+@dataclass(frozen=True)
+class Mtbf:
+    """Seconds between failures: the estimate (None without a failure) and its interval (`high` None: no bound)."""
+
+    failures: int
+    running: float
+    estimate: float | None
+    low: float
+    high: float | None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """The interval between saves, in seconds of training: what was used, what is best, and what each costs."""
+
+    cost: float
+    used: float
+    best: float
+    low: float
+    high: float | None
+    cost_used: float
+    cost_best: float
+
+
+def mtbf(failures: int, running: float) -> Mtbf | None:
+    """Of `failures` in `running` seconds; None where nothing ran."""
+    if running <= 0:
+        return None
+    tail = (1 - CONFIDENCE) / 2
+    # most and fewest failures that would be expected in that time, were the truth at the interval's ends
+    most = _mean_with(failures, tail)
+    fewest = _mean_with(failures - 1, 1 - tail) if failures else 0.0
+    return Mtbf(
+        failures,
+        running,
+        running / failures if failures else None,
+        running / most,
+        running / fewest if fewest else None,
+    )
+
+
+def _mean_with(count: int, probability: float) -> float:
+    """The mean of a Poisson variable that is at most `count` with `probability`, by bisection."""
+    low, high = 0.0, count + 10 * math.sqrt(count + 1) + 10
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _at_most(count, middle) > probability:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
+
+
+def _at_most(count: int, mean: float) -> float:
+    """P(N <= count) of a Poisson variable."""
+    if mean == 0:
+        return 1.0
+    logs = (number * math.log(mean) - mean - math.lgamma(number + 1) for number in range(count + 1))
+    return math.fsum(map(math.exp, logs))
+
+
+def young(cost: float, between: float) -> float:
+    """Young's interval, seconds of training between two saves."""
+    return math.sqrt(2 * cost * between)
+
+
+def daly(cost: float, between: float) -> float:
+    """Daly's interval; a save that costs more than twice the time between failures is done once in that time."""
+    if cost >= 2 * between:
+        return between
+    share = math.sqrt(cost / (2 * between))
+    return young(cost, between) * (1 + share / 3 + share**2 / 9) - cost
+
+
+def overhead(cost: float, interval: float, between: float) -> float:
+    """Share of the time that goes into saving every `interval` seconds and making steps again, to first order."""
+    return cost / interval + interval / (2 * between)
+
+
+def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
+    """The best interval against the one used; None where no failure was seen or nothing was measured."""
+    if found.estimate is None or cost <= 0 or used <= 0:
+        return None
+    best = daly(cost, found.estimate)
+    return Saving(
+        cost,
+        used,
+        best,
+        daly(cost, found.low),
+        daly(cost, found.high) if found.high else None,
+        overhead(cost, used, found.estimate),
+        overhead(cost, best, found.estimate),
+    )
+
 
 SECOND = 1_000_000  # microseconds
 GOES_ON = "between attempts"

@@ -140,6 +140,10 @@ SNIPPETS: dict[str, tuple[str, str]] = {
         _TRAINER,
         "gradient_accumulation_steps will not take effect when using pipeline parallel, ",
     ),
+    "lost_gradients": (
+        "mindformers/wrapper/wrapper.py",
+        "new_grad = grad * F.cast(reciprocal(scale), F.dtype(grad))",
+    ),
     "accumulation_alone": (
         _TRAINER,
         "gradient_accumulation_steps currently need to be used in semi_auto_parallel mode, ",

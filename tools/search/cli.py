@@ -39,24 +39,28 @@ class RecipeOrCommand(click.Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does, but options that are not the group's belong to the recipe's command."""
+        if not args:
+            raise click.UsageError("want a RECIPE.yaml, or one of the commands that `tc3 search --help` lists", ctx)
         ctx.ignore_unknown_options = True
         return super().parse_args(ctx, args)
 
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Both forms."""
+        formatter.write_usage(ctx.command_path, "RECIPE [OPTIONS]")
+        formatter.write_usage(ctx.command_path, "COMMAND [ARGS]...", "       ")
 
-@click.group(
-    cls=RecipeOrCommand,
-    subcommand_metavar="RECIPE.yaml [OPTIONS]... | COMMAND [ARGS]...",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the one help of `tc3 search`, also for `tc3 search RECIPE --help`: the recipe's, then the commands."""
+        self.format_usage(ctx, formatter)
+        recipe = click.Context(space_command, parent=ctx, info_name="")
+        space_command.format_help_text(recipe, formatter)
+        space_command.format_options(recipe, formatter)
+        self.format_commands(ctx, formatter)
+
+
+@click.group(cls=RecipeOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
 def search() -> None:
-    """Find parallel strategies without a device.
-
-    \b
-    tc3 search RECIPE.yaml --devices 4096 --cluster atlas_800t_a2
-        the best strategies for a recipe; `tc3 search RECIPE.yaml --help` explains
-    tc3 search COMMAND ...
-        one of the commands below
-    """
+    """Find parallel strategies without a device."""
 
 
 @search.command()

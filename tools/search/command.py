@@ -36,7 +36,16 @@ _RESERVE = 10.0  # seconds of the time limit for pictures and files
 _WIDTH = 200  # of tables in a file or pipe
 
 
-@click.command("RECIPE", context_settings={"help_option_names": ["-h", "--help"]})
+class OfGroup(click.Command):
+    """A command that stands behind its group's name: the two have one help, which the group writes."""
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """As the group does."""
+        assert ctx.parent
+        ctx.parent.command.format_help(ctx.parent, formatter)
+
+
+@click.command("RECIPE", cls=OfGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--devices", type=Number("devices"), help="To use, all of them; the recipe's by default.")
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")

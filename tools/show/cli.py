@@ -3,16 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tools.show.diff import ABSENT, Batch, Change, Comparison, compare
-from tools.show.flat import effective
-from tools.show.flat import show as recipe_as_text
-from tools.show.meaning import GROUPS
+from tools.auto.resolve import resolve
+from tools.ranges import Number
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import load_mini
+from tools.recipe.override import apply_overrides
+from tools.recipe.parallel_mini import WORKERS
+from tools.show.diff import ABSENT, GROUPS, Batch, Change, Comparison, compare
+
+# The flat effective recipe: bases merged in, overrides applied, as YAML that stock MindFormers reads, or as JSON.
+
+
+def effective(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    mini: bool = False,
+    as_written: bool = False,
+    workers: int | None = None,
+) -> Recipe:
+    """The recipe of a file as it would run, or the mini of it that `tc3 train --mini` would.
+
+    With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to so many (`--mini --parallel`).
+    What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves them.
+
+    Raises:
+        RecipeError: the file, a base or an override is wrong; what `auto` stands for is not known.
+    """
+    recipe = load_mini(path, workers=workers) if mini else load_recipe(path)
+    recipe = apply_overrides(recipe, overrides) if overrides else recipe
+    return recipe if as_written else resolve(recipe, partial(click.echo, err=True))
+
+
+def recipe_as_text(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
+    mini: bool = False,
+    as_written: bool = False,
+    workers: int | None = None,
+) -> str:
+    """The text of `effective`, with a line at its end; YAML keeps the anchors that its author wrote."""
+    recipe = effective(path, overrides, mini, as_written, workers)
+    if as_json:
+        return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
+    return recipe_text(recipe)
+
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 TITLES = {
@@ -35,11 +80,26 @@ def recipe() -> None:
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--mini", is_flag=True, help="The mini of it that `tc3 train --mini` trains on CPU.")
+@click.option("--parallel", is_flag=True, help="With --mini: the one that keeps the recipe's parallel strategy.")
+@click.option("--workers", type=Number("workers"), help=f"CPU workers of --parallel.  [default: {WORKERS}]")
 @as_written_option
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
-def show(recipe: Path, overrides: tuple[str, ...], mini: bool, as_written: bool, as_json: bool) -> None:
+def show(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    mini: bool,
+    parallel: bool,
+    workers: int | None,
+    as_written: bool,
+    as_json: bool,
+) -> None:
     """Print RECIPE flat: its bases merged in, overrides applied, values for `auto`. Stock MindFormers reads it."""
-    click.echo(recipe_as_text(recipe, overrides, as_json, mini, as_written), nl=False)
+    if (parallel and not mini) or (workers is not None and not parallel):
+        raise click.UsageError(
+            "--parallel works only with --mini, and --workers only with --parallel: --mini --parallel --workers N"
+        )
+    processes = (workers or WORKERS) if parallel else None
+    click.echo(recipe_as_text(recipe, overrides, as_json, mini, as_written, processes), nl=False)
 
 
 @recipe.command(context_settings=SETTINGS)

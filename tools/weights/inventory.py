@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from rich.table import Table
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import checksum
 from tools.checkpoint.names import KINDS, Kind, kind_of
+from tools.checkpoint.slot_order import PLACEMENT
+from tools.hardware.units import GIB, MIB
 from tools.weights.source import CHECKSUMS, Source
 
 SALVAGED = "salvaged.json"  # beside weights that were written from damaged ones: what was wrong with those
@@ -181,3 +184,149 @@ def mark(folder: Path, damaged: Sequence[str]) -> None:
     """Say in `folder` that its weights were written from damaged ones; nothing where they were not."""
     if damaged:
         (folder / SALVAGED).write_text(json.dumps({"damaged": list(damaged)}, indent=1) + "\n", "utf-8")
+
+
+# What sets two sets of weights apart, tensor by tensor, whatever the layouts that they were saved in.
+
+
+@dataclass(frozen=True)
+class Change:
+    """A tensor of which the numbers differ.
+
+    Args:
+        relative: L2 of the difference over L2 of A's; inf where A's is zero. largest: of the absolute differences.
+            Both are nan where a number is not finite on one side.
+    """
+
+    name: str
+    relative: float
+    largest: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Args:
+    only: names that one side alone has, (of A, of B). other: (name, A's type and shape, B's).
+    same: names whose bits are equal. changes: the others, the largest relative difference first.
+    """
+
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+    other: tuple[tuple[str, str, str], ...]
+    same: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether both hold the same tensors, bit by bit."""
+        return not (any(self.only) or self.other or self.changes)
+
+
+def compare(a: Source, b: Source, progress: Callable[[str], None] = lambda name: None) -> Comparison:
+    """Read both, a tensor at a time; experts that have moved are compared with themselves.
+
+    Args:
+        progress: is told the name of each tensor that is read.
+    """
+    left, right = _compared_names(a), _compared_names(b)
+    other: list[tuple[str, str, str]] = []
+    same, changes = [], []
+    for name in (name for name in left if name in right):
+        if (kind := _kind(a, name)) != _kind(b, name):
+            other.append((name, kind, _kind(b, name)))
+            continue
+        progress(name)
+        first, second = a.read(name)[0], b.read(name)[0]
+        if first.tobytes() == second.tobytes():
+            same.append(name)
+        else:
+            changes.append(_change(name, first, second))
+    changes.sort(key=lambda change: -change.relative if change.relative == change.relative else -math.inf)
+    only = (tuple(name for name in left if name not in right), tuple(name for name in right if name not in left))
+    return Comparison(only, tuple(other), tuple(same), tuple(changes))
+
+
+def _compared_names(source: Source) -> list[str]:
+    """All tensors but the placements of experts, which say how the others lie."""
+    return [name for name in source.headers if name.rsplit(".", 1)[-1] != PLACEMENT]
+
+
+def _kind(source: Source, name: str) -> str:
+    header = source.headers[name]
+    return f"{header.dtype} {list(header.shape)}"
+
+
+def _change(name: str, a: np.ndarray, b: np.ndarray) -> Change:
+    wide = a.astype(np.float64)
+    difference = b.astype(np.float64) - wide
+    norm = float(np.linalg.norm(wide))
+    relative = float(np.linalg.norm(difference)) / norm if norm else math.inf
+    return Change(name, relative, float(np.abs(difference).max()))
+
+
+# Inventories and comparisons of weights as text.
+
+_SHOWN = 20  # tensors that differ; --json has them all
+_TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "counters and balance"}
+
+
+def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
+    """What holds for the whole of it."""
+    step = "step unknown" if source.step is None else f"step {source.step:,}"
+    yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
+    for kind in KINDS:
+        own = [group for group in groups if group.kind == kind]
+        if own:
+            size = sum(group.bytes for group in own)
+            words = f"{size / GIB:,.2f} GiB" if size >= GIB / 10 else f"{size / MIB:,.2f} MiB"
+            yield f"  {_TITLES[kind]}: {sum(group.elements for group in own):,} numbers, {words}"
+    if fault:
+        yield f"  seals: {fault}"
+    elif source.sealed:
+        yield "  seals: every rank's; " + ("checksums match" if values else "sizes match (--values compares checksums)")
+    else:
+        yield "  seals: none, so that nobody can tell whether it is whole"
+    if (source.stored.folder / SALVAGED).exists():
+        yield f"  salvaged: written from damaged weights, see {SALVAGED}"
+    if source.placements:
+        yield f"  experts of {len(source.placements)} layers have moved: rows are in the order of slots"
+    for group in groups:
+        if group.values and group.values.not_finite:
+            yield f"  not finite: {group.values.not_finite:,} numbers of {group.pattern}, first in {group.values.where}"
+        for name, ranks in group.values.differing.items() if group.values else ():
+            yield f"  copies differ: {name} on ranks {', '.join(map(str, ranks))}"
+
+
+def inventory_table(groups: list[Group]) -> Table:
+    """A row for each group; the optimizer's, which are as the weights, where their values were read."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("tensor", overflow="fold")
+    for title in ("numbers", "type", "shape", "cut", "elements"):
+        table.add_column(title, justify="right", no_wrap=title in ("type", "elements"))
+    read = any(group.values for group in groups)
+    if read:
+        table.add_column("L2 norm", justify="right")
+    for group in (group for group in groups if read or group.kind != "optimizer"):
+        cut = " x ".join(map(str, group.cuts)) if any(count > 1 for count in group.cuts) else ""
+        shape = " x ".join(map(str, group.shape)) or "scalar"
+        norm = [f"{group.values.norm:.6g}"] if group.values else [""] * read
+        table.add_row(group.pattern, group.numbers, group.dtype, shape, cut, f"{group.elements:,}", *norm)
+    return table
+
+
+def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
+    """What sets both apart; `equal` where nothing does."""
+    yield f"A {a}"
+    yield f"B {b}"
+    if comparison.equal:
+        yield f"equal, bit by bit: {len(comparison.same):,} tensors"
+        return
+    for side, names in zip("AB", comparison.only, strict=True):
+        if names:
+            yield f"only in {side}: {len(names):,}, such as {names[0]}"
+    for name, first, second in comparison.other[:_SHOWN]:
+        yield f"{name}: {first} in A, {second} in B"
+    yield f"equal bit by bit: {len(comparison.same):,}; different: {len(comparison.changes):,}"
+    for change in comparison.changes[:_SHOWN]:
+        yield f"  {change.name}: |B - A| / |A| = {change.relative:.3g}, at most {change.largest:.3g}"
+    if len(comparison.changes) > _SHOWN:
+        yield f"  and {len(comparison.changes) - _SHOWN:,} more (--json has them)"

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 from plugins.errors import TC3Error
-from tools.doctor.probe.gate import gate
+from tools.doctor.probe.outliers import gate
 
 
 def unfit(slots: int, folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 // What Python calls, by ctypes. MindSpore itself finds the pass by the exports at the end of front_end.cc.
 #include <string>
 
+#include "cluster.h"
 #include "host.h"
 #include "kernel.h"
 #include "replacement.h"
@@ -15,3 +16,4 @@ EXPORT const char *tc3_registered() {
   return text.c_str();
 }
 EXPORT void tc3_replace(const char *name, int low) { tc3::ReplaceOperator(name, low != 0); }
+EXPORT void tc3_register_cluster(unsigned int rank) { tc3::RegisterCluster(rank); }

@@ -11,10 +11,13 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from launch.run.msrun import ROOT
 
 _NUMBERS = itertools.count()
 EVERYTHING = ("worker", "scheduler", "msrun", "agent", "other")
@@ -114,6 +117,13 @@ class Nodes:
             pids |= self.running(node, roles or EVERYTHING)
         for pid in pids:
             _kill(pid, number)
+
+    def freeze(self, node: int, role: str) -> None:
+        """Stop the main threads of a role's processes in a node; their other threads go on."""
+        for pid in self.running(node, (role,)):
+            command = [sys.executable, "-m", "tests.launch.agent.freeze", str(pid)]
+            helper = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+            assert helper.stdout and helper.stdout.readline().strip() == str(pid), f"{pid} was not stopped"
 
     def link(self, node: int, up: bool) -> None:
         """Plug a node's cable in, or out."""

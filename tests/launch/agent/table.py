@@ -39,6 +39,11 @@ def nothing(trial: Trial) -> None:
     """No fault, or one from the start."""
 
 
+def stand_still(trial: Trial) -> None:
+    """Stop the main thread of worker 1; what sends heartbeats goes on."""
+    trial.nodes.freeze(1, "worker")
+
+
 def poison(trial: Trial) -> None:
     """From now on every loss is no number."""
     (trial.run_dir / "nan").touch()
@@ -59,6 +64,7 @@ TABLE = {
         Fault("stop worker 1", send(STOP, 1, "worker"), cause=("hang",), seen=HANG),
         # a worker of MindSpore's has no handler for this signal, and dies of it
         Fault("hang of worker 1", send(HANGS, 1, "worker"), cause=("hang", "signal"), seen=HANG),
+        Fault("main thread of worker 1 stopped", stand_still, cause=("hang",), seen=HANG),
         Fault("link of node 1 down", unplug, cause=("lost node",), seen=HANG, hosts=3),
         Fault("link of node 1 down for 5 s", flap, restarts=0),
         Fault("all of node 0", lambda trial: trial.kill_node(0), by=(0,), cause=("lost node",), hosts=3),

@@ -11,7 +11,7 @@ from plugins.errors import CheckpointError, RecipeError
 from plugins.sealed_checkpoint.plan import write_seal
 from tools.accuracy.reference.weights import initial_weights
 from tools.recipe.load import load_recipe
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import to_mindformers
 
 ROOT = Path(__file__).resolve().parents[3]

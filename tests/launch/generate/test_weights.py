@@ -14,7 +14,7 @@ from tests.tools.checkpoint.saved import Saved
 from tools.accuracy.reference.weights import initial_weights
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import to_mindformers
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -141,6 +141,35 @@ def test_the_mini_script_runs_on_one_node(run, tmp_path):
     assert environment["TC3_CORES"] is None
 
 
+SLURM = {"SLURM_JOB_NODELIST": "n[0-511]", "SLURM_NODEID": "511", "ASCEND_HOME_PATH": "/cann"}
+BOTH = [
+    ("mini-pretrain_dp2", [], {"BIND": ""}),
+    ("telechat3_438b-pretrain_4k", ["3"], {"ASCEND_HOME_PATH": "/cann", "MASTER_PORT": "9000", "RESUME": "a b"}),
+    ("telechat3_438b-pretrain_4k", [], SLURM),
+    ("telechat3_438b-pretrain_4k", ["512"], {}),
+    ("mini-pretrain", [], {"CODE": "1", "SAYS": "tc3: no such corpus"}),
+    ("mini-pretrain", [], {"TC3_ROOT": ""}),
+    ("mini-pretrain", [], {"TC3_ROOT": "", "SLURM_SUBMIT_DIR": str(ROOT)}),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "environment"), BOTH, ids=str)
+def test_a_script_that_sources_the_body_does_what_one_that_holds_it_does(run, tmp_path, name, arguments, environment):
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\nseq -f n%.0f 0 511\n")
+    scontrol.chmod(0o755)
+    folder, recipe = name.split("-")
+    alone = CliRunner().invoke(
+        train, [str(ROOT / "recipes" / folder / f"{recipe}.yaml"), "--script", "--run-dir", f"output/{name}"]
+    )
+    assert alone.exit_code == 0, alone.output
+    short = (SCRIPTS / f"{name}.sh").read_text()
+    assert len(short.splitlines()) <= 20 < len(alone.stdout.splitlines())
+    first, second = run(short, *arguments, **environment), run(alone.stdout, *arguments, **environment)
+    assert first == second
+    assert (first[1] is None) == (first[0] == 2), first[2]
+
+
 def test_workers_on_cpu_get_this_hosts_cores(run, tmp_path):
     code, record, err = run((SCRIPTS / "mini-pretrain_dp2.sh").read_text(), BIND="")
     assert code == 0, err

@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launch.on_cluster.script import SCRIPTS, Launch, cluster_for, launch_script, reference_scripts
+from launch.on_cluster.script import (
+    SCRIPTS,
+    Launch,
+    cluster_for,
+    in_checkout,
+    launch_script,
+    reference_scripts,
+    sourcing_script,
+)
 from launch.run.command import train
 from launch.run.msrun import ROOT
 from plugins.errors import ClusterError
 from tests.launch.on_cluster.scripts import MINI, ascend, generate
+from tools.recipe.load import load_recipe
 
 
 def test_the_scripts_of_the_reference_layouts_are_current():
@@ -24,9 +33,20 @@ def test_the_scripts_of_the_reference_layouts_are_current():
     assert not any(str(ROOT) in text for text in wanted.values()), "they run on any machine"
 
 
+def test_a_reference_script_holds_what_is_its_own_and_the_printed_one_stands_by_itself():
+    assert all(len(text.splitlines()) <= 20 for text in reference_scripts().values())
+    for path in (ROOT / "recipes" / "mini" / "pretrain_ep4.yaml", ROOT / "recipes/telechat3_438b/pretrain_4k.yaml"):
+        launch, recipe = Launch(in_checkout(path), "output/x"), load_recipe(path)
+        alone, sourcing = launch_script(launch, recipe), sourcing_script(launch, recipe)
+        assert 'source "' in sourcing and 'source "' not in alone
+        values = alone[alone.index("\nRECIPE=") : alone.index("\n# ----")]
+        assert values.strip() in sourcing
+        assert alone.endswith((ROOT / "launch/script_body.sh").read_text().split("\n", 1)[1])
+
+
 def test_every_kind_of_script_is_clean(tmp_path, hosts):
     texts = [
-        *reference_scripts().values(),
+        generate(ascend(data_parallel=16)),
         generate(
             ascend(data_parallel=2), hosts("a 1\n[fe80::1] 1\n"), settings=["a.b=x y'z\n$(touch no)"], resume="c d"
         ),
@@ -37,13 +57,18 @@ def test_every_kind_of_script_is_clean(tmp_path, hosts):
         files.append(tmp_path / f"{number}.sh")
         files[-1].write_text(text)
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([shellcheck, *files, ROOT / "launch/script_body.sh"], capture_output=True, text=True)
+    files += [ROOT / "launch/script_body.sh", *SCRIPTS.glob("*.sh")]
+    command = [shellcheck, "-x", "--source-path=SCRIPTDIR", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def test_thousands_of_devices_are_one_line_of_names_to_edit():
     text = generate(ascend(data_parallel=256, model_parallel=2, pipeline_stage=8))
-    assert "\nHOSTS=(node{0..511}) # put your nodes' names here" in text and "\nWORKERS=4096\n" in text
+    assert (
+        "\nHOSTS=(node{0..511}) # nodes by rank, the first is the master: put your names here" in text
+        and "\nWORKERS=4096\n" in text
+    )
     assert len(text.splitlines()) < 200
     line = next(line for line in text.splitlines() if line.startswith("HOSTS="))
     done = subprocess.run(

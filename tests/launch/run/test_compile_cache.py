@@ -15,6 +15,7 @@ from launch.run.effective import effective_recipe
 from plugins.errors import ClusterError, RecipeError
 from tests.plugins.cpu_backend.test_host_functions import call
 from tests.training import runs
+from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 
 GRAPH = "graph_cache/compile_cache_0.mindir"
@@ -350,22 +351,32 @@ def test_a_graph_whose_functions_have_names_is_published(recipe, starts):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("tiny", None),
-        ("tiny_dp2", None),
-        ("tiny_ep2", None),
-        ("tiny_ep2_balanced", None),
-        ("tiny_ep4", None),
-        ("tiny_eod", None),
-        ("tiny_eod_balanced", None),
-        ("sharded_tp2", None),
-        ("sharded_ep2", None),
-    ],
-)
-def test_recipes_whose_graphs_call_functions_without_names_run_without(name, words, tmp_path):
-    said = unfit(effective_recipe(runs.HERE / f"{name}.yaml", (), None, tmp_path), {})
-    assert said is None if words is None else words in said
+    "name",
+    ["tiny", "tiny_dp2", "tiny_ep2", "tiny_ep2_balanced", "tiny_ep4", "tiny_eod", "tiny_eod_balanced", "sharded_tp2",
+     "sharded_ep2"],
+)  # fmt: skip
+def test_each_way_of_training_on_cpu_has_a_cache(name, tmp_path):
+    assert unfit(effective_recipe(runs.HERE / f"{name}.yaml", (), None, tmp_path), {}) is None
+
+
+def test_conversations_are_known_by_their_text_and_by_all_that_makes_tokens_of_it(starts, tmp_path):
+    """How many samples they are packed into depends on both."""
+    talk, tokenizer = tmp_path / "talk.jsonl", tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    files = [talk, tokenizer / "tokenizer.json", tokenizer / "merges.txt", tokenizer / "model.safetensors"]
+    for file in files:
+        file.write_text("one")
+    recipe = load_recipe("recipes/mini/finetune.yaml")
+    loader = recipe["train_dataset"]["data_loader"]
+    loader["data_files"], loader["handler"][0]["tokenizer"]["pretrained_model_dir"] = str(talk), str(tokenizer)
+    starts.trained(recipe)
+    for file in files:
+        assert starts.begin(recipe).loaded
+        file.write_text("two")
+        assert starts.begin(recipe).loaded == (file.suffix == ".safetensors"), file
+        file.write_text("one")
+    del loader["data_files"]  # of a name in another place, nothing is known
+    assert "not known to the key" in unfit(recipe, {})
 
 
 def test_code_from_elsewhere_runs_without(recipe):

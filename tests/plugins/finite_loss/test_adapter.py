@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mindformers.core.callback.callback import MFLossMonitor
+from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, nn
 
 from plugins.errors import StoppedError
@@ -133,8 +134,6 @@ def test_a_run_does_not_end_well_with_a_last_step_that_is_not_finite(tmp_path, w
 
 
 def test_a_recipe_without_a_loss_monitor_gets_one():
-    from mindformers.tools.register import MindFormerConfig, MindFormerModuleType, MindFormerRegister
-
     registry = MindFormerRegister.registry[MindFormerModuleType.CALLBACK]
     before = dict(registry)
     try:
@@ -146,3 +145,24 @@ def test_a_recipe_without_a_loss_monitor_gets_one():
     finally:
         registry.clear()
         registry.update(before)
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_steps", "model", "judged"),
+    [
+        (1, 1, {"moe_aux_loss_coeff": 0.0}, True),
+        (2, 1, {"moe_aux_loss_coeff": 0.0}, False),
+        (1, 2, {"moe_aux_loss_coeff": 0.0}, False),
+        (1, 2, {"moe_aux_loss_coeff": 0.001}, True),
+        (1, 2, {}, False),
+        (2, 1, {"moe_aux_loss_coeff": 0.001, "num_hidden_layers": 2, "first_k_dense_replace": 1}, True),
+        (2, 1, {"moe_aux_loss_coeff": 0.001, "num_hidden_layers": 2, "first_k_dense_replace": 2}, False),
+    ],
+)
+def test_an_auxiliary_loss_of_0_by_0_is_not_judged(stages, micro_steps, model, judged):
+    config = MindFormerConfig(
+        parallel_config={"pipeline_stage": stages},
+        runner_config={"gradient_accumulation_steps": micro_steps},
+        model={"model_config": model},
+    )
+    assert adapter.undefined_of(config) == (() if judged else ("load-balancing loss",))

@@ -45,10 +45,11 @@ def test_what_is_not_known_is_not_wrong():
 
 
 def test_an_auxiliary_loss_that_mindformers_divides_by_zero_is_not_judged():
-    watch = Watch(1, undefined=undefined_parts(2, 0.0))
+    watch = Watch(1, undefined=undefined_parts(2, 1, 0.0))
     assert see(watch, load_balancing_loss=NAN) is see(watch, lm_loss=1.0) is None
     assert see(watch, 2, loss=NAN) == "step 2: loss is NaN"
-    assert undefined_parts(1, 0.0) == undefined_parts(2, 1e-3) == ()
+    assert undefined_parts(1, 1, 0.0) == undefined_parts(2, 1, 1e-3) == undefined_parts(1, 2, 1e-3) == ()
+    assert undefined_parts(1, 2, 0.0) == watch.undefined, "accumulated gradients take the pipeline's wrapper"
 
 
 def test_gradients_that_overflow_under_a_scale_that_can_fall_are_no_fault():

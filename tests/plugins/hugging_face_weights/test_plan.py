@@ -6,7 +6,7 @@ import pytest
 
 from plugins.hugging_face_weights.plan import Model, copies, is_hugging_face, rows
 from tools.recipe.load import load_recipe
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import names_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"

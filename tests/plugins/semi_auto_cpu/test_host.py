@@ -12,6 +12,7 @@ def test_what_mindspores_backend_adds_itself_is_python_s_from_the_start(monkeypa
     registered, replaced = [], {}
     library = SimpleNamespace(
         set_host=lambda function, rank: None,
+        set_cluster=lambda ranks: None,
         replace=lambda name, low=False: replaced.setdefault(name, low),
         register=registered.append,
         add_pass=lambda done, missing: None,

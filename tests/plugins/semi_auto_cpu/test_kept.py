@@ -25,26 +25,28 @@ STRATEGIES = {"global": {"0": {"split": STRATEGY}, "1": {"split": STRATEGY}}, "l
 
 
 class Step:
-    """A cell with a weight that is split over two ranks, and one that is not."""
+    """A cell with a weight that is split over two ranks, what accumulates its gradients, and a weight that is not."""
 
     def __init__(self, rows=4, phase="train.1"):
-        self.items = [Parameter(Tensor(np.zeros((rows, 4), np.float32)), name="split"), weight("whole")]
+        self.items = [weight("split", (rows, 4), 1), weight("whole", 4), weight("accu_grads.split", (rows, 4))]
         self.compile_phase = phase
 
     def get_parameters(self):
         return self.items
 
-    def sliced(self, rows=2, marked=("split", "whole")):
+    def sliced(self, rows=2, marked=("split", "whole"), compiled=True):
         """As a compile of MindSpore leaves it, which marks all that it has seen; a load only what has a layout."""
-        self.items[0].set_data(Tensor(np.zeros((rows, 4), np.float32)), slice_shape=True)
+        self.items[0].set_data(Tensor(np.ones((rows, 4), np.float32)), slice_shape=True)
+        if compiled:
+            self.items[2].set_data(Tensor(np.zeros((rows, 4), np.float32)), slice_shape=True)
         for item in self.items:
             item.sliced = item.name in marked
         self.parameter_layout_dict, self.parallel_parameter_name_list = {"split": LAYOUT}, ["inputs0", "split", "whole"]
         return self
 
 
-def weight(name):
-    return Parameter(Tensor(np.zeros(4, np.float32)), name=name)
+def weight(name, shape, value=0):
+    return Parameter(Tensor(np.full(shape, value, np.float32)), name=name)
 
 
 class Kernels(list):
@@ -96,10 +98,11 @@ def test_a_loaded_graph_is_told_what_its_compile_knew(start, folder):
     for rows, phase in ((4, "train.2"), (8, "train.3")):
         cell = Step(rows, phase)
         entry = second.to_load(described(cell, INPUTS, "train"))
-        second.restore(cell.sliced(marked=("split",)), entry)
+        second.restore(cell.sliced(marked=("split",), compiled=False), entry)
+        assert [item.shape for item in cell.items] == [(2, 4), (4,), (2, 4)], "gradients of a slice"
         assert cell.parameter_layout_dict == {"split": LAYOUT}
         assert cell.parallel_parameter_name_list == ["inputs0", "split", "whole"]
-        assert [item.sliced for item in cell.items] == [True, True], "or the next checkpoint is without it"
+        assert [item.sliced for item in cell.items] == [True, True, False], "or the next checkpoint is without it"
         assert second.ranks.groups == {"2-77": (0, 1)}
         known = strategy.get_strategy_metadata(cell)
         assert sorted(known) == [0, 1]
@@ -175,10 +178,11 @@ def test_without_a_cache_nothing_is_kept(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_json_would_change_is_not_kept(start, folder, monkeypatch):
+def test_what_json_would_change_is_not_kept(start, folder, monkeypatch, capsys):
     monkeypatch.setattr(kept, "strategies", lambda phase: {"global": {0: {}}, "local": {}})
     start().keep(Step().sliced(), described(Step(), INPUTS, "train"))
     assert [path for path in folder.rglob("*") if path.is_file()] == [], "nothing is published"
+    assert "cannot keep Step (strategies: nothing that JSON holds)" in capsys.readouterr().err
 
 
 def test_nor_is_a_graph_that_mindspore_could_not_write(start, tmp_path, capsys):
@@ -187,7 +191,7 @@ def test_nor_is_a_graph_that_mindspore_could_not_write(start, tmp_path, capsys):
     group.parent.mkdir(parents=True)
     group.touch()
     start().keep(Step().sliced(), described(Step(), INPUTS, "train"))
-    assert "cannot keep Step" in capsys.readouterr().err and not group.exists()
+    assert "cannot keep Step (MindSpore has written no graph)" in capsys.readouterr().err and not group.exists()
     assert not (tmp_path / "rank_0" / FILE).exists()
 
 

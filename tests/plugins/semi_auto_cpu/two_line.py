@@ -1,4 +1,4 @@
-"""y = relu(x w1) w2, w1 split by columns and w2 by rows: three steps of gradient descent. Run by test_library.
+"""mean((relu(x w1) w2)^2), w1 split by columns and w2 by rows: three steps of gradient descent. Run by test_library.
 
 DP ranks split the batch, and what they hold of the weights (optimizer sharding); TP ranks split columns and rows.
 
@@ -60,16 +60,12 @@ class Net(nn.Cell):
         self.relu = ops.ReLU().shard(((dp, tp),))
         self.second = ops.MatMul().shard(((dp, tp), (tp, 1)))
         self.square = ops.Square().shard(((dp, 1),))
-        # the mean as two products: the gradient of ReduceMean is a constant, of whose AllReduce MindSpore makes a
-        # product with the group's size, which it takes for 2,048 where there is no communication library
-        self.rows = Parameter(Tensor(np.full((1, 4), 1 / 32, np.float32)), name="rows", requires_grad=False)
-        self.columns = Parameter(Tensor(np.ones((8, 1), np.float32)), name="columns", requires_grad=False)
-        self.over_rows = ops.MatMul().shard(((1, dp), (dp, 1)))
-        self.over_columns = ops.MatMul().shard(((1, 1), (1, 1)))
+        # its gradient is a constant, and the AllReduce of one a product with the number of ranks, see csrc/cluster.cc
+        self.mean = ops.ReduceMean().shard(((dp, 1),))
 
     def construct(self, x):
         y = self.second(self.relu(self.first(x, self.w1)), self.w2)
-        return self.over_columns(self.over_rows(self.rows, self.square(y)), self.columns)
+        return self.mean(self.square(y))
 
 
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")

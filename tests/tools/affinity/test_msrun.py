@@ -8,7 +8,7 @@ from tests.tools.host.roots import FOUR, MIXED, PAIRS, atlas, cores_of
 from tools.affinity import msrun
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
-from tools.host.cores import compress
+from tools.host.root import compress
 
 NPUS = list(range(8))
 

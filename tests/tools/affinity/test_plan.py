@@ -12,7 +12,7 @@ from tests.tools.host.roots import FOUR, MIXED, PAIRS, atlas, cpuset_files, numa
 from tools.affinity.plan import LEAST, make_plan, roles
 from tools.affinity.share import shares
 from tools.affinity.topology import Host, read_host
-from tools.host.cores import compress
+from tools.host.root import compress
 
 NPUS = list(range(8))
 

@@ -6,7 +6,7 @@ from plugins.errors import ClusterError
 from tests.tools.host.roots import PAIRS, atlas, cpuset_files, numa_files, write
 from tools.affinity.cpuset import allowed, msrun_sees, version
 from tools.affinity.topology import read_host
-from tools.host.cores import compress
+from tools.host.root import compress
 
 LSCPU = """\
 # The following is the parsable format, which can be fed to other

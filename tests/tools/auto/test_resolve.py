@@ -30,7 +30,7 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.unresolved import CHUNKS, MODE, OFFSET, OVERLAP, unresolved
 from tools.recipe.view import look
 from tools.schema.stages import RECOMPUTE
-from tools.show.flat import effective
+from tools.show.cli import effective
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGGED = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k_ep_overlap.yaml"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SKIPPED = ("base", "card.yaml")
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if not {*SKIPPED} & {*path.parts[-2:]})
 FAST = int(os.environ.get("TC3_MUTATIONS", "30"))
-SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "100"))
+SLOW = int(os.environ.get("TC3_MUTATIONS_SLOW", "60"))
 CHILD = SLOW * 3 // 10  # of a recipe that inherits from one of the same folder
 WANTED = 0.98  # of the mutations
 # MindFormers cannot build these; check lets them pass for what their card says, and a copy has no card

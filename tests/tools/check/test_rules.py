@@ -344,3 +344,41 @@ def test_a_finding_in_a_base_names_the_base(tmp_path):
 def test_a_class_of_ones_own_is_left_alone():
     recipe = put(MINI, ("optimizer",), {"type": "Mine", "auto_register": "my.module.Mine", "anything": 1})
     assert findings(recipe) == {}
+
+
+_FLAT = change(
+    SEMI,
+    *(((*PARALLEL, key), value) for key, value in {"pipeline_stage": 1, "micro_batch_num": 1}.items()),
+    ((*MODEL, "offset"), 0),
+    ((*MODEL, "pp_interleave_num"), 1),
+    (("parallel", "enable_parallel_optimizer"), True),
+    (("runner_config", "gradient_accumulation_steps"), 2),
+    (("parallel", "dataset_strategy"), [[4, 1]] * 4 + [[4, 1, 1, 1]]),
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights"),
+    [
+        ({}, "experts"),
+        ({(*PARALLEL, "expert_parallel"): 4}, ""),
+        ({("runner_config", "gradient_accumulation_steps"): 1}, ""),
+        ({("parallel", "enable_parallel_optimizer"): False}, ""),
+        (
+            {
+                (*PARALLEL, "data_parallel"): 1,
+                (*PARALLEL, "expert_parallel"): 1,
+                ("parallel", "dataset_strategy"): [[1, 1]] * 4 + [[1, 1, 1, 1]],
+            },
+            "weights that model_parallel cuts",
+        ),
+    ],
+)
+def test_accumulated_gradients_that_sharded_optimizers_never_see(changes, weights):
+    """Executed on CPU processes: dp 2, ep 2 and tp 2, with two steps of accumulation; both train without the shards."""
+    found = findings(change(_FLAT, *changes.items()))
+    key = "runner_config.gradient_accumulation_steps"
+    assert (key in found) == bool(weights), found
+    if weights:
+        assert f"the {weights} get gradients of zero" in found[key].wrong
+        assert found[key].source == load_schema().line("lost_gradients")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plugins.errors import DataError
-from tools.data.blend import Blend, read_blend
+from tools.data.index import Blend, read_blend
 
 READABLE = [
     (["a"], ["a"], None),

@@ -9,9 +9,7 @@ from click.testing import CliRunner
 from plugins.errors import DataError
 from tools.data.cli import data
 from tools.data.instructions import INSTRUCTION, Options, instructions_of, write
-from tools.data.sampling import held_out
-from tools.data.skips import Skips
-from tools.data.sources import Corpus
+from tools.data.sources import Corpus, Skips, held_out
 from tools.files.digest import whole
 
 SOURCE = '''

@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tools.data import prepare as pipeline
-from tools.data import sampling
+from tools.data import sources
 from tools.data import tokenizer as tokenizers
 from tools.data.prepare import PrepareOptions, prepare
 from tools.data.reporter import Reporter
-from tools.data.sampling import spread
-from tools.data.sources import Corpus
+from tools.data.sources import Corpus, spread
 
 
 class Recorder(Reporter):
@@ -36,7 +35,7 @@ def size(texts: Iterable[str]) -> int:
 )
 def test_the_budget_is_met_within_a_piece(texts: list[str], budget: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "PIECE", 16)
+        patch.setattr(sources, "PIECE", 16)
         found = list(spread(texts, size(texts), budget))
         assert found == list(spread(texts, size(texts), budget))
     if size(texts) <= budget:
@@ -49,7 +48,7 @@ def test_the_budget_is_met_within_a_piece(texts: list[str], budget: int) -> None
 @pytest.mark.parametrize("documents", [1, 4, 200])
 def test_the_choice_is_spread_evenly_whatever_the_sizes(documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
     piece, width = 1024, 8
-    monkeypatch.setattr(sampling, "PIECE", piece)
+    monkeypatch.setattr(sources, "PIECE", piece)
     total, budget = 400 * piece, 100 * piece
     text = "".join(f"{place:{width}}" for place in range(total // width))
     step = total // documents
@@ -71,7 +70,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(tokenizers, "train", spy)
     monkeypatch.setattr(pipeline, "TRAIN_BYTES", 20_000)
-    monkeypatch.setattr(sampling, "PIECE", 500)
+    monkeypatch.setattr(sources, "PIECE", 500)
     return given_texts
 
 

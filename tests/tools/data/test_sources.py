@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from plugins.errors import DataError
 from tools.data.reporter import Reporter
-from tools.data.skips import SHOWN, Skips
-from tools.data.sources import Corpus, Document
+from tools.data.sources import SHOWN, Corpus, Document, Skips
 
 
 class Recorder(Reporter):

@@ -18,7 +18,7 @@ from tools.estimate.configuration import Cut
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE, load_hardware
-from tools.imbalance.seconds import seconds_of
+from tools.imbalance.measure import seconds_of
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View

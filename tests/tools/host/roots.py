@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.host.cores import expand
-from tools.host.root import Root
+from tools.host.root import Root, expand
 
 # `npu-smi info -t topo` of an Atlas 800T A2 (910B3), ModelScope's ms-swift, its page on NPU support
 TOPOLOGY = """

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tools.host.roots import write
-from tools.host.cores import compress, expand
-from tools.host.root import Root
+from tools.host.root import Root, compress, expand
 
 
 @given(st.sets(st.integers(0, 300)))

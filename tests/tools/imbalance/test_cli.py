@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from plugins.errors import DataError, RecipeError, TC3Error
 from tests.tools.data.data_helpers import CALL, REPOSITORY, environment, write_index
-from tools.imbalance import picture as imbalance_picture
+from tools.imbalance import render as imbalance_render
 from tools.imbalance.cli import imbalance_command
 
 CONFIG = "train_dataset.data_loader.config"
@@ -107,7 +107,7 @@ def test_the_pictures_legend_has_no_frame_to_overflow_and_stands_below_the_curve
     prefix: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = []
-    monkeypatch.setattr(imbalance_picture, "save_figure", lambda figure, path: figures.append(figure) or path)
+    monkeypatch.setattr(imbalance_render, "save_figure", lambda figure, path: figures.append(figure) or path)
     run(prefix, "--recipe", LARGE, "--steps", 1, "--picture", tmp_path / "a.svg")
     (figure,) = figures
     figure.draw_without_rendering()

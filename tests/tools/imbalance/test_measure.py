@@ -17,8 +17,7 @@ from tools.data.index import BrokenIndexError, IndexReader, map_lengths
 from tools.data.outputs import write_json
 from tools.data.reporter import Reporter
 from tools.data.synthetic import CORPORA, document_lengths, write_corpus
-from tools.imbalance.lengths import Counter, count_lengths
-from tools.imbalance.measure import documents_of_samples, imbalance
+from tools.imbalance.measure import Counter, count_lengths, documents_of_samples, imbalance
 from tools.imbalance.recipe import equal_costs, setting_of
 from tools.imbalance.steps import SHARES, measure_steps
 from tools.recipe.load import Recipe, load_recipe

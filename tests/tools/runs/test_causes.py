@@ -5,8 +5,7 @@ import pytest
 from tests.tools.runs.builders import Builder
 from tools.runs import attempts
 from tools.runs.attempts import End, Verdict
-from tools.runs.causes import UNKNOWN, diagnose, signatures
-from tools.runs.failures import failures
+from tools.runs.failures import UNKNOWN, diagnose, failures, signatures
 from tools.runs.render import failure_line
 from tools.runs.source import read_run
 

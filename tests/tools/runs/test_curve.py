@@ -6,9 +6,9 @@ from statistics import median
 
 import pytest
 
-from tools.runs.curve import THRESHOLD, WINDOW, spikes
 from tools.runs.goodput import NEVER
 from tools.runs.source import Part
+from tools.runs.study import THRESHOLD, WINDOW, spikes
 
 
 def part(losses, start=0, norms=None):

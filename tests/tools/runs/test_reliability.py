@@ -5,7 +5,7 @@ import random
 import pytest
 from scipy.stats import chi2
 
-from tools.runs.reliability import daly, mtbf, overhead, saving, young
+from tools.runs.study import daly, mtbf, overhead, saving, young
 
 
 @pytest.mark.parametrize("failures", [0, 1, 2, 7, 50, 400])

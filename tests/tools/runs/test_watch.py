@@ -17,14 +17,12 @@ from rich.console import Console
 
 from plugins.errors import DataError
 from tests.tools.runs.builders import Builder, random_run
-from tools.runs import readings
+from tools.runs import live, readings
 from tools.runs.attempts import END, End, write
 from tools.runs.cli import runs
 from tools.runs.goodput import ledger
 from tools.runs.source import read_run
-from tools.runs.watch import show
-from tools.runs.watch.kept import Kept
-from tools.runs.watch.status import Watch
+from tools.runs.watch import Kept, Watch
 
 
 def run(*arguments):
@@ -107,9 +105,9 @@ def test_the_error_is_shown_and_not_cut_off(tmp_path):
     )
     status = Watch(tmp_path / "run").look()
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None, soft_wrap=True)
-    console.print(show.table(status))
+    console.print(live.table(status))
     assert "x" * 90 in "".join(line.strip() for line in console.file.getvalue().splitlines())
-    assert status.last_failure.endswith(error) and error in show.line(status)
+    assert status.last_failure.endswith(error) and error in live.line(status)
 
 
 def test_who_began_it_is_told_anew_when_the_verdict_is_there(tmp_path):
@@ -188,18 +186,18 @@ def test_it_follows_to_the_end(tmp_path, terminal):
         return watch.look()
 
     console = Console(file=out, force_terminal=terminal, width=100)
-    assert show.follow(look, console, 0.01, False) == 0
+    assert live.follow(look, console, 0.01, False) == 0
     assert ("run: done" in out.getvalue()) and ("10 of 10" in out.getvalue())
     if not terminal:
         assert len(out.getvalue().splitlines()) == 3  # at first, in another phase, at the end
 
 
 def test_a_silence_is_said():
-    from tools.runs.watch.status import Status
+    from tools.runs.watch import Status
 
     status = Status("a", "running", None, None, None, None, 0, None, None, None, None, None, None, None, None, None)
-    assert "nothing new" not in show.line(status)
-    assert "nothing new for 5 min" in show.line(Status(**vars(status) | {"quiet": 300.0}))
+    assert "nothing new" not in live.line(status)
+    assert "nothing new for 5 min" in live.line(Status(**vars(status) | {"quiet": 300.0}))
 
 
 def test_ctrl_c_is_quiet(tmp_path):

@@ -21,6 +21,7 @@ from tools.placement.budget import LATE, Budget
 from tools.placement.place import Placement
 from tools.recipe.load import load_recipe
 from tools.search.cli import search
+from tools.search.ranking import infeasible
 from tools.search.ranking import place_best as search_place
 from tools.search.ranking import run as search_run
 from tools.search.ranking.entry import entry_of, why_faster
@@ -35,6 +36,7 @@ from tools.search.space.limits import read_limit
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 NARROW = [word for limit in ("tp=2,4", "pp=4,8", "vpp<=2", "cp=1", "ep=8,16", "mbs<=2") for word in ("--limit", limit)]
+FEW = ["--limit", "vpp=1", "--limit", "mbs=1"]  # with NARROW: still more than three layouts
 
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -67,7 +69,7 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
 
 def test_table_and_report(tmp_path):
     page, picture = tmp_path / "new" / "report.html", tmp_path / "p.svg"
-    result = run("--top", 3, "--html", page, "--picture", picture)
+    result = run("--top", 3, "--html", page, "--picture", picture, *FEW)
     assert result.exit_code == 0
     assert "1 before 2 by" in result.stdout and "recipe " in result.stdout
     assert "memory: over" in result.stdout and "--limit tp=2,4" in result.stdout
@@ -88,8 +90,10 @@ def test_options_may_stand_before_the_recipe():
 
 def test_help_explains_both_ways():
     text = CliRunner().invoke(search, ["--help"]).stdout
-    assert "RECIPE.yaml" in text and "pipeline" in text and "validate" in text
-    assert "--verify" in CliRunner().invoke(search, [RECIPE, "--help"]).stdout
+    assert "search RECIPE [OPTIONS]" in text and "pipeline" in text and "validate" in text
+    assert "--verify" in text and "calibrate" in text
+    assert text == CliRunner().invoke(search, [RECIPE, "--help"]).stdout
+    assert text == CliRunner().invoke(search, ["--devices", "8", "-h"]).stdout
     assert CliRunner().invoke(search, ["pipeline", "--help"]).stdout.count("INSTANCE.json")
 
 
@@ -114,7 +118,9 @@ def test_infeasible_requests_say_what_would_be_feasible(words, expected):
         assert text in result.stdout
 
 
-def test_nearest_memory_is_enough():
+def test_nearest_memory_is_enough(monkeypatch):
+    for others in ("_without_limits", "_more_devices"):  # the other advice, for which whole spaces are looked at
+        monkeypatch.setattr(infeasible, others, lambda *_: [])
     problems = json.loads(run("--memory", "8", "--json").stdout)["problems"]
     assert problems[1].startswith("nearest: --memory ") and problems[1].endswith("recompute: planned")
     assert run("--memory", problems[1].split()[2], "--top", "1").exit_code == 0
@@ -260,7 +266,7 @@ def test_a_choice_holds_of_a_space_only_where_nothing_was_left_unplaced(changes,
 
 def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     page = tmp_path / "r.html"
-    answer = json.loads(run("--top", 3, "--json", "--html", page).stdout)
+    answer = json.loads(run("--top", 3, "--json", "--html", page, *FEW).stdout)
     told = answer["sensitivity"]
     assert told["cannot_be_told_apart"] and sum(told["shares"].values()) == pytest.approx(1)
     assert told["error"] == pytest.approx(0.0515, abs=0.05) and set(told["shares"]) <= {"1", "2", "3", "recipe"}
@@ -277,6 +283,6 @@ def test_the_page_marks_the_rows_that_cannot_be_told_apart(monkeypatch, tmp_path
     page = tmp_path / "r.html"
     for shares, marked in (((0.5, 0.02, 0.48), ["1", "3"]), ((0.98, 0.02, 0.0), [])):
         monkeypatch.setattr(report, "doubt_of", lambda *_, of=shares: Doubt(("1", "2", "3"), of, None, 0.05, True))
-        run("--top", 3, "--html", page)
+        run("--top", 3, "--html", page, *FEW)
         rows = page.read_text("utf-8").split('<tr class="alike">')[1:]
         assert [row.split("</td>")[0][-1] for row in rows] == marked

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from plugins.errors import RecipeError
 from tools.recipe.load import load_recipe
+from tools.recipe.mini import load_mini
 from tools.show.cli import recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,6 +30,16 @@ def test_show_prints_yaml_or_json_and_nothing_else():
     code, out = call("show", DP2, "--set", "seed=7")
     assert code == 0 and yaml.safe_load(out) == {**load_recipe(DP2), "seed": 7}
     assert json.loads(call("show", DP2, "--json")[1]) == load_recipe(DP2)
+
+
+def test_show_prints_the_mini_that_keeps_the_strategy():
+    large = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
+    for words, workers in (([], 4), (["--workers", "8"], 8)):
+        code, out = call("show", large, "--mini", "--parallel", *words)
+        assert code == 0 and yaml.safe_load(out) == load_mini(large, workers=workers)
+    assert yaml.safe_load(out)["parallel_config"]["data_parallel"] == 2
+    for words in (["--parallel"], ["--workers", "8"], ["--mini", "--workers", "8"]):
+        assert call("show", large, *words)[0] == 2
 
 
 def test_diff_groups_its_lines_and_says_the_batches():

@@ -7,8 +7,7 @@ import yaml
 
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
-from tools.show.diff import ABSENT, batch_of, compare
-from tools.show.meaning import GROUPS, TABLE, UNCLASSIFIED, meaning_of
+from tools.show.diff import ABSENT, GROUPS, TABLE, UNCLASSIFIED, batch_of, compare, meaning_of
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = sorted(path for path in (ROOT / "recipes").glob("*/*.yaml") if path.name != "card.yaml")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.recipe.load import load_recipe
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import STATE, table
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ import numpy as np
 
 from tests.tools.checkpoint.saved import Saved, numbered
 from tests.tools.experts.test_restore import MODULE, WEIGHT, write
-from tools.weights.compare import compare
+from tools.weights.inventory import compare
 from tools.weights.source import open_source
 
 

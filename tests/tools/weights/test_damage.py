@@ -16,8 +16,8 @@ from tests.training.runs import ROOT
 from tools.checkpoint.headers import read_headers
 from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
-from tools.weights.hugging_face.config import config_of
 from tools.weights.hugging_face.names import hugging_face_shapes
+from tools.weights.hugging_face.sizes import config_of
 from tools.weights.inventory import SALVAGED
 from tools.weights.source import CHECKSUMS, open_source
 

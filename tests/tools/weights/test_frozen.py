@@ -12,7 +12,7 @@ from tools.accuracy.align.recipe import alone, load
 from tools.accuracy.reference import frozen, golden
 from tools.accuracy.reference.forward import Forward
 from tools.accuracy.reference.hyper import hyper_of
-from tools.weights.convert.prepare import prepare
+from tools.weights.convert.plan import prepare
 from tools.weights.convert.run import convert
 from tools.weights.source import INDEX, open_source
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--golden",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of golden numbers.  [default: golden/ of the checkout]",
+    help="Folder of golden numbers.  [default: tests/golden of the checkout]",
 )
 @click.option(
     "--work",
@@ -75,10 +75,13 @@ def equivalence_command(
     --draws N draws N legal layouts that no table lists (degrees, schedule, optimizer sharding, recomputation, MTP,
     experts, shared experts, groups of experts, length), the same for the same --seed, and executes each.
 
+    Each verdict is written to stderr as soon as it is known, so that a run that is interrupted keeps what it found;
+    with --only draw_SEED_NUMBER beside --draws, that one is executed again.
+
     Exit codes: 0 equal, 1 something differs, 2 a wrong input.
     """
     from tools.accuracy.equivalence.matrix import choose, equivalence
-    from tools.accuracy.equivalence.render import as_html, print_list, print_matrix
+    from tools.accuracy.equivalence.render import as_html, print_list, print_matrix, print_verdict
     from tools.accuracy.equivalence.strategies import BASELINE, one_worker
 
     if list_only:
@@ -103,7 +106,15 @@ def equivalence_command(
         require_verified()
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
-    matrix = equivalence(recipe, only, steps, work, lambda name: console.print(f"{name} ...", style="dim"), drawn)
+    matrix = equivalence(
+        recipe,
+        only,
+        steps,
+        work,
+        lambda name: console.print(f"{name} ...", style="dim"),
+        drawn,
+        lambda row: print_verdict(row, console),
+    )
     lines, unknown = _gate(matrix, None if another else file, recipe, update, console)
     if page:
         write_atomically(page, as_html(matrix, lines))

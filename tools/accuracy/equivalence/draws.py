@@ -91,5 +91,9 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),
         "the auxiliary loss is taken per rank and micro-batch": sharding.aux
         and max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1,
+        "accumulated gradients of experts without a copy are lost": sharding.zero
+        and sharding.moe
+        and sharding.accumulate > 1
+        and sharding.ep == sharding.dp * sharding.cp * sharding.tp,  # tools/check: lost_gradients
     }
     return next((words for words, wrong in rules.items() if wrong), "") or sharding.misfit(batch_of(recipe))

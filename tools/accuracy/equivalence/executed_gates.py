@@ -52,7 +52,9 @@ def _starts(run: Trained, reference: Trained) -> Iterator[Finding]:
 
 def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[tuple[Finding, float]]:
     """Losses and norms of each step: (what would be a finding if it is over what is allowed, share of that)."""
-    left_out = ["global_norm", *["load_balancing_loss"] * len(undefined_parts(sharding.pp, float(sharding.aux)))]
+    micro_steps = sharding.accumulate or 2  # 0: of a rank's samples each
+    undefined = undefined_parts(sharding.pp, micro_steps, float(sharding.aux))
+    left_out = ["global_norm", *["load_balancing_loss"] * len(undefined)]
     losses = [name for name in LOSSES if name not in left_out]
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
         phase = FORWARD if step == 1 else OPTIMIZER

@@ -1,4 +1,4 @@
-"""Golden numbers of a recipe's runs: `golden/NAME.json`, committed; a change that moves them has to explain itself.
+"""Golden numbers of a recipe: `tests/golden/NAME.json`, committed; a change that moves them has to explain itself.
 
 The file holds, for each run of the matrix: losses and global norm of each step, norms of the gradients by group, and a
 digest of the samples in their order. Numbers are compared by Table 2, since processors add up in different orders;
@@ -24,7 +24,7 @@ from tools.accuracy.tolerance import tolerance
 from tools.files.atomic import write_atomically
 from tools.files.paths import real_path
 
-GOLDEN = ROOT / "golden"
+GOLDEN = ROOT / "tests" / "golden"
 DIGITS = 7  # of a float32
 MADE_WITH = ("mindspore", "mindformers")
 

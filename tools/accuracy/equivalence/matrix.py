@@ -120,13 +120,17 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
     Without any: all that is trained or emulated, and of the executed ones, each of which takes minutes, the usual.
 
     Args:
-        base: the recipe that `draw_cases` draws layouts of; drawn: its other arguments.
+        base: the recipe that `draw_cases` draws layouts of; drawn: its other arguments. Names of layouts that are drawn
+            leave out the others: what failed in the night is executed again by itself.
 
     Raises:
         RecipeError: no such case, or only ones that cannot be executed.
     """
     if drawn:
-        return (choose(names) if names else []) + draw_cases(base, *drawn)
+        layouts = draw_cases(base, *drawn)
+        again = [case for case in layouts if case.name in names]
+        others = tuple(name for name in names if name not in {case.name for case in layouts})
+        return (choose(others) if others else []) + (again or layouts)
     known = cases()
     words = [case.name for case in known] + [TRAINED, EXECUTED, EMULATED, BASELINE]
     for name in names:
@@ -147,6 +151,7 @@ def equivalence(
     work: Path,
     started: Callable[[str], None] = lambda name: None,
     drawn: tuple[int, int, int] | None = None,
+    finished: Callable[[Row], None] = lambda row: None,
 ) -> Matrix:
     """Run the chosen part of the matrix.
 
@@ -155,6 +160,7 @@ def equivalence(
             of each run before it starts.
         drawn: how many layouts are drawn, the seed, and how many processes each has at most; without names nothing
             else is run then.
+        finished: told each row as soon as it is judged: who interrupts a night of runs has seen what was found.
 
     Raises:
         RecipeError: the recipe or a name is wrong.
@@ -162,17 +168,28 @@ def equivalence(
     base = one_worker(path)
     chosen = choose(names, base, drawn)
     matrix = Matrix(path, steps)
-    trained = [case for case in chosen if case.variant]
-    if trained or BASELINE in names:
-        runner = _Runner(base, steps, work, started, matrix.runs)
-        if BASELINE in names:
-            matrix.rows += runner.alone(BASELINE)
-        matrix.rows += [runner.row(case) for case in trained]
-    executed = ExecutedRuns(base, steps, work, started)
-    matrix.rows += [_executed_row(case, executed) for case in chosen if case.sharding]
-    matrix.rows += _emulated_rows(sizes_for(base), [case for case in chosen if case.strategy], steps, started)
-    matrix.rows += [Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE]
+    for row in _rows(base, chosen, BASELINE in names, work, started, matrix):
+        matrix.rows.append(row)
+        finished(row)
     return matrix
+
+
+def _rows(
+    base: Any, chosen: list[Case], baseline: bool, work: Path, started: Callable[[str], None], matrix: Matrix
+) -> Iterator[Row]:
+    """The rows of `chosen`, each as soon as it is judged; trained runs are put into `matrix`.
+
+    Args:
+        baseline: whether the run on one worker was asked for, which is a row where it fails.
+    """
+    runner = _Runner(base, matrix.steps, work, started, matrix.runs)
+    if baseline:
+        yield from runner.alone(BASELINE)
+    yield from (runner.row(case) for case in chosen if case.variant)
+    executed = ExecutedRuns(base, matrix.steps, work, started)
+    yield from (_executed_row(case, executed) for case in chosen if case.sharding)
+    yield from _emulated_rows(sizes_for(base), [case for case in chosen if case.strategy], matrix.steps, started)
+    yield from (Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE)
 
 
 def sizes_for(base: Any) -> Sizes:

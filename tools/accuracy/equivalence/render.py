@@ -40,6 +40,18 @@ def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:
     console.print(matrix.summary(), markup=False, soft_wrap=True)
 
 
+def print_verdict(row: Row, console: Console) -> None:
+    """A row as soon as it is judged; what is not executable here has nothing to wait for."""
+    if row.status == NONE:
+        return
+    compared = f", {row.tensors} compared, {share(row.used)} of a tolerance used" if row.tensors else ""
+    what = f" ({row.case.what})" if row.case.sharding else ""
+    verdict = f"{row.case.name}{what}: {row.status}{compared}"
+    console.print(verdict, style=STYLES[row.status], markup=False, soft_wrap=True)
+    for line in failure_lines(row) if row.status == FAIL else []:
+        console.print(f"  {line}", style=STYLES[FAIL], markup=False, soft_wrap=True)
+
+
 def _table(*columns: str) -> Table:
     table = Table()
     table.add_column("strategy", no_wrap=True)

@@ -188,6 +188,15 @@ class _Axes:
         whole = self.along("shard") != SHARDS.index("gradients")
         words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"
         yield words, whole | np.bool_(compiles_sharded_gradients(pp))
+        words = "shard: accumulated gradients of weights without a copy, which a sharded optimizer never sees"
+        yield words, (self.along("shard") == 0) | ~self._loses_gradients(request)
+
+    def _loses_gradients(self, request: Request) -> np.ndarray:
+        """Where accumulated gradients would be lost with optimizer sharding, as `tc3 check` has it."""
+        dp, tp, pp, cp = self.mesh
+        accumulates = (request.global_batch // (dp * self.along("mbs")) > 1) & np.bool_(pp == 1)
+        experts = (self.along("ep") == dp * tp * cp) & np.bool_(request.base.model.experts > 0)
+        return accumulates & (experts | np.bool_(dp * cp == 1))
 
     def _cuts(self, request: Request) -> np.ndarray:
         """Where the chunks that the recipe writes can be."""

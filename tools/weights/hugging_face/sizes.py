@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from plugins.errors import RecipeError
+from plugins.errors import CheckpointError, RecipeError, not_json
 
 MODEL = "model.model_config"
 LATENT_EPS = 1e-6  # of the two norms inside latent attention in Hugging Face, whatever DeepseekV3Config says
@@ -165,4 +167,144 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
         (not plain or fields["rotary_scaling_factor"] in (None, 1, 1.0), "rotary_scaling_factor",
          "scales nothing without YaRN: 1 (MindFormers would scale the softmax)"),
         (not fields["calculate_per_token_loss"], "calculate_per_token_loss", "means over all tokens: False"),
+    ]  # fmt: skip
+
+
+# config.json: what transformers' DeepseekV3ForCausalLM, of a dense model LlamaForCausalLM, builds the model from.
+
+FILE = "config.json"
+# change no number of a forward pass, or (tied embeddings) are looked at apart
+_UNCOMPARED = ("pad_token_id", "max_position_embeddings", "attention_dropout", "tie_word_embeddings")
+
+
+def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
+    """The content of config.json for a model whose weights are of type `dtype` (float32, bfloat16)."""
+    if sizes.is_dense:
+        own: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    else:
+        own = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+        own["num_nextn_predict_layers"] = sizes.mtp_layers
+    return {**own, "torch_dtype": dtype, "use_cache": True, **sizes.hf}
+
+
+def check_config(folder: Path, sizes: Sizes) -> bool:
+    """Compare config.json of a Hugging Face folder with the recipe's model; whether there is one.
+
+    Raises:
+        CheckpointError: it cannot be read, or describes another model: its weights would fit and compute another thing.
+    """
+    file = folder / FILE
+    if not file.exists():
+        return False
+    try:
+        given = dict(json.loads(file.read_text("utf-8")))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: not the configuration of a model: it {not_json(error)}") from None
+    wanted = {name: value for name, value in config_of(sizes, "").items() if name in sizes.hf}
+    wrong = [
+        f"{name} is {_get(given, name)!r}, the recipe's {value!r}"
+        for name, value in wanted.items()
+        if name not in _UNCOMPARED and _differs(_get(given, name), value)
+    ]
+    if wrong:
+        raise CheckpointError(f"{file}: another model than the recipe's: {'; '.join(wrong)}")
+    return True
+
+
+def tied(folder: Path) -> bool:
+    """Whether config.json says that the output layer is the embedding."""
+    try:
+        return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+
+
+def _get(given: Mapping[str, Any], name: str) -> Any:
+    """transformers 5 keeps the base of RoPE beside its scaling, earlier ones beside the sizes."""
+    rope = given.get("rope_parameters") or {}
+    if name == "rope_theta":
+        return given.get(name, rope.get(name))
+    if name == "rope_scaling" and rope:
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        return scaling if scaling.get("rope_type", "default") != "default" else None
+    return given.get(name)
+
+
+def _differs(given: Any, wanted: Any) -> bool:
+    """What config.json leaves out is transformers' default, which is not known here."""
+    if given is None and wanted is not None:
+        return False
+    if isinstance(given, Mapping) and isinstance(wanted, Mapping):
+        kind = given.get("rope_type", given.get("type"))
+        return kind != wanted["rope_type"] or any(
+            key in given and given[key] != value for key, value in wanted.items() if key != "rope_type"
+        )
+    return bool(given != wanted)
+
+
+# TeleChat3 36B and its like in Hugging Face's words: dense layers of grouped-query attention, which are Llama's.
+#
+# Names and mathematics of the public weights: Tele-AI's own converter (github.com/Tele-AI/TeleChat3 at 8a4b6d2,
+# mindformers_telechat3/research/telechat3/convert_weight.py), vLLM (pull request 38510: `TeleChat3ForCausalLM` is
+# served by its Llama) and mlx-lm (pull request 773, which runs TeleChat3-36B-Thinking under these names, with
+# 36,239.579 million parameters). Their index was not read.
+
+# TransformerConfig field -> keyword of LlamaConfig
+_DENSE_SAME = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "layernorm_epsilon": "rms_norm_eps",
+    "rotary_base": "rope_theta",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
+def dense_sizes_of(fields: Mapping[str, Any]) -> Sizes:
+    """The model of a TransformerConfig without experts and latent attention.
+
+    Args:
+        fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
+
+    Raises:
+        RecipeError: Llama in Hugging Face has no such thing.
+    """
+    for holds, key, right in _dense_rules(fields):
+        if not holds:
+            raise RecipeError(f"{MODEL}.{key}: Hugging Face's Llama, which TeleChat3's dense models are, {right}")
+    hf = {name: fields[field] for field, name in _DENSE_SAME.items()}
+    hf.update(
+        hidden_act="silu",
+        rope_scaling=None,
+        attention_bias=False,
+        mlp_bias=False,
+        attention_dropout=0.0,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+    )
+    interleaved = bool(fields["use_interleaved_weight_layout_mlp"])
+    return Sizes(hf, fields["layernorm_epsilon"], interleaved, 0, 0.0, 0.0, 0.0)
+
+
+def _dense_rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
+    """(holds, key of model_config, what Llama does)."""
+    return [
+        (not fields["add_bias_linear"] and not fields["add_qkv_bias"], "add_bias_linear", "has no biases: False"),
+        (bool(fields["gated_linear_unit"]), "gated_linear_unit", "has gated layers: True"),
+        (fields["hidden_act"] in ("swiglu", "fusedswiglu"), "hidden_act", "computes SwiGLU: 'swiglu'"),
+        (not fields["qk_layernorm"], "qk_layernorm", "does not normalise queries and keys: False"),
+        (fields["normalization"] == "RMSNorm", "normalization", "has RMSNorm"),
+        (fields["rotary_cos_format"] == "rotate_half", "rotary_cos_format", "turns halves of a head: 'rotate_half'"),
+        (not fields["mtp_num_layers"], "num_nextn_predict_layers", "has no MTP layer: 0"),
+        (fields["position_embedding_type"] == "rope", "position_embedding_type",
+         "is converted with plain RoPE ('rope'): MindFormers cannot build these models with YaRN"),
+        (not fields["use_contiguous_weight_layout_attention"], "use_contiguous_weight_layout_attention",
+         "is converted from a group's query, key and value side by side: False"),
+        (not fields["hidden_dropout"] and not fields["attention_dropout"], "hidden_dropout", "is run without: 0.0"),
     ]  # fmt: skip

@@ -60,7 +60,7 @@ def on(report, ranks, role):
 
 @pytest.mark.parametrize(
     ("mode", "chunks"),
-    [("hierarchical", (1, 1)), ("global", (1, 2)), ("deduplicated", (2, 2)), ("hierarchical", (2, 1))],
+    [("hierarchical", (1, 1)), ("global", (1, 2)), ("deduplicated", (2, 2))],
 )
 def test_collectives_and_their_order_are_the_planned_ones(compiled, mode, chunks):
     report = compiled(mode, chunks)

@@ -8,8 +8,10 @@ from plugins.errors import RecipeError
 from tests.training.runs import TINY
 from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence import strategies
+from tools.accuracy.equivalence.compare import Comparison
 from tools.accuracy.equivalence.draws import draw_cases, misfit
 from tools.accuracy.equivalence.matrix import choose
+from tools.accuracy.equivalence.runs import RunFailedError
 from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded
 from tools.check import check_recipe
 from tools.recipe.dump import dump_recipe
@@ -70,6 +72,7 @@ def test_names_of_their_baselines_tell_models_apart(base):
         (Sharding(pp=2, micro=2, layers=3), "layers"),
         (Sharding(pp=4, micro=2, layers=4), "too few micro-batches"),
         (Sharding(dp=2, moe=True, aux=True), "auxiliary loss"),
+        (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of experts"),
         (Sharding(dp=8), "4 samples of a step cannot be cut into 8"),
     ],
 )
@@ -91,3 +94,36 @@ def test_the_command_says_what_it_would_execute(base):
     assert done.output.splitlines() == [f"{case.name}: executed: {case.what}" for case in wanted]
     assert choose((), base, (3, 5, 4)) == wanted
     assert [case.name for case in choose(("executed_cp2",), base, (1, 5, 4))] == ["executed_cp2", "draw_5_1"]
+
+
+def test_a_layout_that_failed_is_drawn_again_by_itself(base):
+    (again,) = choose(("draw_5_2",), base, (3, 5, 4))
+    assert again == draw_cases(base, 3, 5, 4)[1]
+    with pytest.raises(RecipeError, match="--only draw_5_4: no such strategy"):
+        choose(("draw_5_4",), base, (3, 5, 4))
+
+
+def test_each_verdict_is_told_before_the_next_run_starts(monkeypatch, tmp_path):
+    """Who interrupts a night of draws keeps what was found."""
+
+    def compare(runs, name, sharding):
+        runs.started(name)
+        if name == "draw_5_2":
+            raise RunFailedError("the run of draw_5_2 failed: no kernel")
+        if name == "draw_5_3":
+            raise KeyboardInterrupt
+        return Comparison(7, 0.25, ())
+
+    monkeypatch.setattr("tools.accuracy.equivalence.executed.ExecutedRuns.compare", compare)
+    arguments = ["equivalence", str(TINY), "--draws", "3", "--seed", "5", "--work", str(tmp_path)]
+    done = CliRunner().invoke(accuracy, arguments)
+    assert done.exit_code == 1 and "Aborted" in done.output
+    first, second, _ = draw_cases(strategies.one_worker(str(TINY)), 3, 5, 4)
+    assert done.stderr.splitlines()[:6] == [
+        "draw_5_1 ...",
+        f"draw_5_1 ({first.what}): pass, 7 compared, 25% of a tolerance used",
+        "draw_5_2 ...",
+        f"draw_5_2 ({second.what}): fail",
+        "  the run of draw_5_2 failed: no kernel",
+        "draw_5_3 ...",
+    ]

@@ -1,6 +1,7 @@
 """Executed runs: what is read from their checkpoints, and the gates, on a run that the test writes itself."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -207,6 +208,8 @@ def test_a_known_difference_of_mindformers_is_judged_by_its_formula_and_nothing_
     assert (finding.step, finding.tensor) == (2, "global norm") and finding.error == pytest.approx(1e-4, rel=1e-3)
     undefined = compare_executed(run, alone, TP2).findings[0]
     assert undefined.tensor == "load_balancing_loss", "defined without a pipeline"
+    accumulated = compare_executed(run, alone, replace(TP2, accumulate=2)).findings
+    assert "load_balancing_loss" not in [finding.tensor for finding in accumulated], "0/0 in that wrapper, too"
 
 
 def test_a_run_without_a_whole_record_is_refused(tmp_path):

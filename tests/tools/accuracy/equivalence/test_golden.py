@@ -104,7 +104,7 @@ def test_a_broken_golden_file_is_refused(tmp_path):
         golden_gate.read_golden(tmp_path / "x.json")
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "golden").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "tests" / "golden").glob("*.json")), ids=lambda path: path.stem)
 def test_committed_golden_files_are_of_recipes_that_exist(file):
     content = json.loads(file.read_text())
     assert (ROOT / content["recipe"]).exists()

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from tests.tools.doctor.nodes.reports import report
-from tools.doctor.nodes.answers import Trouble
-from tools.doctor.nodes.ask import AT_ONCE, ask_all
+from tools.doctor.nodes.ask import AT_ONCE, Trouble, ask_all
 from tools.doctor.report import Report
 
 ROOT = Path(__file__).resolve().parents[4]

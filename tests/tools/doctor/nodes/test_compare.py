@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from tests.tools.doctor.nodes.reports import CHECKS, FACTS, folder, report, without
 from tests.tools.doctor.probe.reports import probe
 from tools.doctor.cli import doctor
-from tools.doctor.nodes.answers import Answer, Skew, Trouble, parsed, read_folder
+from tools.doctor.nodes.ask import Answer, Skew, Trouble, parsed, read_folder
 from tools.doctor.nodes.compare import compare
 from tools.doctor.report import Report, read_report
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.doctor.nodes.reports import report
 from tests.tools.doctor.probe.reports import probe, scale
-from tools.doctor.nodes.answers import Answer, Trouble, parsed
+from tools.doctor.nodes.ask import Answer, Trouble, parsed
 from tools.doctor.nodes.compare import compare
 from tools.doctor.report import Report
 

@@ -11,44 +11,44 @@ import pytest
 
 from plugins import processor_time
 from tests.tools.host.roots import write
-from tools.doctor.probe import clock, link, measures
-from tools.doctor.probe.team import ROOT
+from tools.doctor.probe import measures, worker
+from tools.doctor.probe.run import ROOT
 from tools.doctor.probe.worker import processor
 
 
 def test_time_of_others_is_taken_out_of_the_rate_and_a_limit_is_not(monkeypatch):
     """A second of work: a quarter of it others had the core, a quarter a limit stopped us, both being waiting."""
     now = {"wall": 0.0}
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now["wall"])
-    monkeypatch.setattr(clock, "scheduled", lambda: (0.5 * now["wall"], 0.5 * now["wall"]))
-    monkeypatch.setattr(clock, "throttled", lambda read: 0.25 * now["wall"])
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(worker, "scheduled", lambda: (0.5 * now["wall"], 0.5 * now["wall"]))
+    monkeypatch.setattr(worker, "throttled", lambda read: 0.25 * now["wall"])
 
     def work():
         now["wall"] += 0.25
         return 10.0
 
-    assert clock.timed(work, 1.0) == pytest.approx((40 / 0.75, 0.25, 0.25))
+    assert worker.timed(work, 1.0) == pytest.approx((40 / 0.75, 0.25, 0.25))
 
 
 def test_a_thread_that_waits_for_a_device_is_not_ready(monkeypatch):
     """Of a second the host's thread ran a hundredth and waited as long for its core: that is 1 %, not half."""
     now = {"wall": 0.0}
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now["wall"])
-    monkeypatch.setattr(clock, "scheduled", lambda: (0.01 * now["wall"], 0.01 * now["wall"]))
-    monkeypatch.setattr(clock, "throttled", lambda read: 0.0)
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(worker, "scheduled", lambda: (0.01 * now["wall"], 0.01 * now["wall"]))
+    monkeypatch.setattr(worker, "throttled", lambda read: 0.0)
 
     def work():
         now["wall"] += 0.5
         return 1.0
 
-    assert clock.timed(work, 1.0).waited == pytest.approx(0.01)
+    assert worker.timed(work, 1.0).waited == pytest.approx(0.01)
 
 
 def test_the_share_of_waiting_beside_a_result(monkeypatch):
     now = {"wall": 0.0}
-    monkeypatch.setattr(clock.time, "perf_counter", lambda: now["wall"])
-    monkeypatch.setattr(clock, "scheduled", lambda: (0.0, 0.25 * now["wall"]))
-    assert clock.waiting(lambda: now.update(wall=2.0) or "done") == ("done", 0.25)
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(worker, "scheduled", lambda: (0.0, 0.25 * now["wall"]))
+    assert worker.waiting(lambda: now.update(wall=2.0) or "done") == ("done", 0.25)
 
 
 @pytest.mark.parametrize(
@@ -72,34 +72,34 @@ def test_a_limit_is_read_from_both_versions_of_control_groups(tmp_path, files, s
 
 
 def test_the_kernel_counts_what_this_process_runs():
-    before, _ = clock.scheduled()
+    before, _ = worker.scheduled()
     sum(range(3_000_000))
-    assert clock.scheduled()[0] > before
+    assert worker.scheduled()[0] > before
 
 
 def test_a_link_to_oneself():
-    listener = link.listen("127.0.0.1")
+    listener = worker.listen("127.0.0.1")
     with listener:
-        server = threading.Thread(target=link.serve, args=(listener,))
+        server = threading.Thread(target=worker.serve, args=(listener,))
         server.start()
-        bandwidth, latency = link.measure("127.0.0.1", listener.getsockname()[1], 0.01)
+        bandwidth, latency = worker.measure("127.0.0.1", listener.getsockname()[1], 0.01)
         server.join(10)
     assert not server.is_alive() and bandwidth > 0.001 and 0 < latency < 1e6
 
 
 def test_a_connection_that_was_given_up_before_is_passed_over():
-    listener = link.listen("127.0.0.1")
+    listener = worker.listen("127.0.0.1")
     with listener:
         socket.create_connection(listener.getsockname()).close()
-        server = threading.Thread(target=link.serve, args=(listener,))
+        server = threading.Thread(target=worker.serve, args=(listener,))
         server.start()
-        assert link.measure("127.0.0.1", listener.getsockname()[1], 0.01)[0] > 0
+        assert worker.measure("127.0.0.1", listener.getsockname()[1], 0.01)[0] > 0
         server.join(10)
     assert not server.is_alive()
 
 
 def test_a_link_whose_other_end_goes_is_an_error():
-    listener = link.listen("127.0.0.1")
+    listener = worker.listen("127.0.0.1")
     with listener:
 
         def leave():
@@ -108,7 +108,7 @@ def test_a_link_whose_other_end_goes_is_an_error():
         server = threading.Thread(target=leave)
         server.start()
         with pytest.raises(OSError):
-            link.measure("127.0.0.1", listener.getsockname()[1], 0.01)
+            worker.measure("127.0.0.1", listener.getsockname()[1], 0.01)
         server.join(10)
 
 
@@ -137,4 +137,4 @@ def test_the_processor_has_a_name():
 
 def test_a_rate_is_never_zero():
     """Also where others had the cores until the time was over."""
-    assert clock.timed(lambda: 2.0, seconds=0.0).rate > 0
+    assert worker.timed(lambda: 2.0, seconds=0.0).rate > 0

@@ -3,8 +3,7 @@
 import pytest
 
 from tests.tools.doctor.probe.reports import probe, scale
-from tools.doctor.probe.gate import gate
-from tools.doctor.probe.outliers import FLOORS, Times, floors, outliers, slow
+from tools.doctor.probe.outliers import FLOORS, Times, floors, gate, outliers, slow
 
 
 def named(*reports):

@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 from tools.doctor import cli
 from tools.doctor.probe import run
-from tools.doctor.probe.gate import gate
-from tools.doctor.probe.outliers import outliers
+from tools.doctor.probe.outliers import gate, outliers
 
 RECORDED = Path(__file__).parent / "recorded"
 NAMED = {

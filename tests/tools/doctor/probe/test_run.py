@@ -7,8 +7,8 @@ import os
 import pytest
 
 from tools.doctor.probe import run
-from tools.doctor.probe.gate import gate
-from tools.doctor.probe.team import Seat
+from tools.doctor.probe.outliers import gate
+from tools.doctor.probe.run import Seat
 
 CORES = sorted(os.sched_getaffinity(0))
 

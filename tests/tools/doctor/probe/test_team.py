@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tools.doctor.probe.team import ROOT, Seat, Team
+from tools.doctor.probe.run import ROOT, Seat, Team
 
 CORE = min(os.sched_getaffinity(0))
 # answers as a worker does, in ways that a real one cannot be made to
@@ -76,7 +76,7 @@ def test_workers_end_with_whoever_started_them():
     """Also where that one was killed and could clean up nothing."""
     parent = """
 import sys, time
-from tools.doctor.probe.team import Seat, Team
+from tools.doctor.probe.run import Seat, Team
 with Team([Seat(0), Seat(1)]) as team:
     print(*(member.process.pid for member in team.members), flush=True)
     time.sleep(600)

@@ -52,7 +52,15 @@ def legal(request, c):
         and (spread or c.mode == "global")
         and request.node % c.tp == 0
         and (c.pp == 1 or c.shard != "gradients")
+        and (c.shard == "none" or not loses_gradients(request, c))
     )
+
+
+def loses_gradients(request, c):
+    """Accumulated gradients of weights that one rank holds: experts, or all that nothing copies."""
+    if c.pp > 1 or c.m == 1:
+        return False
+    return c.dp * c.cp == 1 or (request.base.model.experts > 0 and c.ep == c.dp * c.tp * c.cp)
 
 
 def predicted(request, candidate):

@@ -11,9 +11,9 @@ from plugins.errors import TC3Error
 from tools.accuracy.reference.weights import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
-from tools.weights.convert.prepare import model_of
-from tools.weights.hugging_face.config import config_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import hugging_face_shapes
+from tools.weights.hugging_face.sizes import config_of
 from tools.weights.source import INDEX, open_source
 
 RECIPES = Path(__file__).resolve().parents[4] / "recipes"

@@ -14,11 +14,11 @@ from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import fault
 from tests.tools.accuracy.align.cases import sizes
 from tools.accuracy.reference.weights import initial_weights
-from tools.weights.convert import run, write
+from tools.weights.convert import run
 from tools.weights.convert.plan import plan_conversion
 from tools.weights.convert.run import convert
-from tools.weights.hugging_face.config import config_of
 from tools.weights.hugging_face.names import to_mindformers
+from tools.weights.hugging_face.sizes import config_of
 from tools.weights.source import INDEX, open_source
 
 MODEL = sizes()
@@ -95,7 +95,7 @@ def test_trained_weights_change_their_type_and_the_biases_of_routers_keep_it(the
 
 
 def test_cut_short_it_goes_on_where_it_was(theirs, tmp_path, monkeypatch):
-    written, real = [], write.save_file
+    written, real = [], run.save_file
 
     def cut(arrays, path, metadata):
         if len(written) == 2:
@@ -103,22 +103,22 @@ def test_cut_short_it_goes_on_where_it_was(theirs, tmp_path, monkeypatch):
         written.append(path.name)
         return real(arrays, path, metadata)
 
-    monkeypatch.setattr(write, "save_file", cut)
+    monkeypatch.setattr(run, "save_file", cut)
     with pytest.raises(KeyboardInterrupt):
         converted(theirs, tmp_path / "ms")
     assert not (tmp_path / "ms").exists() and len(written) == 2
-    monkeypatch.setattr(write, "save_file", lambda *given: (written.append(given[1].name), real(*given))[1])
+    monkeypatch.setattr(run, "save_file", lambda *given: (written.append(given[1].name), real(*given))[1])
     plan = converted(theirs, tmp_path / "ms")
     assert len(written) == len(set(written)) == len(plan.shards), "no file was written twice"
     assert same(loaded(tmp_path / "ms"), to_mindformers(WEIGHTS, MODEL))
 
 
 def test_what_was_written_of_another_source_is_not_kept(theirs, tmp_path, monkeypatch):
-    real = write.save_file
-    monkeypatch.setattr(write, "save_file", lambda *given: (real(*given), (_ for _ in ()).throw(KeyboardInterrupt)))
+    real = run.save_file
+    monkeypatch.setattr(run, "save_file", lambda *given: (real(*given), (_ for _ in ()).throw(KeyboardInterrupt)))
     with pytest.raises(KeyboardInterrupt):
         converted(theirs, tmp_path / "ms")
-    monkeypatch.setattr(write, "save_file", real)
+    monkeypatch.setattr(run, "save_file", real)
     other = {name: array + 1 for name, array in WEIGHTS.items()}
     for path in theirs.iterdir():
         path.unlink()
@@ -140,7 +140,7 @@ def test_a_disk_that_fills_up_leaves_nothing_that_reads_as_whole(theirs, tmp_pat
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(write, "save_file", full)
+    monkeypatch.setattr(run, "save_file", full)
     with pytest.raises(DataError, match="No space left on device"):
         converted(theirs, tmp_path / "ms")
     assert not (tmp_path / "ms").exists() and not list(tmp_path.rglob("weights-model-*.safetensors"))

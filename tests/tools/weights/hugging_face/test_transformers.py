@@ -7,7 +7,7 @@ import pytest
 
 from tools.accuracy.reference import frozen
 from tools.recipe.load import load_recipe
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import hugging_face_shapes
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from tests.training.runs import HERE, ROOT
 from tools.checkpoint.names import ADAM
 from tools.recipe.load import load_recipe
-from tools.weights.reshard.prepare import plan_stored
+from tools.weights.reshard.plan import plan_stored
 from tools.weights.reshard.run import folder_in, reshard
 from tools.weights.reshard.target import target_of
 from tools.weights.source import open_source

@@ -8,7 +8,7 @@ import pytest
 from tests.tools.weights.reshard.drawn import LAYOUTS, ONE, draw, laid_out
 from tools.checkpoint.whole import read_whole
 from tools.recipe.load import load_recipe
-from tools.weights.reshard.prepare import plan_stored
+from tools.weights.reshard.plan import plan_stored
 from tools.weights.source import open_source
 
 

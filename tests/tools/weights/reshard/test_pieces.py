@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.weights.reshard.pieces import overlap, pieces
+from tools.weights.reshard.run import overlap, pieces
 
 
 @st.composite

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.weights.reshard.test_pieces import slices_of
-from tools.weights.reshard.layout import Layout
 from tools.weights.reshard.plan import Plan, numbers, plan_moves
+from tools.weights.reshard.target import Layout
 
 
 @st.composite

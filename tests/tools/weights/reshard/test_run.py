@@ -15,8 +15,8 @@ from tests.tools.weights.reshard.drawn import LAYOUTS, MINI_3D, ONE, SMALL, draw
 from tools.checkpoint import stream
 from tools.checkpoint.whole import read_whole
 from tools.recipe.load import load_recipe
-from tools.weights.reshard import run, write
-from tools.weights.reshard.prepare import plan_recipes, plan_stored
+from tools.weights.reshard import run
+from tools.weights.reshard.plan import plan_recipes, plan_stored
 from tools.weights.source import open_source
 
 
@@ -27,10 +27,10 @@ def one(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("block", [1, write.BLOCK])
+@pytest.mark.parametrize("block", [1, run.BLOCK])
 def test_round_through_all_layouts_every_tensor_is_the_same_bits(one, tmp_path, monkeypatch, block):
     """In blocks of a single row, too: what is put together does not depend on them."""
-    monkeypatch.setattr(write, "BLOCK", block)
+    monkeypatch.setattr(run, "BLOCK", block)
     expected, folder = read_whole(one).arrays, one
     for name in ("tp2", "zero", "pp2", "ep2", "tp2", "one"):
         folder = laid_out(folder, SMALL[name], tmp_path / f"{len(list(tmp_path.iterdir()))}_{name}")

@@ -14,7 +14,7 @@ from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import static_memory
 from tools.model.weights import parameters
 from tools.recipe.load import load_recipe
-from tools.weights.convert.prepare import model_of
+from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import table
 from tools.weights.reshard import target
 from tools.weights.reshard.target import target_of

@@ -1,0 +1,101 @@
+"""What `tc3 train RECIPE --mini --parallel` trains, beside one process of the same graph.
+
+    python benchmarks/parallel_mini.py RECIPE [--float32] [--steps 3] [--workers 4]
+
+Both start from the same weights and take the same samples. One process has no pipeline and takes each micro-batch of
+each data-parallel rank as a step of gradient accumulation, so that the auxiliary loss of experts, which MindFormers
+takes by rank and micro-batch, is the same. Nothing is recomputed there, and dispatch by this repository's plugins
+becomes MindFormers' own. `--float32` computes in float32 on both sides, and dispatches with `alltoall`, because
+`alltoall_deredundency` rounds the router's probabilities to bfloat16 (docs/stock-differences.md).
+
+Prints a line a step: losses and their difference, global norms and the relative one. Then how far apart the last
+checkpoints are: weights and moments by L2 norm, relative.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.training import runs
+from tests.training.conftest import prepare
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+from tools.recipe.mini import load_mini
+from tools.recipe.view import View
+
+DISPATCH = ("hierarchical_ep", "ep_overlap")  # plugins that send tokens between ranks
+
+
+def one_process(mini: dict[str, Any]) -> dict[str, Any]:
+    """The recipe of one process that trains as `mini` does, a mini with its parallel strategy."""
+    one, view = copy.deepcopy(dict(mini)), View(Recipe(mini))
+    micro_steps = view.dp * one["parallel_config"]["micro_batch_num"]
+    degrees = ("data_parallel", "model_parallel", "pipeline_stage", "context_parallel", "expert_parallel")
+    one["parallel_config"].update(dict.fromkeys((*degrees, "micro_batch_num"), 1), use_seq_parallel=False)
+    one["runner_config"]["gradient_accumulation_steps"] = micro_steps
+    one["parallel"].update(enable_parallel_optimizer=False, enable_alltoall=False)
+    one["parallel"]["dataset_strategy"] = [[1] * len(axes) for axes in one["parallel"]["dataset_strategy"]]
+    for name in ("pipeline_config", "parallel_optimizer_config"):
+        one["parallel"].pop(name, None)
+    model = one["model"]["model_config"]
+    model.update(pp_interleave_num=1, offset=0, npu_nums_per_device=1)
+    one["recompute_config"].update(recompute=False, select_recompute=False)
+    for name in DISPATCH:
+        one.get("plugins", {}).pop(name, None)
+    for callback in one["callbacks"]:
+        if "micro_batch_num" in callback:
+            callback.update(micro_batch_num=1, gradient_accumulation_steps=micro_steps)
+    return one
+
+
+def in_float32(mini: dict[str, Any]) -> None:
+    """Compute in float32 throughout (in place)."""
+    model = mini["model"]["model_config"]
+    types = ("compute_dtype", "params_dtype", "layernorm_compute_dtype", "softmax_compute_dtype", "rotary_dtype")
+    model.update(dict.fromkeys((*types, "router_dense_type"), "float32"), moe_token_dispatcher_type="alltoall")
+
+
+def train(recipe: dict[str, Any], folder: Path, name: str) -> Path:
+    """The folder of a run to its end."""
+    file = folder / f"{name}.yaml"
+    dump_recipe(Recipe(recipe), file)
+    runs.train(file, folder / name, None, within=3600)
+    return folder / name
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path, exists=True))
+@click.option("--float32", is_flag=True, help="Compute in float32, dispatch by alltoall.")
+@click.option("--steps", default=3, type=click.IntRange(min=2), show_default=True)
+@click.option("--workers", default=4, type=click.IntRange(min=2), show_default=True)
+def main(recipe: Path, float32: bool, steps: int, workers: int) -> None:
+    """Train both, print what sets them apart."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        prepare(folder)
+        mini: dict[str, Any] = dict(load_mini(recipe, str(folder / "tiny"), steps, workers))
+        if float32:
+            in_float32(mini)
+        one, many = (train(each, folder, name) for each, name in ((one_process(mini), "one"), (mini, "many")))
+        expected, got = runs.steps(one), runs.steps(many, View(Recipe(mini)).devices - 1)  # the last stage has the loss
+        click.echo(
+            "| step | loss, one process | apart | global norm, one process | apart (relative) |\n|---|---|---|---|---|"
+        )
+        for step, record in expected.items():
+            loss, norm = record["loss"], record["global_norm"]
+            apart = abs(got[step]["loss"] - loss), abs(got[step]["global_norm"] / norm - 1)
+            click.echo(f"| {step} | {loss:.7g} | {apart[0]:.1e} | {norm:.7g} | {apart[1]:.1e} |")
+        ends = (run / "checkpoint" / f"iteration_{steps:08d}" for run in (one, many))
+        click.echo("; ".join(f"{kind} {value:.1e}" for kind, value in runs.apart(*ends).items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The one process that a mini with its parallel strategy is compared with."""
+
+import pytest
+
+from benchmarks.parallel_mini import in_float32, one_process
+from tests.tools.recipe.test_parallel_mini import family
+from tools.auto.resolve import resolve
+from tools.check import check_recipe
+from tools.recipe.load import Recipe
+from tools.recipe.mini import load_mini
+from tools.recipe.view import View
+from tools.show.diff import compare
+
+
+@pytest.mark.parametrize("path", list(family()), ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_it_takes_the_same_samples_in_the_same_small_steps(path):
+    mini = load_mini(path, workers=8)
+    in_float32(mini)
+    one = Recipe(one_process(mini))
+    assert View(one).devices == 1 and View(one).sharded_on_cpu
+    assert [str(error) for error in check_recipe(one).errors if "data_path" not in str(error)] == []
+    sides = compare(resolve(mini), resolve(one))
+    assert sides.before.samples == sides.after.samples
+    assert one["runner_config"]["batch_size"] == mini["runner_config"]["batch_size"]
+    for key in ("num_hidden_layers", "hidden_size", "compute_dtype", "n_routed_experts", "moe_aux_loss_coeff"):
+        assert one["model"]["model_config"][key] == mini["model"]["model_config"][key]
