@@ -6,6 +6,7 @@ files relative to the recipe; they are merged shallowly among themselves, then t
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -113,10 +114,11 @@ class _Bases:
         return self.spots[real]
 
     def _merged(self, file: str, parents: list[str]) -> _Spot:
-        top = _Reader(file).read()
-        base_names = top.value.pop(BASE_CONFIG, None)
-        if base_names is None:
+        top = _spots(file, _text(file))
+        if BASE_CONFIG not in top.value:
             return top
+        base_names = top.value[BASE_CONFIG]
+        top = _Spot({key: spot for key, spot in top.value.items() if key != BASE_CONFIG}, top.file, top.line)
         merged: dict[Any, _Spot] = {}
         for name in base_names.value if isinstance(base_names.value, list) else [base_names]:
             merged.update(self.read(_base_file(name, file), parents).value)
@@ -170,19 +172,36 @@ def _marks(spot: _Spot, path: KeyPath) -> Any:
             yield from _marks(item, (*path, key))
 
 
+def _text(file: str) -> str:
+    if not file.endswith((".yaml", ".yml")):
+        raise RecipeError(f"{file}: a recipe is a .yaml file{_nearby(file)}")
+    try:
+        return small_text(file)
+    except FileNotFoundError:
+        raise RecipeError(f"{file}: no such recipe{_nearby(file)}") from None
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
+
+
+@functools.lru_cache(maxsize=64)  # recipes of a family have bases in common, and a search reads its recipe often
+def _spots(file: str, text: str) -> _Spot:
+    """The top-level mapping of one file, which nobody changes; raises RecipeError with file and line."""
+    return _Reader(file, text).read()
+
+
 class _Reader:
     """Turns one YAML file into spots."""
 
-    def __init__(self, file: str):
+    def __init__(self, file: str, text: str):
         self.file = file
+        self.text = text
         self.spots: dict[int, _Spot] = {}  # by id of the node, all of which `self.root` keeps alive
         self.open: set[int] = set()  # nodes being read, to notice an anchor inside itself
 
     def read(self) -> _Spot:
         """The top-level mapping; raises RecipeError with file and line."""
-        text = self._text()
         try:
-            self.loader = SmallLoader(text)
+            self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
             if not isinstance(self.root, yaml.MappingNode):
                 found = "nothing" if self.root is None else "a list or a plain value"
@@ -194,16 +213,6 @@ class _Reader:
             raise RecipeError(f"{self.file}: an anchor contains itself") from None
         except yaml.YAMLError as error:
             raise RecipeError(_yaml_message(self.file, error)) from None
-
-    def _text(self) -> str:
-        if not self.file.endswith((".yaml", ".yml")):
-            raise RecipeError(f"{self.file}: a recipe is a .yaml file{_nearby(self.file)}")
-        try:
-            return small_text(self.file)
-        except FileNotFoundError:
-            raise RecipeError(f"{self.file}: no such recipe{_nearby(self.file)}") from None
-        except OSError as error:
-            raise RecipeError(f"{self.file}: cannot be read: {error.strerror}") from None
 
     def _spot(self, node: yaml.Node) -> _Spot:
         """The spot of a node, the same one each time the node is met (that is what an alias is)."""

@@ -36,7 +36,13 @@ SIZES = [  # numbers that must be positive
 
 def plain(path):
     """A recipe as ordinary dicts and lists, no value shared."""
-    return yaml.safe_load(yaml.dump(dict(load_recipe(path)), Dumper=_NoAliases))
+    return _unshared(load_recipe(path))
+
+
+def _unshared(value):
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
 
 
 class _NoAliases(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]

@@ -49,6 +49,29 @@ def test_a_missing_kernel_is_said_in_mindspores_words(device, name, dtype, words
     run(device, "add")  # and no later operator is blamed for it
 
 
+@pytest.mark.parametrize("answers", ["!", "!!", ".!", ".!!", "!.!"])  # of the operators that come after a failed one
+def test_a_complaint_that_comes_late_is_waited_for(device, monkeypatch, answers):
+    """A busy machine was seen to give the complaint to the next operator: a queue that is known stands for MindSpore."""
+    left = list(answers)
+
+    class Late:
+        def __init__(self, values):
+            self.values = values
+
+        def __add__(self, other):
+            if left and left.pop(0) == "!":
+                raise RuntimeError("The kernel RmsNorm unregistered.")
+            return self
+
+        def asnumpy(self):
+            return self.values
+
+    monkeypatch.setattr(device, "_ms", type("MindSpore", (), {"Tensor": Late})())
+    device._settle()
+    assert left == []
+    monkeypatch.undo()
+
+
 def test_missing_kernels_are_rows(device):
     (row,) = verify(SPECS["rms_norm.fused"], "float32", device)
     assert (row.phase, row.status, row.detail) == ("forward", NOT_RUNNABLE, "The kernel RmsNorm unregistered.")
