@@ -210,7 +210,7 @@ class IndexReader:
             start += len(pointers)
         size, expected = self.bin_path.stat().st_size, self.tokens * self.dtype.itemsize
         if size != expected:
-            raise BrokenIndexError(f"{self.bin_path}: is {size:,} bytes, its index says {expected:,}")
+            raise BrokenIndexError(f"{self.bin_path}: is {size:,} bytes, its index {self.idx_path} says {expected:,}")
 
 
 # The corpora of a recipe's `data_path`, told apart as MindFormers does: prefixes, or weights and prefixes by turns.

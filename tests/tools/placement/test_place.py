@@ -101,8 +101,8 @@ def test_the_instance_is_the_estimator(case):
     else:
         assert not mtp and (times[:2] <= expected * (1 + 1e-9)).all()
     pipeline = TIMES.step(found, simulated=True).pipeline * 1000
-    if pairs_up(config.schedule):  # what pairs hide the instance leaves out
-        assert pipeline <= instance.step_times(plan[None])[0] * (1 + 1e-9) or not config.overlap_pp
+    if pairs_up(config.schedule):  # what pairs hide the instance leaves out; what a repeated MTP takes, too
+        assert pipeline <= instance.step_times(plan[None])[0] * (1 + 1e-9) or not config.overlap_pp or not exact
         exact = False
     if (config.overlap_pp or config.pp == 1) and exact:
         assert instance.step_times(plan[None])[0] == pytest.approx(pipeline)
