@@ -148,7 +148,7 @@ def told(outcome: Outcome, sharding: Sharding) -> list[str]:
     weights = [found for found in outcome.findings if found.tensor.startswith("gradient of ")]
     copies = [found for found in outcome.findings if found.detail == "copies differ"]
     chosen = dict.fromkeys([*outcome.findings[:1], *weights[:1], *copies[:1]])
-    return outcome.errors or [finding_text(finding, sharding.shape) for finding in chosen] or ["NOT CAUGHT"]
+    return outcome.errors or [finding_text(finding, sharding.mesh) for finding in chosen] or ["NOT CAUGHT"]
 
 
 @click.command()

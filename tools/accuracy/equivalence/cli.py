@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 @click.command("equivalence")
 @click.argument("recipe", required=False)
-@click.option(
-    "--only", "names", metavar="NAME,...", help="Strategies, or one of: baseline, trained, executed, emulated."
-)
+@click.option("--only", "names", metavar="NAME,...", help="Strategies, or one of: baseline, trained, executed.")
 @click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Of each run.")
 @click.option("--draws", type=Number("rows"), help="Execute so many layouts drawn at random, instead or beside.")
 @click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of --draws.")
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, file_okay=False),
     help="Folder for the training runs.  [default: output/equivalence/<folder>-<recipe>]",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be trained and emulated; start nothing.")
+@click.option("--dry-run", is_flag=True, help="Say what would be trained and executed; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
 @click.option("--list", "list_only", is_flag=True, help="List the strategies, and stop.")
@@ -64,13 +62,13 @@ def equivalence_command(
 
     Each strategy starts from the same weights and reads the same made-up data as one worker. What MindFormers can train
     on CPU data parallel is trained and compared by losses, gradient norms and optimizer state. Layouts that split the
-    model are executed as MindSpore's sharded graph, by CPU processes, against one process of that graph; and emulated
-    shard by shard in NumPy, compared tensor by tensor, at the recipe's widths. What is none of these is listed.
-    Differences are judged by the report's Table 2, and the first one is traced to its module, phase and ranks. Trained
-    runs are also checked against golden numbers. A recipe for Ascend shrinks to its mini first.
+    model are executed as MindSpore's sharded graph, by CPU processes, against one process of that graph. What can be
+    neither trained nor executed is listed with the reason. Differences are judged by the report's Table 2, and the
+    first one is traced to its module, phase and ranks. Trained runs are also checked against golden numbers. A recipe
+    for Ascend shrinks to its mini first.
 
-    Without --only, tensor and pipeline parallelism alone are executed; `--only executed` runs every executed strategy,
-    about a minute each. The rest takes about ten minutes on two cores; `--only emulated` some seconds.
+    Without --only, only two of the executed strategies run, tensor and pipeline parallelism; `--only executed` runs all
+    of them, about a minute each. The trained ones take about ten minutes on two cores.
 
     --draws N draws N legal layouts that no table lists (degrees, schedule, optimizer sharding, recomputation, MTP,
     experts, shared experts, groups of experts, length), the same for the same --seed, and executes each.
@@ -102,8 +100,7 @@ def equivalence_command(
             click.echo(f"{case.name}: {case.how}" + (f": {case.what}" if drawn else ""))
         return
     file, another = _golden_of(golden, recipe, update)
-    if BASELINE in only or any(case.variant or case.sharding for case in chosen):  # what is emulated runs in NumPy
-        require_verified()
+    require_verified()
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
     matrix = equivalence(

@@ -13,8 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from plugins.finite_loss.plan import undefined_parts
-from tools.accuracy.emulate.context import BACKWARD, FORWARD, OPTIMIZER
-from tools.accuracy.equivalence.compare import DTYPE, Comparison, Finding
+from tools.accuracy.equivalence.compare import BACKWARD, DTYPE, FORWARD, OPTIMIZER, Comparison, Finding
 from tools.accuracy.equivalence.runs import BIAS, FIRST, LOSSES, START, Trained, group_norms, group_of, weight_of
 from tools.accuracy.equivalence.sharding import Sharding
 from tools.accuracy.equivalence.trained import finding_of, state_rows, unclipped

@@ -1,4 +1,4 @@
-"""The equivalence matrix of a recipe: every strategy against one worker, trained, executed or emulated."""
+"""The equivalence matrix of a recipe: every strategy against one worker, trained or executed."""
 
 from __future__ import annotations
 
@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, RecipeError, did_you_mean
-from tools.accuracy.emulate.run import Emulated, emulate
-from tools.accuracy.emulate.sizes import Sizes, sizes_of
-from tools.accuracy.emulate.strategy import Strategy
-from tools.accuracy.equivalence.compare import Comparison, Finding, compare, finding_text
+from tools.accuracy.equivalence.compare import Comparison, Finding, Mesh, finding_text
 from tools.accuracy.equivalence.draws import draw_cases
 from tools.accuracy.equivalence.executed import ExecutedRuns
 from tools.accuracy.equivalence.runs import RunFailedError, Trained, make_corpus, train
 from tools.accuracy.equivalence.sharding import USUAL
 from tools.accuracy.equivalence.strategies import (
     BASELINE,
-    CLIP,
-    EMULATED,
     EXECUTED,
     NOT_EXECUTABLE,
     TRAINED,
@@ -36,8 +31,6 @@ from tools.accuracy.equivalence.strategies import (
 from tools.accuracy.equivalence.trained import compare_trained
 
 PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
-# nothing in a layout depends on these: the emulation takes the widths of the recipe, and no more of the rest
-MOST = {"batch": 4, "length": 16, "vocabulary": 128}
 
 
 @dataclass(frozen=True)
@@ -58,13 +51,11 @@ class Row:
     findings: tuple[Finding, ...] = ()
 
     @property
-    def shape(self) -> Strategy:
+    def mesh(self) -> Mesh:
         """By which ranks are described."""
-        if self.case.strategy:
-            return self.case.strategy
         if self.case.sharding:
-            return self.case.sharding.shape
-        return Strategy(dp=self.case.variant.workers if self.case.variant else 1)
+            return self.case.sharding.mesh
+        return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
         """Everything; an infinite number is the string "inf"."""
@@ -103,21 +94,20 @@ class Matrix:
 
     def summary(self) -> str:
         """One line."""
-        ways = (TRAINED, EXECUTED, EMULATED)
-        count = {how: sum(row.case.how == how for row in self.with_status(PASS)) for how in ways}
+        count = {how: sum(row.case.how == how for row in self.with_status(PASS)) for how in (TRAINED, EXECUTED)}
         known = len(self.with_status(KNOWN))
         return (
             f"{self.recipe}: {len(self.with_status(PASS))} strategies pass ({count[TRAINED]} trained, "
-            f"{count[EXECUTED]} executed, {count[EMULATED]} emulated), "
+            f"{count[EXECUTED]} executed), "
             + (f"{known} but for a known difference of MindFormers, " if known else "")
             + f"{len(self.with_status(FAIL))} fail, {len(self.with_status(NONE))} not compared"
         )
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
-    """The cases with these names, or of these kinds ("trained", "executed", "emulated"), and those drawn.
+    """The cases with these names, or of these kinds ("trained", "executed"), and those drawn.
 
-    Without any: all that is trained or emulated, and of the executed ones, each of which takes minutes, the usual.
+    Without any: all that is trained, and of the executed ones, each of which takes minutes, the usual.
 
     Args:
         base: the recipe that `draw_cases` draws layouts of; drawn: its other arguments. Names of layouts that are drawn
@@ -132,7 +122,7 @@ def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int]
         others = tuple(name for name in names if name not in {case.name for case in layouts})
         return (choose(others) if others else []) + (again or layouts)
     known = cases()
-    words = [case.name for case in known] + [TRAINED, EXECUTED, EMULATED, BASELINE]
+    words = [case.name for case in known] + [TRAINED, EXECUTED, BASELINE]
     for name in names:
         if name not in words:
             if name.startswith("draw_"):
@@ -190,15 +180,7 @@ def _rows(
     yield from (runner.row(case) for case in chosen if case.variant)
     executed = ExecutedRuns(base, matrix.steps, work, started)
     yield from (_executed_row(case, executed) for case in chosen if case.sharding)
-    yield from _emulated_rows(sizes_for(base), [case for case in chosen if case.strategy], matrix.steps, started)
     yield from (Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE)
-
-
-def sizes_for(base: Any) -> Sizes:
-    """The sizes that are emulated for a recipe of `one_worker`: its widths, on a step that takes seconds."""
-    sizes = sizes_of(base, batch_of(base))
-    least = {name: min(getattr(sizes, name), most) for name, most in MOST.items()}
-    return dataclasses.replace(sizes, **least, clip=CLIP)
 
 
 @dataclass
@@ -264,21 +246,6 @@ def _executed_row(case: Case, runs: ExecutedRuns) -> Row:
         return Row(case, FAIL, str(error))
 
 
-def _emulated_rows(
-    sizes: Sizes, chosen: list[Case], steps: int, started: Callable[[str], None], seed: int = 0
-) -> Iterator[Row]:
-    reference: Emulated | None = None
-    for case in chosen:
-        strategy = case.strategy
-        assert strategy is not None, "an emulated case"
-        if misfit := strategy.misfit(sizes):
-            yield Row(case, NONE, misfit)
-            continue
-        started(case.name)
-        reference = reference or emulate(sizes, steps=steps, seed=seed)
-        yield _judged(case, compare(emulate(sizes, strategy, steps, seed), reference))
-
-
 def _judged(case: Case, comparison: Comparison) -> Row:
     status = FAIL if comparison.findings else KNOWN if comparison.known else PASS
     reason = case.sharding.known if case.sharding and comparison.known else case.reason
@@ -290,5 +257,5 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
     """What failed, the first finding first."""
     if not row.findings:
         return [row.reason]
-    lines = [finding_text(finding, row.shape) for finding in row.findings[:most]]
+    lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
     return lines + [f"and {len(row.findings) - most} more"] * (len(row.findings) > most)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
-from tools.accuracy.merge import SAME, SUM, Layout
 from tools.data.synthetic import write_corpus
 from tools.process import child
 from tools.recipe.dump import dump_recipe
@@ -135,14 +134,19 @@ def read_run(run_dir: Path) -> Trained:
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])
-    merged = {name: layout_of(name, split, workers).merge([part[name] for part in parts]) for name in sorted(parts[0])}
+    copied: dict[str, tuple[int, ...]] = {}
+    state = {}
+    for name in sorted(parts[0]):
+        state[name], differing = _whole(name, [part[name] for part in parts], split)
+        if differing:
+            copied[name] = differing
     return Trained(
         workers,
         read_steps(metrics),
         [sorted(digest for rank in step for digest in rank) for step in zip(*map(_steps_of, records), strict=True)],
         _norms([record["squares"] for record in records], split),
-        {name: whole.value / (workers if name.startswith(LOAD) else 1) for name, whole in merged.items()},
-        {name: whole.differing for name, whole in merged.items() if whole.differing},
+        state,
+        copied,
     )
 
 
@@ -151,10 +155,17 @@ def _steps_of(record: dict[str, Any]) -> list[list[str]]:
     return record["samples"][: len(record["squares"])]
 
 
-def layout_of(name: str, split: set[str], workers: int) -> Layout:
-    """How a tensor lies on data-parallel workers: experts by axis 0, loads of a rank's own tokens, all else copied."""
-    rule = 0 if weight_of(name) in split else SUM if name.startswith(LOAD) else SAME
-    return Layout({"dp": workers}, {"dp": rule})
+def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(the tensor of all data-parallel workers, those whose copy is not rank 0's).
+
+    Experts lie one after the other along axis 0, loads are of a rank's own tokens and averaged, all else is copied.
+    """
+    if weight_of(name) in split:
+        return np.concatenate(parts), ()
+    if name.startswith(LOAD):
+        return np.sum(parts, 0) / len(parts), ()
+    first = parts[0]
+    return first, tuple(rank for rank, part in enumerate(parts) if not np.array_equal(part, first, equal_nan=True))
 
 
 def weight_of(name: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, fields, replace
 
-from tools.accuracy.emulate.strategy import Strategy
+from tools.accuracy.equivalence.compare import Mesh
 from tools.recipe.load import Recipe
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something
@@ -74,9 +74,9 @@ class Sharding:
         return self.tp * self.dp * self.cp * self.pp
 
     @property
-    def shape(self) -> Strategy:
+    def mesh(self) -> Mesh:
         """By which ranks are described."""
-        return Strategy(dp=self.dp, cp=self.cp, tp=self.tp, pp=self.pp)
+        return Mesh(self.pp, self.dp, self.cp, self.tp)
 
     @property
     def alone(self) -> Sharding:

@@ -1,7 +1,7 @@
 """The matrix of `tc3 accuracy equivalence`: every strategy, and how it is tried on a CPU (report, Table 3).
 
 Trained: MindFormers' data-parallel graph with this repository's classes for CPU. Executed: MindSpore's sharded graph
-with MindFormers' own operators, by CPU processes (`sharding.py`). Emulated: layers in NumPy, an independent oracle.
+with MindFormers' own operators, by CPU processes (`sharding.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.accuracy.emulate.strategy import Strategy
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, Sharding
 from tools.auto.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 
-TRAINED, EXECUTED, EMULATED, NOT_EXECUTABLE = "trained", "executed", "emulated", "not executable here"
+TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
 
 
@@ -44,29 +43,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the matrix: a training run, an executed sharding, an emulation, or the reason why there is none."""
+    """A row of the matrix: a training run, an executed sharding, or the reason why there is none."""
 
     name: str
     what: str
     variant: Variant | None = None
-    strategy: Strategy | None = None
     reason: str = ""
     sharding: Sharding | None = None
 
     @property
     def how(self) -> str:
-        """TRAINED, EXECUTED, EMULATED or NOT_EXECUTABLE."""
+        """TRAINED, EXECUTED or NOT_EXECUTABLE."""
         if self.variant:
             return TRAINED
-        return EXECUTED if self.sharding else EMULATED if self.strategy else NOT_EXECUTABLE
+        return EXECUTED if self.sharding else NOT_EXECUTABLE
 
 
-_ORACLE = "layers in NumPy, an oracle that shares no code with MindSpore"
-# what is emulated and has no executed row: the emulation is its only trial
-_ONLY_EMULATED = (
-    *("tensor_parallel_4", "expert_data_parallel", "expert_tensor_parallel", "expert_sequence_parallel"),
-    *("expert_overlap", "all_together"),
-)
 _TRAINED = (
     ("data_parallel_2", "two workers, gradients averaged", Variant(workers=2)),
     ("expert_parallel_4_global", "experts over four workers, one All-to-All", Variant(workers=4, mode="global")),
@@ -85,32 +77,6 @@ _TRAINED = (
         Variant(workers=2, apart=True, balance=True, against=APART),
     ),
 )
-_EMULATED = (
-    ("gradient_accumulation_2", "two micro-batches per step", Strategy(micro=2)),
-    ("tensor_parallel_2", "heads, FFN columns and vocabulary over 2", Strategy(tp=2)),
-    ("tensor_parallel_4", "the same over 4", Strategy(tp=4)),
-    ("sequence_parallel_2", "norms on halves of the sequence", Strategy(tp=2, sequence_parallel=True)),
-    ("context_parallel_2", "halves of the sequence, keys gathered", Strategy(cp=2)),
-    ("pipeline_2", "two stages, 1F1B, two micro-batches sent on", Strategy(pp=2, micro=2)),
-    ("optimizer_sharding_2", "moments over data parallel (ZeRO-1)", Strategy(dp=2, zero=True)),
-    (
-        "expert_data_parallel",
-        "two copies of the experts over 2 ranks each, their moments sharded",
-        Strategy(dp=4, ep=2, zero=True),
-    ),
-    ("expert_tensor_parallel", "experts over dp, columns over tp", Strategy(dp=2, ep=2, tp=2)),
-    (
-        "expert_sequence_parallel",
-        "experts over dp and tp, hierarchical dispatch",
-        Strategy(dp=2, ep=4, tp=2, sequence_parallel=True, mode="hierarchical"),
-    ),
-    ("expert_overlap", "four chunks of tokens", Strategy(dp=2, ep=2, chunks=(1, 4), mode="deduplicated")),
-    (
-        "all_together",
-        "dp, cp, tp, pp, ep and micro-batches of 2 each",
-        Strategy(micro=2, dp=2, cp=2, tp=2, pp=2, ep=2, sequence_parallel=True),
-    ),
-)
 _PER_RANK = "MindFormers takes it per rank and micro-batch: another loss than one process's, but sample by sample"
 _NEITHER = (
     ("seqvpp", "pipelines whose sequences are cut into chunks", "MindFormers' trainer refuses them in graph mode"),
@@ -123,13 +89,7 @@ def cases() -> list[Case]:
     """Every row, the trained ones first, then the executed; runs that only serve as baselines are not among them."""
     trained = [Case(name, what, variant=variant) for name, what, variant in _TRAINED]
     executed = [Case(name, what, sharding=sharding) for name, what, sharding in EXECUTED_ROWS]
-    emulated = [Case(name, what, strategy=strategy, reason=_oracle(name)) for name, what, strategy in _EMULATED]
-    return [*trained, *executed, *emulated, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
-
-
-def _oracle(name: str) -> str:
-    """What an emulated row is beside the executed ones."""
-    return f"{_ORACLE}; no row executes it" if name in _ONLY_EMULATED else f"{_ORACLE}, beside an executed row"
+    return [*trained, *executed, *(Case(name, what, reason=reason) for name, what, reason in _NEITHER)]
 
 
 def baseline_variant(name: str) -> Variant:

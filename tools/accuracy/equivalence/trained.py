@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.accuracy.emulate.context import BACKWARD, FORWARD, OPTIMIZER
 from tools.accuracy.equivalence.bias import bias_rows
-from tools.accuracy.equivalence.compare import DTYPE, Comparison, Finding
+from tools.accuracy.equivalence.compare import BACKWARD, DTYPE, FORWARD, OPTIMIZER, Comparison, Finding
 from tools.accuracy.equivalence.runs import LEAST, LOSSES, MOMENTS, START, Trained, group_norms, group_of, weight_of
 from tools.accuracy.judge import judge
 from tools.accuracy.promotion import ROUNDOFF

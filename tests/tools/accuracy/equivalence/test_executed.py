@@ -159,7 +159,7 @@ def biases(step, saved, metrics):
 )
 def test_each_difference_is_found_and_named(alone, tmp_path, spoil, text):
     comparison = compare_executed(run_with(tmp_path, spoil), alone, TP2)
-    assert text in finding_text(comparison.findings[0], TP2.shape), comparison.findings[:3]
+    assert text in finding_text(comparison.findings[0], TP2.mesh), comparison.findings[:3]
 
 
 def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
@@ -171,7 +171,7 @@ def test_runs_that_were_never_clipped_prove_too_little(tmp_path):
 def test_a_run_of_fewer_steps_or_another_start_is_found(alone, tmp_path):
     run = run_with(tmp_path)
     short = executed.Trained(2, run.steps[:2], [], run.norms[:2], run.state, {})
-    assert "2 steps, should be 3" in finding_text(compare_executed(short, alone, TP2).findings[0], TP2.shape)
+    assert "2 steps, should be 3" in finding_text(compare_executed(short, alone, TP2).findings[0], TP2.mesh)
     del run.state[f"adam_m.{HEAD}"]
     (finding, *_) = compare_executed(run, alone, TP2).findings
     assert finding.detail == "no checkpoint of the run holds it"

@@ -10,10 +10,9 @@ from plugins.errors import DataError, RecipeError
 from tests.tools.accuracy.equivalence.recorded import record, spoil_backward
 from tests.training.runs import ROOT
 from tools.accuracy.cli import accuracy
-from tools.accuracy.emulate.kernels import Kernels
-from tools.accuracy.emulate.run import emulate
 from tools.accuracy.equivalence import runs, strategies
-from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, equivalence, failure_lines, sizes_for
+from tools.accuracy.equivalence.compare import Mesh, describe_ranks
+from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, equivalence, failure_lines
 from tools.accuracy.equivalence.render import as_html, share
 from tools.recipe.dump import dump_recipe
 
@@ -161,45 +160,36 @@ def test_the_baseline_alone_is_checked_against_its_golden_numbers(trained, tmp_p
     assert trained == ["baseline", "baseline"]
 
 
-def test_an_emulated_strategy_from_the_command_line(tmp_path):
-    done = invoke(ROOT / "tests/training/tiny.yaml", "--only", "sequence_parallel_2,bfloat16", "--steps", 2, "--json")
-    assert done.exit_code == 0
-    rows = json.loads(done.stdout)["rows"]
-    assert [(row["name"], row["how"], row["status"]) for row in rows] == [
-        ("sequence_parallel_2", "emulated", "pass"),
-        ("bfloat16", "not executable here", "not compared"),
-    ]
-    assert rows[0]["tensors"] > 400 and rows[0]["used"] < 1e-3
-
-
-def test_a_fault_in_the_emulation_fails_the_command(monkeypatch):
-    monkeypatch.setattr(Kernels, "first_position", lambda self, part, length: 0)
-    done = invoke(ROOT / "tests/training/tiny.yaml", "--only", "context_parallel_2", "--steps", 2)
-    assert done.exit_code == 1
-    assert "fail: context_parallel_2: forward of step 1, layers.0.attention: rope of keys, rank 1 (cp 1)" in done.stdout
-
-
-def test_what_cannot_be_cut_is_told(tmp_path):
+def test_samples_that_cannot_be_cut_are_told(tmp_path):
     base = strategies.one_worker(MINI)
-    base["model"]["model_config"]["num_attention_heads"] = 3
-    dump_recipe(base, tmp_path / "three.yaml")
-    matrix = equivalence(str(tmp_path / "three.yaml"), ("tensor_parallel_2",), 2, tmp_path)
-    assert [(row.status, row.reason) for row in matrix.rows] == [(NONE, "3 attention heads cannot be cut into 2")]
+    base["runner_config"]["batch_size"] = base["model"]["model_config"]["batch_size"] = 6
+    dump_recipe(base, tmp_path / "six.yaml")
+    matrix = equivalence(str(tmp_path / "six.yaml"), ("executed_pp2_micro4",), 2, tmp_path)
+    assert [(row.status, row.reason) for row in matrix.rows] == [(NONE, "6 samples of a step cannot be cut into 4")]
     assert not matrix.passed
 
 
-def test_widths_are_the_recipes():
-    sizes = sizes_for(strategies.one_worker(MINI))
-    assert (sizes.hidden, sizes.experts, sizes.layers, sizes.length, sizes.vocabulary) == (128, 16, 3, 16, 128)
-    assert emulate(sizes).norms[0] > 2 * sizes.clip, "or a wrong clipping would change nothing"
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "text"),
+    [
+        ([0], Mesh(), "the only rank"),
+        ([0, 1], Mesh(dp=2), "all ranks"),
+        ([2, 3], Mesh(dp=2, tp=2), "ranks 2-3 (dp 1)"),
+        ([1, 3], Mesh(dp=2, tp=2), "ranks 1, 3 (tp 1)"),
+        ([5], Mesh(pp=2, dp=2, tp=2), "rank 5 (pp 1, dp 0, tp 1)"),
+        ([0, 3], Mesh(dp=2, tp=2), "ranks 0, 3"),
+    ],
+)
+def test_ranks_are_named_by_what_they_share(ranks, mesh, text):
+    assert describe_ranks(ranks, mesh) == text
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "which RECIPE?"),
-        ((MINI, "--only", "emulate"), "did you mean 'emulated'"),
-        ((MINI, "--only", "tensor_parallel_2", "--update", "--steps", "2"), "there are no numbers to keep"),
+        ((MINI, "--only", "execute"), "did you mean 'executed'"),
+        ((MINI, "--only", "executed_tp2", "--update", "--steps", "2"), "there are no numbers to keep"),
     ],
 )
 def test_a_wrong_input_gets_one_message(arguments, message):
@@ -209,8 +199,8 @@ def test_a_wrong_input_gets_one_message(arguments, message):
 
 
 def test_a_dry_run_starts_nothing(trained):
-    done = invoke(MINI, "--only", "recompute,pipeline_2", "--dry-run")
-    assert done.exit_code == 0 and done.stdout == "recompute: trained\npipeline_2: emulated\n"
+    done = invoke(MINI, "--only", "recompute,executed_pp2", "--dry-run")
+    assert done.exit_code == 0 and done.stdout == "recompute: trained\nexecuted_pp2: executed\n"
     assert trained == []
 
 
@@ -219,8 +209,7 @@ def test_the_list_says_why(tmp_path):
     assert done.exit_code == 0
     for case in strategies.cases():
         assert case.name in done.stdout
-    assert "tensor_parallel_4, expert_data_parallel" in done.stdout and "no row executes it" in done.stdout
-    assert "beside an executed row" in done.stdout
+    assert "bfloat16: its rounding would hide" in done.stdout
 
 
 def test_shares_are_readable():
