@@ -2,7 +2,7 @@
 
 The command line stands in tools/accuracy/dumps/cli.py, which becomes this process:
 
-    python launch/run/accuracy_dump.py JOB      JOB is `tools.accuracy.dumps.cli.Job` as JSON
+    python launch/run/accuracy_dump.py JOB      JOB is `tools.accuracy.dumps.marker.Job` as JSON
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if str(ROOT) not in sys.path:  # started by path; the repository may not be inst
 
 from launch.run import preflight  # noqa: E402
 from launch.run.effective import effective_recipe, steps_overrides  # noqa: E402
+from launch.run.failure import Failure  # noqa: E402
 from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
 from launch.run.progress import TrainingProgress  # noqa: E402
 from launch.run.size import Size  # noqa: E402
 from launch.run.summary import complain  # noqa: E402
 from launch.run.supervise import Outcome, supervise  # noqa: E402
-from plugins.errors import ClusterError, DataError, TC3Error  # noqa: E402
+from plugins.errors import DataError, TC3Error  # noqa: E402
 from tools.accuracy.dumps import marker  # noqa: E402
-from tools.accuracy.dumps import size as dump_size  # noqa: E402
-from tools.accuracy.dumps.cli import Job  # noqa: E402
+from tools.accuracy.dumps.marker import Job  # noqa: E402
 from tools.accuracy.dumps.read import WEIGHTS, open_dump  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe  # noqa: E402
@@ -68,9 +68,6 @@ def run(job: Job) -> int:
         click.echo(line, err=True)
     preflight.check_data(recipe)
     preflight.check_disk(out)
-    size = dump_size.bytes_of_dump(recipe, job.level, job.task, job.steps)
-    click.echo(dump_size.text(recipe, job.level, job.task, job.steps, size), err=True)
-    check_room(out, size or 0, job.task)
     new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     facts = {**asdict(job), "out": str(out), "workers": worker_count(recipe)}
@@ -88,7 +85,7 @@ def run(job: Job) -> int:
     marker.write(out, True, **facts)
     click.echo(
         f"dumped: {out}: {job.steps} step{'s' * (job.steps > 1)}, {len(open_dump(out).ranks)} rank(s), {job.level} "
-        f"{job.task}, {dump_size.words(dumped_bytes(out))}"
+        f"{job.task}, {dumped_bytes(out) / 1e6:,.0f} MB"
     )
     return 0
 
@@ -101,18 +98,13 @@ def check_folder(out: Path) -> None:
         raise DataError(f"--out {out}: msprobe takes paths of letters, digits and _ . : / - only")
 
 
-def check_room(out: Path, size: int, task: str) -> None:
-    """Raise ClusterError when a dump of `size` bytes would leave less than a run needs free."""
-    place = out
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    if size + preflight.MIN_FREE > free:
-        less = "fewer --steps, or --task statistics" if task == "tensor" else "or fewer --steps"
-        raise ClusterError(
-            f"--out {out}: {dump_size.words(free)} free, and this dump wants about {dump_size.words(size)} besides "
-            f"{dump_size.words(preflight.MIN_FREE)} for the run: make room, {less}"
-        )
+def full(out: Path) -> Failure | None:
+    """Why a dump has to end: it leaves less free than a run needs. A dump of values may be larger than any estimate."""
+    free = shutil.disk_usage(out).free
+    if free >= preflight.MIN_FREE:
+        return None
+    less = "make room, or dump fewer --steps or --task statistics, and remove this dump"
+    return Failure(f"--out {out}: only {free / 1e9:.1f} GB are left free: {less}", out / "logs", user_error=True)
 
 
 def dumped_bytes(out: Path) -> int:
@@ -153,7 +145,12 @@ def _supervised(recipe: Recipe, out: Path, job: Job) -> Outcome:
     command = [ours if word == train else word for word in msrun_command(recipe, out, free_port())]
     command += ["--level", job.level, "--task", job.task]
     with TrainingProgress(out, Console(stderr=True), loss_rank(recipe)) as progress:
-        return supervise(command, worker_environment(workers, out), out, workers, progress.tick)
+
+        def tick() -> Failure | None:
+            progress.tick()
+            return full(out)
+
+        return supervise(command, worker_environment(workers, out), out, workers, tick)
 
 
 if __name__ == "__main__":

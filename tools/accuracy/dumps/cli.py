@@ -5,29 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from tools.accuracy.dumps.marker import Job
 from tools.accuracy.dumps.read import LEVELS, TASKS
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "run" / "accuracy_dump.py"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One dump, in values fit for JSON."""
-
-    recipe: str
-    out: str
-    mini: bool
-    steps: int
-    level: str
-    task: str
-    overrides: list[str]
 
 
 @click.command()
@@ -50,14 +38,15 @@ def dump(
 
     Statistics are small (2 MB for recipes/mini/pretrain.yaml, where values take 1.2 GB) and enough to find where two
     runs part. What changes places or cancels they do not show: dump values (--task tensor) to prove two runs equal, or
-    to look at the tensors themselves. What will be written is estimated first; a dump that finds no room is refused.
+    to look at the tensors themselves. A dump that fills its disk is ended before nothing is left free.
 
     No edit to model or recipe is needed. L0 hooks cells, L1 functions, mix both: these run in PyNative, which is 20 to
     40 times slower than a graph; L2 dumps the kernels of the compiled graph. The weights after the last step are
     dumped too, and at L1 and L2, which show no weights, those before the first, so that `compare` can judge the
     optimizer's updates, even that of a single step; from statistics as far as they tell.
 
-    Exit codes: 0 dumped, 1 a worker failed, 2 something to mend first, 130/143 interrupted (nothing is left then).
+    Exit codes: 0 dumped, 1 a worker failed or the disk is full, 2 something to mend first, 130/143 interrupted (nothing
+    is left then).
     """
     if level == "L2" and task == "statistics":
         raise click.UsageError("L2 dumps values only: leave --task out")

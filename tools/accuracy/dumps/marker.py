@@ -1,15 +1,29 @@
-"""Whether a dump is whole: the file that `tc3 accuracy dump` writes first, and again when everything is on disk."""
+"""What `tc3 accuracy dump` was asked for, and the file that says whether it was finished (written first, and last)."""
 
 from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
 
 FILE = "tc3_dump.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One dump, in values fit for JSON."""
+
+    recipe: str
+    out: str
+    mini: bool
+    steps: int
+    level: str
+    task: str
+    overrides: list[str]
 
 
 def write(folder: Path, complete: bool, **facts: Any) -> None:

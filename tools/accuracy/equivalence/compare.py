@@ -49,7 +49,8 @@ class Finding:
 
     Args:
         step: from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: names of what differs.
-        error, allowed: as `judge` measures, by Table 2. ranks: of the whole run, those whose part is wrong. detail: the worst element, or what else is wrong.
+        error, allowed: as `judge` measures, by Table 2. ranks: of the whole run, those whose part is wrong.
+        detail: the worst element, or what else is wrong.
     """
 
     step: int

@@ -1,21 +1,26 @@
 import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from launch.run import accuracy_dump
+from launch.run import accuracy_dump, preflight
 from plugins.errors import DataError, RecipeError
 from tests.tools.accuracy.dumps.dump_writer import write_kernels
 from tools.accuracy.cli import accuracy
 from tools.accuracy.compare.run import compare_dumps
 from tools.accuracy.dumps import marker
-from tools.accuracy.dumps.cli import SCRIPT, Job
+from tools.accuracy.dumps.cli import SCRIPT
 from tools.accuracy.dumps.debugger import statistics
+from tools.accuracy.dumps.marker import Job
 from tools.accuracy.dumps.names import parse
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
+
+MINI = "recipes/mini/pretrain.yaml"
 
 
 def test_the_command_becomes_the_launcher(monkeypatch, tmp_path):
@@ -133,3 +138,33 @@ def test_a_recipe_is_checked_before_anything_of_it_is_changed(tmp_path, callback
     with pytest.raises(RecipeError, match=words):
         accuracy_dump.run(Job(str(recipe), str(out), False, 2, "L0", "statistics", []))
     assert not out.exists()
+
+
+def test_a_dump_that_fills_its_disk_is_ended(tmp_path, monkeypatch):
+    for free, ends in ((preflight.MIN_FREE, False), (preflight.MIN_FREE - 1, True)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: SimpleNamespace(free=free))
+        failure = accuracy_dump.full(tmp_path)
+        assert bool(failure) == ends
+    assert failure.user_error and "1.1 GB are left free" in failure.message and "--task statistics" in failure.message
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_an_interrupted_dump_leaves_nothing(tmp_path, monkeypatch, capsys, new):
+    out = tmp_path / "dump"
+    if not new:
+        out.mkdir()
+    recipe = load_recipe(MINI)
+    monkeypatch.setattr(accuracy_dump, "effective_recipe", lambda *settings: recipe)
+    for check in ("check_machine", "check_sound", "check_data", "check_disk"):
+        monkeypatch.setattr(preflight, check, lambda *settings: None)
+
+    def killed(recipe, out, job):
+        (out / "step0" / "rank0").mkdir(parents=True)
+        (out / "step0" / "rank0" / "dump.json").touch()
+        return accuracy_dump.Outcome(130)
+
+    monkeypatch.setattr(accuracy_dump, "_supervised", killed)
+    job = accuracy_dump.Job(MINI, str(out), False, 2, "L0", "statistics", [])
+    assert accuracy_dump.run(job) == 130
+    assert out.exists() != new and not (out.exists() and any(out.iterdir()))
+    assert "was removed" in capsys.readouterr().err
