@@ -114,7 +114,7 @@ def ops(
 
 def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     """(spec, data type) to run: those of `names` or all, in the order of the table."""
-    from tools.accuracy.operators.specs import SPECS
+    from tools.accuracy.operators.specs.table import SPECS
 
     known = list(dict.fromkeys([*SPECS, *(name.split(".")[0] for name in SPECS)]))
     for name in names:

@@ -7,7 +7,7 @@ from html import escape
 from tools.accuracy.operators.render import LEGEND
 from tools.accuracy.operators.report import SHORT, Report, cell_text, failure_text, not_runnable_lines, status_of
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS, Row
-from tools.accuracy.operators.specs import FAMILIES, SPECS
+from tools.accuracy.operators.specs.table import FAMILIES, SPECS
 from tools.accuracy.pages import STYLE
 
 CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}

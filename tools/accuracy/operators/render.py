@@ -7,7 +7,7 @@ from rich.table import Table
 
 from tools.accuracy.operators.report import SHORT, Report, cell_text, failure_text, not_runnable_lines, status_of
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS
-from tools.accuracy.operators.specs import FAMILIES, SPECS
+from tools.accuracy.operators.specs.table import FAMILIES, SPECS
 
 STYLES = {PASS: "green", FAIL: "bold red", NOT_RUNNABLE: "dim"}
 LEGEND = (

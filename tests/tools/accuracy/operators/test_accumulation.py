@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tools.accuracy.operators import golden
-from tools.accuracy.operators.specs import SPECS
+from tools.accuracy.operators.specs.table import SPECS
 
 LINEAR = [
     "matmul",

@@ -9,7 +9,7 @@ import pytest
 from tools.accuracy.operators import golden
 from tools.accuracy.operators.device import MindSporeDevice, NotRunnableError, first_line
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS, verify
-from tools.accuracy.operators.specs import SPECS
+from tools.accuracy.operators.specs.table import SPECS
 
 
 @pytest.fixture

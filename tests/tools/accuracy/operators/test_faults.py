@@ -9,10 +9,10 @@ from tests.tools.accuracy.operators.numpy_device import NumpyDevice
 from tools.accuracy.operators.device import MindSporeDevice
 from tools.accuracy.operators.run import FAIL, verify
 from tools.accuracy.operators.spec import Spec
-from tools.accuracy.operators.specs import SPECS
 from tools.accuracy.operators.specs.attention import angles
 from tools.accuracy.operators.specs.normalise import RMS_EPS, rms_norm_call
 from tools.accuracy.operators.specs.optimizer import BETA1, BETA2, DECAY, EPS, RATE, STEP
+from tools.accuracy.operators.specs.table import SPECS
 from tools.accuracy.promotion import round_bfloat16
 
 

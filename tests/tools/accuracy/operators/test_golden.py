@@ -5,7 +5,7 @@ import pytest
 
 from tools.accuracy.operators import golden
 from tools.accuracy.operators.spec import as_tuple
-from tools.accuracy.operators.specs import SPECS
+from tools.accuracy.operators.specs.table import SPECS
 from tools.accuracy.promotion import DEFAULT
 from tools.accuracy.tolerance import lower_bound
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.tools.accuracy.operators.numpy_device import NumpyDevice
 from tools.accuracy.operators.run import PASS, verify
-from tools.accuracy.operators.specs import FAMILIES, SPECS
+from tools.accuracy.operators.specs.table import FAMILIES, SPECS
 
 ASKED = """matmul batch_matmul grouped_matmul softmax log_softmax rms_norm layer_norm rope swiglu silu gelu sigmoid
 cross_entropy router_topk permute unpermute index_add gather scatter one_hot sum mean max prod cumsum sort argsort exp

@@ -95,7 +95,7 @@ SWIGLU = Spec(
     counts=elementwise,
     roundings=2,
 )
-SPECS = (
+ACTIVATION = (
     _spec(
         "sigmoid",
         "router scores: Sigmoid",

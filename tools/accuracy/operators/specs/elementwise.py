@@ -62,7 +62,7 @@ def _power(rng, *shape):
     return rng.uniform(0.2, 3, shape).astype(np.float32), rng.uniform(-2, 2, shape).astype(np.float32)
 
 
-SPECS = (
+ELEMENTWISE = (
     _binary("add", "residual stream: AddExt", "AddExt", np.add, lambda x, y, dout: (dout, dout)),
     _binary("sub", "normalisation: SubExt", "SubExt", np.subtract, lambda x, y, dout: (dout, -dout)),
     _binary("mul", "gates and weights: Mul", "Mul", np.multiply, lambda x, y, dout: (dout * y, dout * x)),

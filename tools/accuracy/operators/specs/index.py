@@ -119,7 +119,7 @@ INDEX_ADD = Spec(
     call=lambda ms: lambda x, index, y: ms.ops.index_add(x, index, y, 0),
     counts=accumulation.added,
 )
-SPECS = (
+INDEX = (
     EMBEDDING,
     replace(
         EMBEDDING,

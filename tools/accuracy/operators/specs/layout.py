@@ -67,7 +67,7 @@ BASE = Spec(
 )
 PAIR = replace(BASE, shapes=((32, 48),), make=_two, wrt=(0, 1))
 FLAT = replace(BASE, shapes=((32, 48),))
-SPECS = (
+LAYOUT = (
     _cast("float32", lambda x: x),
     _cast("float16", _float16),
     _cast("bfloat16", _bfloat16),

@@ -49,7 +49,7 @@ def _spec(name, source, call):
     )
 
 
-SPECS = (
+LOSS = (
     _spec("cross_entropy", "the formula of _LogSoftmax and _NLLLoss in float32, loss_func.py", _formula),
     _spec(
         "cross_entropy.ops",

@@ -92,7 +92,7 @@ GROUPED = Spec(
     ),
     counts=accumulation.grouped_matmul,
 )
-SPECS = (
+MATMUL = (
     LINEAR,
     BATCHED,
     replace(

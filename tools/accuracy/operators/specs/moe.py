@@ -148,7 +148,7 @@ UNPERMUTE = Spec(
     counts=lambda rows, place, probs: Counts(TOP_K, (1, rows.shape[1])),
     roundings=2,
 )
-SPECS = (
+MOE = (
     ROUTER,
     replace(
         ROUTER,

@@ -104,7 +104,7 @@ RMS = Spec(
     special="row",
     clip=False,  # small rows on purpose, and no division by an element
 )
-SPECS = (
+NORMALISE = (
     Spec(
         name="softmax",
         source="attention without fusion, softmax routing: Softmax",

@@ -104,7 +104,7 @@ def _step(name, source, call):
     )
 
 
-SPECS = (
+OPTIMIZER = (
     _step("adamw", "the step of MindFormers' AdamW, core/optim/adamw.py; states in float32", _adamw_call),
     _step("adamw.fused", "the kernel AdamW", _adamw_fused),
     Spec(

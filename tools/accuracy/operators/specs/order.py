@@ -53,7 +53,7 @@ TOPK = Spec(
     call=lambda ms: lambda x: ms.ops.TopK(sorted=True)(x, K),
     counts=moved,
 )
-SPECS = (
+ORDER = (
     SORT,
     replace(
         SORT,

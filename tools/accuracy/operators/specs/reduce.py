@@ -72,7 +72,7 @@ def _extreme(name, source, primitive, golden, pick):
     )
 
 
-SPECS = (
+REDUCE = (
     SUM,
     replace(SUM, name="sum.reduce", source="ReduceSum", call=lambda ms: lambda x: ms.ops.ReduceSum()(x, -1)),
     Spec(
