@@ -145,11 +145,11 @@ def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
 def _special_goldens(spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[tuple[Array, ...]]:
     """Goldens with denormals kept and flushed; for float32 also computed in float32, where squares overflow."""
 
-    def flushed(signed: bool) -> tuple[Array, ...]:
+    def without_denormals(signed: bool) -> tuple[Array, ...]:
         return tuple(extremes.flushed(value, dtype, signed) if golden.is_float(value) else value for value in inputs)
 
     wants = []
-    for values in (inputs, flushed(True), flushed(False)):
+    for values in (inputs, without_denormals(True), without_denormals(False)):
         wants.append(golden.forward(spec, values, dtype))
         with np.errstate(all="ignore"):
             narrow = spec.golden(*(promoted(value, dtype, wide=False) for value in values))
