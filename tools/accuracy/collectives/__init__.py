@@ -1,1 +1,0 @@
-"""Whether the collectives that a sharded run executes are those that its dry run reports."""
