@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, not_json
-from tools.accuracy.dumps import kernels, marker
+from tools.accuracy.dumps import kernels
+from tools.accuracy.dumps.marker import read as stated_in
 from tools.accuracy.dumps.names import Name, parse
 from tools.accuracy.dumps.read_items import Entry, Item
 
@@ -87,7 +88,7 @@ def open_dump(folder: Path) -> Dump:
                 f"{folder}: a file; a dump is a folder, as `tc3 accuracy dump RECIPE --out FOLDER` makes it"
             )
         raise DataError(f"{folder}: no such folder; `tc3 accuracy dump RECIPE --out {folder}` makes a dump")
-    stated = marker.read(folder)
+    stated = stated_in(folder)
     if stated is not None and not stated["complete"]:
         raise DataError(f"{folder}: the dump was not finished (killed, or it failed): make it again in a new folder")
     weights = _steps(folder / WEIGHTS)
