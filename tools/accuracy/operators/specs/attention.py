@@ -127,7 +127,7 @@ ATTENTION = Spec(
     counts=lambda q, k, v: Counts(max(q.shape[-1], k.shape[-2])),
     roundings=6,  # scores, probabilities, output, and the three gradients on the way back
 )
-ATTENTION = (
+ATTENTIONS = (
     ROPE,
     replace(ROPE, name="rope.fused", source="the kernel RotaryPositionEmbedding, apply_rope_fusion", call=_rope_fused),
     ATTENTION,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tools.accuracy.operators.spec import Spec
 from tools.accuracy.operators.specs.activation import ACTIVATION
-from tools.accuracy.operators.specs.attention import ATTENTION
+from tools.accuracy.operators.specs.attention import ATTENTIONS
 from tools.accuracy.operators.specs.elementwise import ELEMENTWISE
 from tools.accuracy.operators.specs.index import INDEX
 from tools.accuracy.operators.specs.layout import LAYOUT
@@ -16,11 +16,11 @@ from tools.accuracy.operators.specs.optimizer import OPTIMIZER
 from tools.accuracy.operators.specs.order import ORDER
 from tools.accuracy.operators.specs.reduce import REDUCE
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[Spec, ...]] = {
     "matmul": MATMUL,
     "normalise": NORMALISE,
     "activation": ACTIVATION,
-    "attention": ATTENTION,
+    "attention": ATTENTIONS,
     "moe": MOE,
     "loss": LOSS,
     "elementwise": ELEMENTWISE,
