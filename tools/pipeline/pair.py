@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plugins.ep_overlap.timeline import Key, Op, simulate
+from plugins.ep_overlap.timeline import Key, Op
+from plugins.ep_overlap.timeline import simulate as run_timeline
 
 _STEPS = ("attention", "dispatch", "experts", "combine")
 _SENDS = ("dispatch", "combine")
@@ -61,7 +62,7 @@ def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> 
     """
     chains = _chain(forward, layers, 0), _chain(backward, layers, 1)
     weights = Op("weights", 1, "compute", layers * backward.weights, (chains[1][-1].key,))
-    return simulate([*(op for both in zip(*chains, strict=True) for op in both), weights]).makespan
+    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), weights]).makespan
 
 
 def _chain(seconds: LayerSeconds, layers: int, chunk: int) -> list[Op]:

@@ -9,7 +9,7 @@ first within the estimator's known error (its card).
 import pytest
 
 from tests.recipes.oracles import RECIPES
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE
