@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 
 from tools.estimate.time_model import TimeModel
 from tools.placement.budget import EFFORTS, Budget
@@ -23,7 +21,6 @@ from tools.search.ranking.entry import entry_of
 from tools.search.ranking.place_best import place_all
 from tools.search.ranking.rank import rank
 from tools.search.ranking.run import search
-from tools.search.ranking.store import Store
 from tools.search.report.text import HEADS, cells, reasons
 from tools.search.sensitivity.of_search import doubt_of
 from tools.search.space.limits import read_limit
@@ -60,18 +57,16 @@ def main():
     print(row(["candidates", f"{funnel.total:,}"]))
     print(row(["legal and fitting", f"{len(ranking.seconds):,}"]))
     print(row(["enumerated and ranked in", f"{alone:.1f} s ({time.process_time() - processor:.1f} s of one core)"]))
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "state.json"
-        begin = time.perf_counter()
-        found = search(request, 10, Budget(effort), Store(request, times, state), times, lambda *_: None)
-        took = time.perf_counter() - begin
-        print(row([f"ranked, bounded and {found.placed} placed in", f"{took:.0f} s on {os.cpu_count()} cores"]))
-        print(f"\n{row(HEADS)}\n{'|---' * len(HEADS)}|")
-        for number, entry in enumerate(found.entries, 1):
-            print(row(cells(str(number), entry, request)))
-        print(row(cells("recipe", found.own, request)))
-        for name, limits in PARTS.items():
-            print(row(cells(name, placed(request, limits, times, effort, state), request)))
+    begin = time.perf_counter()
+    found = search(request, 10, Budget(effort), times, lambda *_: None)
+    took = time.perf_counter() - begin
+    print(row([f"ranked, bounded and {found.placed} placed in", f"{took:.0f} s on {os.cpu_count()} cores"]))
+    print(f"\n{row(HEADS)}\n{'|---' * len(HEADS)}|")
+    for number, entry in enumerate(found.entries, 1):
+        print(row(cells(str(number), entry, request)))
+    print(row(cells("recipe", found.own, request)))
+    for name, limits in PARTS.items():
+        print(row(cells(name, placed(request, limits, times, effort), request)))
     print()
     for line in reasons(found, doubt_of(found, times)):
         print(f"* {line}")
@@ -85,7 +80,7 @@ def main():
         print(row([reason, f"{count:,}"]))
 
 
-def placed(request, limits, times, effort, state):
+def placed(request, limits, times, effort):
     """The fastest of a part of the space, with its layers placed."""
     asked = replace(request, limits=tuple(map(read_limit, limits)))
     entries = []
@@ -94,7 +89,7 @@ def placed(request, limits, times, effort, state):
         assert placement.configuration is not None, placement.why
         entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
 
-    place_all(asked, rank(asked).short_list(1), times, Budget(effort), Store(asked, times, state), told)
+    place_all(asked, rank(asked).short_list(1), times, Budget(effort), told)
     return entries[0]
 
 

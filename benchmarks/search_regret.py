@@ -12,9 +12,7 @@ many are placed, those that rank best, and the regret is that over them: the who
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from pathlib import Path
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster
@@ -25,7 +23,6 @@ from tools.placement.budget import Budget
 from tools.search.ranking.chances import Chances
 from tools.search.ranking.place_best import place_all
 from tools.search.ranking.run import search
-from tools.search.ranking.store import Store
 from tools.search.space.candidates import RECOMPUTE
 from tools.search.space.limits import PLANNED, read_limit
 from tools.search.space.request import Request
@@ -68,13 +65,12 @@ def row(devices, asked):
     limits = tuple(map(read_limit, LIMITS))
     request = Request(base, cluster("atlas_800t_a2"), devices, 8 * devices, asked.gib * GIB, "benchmark", limits=limits)
     times, every = TimeModel(request.hardware), {}
-    with tempfile.TemporaryDirectory() as folder:
-        begin, store = time.perf_counter(), Store(request, times, Path(folder) / "search.json")
-        found = search(request, asked.top, Budget(asked.effort), store, times, lambda *_: None)
-        took, ours = time.perf_counter() - begin, found.entries[0].seconds
-        left = sorted(Chances(found.ranking, ours).open, key=lambda one: one.seconds)
-        some = left[: asked.most]
-        place_all(request, some, times, Budget(asked.effort), store, every.__setitem__)
+    begin = time.perf_counter()
+    found = search(request, asked.top, Budget(asked.effort), times, lambda *_: None)
+    took, ours = time.perf_counter() - begin, found.entries[0].seconds
+    left = sorted(Chances(found.ranking, ours).open, key=lambda one: one.seconds)
+    some = left[: asked.most]
+    place_all(request, some, times, Budget(asked.effort), every.__setitem__)
     best = min([ours, *(placement.step_s for placement in every.values() if placement.configuration)])
     assert len(some) < len(left) or found.least <= best <= ours
     planned = int((found.ranking.places[:, 2] == RECOMPUTE.index(PLANNED)).sum())

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instan
     from tools.search.ranking.by_schedule import BySchedule
     from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
-    from tools.search.ranking.store import Store
     from tools.search.space.request import Request
 
 _RESERVE = 10.0  # seconds of the time limit for pictures and files
@@ -95,10 +94,6 @@ class OfGroup(click.Command):
     help="Dry-run the best N, and more until one passes; drop what fails.",
 )
 @click.option("--full", is_flag=True, help="With --verify: compile whole stages, many minutes each, not single layers.")
-@click.option("--resume", is_flag=True, help="Go on from what an interrupted search has placed.")
-@click.option(
-    "--state", type=click.Path(path_type=Path, dir_okay=False), help="Where that is kept; the user's cache by default."
-)
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -126,11 +121,11 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 
     with terminate_as_interrupt(), SpaceProgress() as progress:
         try:
-            loaded, request, times, store = _asked(recipe, cluster_name, limits, options)
+            loaded, request, times = _asked(recipe, cluster_name, limits, options)
             limit = options["time_limit"]
             effort = effort_within(options["effort"], "normal", limit / options["top"])
             budget = Budget(effort, max(limit - _RESERVE, limit / 2))
-            found = search(request, options["top"], budget, store, times, progress.tell)
+            found = search(request, options["top"], budget, times, progress.tell)
             if options["swapping"]:
                 add_swapping(found, times, budget)
             others = _others(request, found, budget, times, options, progress.tell)
@@ -146,21 +141,20 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     if found.cut:
         click.echo(LATE, err=True)
     if not found.whole:
-        click.echo(f"interrupted; {len(store)} strategies are placed: go on with --resume", err=True)
+        click.echo("interrupted: this is the best so far", err=True)
         sys.exit(130)
     sys.exit(0 if found.entries and not found.unverified else 1)
 
 
 def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
-) -> tuple[Recipe, Request, TimeModel, Store]:
+) -> tuple[Recipe, Request, TimeModel]:
     """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
     from tools.estimate.time_model import TimeModel
     from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
     from tools.search.overlay.files import keep_files_of
     from tools.search.overlay.write import require_layouts
-    from tools.search.ranking.store import Store
     from tools.search.space.request import request_of, with_choices
 
     if options["verified"]:
@@ -168,7 +162,7 @@ def _asked(
     if options["picture"]:
         check_ending(options["picture"])
     recipe = load_recipe(path)
-    for option, name in {"--write": "write", "--html": "html_file", "--state": "state"}.items():
+    for option, name in {"--write": "write", "--html": "html_file"}.items():
         keep_files_of(path, option, options[name])
     keep_existing("--write", options["write"], options["force"])
     if options["html_file"]:
@@ -181,8 +175,7 @@ def _asked(
     require_ulysses(recipe, request.base.model, request.ulysses)
     if options["write"] or options["verified"]:  # before the search takes its minutes
         require_layouts(recipe, request.devices)
-    times = TimeModel(request.hardware)
-    return recipe, request, times, Store(request, times, options["state"], options["resume"])
+    return recipe, request, TimeModel(request.hardware)
 
 
 def _require_schedules(options: dict[str, Any]) -> None:
@@ -201,17 +194,11 @@ def _others(
 ) -> BySchedule:
     """The layouts of `--schedule`; nothing where none was asked for, or where 1F1B has no layout."""
     from tools.search.ranking.by_schedule import BySchedule, search_schedules
-    from tools.search.ranking.store import Store
 
     if not found.whole or not found.entries:
         return BySchedule()
 
-    def store_of(own: Request) -> Store:
-        state = options["state"]
-        path = state.with_name(f"{state.name}.{own.schedule}") if state else None
-        return Store(own, times, path, options["resume"])
-
-    others = search_schedules(request, options["schedules"], budget, store_of, times, tell)
+    others = search_schedules(request, options["schedules"], budget, times, tell)
     found.cut, found.whole = found.cut or others.cut, found.whole and others.whole
     return others
 

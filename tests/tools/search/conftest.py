@@ -14,9 +14,8 @@ def stand_in(config, model, cap, budget, seed=0):
 
 
 @pytest.fixture
-def alone(monkeypatch, tmp_path):
-    """A cache of its own, one process, and no pipeline optimiser: by its bounds no other candidate is faster."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def alone(monkeypatch):
+    """One process, and no pipeline optimiser: by its bounds no other candidate is faster."""
     monkeypatch.setattr(search_place, "processes", lambda: 1)
     monkeypatch.setattr(search_place, "place", stand_in)
     monkeypatch.setattr(run, "bounds_of", lambda request, ranked, *_: [float("inf")] * len(ranked))

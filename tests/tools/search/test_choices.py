@@ -20,8 +20,7 @@ LIMITS = ("tp=1", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def alone(monkeypatch):
     monkeypatch.setattr(place_best, "processes", lambda: 1)
     monkeypatch.setattr(run, "bounds_of", lambda request, ranked, *_: [float("inf")] * len(ranked))
 

@@ -28,7 +28,6 @@ from tools.search.ranking.entry import entry_of, why_faster
 from tools.search.ranking.infeasible import explain, more_memory
 from tools.search.ranking.rank import feasible, rank
 from tools.search.ranking.run import Found
-from tools.search.ranking.store import Store
 from tools.search.report import html as report
 from tools.search.report.text import placed_words
 from tools.search.sensitivity.doubt import Doubt
@@ -153,7 +152,7 @@ def test_wrong_inputs():
     assert run("--top", "0").exit_code == 2
 
 
-def test_interrupted_and_resumed(monkeypatch):
+def test_interrupted_it_shows_the_best_so_far(monkeypatch):
     placed = []
 
     def interrupted(config, *rest):
@@ -165,16 +164,9 @@ def test_interrupted_and_resumed(monkeypatch):
     monkeypatch.setattr(search_place, "place", interrupted)
     result = run("--top", 4, "--json")
     assert result.exit_code == 130
-    assert "2 strategies are placed: go on with --resume" in result.stderr
+    assert "interrupted: this is the best so far" in result.stderr
     early = json.loads(result.stdout)
     assert not early["whole"] and len(early["strategies"]) == 2
-    again = []
-    monkeypatch.setattr(search_place, "place", lambda config, *rest: again.append(config) or stand_in(config, *rest))
-    resumed = json.loads(run("--top", 4, "--json", "--resume").stdout)
-    assert len(placed) == len(again) == 2 and set(placed).isdisjoint(again)
-    whole = json.loads(run("--top", 4, "--json").stdout)
-    assert len(again) == 6  # without --resume all are placed anew
-    assert resumed["strategies"] == whole["strategies"]
 
 
 def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
@@ -203,14 +195,14 @@ def stand_in_config(asked, one):
     return configuration(asked, one.candidate)
 
 
-def test_placing_in_two_processes(monkeypatch, tmp_path):
+def test_placing_in_two_processes(monkeypatch):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "tp=1", "cp=1", "shard=optimizer")]
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
     times, short = TimeModel(asked.hardware), rank(asked).short_list(2)
-    store, found = Store(asked, times, tmp_path / "state.json"), {}
-    whole = search_place.place_all(asked, short, times, Budget(2), store, found.__setitem__, at_once=2)
-    assert whole and set(found) == set(short) and len(store) == 2
+    found = {}
+    whole = search_place.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
+    assert whole and set(found) == set(short)
     assert not multiprocessing.active_children()
     for one, placement in found.items():
         assert placement.configuration is not None
@@ -219,14 +211,13 @@ def test_placing_in_two_processes(monkeypatch, tmp_path):
         assert placement.step_s <= 1.05 * one.seconds  # layers that cannot be cut cost a little
 
 
-def test_one_process_and_two_find_the_same(monkeypatch, tmp_path):
+def test_one_process_and_two_find_the_same(monkeypatch):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "cp=1", "shard=optimizer", "mode=global")]
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
     times, answers = TimeModel(asked.hardware), []
     for at_once in (1, 2):
-        store = Store(asked, times, tmp_path / f"{at_once}.json")
-        found = search_run.search(asked, 3, Budget(1), store, times, lambda *_: None, at_once)
+        found = search_run.search(asked, 3, Budget(1), times, lambda *_: None, at_once)
         answers.append((found.entries, found.least, found.open, found.placed, found.cut))
     assert answers[0] == answers[1] and not answers[0][-1]
 

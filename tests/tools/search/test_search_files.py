@@ -83,7 +83,7 @@ def family(tmp_path):
 
 
 @pytest.mark.parametrize("target", ["recipe.yaml", "parent.yaml", "oldest.yaml", "other/recipe.yaml"])
-@pytest.mark.parametrize("option", ["--write", "--html", "--state"])
+@pytest.mark.parametrize("option", ["--write", "--html"])
 def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, target):
     monkeypatch.setattr("tools.search.ranking.run.search", None)  # it is refused before the search
     before = {file: file.read_bytes() for file in family.glob("*.yaml")}

@@ -19,7 +19,6 @@ from tools.placement.place import Placement
 from tools.search.ranking.entry import Entry, entry_of
 from tools.search.ranking.place_best import place_all
 from tools.search.ranking.rank import Ranked, rank
-from tools.search.ranking.store import Store
 from tools.search.space.candidates import configuration
 from tools.search.space.limits import PLANNED
 from tools.search.space.request import Request
@@ -104,7 +103,6 @@ def search_schedules(
     request: Request,
     names: Sequence[str],
     budget: Budget,
-    store_of: Callable[[Request], Store],
     times: TimeModel,
     progress: Progress,
     at_once: int | None = None,
@@ -115,7 +113,7 @@ def search_schedules(
         own = replace(request, schedule=name)
         ranking = rank(own, lambda done, of, best: progress("ranking", done, of, best))
         short = ranking.short_list(OF_EACH)
-        entries, whys = _placed(found, own, short, budget, store_of(own), times, at_once)
+        entries, whys = _placed(found, own, short, budget, times, at_once)
         why = "" if entries else whys[0] if whys else "no layout of it is legal and fits"
         best = min(entries, key=lambda entry: (entry.seconds, entry.peak), default=None)
         found.every.append(Scheduled(name, best, why_not(name), why))
@@ -129,7 +127,6 @@ def _placed(
     request: Request,
     short: Sequence[Ranked],
     budget: Budget,
-    store: Store,
     times: TimeModel,
     at_once: int | None,
 ) -> tuple[list[Entry], list[str]]:
@@ -144,5 +141,5 @@ def _placed(
         else:
             entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
 
-    found.whole &= place_all(request, short, times, budget, store, told, at_once)
+    found.whole &= place_all(request, short, times, budget, told, at_once)
     return entries, whys

@@ -16,7 +16,6 @@ from tools.placement.budget import Budget
 from tools.placement.place import Placement, least_seconds, place
 from tools.process.signals import terminate_as_interrupt
 from tools.search.ranking.rank import Ranked
-from tools.search.ranking.store import Store
 from tools.search.space.candidates import configuration
 from tools.search.space.limits import PLANNED
 from tools.search.space.request import Request
@@ -35,7 +34,6 @@ def place_all(
     ranked: Sequence[Ranked],
     times: TimeModel,
     budget: Budget,
-    store: Store,
     told: Told,
     at_once: int | None = None,
 ) -> bool:
@@ -48,22 +46,14 @@ def place_all(
     at_once = min(at_once or processes(), max(1, len(todo)))
     rounds = -(-len(todo) // at_once)
     seconds = max(_LEAST, budget.seconds_left / max(1, rounds))
-    left = []
-    for one in todo:
-        known = store.find(one.candidate, budget.effort)
-        if known is None:
-            left.append(one)
-        else:
-            told(one, known)
     jobs = [
         (configuration(request, one.candidate), times, request.room, budget.effort, seconds, request.groups)
-        for one in left
+        for one in todo
     ]
     try:
         with terminate_as_interrupt():
             for index, placement in _results(_place, jobs, at_once):
-                store.keep(left[index].candidate, placement, budget.effort)
-                told(left[index], placement)
+                told(todo[index], placement)
     except KeyboardInterrupt:
         return False
     return True

@@ -14,7 +14,6 @@ from tools.search.ranking.chances import BOUNDS, EFFORT, Chances
 from tools.search.ranking.entry import Entry, entry_of
 from tools.search.ranking.place_best import bounds_of, place_all
 from tools.search.ranking.rank import Ranked, Ranking, rank
-from tools.search.ranking.store import Store
 from tools.search.ranking.swapping import Swapping
 from tools.search.space.candidates import configuration
 from tools.search.space.limits import PLANNED
@@ -89,7 +88,6 @@ def search(
     request: Request,
     top: int,
     budget: Budget,
-    store: Store,
     times: TimeModel,
     progress: Progress,
     at_once: int | None = None,
@@ -101,7 +99,7 @@ def search(
         found.own = entry_of(request.base, times, "recipe")
     except RecipeError as error:
         found.own_why = str(error)
-    _Placing(found, top, budget, store, times, progress, at_once).run()
+    _Placing(found, top, budget, times, progress, at_once).run()
     return found
 
 
@@ -112,7 +110,6 @@ class _Placing:
     found: Found
     top: int
     budget: Budget
-    store: Store
     times: TimeModel
     progress: Progress
     at_once: int | None
@@ -165,7 +162,7 @@ class _Placing:
                 self.done[one] = entry_of(placement.configuration, self.times, bound=placement.bound_s)
             self.progress("placing", len(self.done) + len(found.dropped), of, self._best)
 
-        return place_all(self.found.request, ranked, self.times, self.budget, self.store, told, self.at_once)
+        return place_all(self.found.request, ranked, self.times, self.budget, told, self.at_once)
 
     @property
     def _best(self) -> float:

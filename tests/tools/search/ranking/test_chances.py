@@ -17,7 +17,6 @@ from tools.search.ranking import place_best
 from tools.search.ranking.chances import Chances
 from tools.search.ranking.rank import rank
 from tools.search.ranking.run import search
-from tools.search.ranking.store import Store
 from tools.search.space.candidates import configuration
 from tools.search.space.limits import PLANNED
 
@@ -52,14 +51,13 @@ def test_no_placement_is_under_its_bounds(changes, cap, draw):
         assert found.least_s <= found.step_s
 
 
-def test_the_bound_of_a_space_is_under_all_its_placements(monkeypatch, tmp_path):
+def test_the_bound_of_a_space_is_under_all_its_placements(monkeypatch):
     """Everything placed: none is under the bound that a search of two placements tells, and it is not far away."""
     monkeypatch.setattr(place_best, "processes", lambda: 1)
     asked = request(4, 8, limits=["pp=2", "cp=1", "shard=optimizer", "mode=global"], model=SMALL, cap=0.9 * GIB)
     times, (_, every) = TimeModel(asked.hardware), planned(asked)
     best = min(place(configuration(asked, one.candidate), times, asked.room, Budget(1)).step_s for one, _ in every)
-    store = Store(asked, times, tmp_path / "state.json")
-    found = search(asked, 2, Budget(1), store, times, lambda *_: None)
+    found = search(asked, 2, Budget(1), times, lambda *_: None)
     assert 2 <= found.placed < len(every)
     assert 0.5 * best < found.least <= best <= found.entries[0].seconds
     assert not found.cut and found.effort == 1
