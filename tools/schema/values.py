@@ -244,7 +244,7 @@ MODEL: dict[str, Spec] = {
     "mask_func_type": _enum("attn_mask_fill"),
     "architectures": _TEXT_LIST,
     "num_nextn_predict_layers": {"types": ["int", "null"], "min": 0, "most": 1, "rule": "mtp_layers"},
-    "offset": {"types": ["int", "list", "str"]},  # text: `auto` or a Megatron layout, which `tools.auto` resolves
+    "offset": {"types": ["int", "list", "str"]},  # text: `auto` or a Megatron layout, which `tools.layout` resolves
     "moe_layer_freq": {"types": ["int", "list"]},
     "rope_scaling": {"types": ["dict", "null"]},
     **{
