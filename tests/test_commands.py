@@ -234,8 +234,9 @@ def stop_at_long_work(monkeypatch):
     monkeypatch.setattr("tools.doctor.nodes.ask.Popen", popen)
     monkeypatch.setattr(os, "execv", start)
     monkeypatch.setattr("launch.agent.loop.Agent.run", start)  # of `tc3 train`, too; it would wait for other nodes
-    for name in ("search.ranking.run.search", "placement.optimise.optimise", "search.layout_cli.make_layout"):
-        monkeypatch.setattr(f"tools.{name}", start)
+    monkeypatch.setattr("tools.search.ranking.run.search", start)
+    monkeypatch.setattr("tools.placement.optimise.optimise", start)
+    monkeypatch.setattr("tools.search.layout_cli.make_layout", start)
 
 
 @pytest.mark.parametrize("command", BENCHMARKS, ids=str)
