@@ -19,7 +19,7 @@ RECIPE = str(ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml")
 RUNS = 5
 WORK = {
     "import mindformers": "import mindformers",
-    "tc3 check, pure": "from tools.check import check_recipe; check_recipe(sys.argv[1])",
+    "tc3 check, pure": "from tools.check.check import check_recipe; check_recipe(sys.argv[1])",
     "tc3 check": "from tools.check.cli import check; check()",
 }
 

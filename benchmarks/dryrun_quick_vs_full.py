@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from tools.check.check import check_recipe
-from tools.dryrun.cli import compile_all, without_files
-from tools.dryrun.jobs import Plan, plan_jobs
+from tools.dryrun.compiles import compile_all
+from tools.dryrun.jobs import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
 from tools.ranges import Number

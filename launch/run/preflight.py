@@ -18,7 +18,7 @@ from launch.run.msrun import ROOT, worker_count
 from plugins.errors import CheckpointError, ClusterError, DataError, RecipeError, did_you_mean
 from plugins.sealed_checkpoint.plan import fault
 from plugins.semi_auto_cpu.chosen import chosen
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.check.differences import modelled
 from tools.check.dispatch import check_dispatch
 from tools.checkpoint.scan import iterations

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tests.training import runs
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 

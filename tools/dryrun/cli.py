@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,12 @@ from typing import Any
 import click
 from rich.console import Console
 
-from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
-from tools.dryrun.compile import cache
-from tools.dryrun.compile.job import Job
-from tools.dryrun.compile.pool import run_jobs
-from tools.dryrun.diagnose import diagnose
-from tools.dryrun.jobs import Plan, plan_jobs
+from tools.dryrun.compiles import compile_all
+from tools.dryrun.diagnose import refusal_of
+from tools.dryrun.jobs import plan_jobs, resized, without_files
 from tools.dryrun.picture import draw
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
@@ -30,7 +27,7 @@ from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
 from tools.process.waiting import saying
 from tools.ranges import Number
-from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View, limit_of
 from tools.schema.versions import require_verified, unverified_option
@@ -138,103 +135,6 @@ def dryrun(
         console = Console(highlight=False)
         render(report, console if console.is_terminal else Console(highlight=False, width=_WIDTH))
     sys.exit(1 if report["problems"] else 0)
-
-
-def resized(recipe: Recipe, devices: int | None) -> Recipe:
-    """The recipe for another number of devices, by its data-parallel degree.
-
-    Raises:
-        RecipeError: the other degrees do not divide the devices.
-    """
-    if devices is None:
-        return recipe
-    view = View(recipe)
-    other = view.tp * view.pp * view.cp
-    if devices % other:
-        degrees = f"model_parallel x pipeline_stage x context_parallel = {other}"
-        near = devices // other * other or other
-        raise RecipeError(f"--devices {devices} is no multiple of {degrees}; {near} is one")
-    dp = devices // other
-    changes = [f"parallel_config.data_parallel={dp}"]
-    rows = view.get(("parallel", "dataset_strategy"))
-    if isinstance(rows, list):
-        wanted = [[dp, *row[1:]] if isinstance(row, list) and row else row for row in rows]
-        if wanted != rows:
-            changes.append(f"parallel.dataset_strategy={json.dumps(wanted, default=str)}")
-    return apply_overrides(recipe, changes)
-
-
-def without_files(recipe: Recipe) -> Recipe:
-    """The recipe without what it says of files of the host.
-
-    That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
-    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level alone.
-    """
-    context = recipe.get("context") or {}
-    for key in ("save_graphs", "save_graphs_path"):
-        context.pop(key, None)
-    ascend = context.get("ascend_config")
-    if isinstance(ascend, dict) and ascend.pop("parallel_speed_up_json_path", None) is not None:
-        context.setdefault("dataset_broadcast_opt_level", 3)
-    return recipe
-
-
-def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Results of the plan's jobs in their order, from the cache where it has them.
-
-    Args:
-        texts: the texts of the final graphs are wanted, too; they lie at `cache.text_of`.
-    """
-    known = {
-        place: {**found, "cached": True}
-        for place, job in enumerate(plan.jobs)
-        if use_cache and (found := cache.find(job)) and ("error" in found or not texts or cache.text_of(job).is_file())
-    }
-    missing = [place for place in range(len(plan.jobs)) if place not in known]
-    try:
-        results = _compile([plan.jobs[place] for place in missing], at_once, texts)
-    except KeyboardInterrupt:
-        click.echo("interrupted; the compiles that were over are kept", err=True)
-        sys.exit(130)
-    both = known | dict(zip(missing, results, strict=False))  # after a refusal some places have none
-    return [both[place] for place in sorted(both)]
-
-
-def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> list[dict[str, Any]]:
-    """Compile with a bar on a terminal; a result is kept as soon as it is there."""
-    if not jobs:
-        return []
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        click.echo(f"compiling {len(jobs)} rank{'s' * (len(jobs) > 1)}, each a minute or more", err=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("compiling", total=len(jobs))
-        running: set[int] = set()
-
-        def told(job: Job, event: str, seconds: float, result: dict[str, Any] | None) -> None:
-            if event == "running":
-                if not console.is_terminal:
-                    click.echo(f"stage {job.stage} (rank {job.rank}): still compiling after {seconds:.0f} s", err=True)
-                return
-            running.symmetric_difference_update({job.rank})
-            names = ", ".join(map(str, sorted(running)))
-            bar.update(task, advance=event == "done", description=f"compiling rank {names}" if names else "compiling")
-            if result is not None:
-                cache.keep(job, result)
-                if not console.is_terminal:
-                    click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
-
-        return run_jobs(jobs, told, at_once, [cache.text_of(job) for job in jobs] if texts else ())
-
-
-def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
-    """Why a rank did not compile, in one line."""
-    again = " (cached; --no-cache)" if result.get("cached") else ""
-    error = result["error"]
-    return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
 
 
 def _refuse(lines: Sequence[str], as_json: bool) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from tools.estimate.from_recipe import LEVEL
 from tools.recipe.load import Recipe
@@ -59,6 +61,13 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
     key = _first(_KEYS, said) or source_key(message)
     place = f"{key}: " if key else ""
     return f"{place}{kind}: {said}" + ("" if key else " (no key of the recipe is known for this message)")
+
+
+def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
+    """Why a rank did not compile, in one line."""
+    again = " (cached; --no-cache)" if result.get("cached") else ""
+    error = result["error"]
+    return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
 
 
 def _internal(recipe: Recipe | None) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import dataclass
 
 from plugins.errors import RecipeError
 from tools.dryrun.compile.job import Job
 from tools.dryrun.stages import Stage, stages_of
 from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
 
 ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reaches its steady state within
@@ -61,3 +63,42 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
     jobs = [Job(small, rank, rank // per_stage) for rank in ranks]
     stands_for = {stages[job.stage].signature: place for place, job in reversed(list(enumerate(jobs)))}
     return Plan(stages, jobs, [stands_for.get(stage.signature, -1) for stage in stages], compiled)
+
+
+def resized(recipe: Recipe, devices: int | None) -> Recipe:
+    """The recipe for another number of devices, by its data-parallel degree.
+
+    Raises:
+        RecipeError: the other degrees do not divide the devices.
+    """
+    if devices is None:
+        return recipe
+    view = View(recipe)
+    other = view.tp * view.pp * view.cp
+    if devices % other:
+        degrees = f"model_parallel x pipeline_stage x context_parallel = {other}"
+        near = devices // other * other or other
+        raise RecipeError(f"--devices {devices} is no multiple of {degrees}; {near} is one")
+    dp = devices // other
+    changes = [f"parallel_config.data_parallel={dp}"]
+    rows = view.get(("parallel", "dataset_strategy"))
+    if isinstance(rows, list):
+        wanted = [[dp, *row[1:]] if isinstance(row, list) and row else row for row in rows]
+        if wanted != rows:
+            changes.append(f"parallel.dataset_strategy={json.dumps(wanted, default=str)}")
+    return apply_overrides(recipe, changes)
+
+
+def without_files(recipe: Recipe) -> Recipe:
+    """The recipe without what it says of files of the host.
+
+    That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
+    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level alone.
+    """
+    context = recipe.get("context") or {}
+    for key in ("save_graphs", "save_graphs_path"):
+        context.pop(key, None)
+    ascend = context.get("ascend_config")
+    if isinstance(ascend, dict) and ascend.pop("parallel_speed_up_json_path", None) is not None:
+        context.setdefault("dataset_broadcast_opt_level", 3)
+    return recipe

@@ -15,9 +15,10 @@ from plugins.errors import RecipeError
 from plugins.operator_fusion.plan import LEVELS, Fusion
 from tools.auto.resolve import resolve
 from tools.check.check import require_sound
-from tools.dryrun.cli import compile_all, refusal_of, resized, without_files
 from tools.dryrun.compile.cache import text_of
-from tools.dryrun.jobs import plan_jobs
+from tools.dryrun.compiles import compile_all
+from tools.dryrun.diagnose import refusal_of
+from tools.dryrun.jobs import plan_jobs, resized, without_files
 from tools.dryrun.quick import quick_plan
 from tools.estimate.device_time import DeviceTimes
 from tools.estimate.efficiency import cluster as find_cluster

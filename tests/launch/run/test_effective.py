@@ -4,7 +4,7 @@ import pytest
 
 from launch.run.effective import steps_overrides
 from plugins.errors import RecipeError
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 

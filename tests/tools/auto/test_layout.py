@@ -13,7 +13,7 @@ from tools.auto.layout import even_layout, inputs_of
 from tools.auto.layout_file import digest_of, path_of, read_layout, write_layout
 from tools.auto.make_layout import NothingFits, make_layout
 from tools.auto.resolve import resolve
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import peak_memory
 from tools.hardware.units import GIB

@@ -21,7 +21,7 @@ from tools.accuracy.align.recipe import written
 from tools.auto.layout_file import LayoutFile, digest_of, path_of, write_layout
 from tools.auto.make_layout import make_layout
 from tools.auto.resolve import resolve, resolve_for_check
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.dryrun.jobs import plan_jobs
 from tools.estimate.from_recipe import from_recipe
 from tools.imbalance.recipe import setting_of

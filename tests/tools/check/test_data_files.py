@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.check.mutations import LOADER, MODEL, put
 from tests.tools.check.test_mutations import ROOT, plain
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.data.index import IndexWriter
 
 MINI = plain(ROOT / "recipes" / "mini" / "pretrain.yaml")

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from tests.tools.check.mutations import MODEL, PARALLEL
 from tests.tools.check.test_mutations import RECIPES, ROOT, name
 from tests.tools.check.test_rules import INTERLEAVED, MINI, SEMI, ZBV, change, findings
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.check.cli import check
 from tools.recipe.load import load_recipe
 from tools.recipe.override import dotted

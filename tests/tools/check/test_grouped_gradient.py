@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, has, mutations, plain, put, text_of
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 SKIPPED = ("base", "card.yaml")

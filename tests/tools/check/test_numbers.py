@@ -9,7 +9,7 @@ from plugins.errors import RecipeError
 from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, leaves, put
 from tests.tools.check.test_rules import MINI, SEMI, findings
 from tests.tools.check.test_shipped import SITE
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.ranges import RECIPE
 from tools.recipe.load import load_recipe, read_recipe
 from tools.recipe.numbers import bad_numbers

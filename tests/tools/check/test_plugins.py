@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, put
 from tests.tools.check.test_mutations import ROOT, plain
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.override import dotted
 from tools.schema.schema import load_schema
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 
 SITE = Path(importlib.util.find_spec("mindformers").origin).parent.parent
 SHIPPED = SITE / "configs" / "telechat3_moe" / "pretrain_telechat3_105b_a4b_4k.yaml"

@@ -14,10 +14,11 @@ from click.testing import CliRunner
 
 from launch.cli import tc3
 from plugins.errors import TC3Error
-from tools.dryrun.cli import compile_all, resized, without_files
 from tools.dryrun.compile import cache
 from tools.dryrun.compile import rank as compiling
 from tools.dryrun.compile.job import Job
+from tools.dryrun.compiles import compile_all
+from tools.dryrun.jobs import resized, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.recipe.dump import dump_recipe

@@ -4,7 +4,7 @@ import pytest
 
 from plugins.errors import ClusterError
 from tests.tools.fusion.small_graphs import node, text_of
-from tools.dryrun import cli
+from tools.dryrun import compiles
 from tools.dryrun.compile import cache
 from tools.dryrun.compile.rank import keep_text
 from tools.dryrun.graph.text import read_graph
@@ -37,14 +37,14 @@ def test_a_result_without_its_text_is_compiled_again(tmp_path, monkeypatch):
             file.write_bytes(b"")
         return [{"rank": job.rank} for job in jobs]
 
-    monkeypatch.setattr(cli, "run_jobs", run_jobs)
+    monkeypatch.setattr(compiles, "run_jobs", run_jobs)
     for job in plan.jobs:
         cache.keep(job, {"rank": job.rank})
-    cli.compile_all(plan, 1, True)
+    compiles.compile_all(plan, 1, True)
     assert asked == []
-    cli.compile_all(plan, 1, True, texts=True)
-    cli.compile_all(plan, 1, True, texts=True)
+    compiles.compile_all(plan, 1, True, texts=True)
+    compiles.compile_all(plan, 1, True, texts=True)
     assert asked == [[0, 512]]
     cache.text_of(plan.jobs[1]).unlink()
-    cli.compile_all(plan, 1, True, texts=True)
+    compiles.compile_all(plan, 1, True, texts=True)
     assert asked == [[0, 512], [512]]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tools.search.overlay.test_write import LARGE, MTP, read_back, tables
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_numbers import numbers_of, places, table_of_numbers

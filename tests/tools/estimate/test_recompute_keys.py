@@ -6,7 +6,7 @@ import yaml
 
 from plugins.errors import RecipeError
 from tests.tools.search.overlay.test_write import LARGE, MTP, PER_STAGE, read_back, with_selection
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe, select_of
 from tools.recipe.load import load_recipe

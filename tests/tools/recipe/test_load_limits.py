@@ -6,7 +6,7 @@ import time
 import pytest
 
 from plugins.errors import RecipeError
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.files.small_yaml import MAX_VALUES
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError
 from tools.auto.layout_file import read_layout
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.estimate.memory.error import known_errors
 from tools.search.layout_cli import layout
 

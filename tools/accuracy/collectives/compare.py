@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.exchange.calls import CallRecord
 from tools.accuracy.collectives.run import refuse_unsharded
-from tools.dryrun.cli import compile_all, without_files
+from tools.dryrun.compiles import compile_all
 from tools.dryrun.diagnose import diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
-from tools.dryrun.jobs import plan_jobs
+from tools.dryrun.jobs import plan_jobs, without_files
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 

@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[3]
 _CODE = (
     *("plugins", "launch/workers/dryrun_rank.py", "tools/recipe/view.py", "tools/check/arithmetic.py"),
     "tools/schema/defaults.py",
-    *(f"tools/dryrun/compile/{name}.py" for name in ("rank", "training_step", "inputs", "virtual_cluster")),
-    *("tools/dryrun/layout.py", "tools/dryrun/graph", "tools/estimate/memory/modules.py"),
+    *("tools/dryrun/compile/rank.py", "tools/dryrun/compile/virtual_cluster.py", "tools/dryrun/layout.py"),
+    *("tools/dryrun/graph/text.py", "tools/dryrun/graph/collectives.py", "tools/dryrun/graph/activations.py"),
+    "tools/estimate/memory/modules.py",
 )
 _PACKAGES = ("mindspore", "mindformers")
 

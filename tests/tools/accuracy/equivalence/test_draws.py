@@ -13,7 +13,7 @@ from tools.accuracy.equivalence.draws import draw_cases, misfit
 from tools.accuracy.equivalence.matrix import choose
 from tools.accuracy.equivalence.runs import RunFailedError
 from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 

@@ -8,7 +8,7 @@ from tests.training.runs import ROOT
 from tools.accuracy.equivalence import strategies
 from tools.accuracy.equivalence.matrix import choose
 from tools.accuracy.equivalence.sharding import BIAS_CALLBACK, EXECUTED_ROWS, USUAL, Sharding, derive_sharded
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 

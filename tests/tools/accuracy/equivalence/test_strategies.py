@@ -8,7 +8,7 @@ from plugins.errors import RecipeError
 from tests.training.runs import ROOT
 from tools.accuracy.equivalence import runs, strategies
 from tools.accuracy.equivalence.matrix import choose
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.data.index import IndexReader
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe

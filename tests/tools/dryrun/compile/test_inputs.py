@@ -3,8 +3,8 @@
 import pytest
 
 from tests.tools.check.test_rules import MINI, SEMI, change
-from tools.dryrun.cli import resized
 from tools.dryrun.compile.inputs import shapes_of
+from tools.dryrun.jobs import resized
 from tools.recipe.view import LOADER, View
 
 STRATEGY = ("parallel", "dataset_strategy")

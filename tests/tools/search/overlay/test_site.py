@@ -2,7 +2,7 @@ from dataclasses import replace
 
 from tests.tools.search.overlay.test_write import LARGE, PLUGGED, read_back
 from tools.auto.resolve import resolve
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
 from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe

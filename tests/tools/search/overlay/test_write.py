@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
 from tools.auto.resolve import resolve
-from tools.check import check_recipe
+from tools.check.check import check_recipe
 from tools.dryrun.stages import stages_of
 from tools.estimate.configuration import Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
