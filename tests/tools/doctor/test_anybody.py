@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.host.roots import OUTPUTS
+
 ROOT = Path(__file__).resolve().parents[3]
 TC3 = [sys.executable, "-c", "from launch.cli import main; main()"]
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
@@ -45,7 +47,7 @@ def test_somebody_without_rights_is_told_what_wants_root(folder):
         pytest.skip("becoming somebody else wants root and setpriv")
     if subprocess.run([*NOBODY, *TC3, "--help"], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
         pytest.skip("nobody may not read this checkout or this Python")
-    output = (ROOT / "tests/tools/host/outputs/910B2C_23.0.2.1.txt").read_text()
+    output = (OUTPUTS / "910B2C_23.0.2.1.txt").read_text()
     (folder / "npu-smi").write_text(REFUSE.replace("$ANSWER", output))
     (folder / "npu-smi").chmod(0o755)
     root, nobody = verdicts(folder), verdicts(folder, *NOBODY)

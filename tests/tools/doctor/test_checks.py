@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools.doctor.recorded import NEW, OLD
-from tests.tools.host.roots import PAIRS, cpuset_files, numa_files, topology, write
+from tests.tools.host.roots import OUTPUTS, PAIRS, cpuset_files, numa_files, topology, write
 from tools.doctor.checks import CHECKS, Patient, examine
 from tools.doctor.cli import MODULES
 from tools.host.root import Root
@@ -16,7 +16,6 @@ from tools.recipe.view import View
 
 ROOT = Path(__file__).resolve().parents[3]
 LARGE, MINI = (ROOT / "recipes" / name for name in ("telechat3_438b/pretrain_4k.yaml", "mini/pretrain_dp2.yaml"))
-OUTPUTS = ROOT / "tests" / "tools" / "host" / "outputs"
 CPU = "sys/devices/system/cpu"
 LIMITS = "Limit                     Soft Limit           Hard Limit           Units     \n"
 SMI, COMMON = "outputs/npu-smi_info.txt", "outputs/npu-smi_info_-t_common_-i_5.txt"

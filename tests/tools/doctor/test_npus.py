@@ -1,18 +1,15 @@
-"""The checks of NPUs on what real tools printed, by generation of driver; tests/tools/host/outputs/SOURCES.md."""
+"""The checks of NPUs on what real tools printed, by generation of driver; SOURCES.md beside the outputs says whose."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.tools.host.roots import write
+from tests.tools.host.roots import OUTPUTS, write
 from tools.doctor.checks import CHECKS, Patient
 from tools.doctor.facts import gather
 from tools.doctor.npu import ascend_versions
 from tools.host.root import Root
 
-OUTPUTS = Path(__file__).resolve().parents[1] / "host" / "outputs"
 SMI = "outputs/npu-smi_info.txt"
 ASCEND = "usr/local/Ascend"
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tools.host.root import Root, expand
 
+OUTPUTS = Path(__file__).with_name("outputs")  # of real tools; SOURCES.md among them says whose
+
 # `npu-smi info -t topo` of an Atlas 800T A2 (910B3), ModelScope's ms-swift, its page on NPU support
 TOPOLOGY = """
 \t   NPU0       NPU1       NPU2       NPU3       NPU4       NPU5       NPU6       NPU7       CPU Affinity

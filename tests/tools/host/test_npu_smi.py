@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
+from tests.tools.host.roots import OUTPUTS
 from tools.host import npu_smi
 
-OUTPUTS = Path(__file__).with_name("outputs")
 # file -> (version, (device, card, name, health, bus) of each chip, processes or None where no table is shown)
 TABLES = {
     "910B_22.0.4.1": ("22.0.4.1", [(0, 0, "910B", "OK", "0000:81:00.0")], None),
