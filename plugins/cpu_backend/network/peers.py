@@ -7,8 +7,6 @@ import os
 import socket
 
 import numpy as np
-from mindspore import Tensor, ops
-from mindspore.communication import get_group_size, get_rank
 
 from plugins.cpu_backend.network.transport import Mesh
 
@@ -30,6 +28,9 @@ def connect(timeout: float = 120.0) -> None:
     """
     if _open:
         return
+    from mindspore import Tensor, ops
+    from mindspore.communication import get_group_size, get_rank
+
     rank, size = get_rank(), get_group_size()
     new = Mesh(rank, size, timeout)
     host, port = new.listen(_own_address())

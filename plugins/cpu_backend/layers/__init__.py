@@ -1,1 +1,0 @@
-"""The layers of the model on CPU: what MindFormers builds from operators that CPU has not."""

@@ -1,1 +1,0 @@
-"""Experts that move in a sharded graph: on Ascend, and in semi-auto parallel on CPU."""
