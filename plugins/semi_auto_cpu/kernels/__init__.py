@@ -1,6 +1,7 @@
 """Operators that MindSpore cannot compute on CPU, in NumPy: `KERNELS` and `LOW_PRECISION` (see `registry.py`)."""
 
-from plugins.semi_auto_cpu.kernels import (  # noqa: F401  importing a module enters its operators
+# ruff: noqa: F401  importing a module enters its operators
+from plugins.semi_auto_cpu.kernels import (
     elementwise,
     grouped_matmul,
     indexing,
@@ -13,7 +14,7 @@ from plugins.semi_auto_cpu.kernels import (  # noqa: F401  importing a module en
     sort,
     status,
 )
-from plugins.semi_auto_cpu.kernels.attention import operators  # noqa: F401
+from plugins.semi_auto_cpu.kernels.attention import operators
 from plugins.semi_auto_cpu.kernels.registry import KERNELS, LOW_PRECISION
 
 __all__ = ["KERNELS", "LOW_PRECISION"]
