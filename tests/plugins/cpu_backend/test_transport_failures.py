@@ -16,7 +16,7 @@ from plugins.cpu_backend.network.transport import Mesh
 from plugins.errors import ClusterError
 from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_wrong_row_count_names_the_rank_and_both_counts():

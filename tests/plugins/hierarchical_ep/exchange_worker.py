@@ -6,7 +6,7 @@ Outputs, all gradients, and the bytes that each rank sent to each other. Exit co
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import mindspore as ms
 import numpy as np

@@ -22,7 +22,7 @@ from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.traffic import per_rank_bytes
 from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(inter=25e6, intra=250e6)
 
 
