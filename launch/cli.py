@@ -39,6 +39,8 @@ COMMANDS = {
 }
 # group -> command -> module:attribute, for commands whose room lies above their group's
 NESTED = {"data": {"imbalance": "tools.imbalance.cli:imbalance_command"}}
+# name -> distribution; msprobe is the import name of the last (the README says which project not to install)
+STACK = {"MindSpore": "mindspore", "MindFormers": "mindformers", "mindstudio-probe": "mindstudio-probe"}
 
 
 class LazyGroup(click.Group):
@@ -85,10 +87,24 @@ def _command(place: str) -> click.Command:
     return getattr(importlib.import_module(module), attribute)
 
 
+def version_text() -> str:
+    """One line a part of the stack, and which pair the recipes and tools were verified with."""
+    import platform
+
+    from tools.schema.versions import installed, verified  # imported only here, so that --help stays instant
+
+    names = {"tc3": "telechat3-moe-recipes", **STACK}
+    lines = [f"{name} {installed(distribution) or 'not installed'}" for name, distribution in names.items()]
+    wanted = verified()
+    pair = f"MindSpore {wanted['mindspore']} with MindFormers {wanted['mindformers']}"
+    same = all(installed(distribution) == version for distribution, version in wanted.items())
+    return "\n".join(
+        [*lines, f"Python {platform.python_version()}", f"verified: {pair}{'' if same else ' (not what is here)'}"]
+    )
+
+
 def _version(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        from launch.version import version_text
-
         click.echo(version_text())
         ctx.exit()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,14 @@ from launch.generate.answers import Ready, Refused  # noqa: E402
 from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import CheckpointError, TC3Error  # noqa: E402
-from tools.recipe.load import load_recipe  # noqa: E402
+from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.schema.versions import require_verified  # noqa: E402
+from tools.weights.convert.plan import model_of, plan_conversion  # noqa: E402
 from tools.weights.hugging_face.names import STATE  # noqa: E402
+from tools.weights.hugging_face.sizes import check_config, tied  # noqa: E402
+from tools.weights.source import Source, open_source  # noqa: E402
+
+Reader = Callable[[str], np.ndarray]  # a parameter's name -> its whole value
 
 
 class Model:
@@ -79,8 +84,6 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
     """
     from mindspore import Tensor
 
-    from launch.generate.weights import reader
-
     read = reader(weights, load_recipe(recipe))
     for parameter in network.get_parameters():
         if parameter.name.endswith(STATE):
@@ -90,6 +93,46 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
             shapes = f"{list(array.shape)}, the recipe's model has {list(parameter.shape)}"
             raise CheckpointError(f"{weights}: {parameter.name} is {shapes}: weights of another model")
         parameter.set_data(Tensor(array))
+
+
+def reader(weights: Path, recipe: Recipe) -> Reader:
+    """A function from a parameter's name to its whole value, experts in logical order.
+
+    Args:
+        weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: of its model.
+
+    Raises:
+        CheckpointError: not whole, or not of this model; the function raises it for what is missing.
+    """
+    source = open_source(weights)
+    return _from_hugging_face(source, recipe) if source.form == "Hugging Face" else _from_mindformers(source)
+
+
+def _from_mindformers(source: Source) -> Reader:
+    def read(name: str) -> np.ndarray:
+        if name not in source.headers:
+            raise CheckpointError(f"{source.path}: holds no {name}, which the recipe's model has: of another model")
+        array, differing = source.read(name)
+        if differing:
+            ranks = ", ".join(map(str, differing))
+            raise CheckpointError(f"{source.path}: {name}: the copies of ranks {ranks} are not the first rank's")
+        return array.astype(np.float32)
+
+    return read
+
+
+def _from_hugging_face(source: Source, recipe: Recipe) -> Reader:
+    sizes = model_of(recipe)
+    compared = check_config(source.path, sizes)
+    one_file = sum(header.bytes for header in source.headers.values())
+    plan = plan_conversion(source.headers, sizes, "MindFormers", None, one_file, compared and tied(source.path))
+    entries = {entry.mindformers: entry for shard in plan.shards for entry in shard.entries}
+
+    def read(name: str) -> np.ndarray:
+        parts = [source.read(plan.stands_for.get(part, part))[0] for part in entries[name].parts]
+        return entries[name].join(parts).astype(np.float32)
+
+    return read
 
 
 def serve(recipe: Path, weights: Path, pipe: Connection) -> None:

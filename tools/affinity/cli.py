@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -14,31 +13,10 @@ from plugins.errors import ClusterError
 from tools.affinity import msrun
 from tools.affinity.isolate import isolation
 from tools.affinity.picture import picture
-from tools.affinity.plan import Plan, how_far, make_plan
-from tools.affinity.topology import Host, read_host
+from tools.affinity.plan import Plan, how_far
+from tools.affinity.topology import Host, read_host, root_option
 from tools.files.atomic import check_writable, write_atomically
-from tools.host.root import OUTPUTS, Root, compress
-from tools.ranges import RANGES, Range
-from tools.recipe.load import load_recipe
-from tools.recipe.view import View
-
-_RECORDED = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a recorded one has some
-
-
-def _recorded(context: click.Context, option: click.Parameter, root: Path) -> Path:
-    """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
-    if not any((root / name).is_dir() for name in _RECORDED):
-        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_RECORDED)}")
-    return root
-
-
-root_option = click.option(
-    "--root",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
-    default=Path("/"),
-    callback=_recorded,
-    help="A recorded host instead of this one.",
-)
+from tools.host.root import Root, compress
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -56,7 +34,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
         check_writable(bind_file)
     source = Root(root)
     host = read_host(source)
-    plan = plan_for(host, recipe, workers)
+    plan = msrun.plan_for(host, recipe, workers)
     numactl = source.has_tool("numactl")
     if bind_file is not None:
         if not plan.binds:
@@ -64,32 +42,6 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
         write_atomically(bind_file, json.dumps(msrun.bind_file(plan, numactl), indent=1) + "\n")
     answer = as_dict(plan, numactl)
     click.echo(json.dumps(answer) if as_json else _text(plan, answer, bind_file))
-
-
-def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
-    """The plan for the workers of a recipe on one node, for so many, or for one on each NPU.
-
-    Raises:
-        ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.
-    """
-    view = View(load_recipe(recipe)) if recipe is not None else None
-    on_cpu = not host.npus or (view is not None and view.on_cpu)
-    npus, notes = ([], []) if on_cpu else msrun.visible(os.environ, list(host.npus))
-    if workers is not None and (wrong := Range(1, RANGES["workers"].high).refusal(workers)):
-        raise ClusterError(f"--workers {workers} {wrong}")
-    count = workers or (_on_a_node(view, on_cpu) if view is not None else len(npus))
-    if not count:
-        raise ClusterError("no NPU is seen here: name a RECIPE or the number of --workers")
-    if view is not None and on_cpu and not view.on_cpu:
-        notes = [*notes, "the recipe is for NPUs, of which none is seen here: planned as for workers on CPU"]
-    plan = make_plan(host, count, None if on_cpu else npus)
-    plan.notes[:0] = notes
-    return plan
-
-
-def _on_a_node(view: View, on_cpu: bool) -> int:
-    """Workers that a launch starts on one host: all of them on CPU."""
-    return view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)
 
 
 def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:

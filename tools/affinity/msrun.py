@@ -6,13 +6,19 @@ Sources, below the installed `mindspore`: `parallel/cluster/process_entity/_bind
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tools.affinity.plan import Plan
+from plugins.errors import ClusterError
+from tools.affinity.plan import Plan, make_plan
 from tools.affinity.topology import Host
 from tools.host.root import compress
+from tools.ranges import RANGES, Range
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
 
 _VISIBLE = re.compile(r"\d+(?:,\d+)*")
 
@@ -136,3 +142,29 @@ def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int],
     if npus and (gone := sorted(set(listed).difference(npus))):
         notes.append(f"{name}: this host has no NPU {', '.join(map(str, gone))}")
     return sorted(set(listed).intersection(npus)), notes
+
+
+def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
+    """The plan for the workers of a recipe on one node, for so many, or for one on each NPU.
+
+    Raises:
+        ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.
+    """
+    view = View(load_recipe(recipe)) if recipe is not None else None
+    on_cpu = not host.npus or (view is not None and view.on_cpu)
+    npus, notes = ([], []) if on_cpu else visible(os.environ, list(host.npus))
+    if workers is not None and (wrong := Range(1, RANGES["workers"].high).refusal(workers)):
+        raise ClusterError(f"--workers {workers} {wrong}")
+    count = workers or (_on_a_node(view, on_cpu) if view is not None else len(npus))
+    if not count:
+        raise ClusterError("no NPU is seen here: name a RECIPE or the number of --workers")
+    if view is not None and on_cpu and not view.on_cpu:
+        notes = [*notes, "the recipe is for NPUs, of which none is seen here: planned as for workers on CPU"]
+    plan = make_plan(host, count, None if on_cpu else npus)
+    plan.notes[:0] = notes
+    return plan
+
+
+def _on_a_node(view: View, on_cpu: bool) -> int:
+    """Workers that a launch starts on one host: all of them on CPU."""
+    return view.devices if on_cpu and view.on_cpu else min(view.devices, view.node)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import click
 
 from plugins.errors import ClusterError
 from tools.affinity.cpuset import allowed, msrun_sees
 from tools.host import npu_smi
-from tools.host.root import Root, expand
+from tools.host.root import OUTPUTS, Root, expand
 
 NODES = "/sys/devices/system/node"
 OWN, SOCKET = 10, 20  # distances of the ACPI: a node's own is 10; below 20 is taken for the same socket
@@ -130,3 +133,22 @@ def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | Non
     """The node of a PCI device; Linux says -1 where the firmware does not."""
     number = int(root.read(f"/sys/bus/pci/devices/{bus}/numa_node") or -1)
     return number if number in nodes else None
+
+
+_RECORDED = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a recorded one has some
+
+
+def _recorded(context: click.Context, option: click.Parameter, root: Path) -> Path:
+    """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
+    if not any((root / name).is_dir() for name in _RECORDED):
+        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_RECORDED)}")
+    return root
+
+
+root_option = click.option(
+    "--root",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    default=Path("/"),
+    callback=_recorded,
+    help="A recorded host instead of this one.",
+)

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-from tools.affinity.cli import root_option
+from tools.affinity.topology import root_option
 from tools.doctor import needs, network, npu, processor, system
 from tools.doctor.checks import COLOURS, Finding, Patient, examine
 from tools.doctor.facts import gather

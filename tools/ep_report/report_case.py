@@ -33,7 +33,7 @@ MORE_CHUNKS = 4
 REPORT_STEP = 39.969  # seconds of a step of 438B on 4,096 devices (report table 5, tool-generated)
 _TITLE = """# The report's case, modelled
 
-Made by `python -m tools.ep_report.report_case > tools/ep_report/report_case.md`; nothing here was measured.
+Made by `python -m tools.ep_report.report_case > tools/experts/report_case.md`; nothing here was measured.
 """
 _HEADER = (
     *("model", "EP", "nodes", "mesh", "between nodes, MB: global", "hierarchical", "deduplicated"),

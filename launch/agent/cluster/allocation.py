@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launch.run.msrun import ROOT
 from plugins.errors import ClusterError
 
 NOTICE = 300  # seconds between the manager's SIGTERM and its SIGKILL: time for a checkpoint
-DECISION = Path(__file__).with_name("decision.sh")  # what both kinds of script ask after their agents ended
+DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask after their agents ended
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch.generate.forward import forward_recipe
-from launch.generate.weights import reader
+from launch.generate.worker import reader
 from plugins.errors import CheckpointError
 from tests.tools.checkpoint.saved import Saved
 from tools.accuracy.reference.weights import initial_weights

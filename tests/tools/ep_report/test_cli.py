@@ -139,6 +139,6 @@ def test_the_table_is_markdown_and_says_what_it_is():
 
 
 def test_the_committed_table_is_current():
-    file = ROOT / "tools" / "ep_report" / "report_case.md"
+    file = ROOT / "tools" / "experts" / "report_case.md"
     made = CliRunner().invoke(main, []).stdout
-    assert file.read_text() == made, "python -m tools.ep_report.report_case > tools/ep_report/report_case.md"
+    assert file.read_text() == made, "python -m tools.ep_report.report_case > tools/experts/report_case.md"

@@ -22,8 +22,9 @@ from typing import IO, Any
 
 import click
 
+import tools
 from plugins.errors import ClusterError
-from tools.affinity.cli import plan_for
+from tools.affinity.msrun import plan_for
 from tools.affinity.topology import read_host
 from tools.doctor.checks import Patient
 from tools.doctor.probe.form import Link, Probe, Worker
@@ -35,7 +36,7 @@ from tools.process.waiting import Progressing
 
 # The workers of a probe as processes: started, asked, and ended whatever happens.
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(tools.__file__).resolve().parents[1]
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

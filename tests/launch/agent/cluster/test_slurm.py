@@ -64,7 +64,7 @@ def test_the_file_is_clean(tmp_path):
     for file, text in zip(files, texts, strict=True):
         file.write_text(text)
     shellcheck = Path(sys.executable).with_name("shellcheck")
-    sources = (ROOT / "launch/agent/cluster").glob("*.sh")
+    sources = (ROOT / "launch/agent").glob("*.sh")
     done = subprocess.run([shellcheck, *files, *sources], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

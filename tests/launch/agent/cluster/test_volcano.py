@@ -13,6 +13,7 @@ import yaml
 
 from launch.agent.cluster.allocation import Allocation
 from launch.agent.cluster.volcano import pod_script, volcano_job
+from launch.run.msrun import ROOT
 from tests.launch.agent.cluster.openapi import broken
 
 NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
@@ -40,7 +41,7 @@ def schema_of(short):
     return {"type": "object", "properties": {name: schema_of(each) for name, each in short.items()}}
 
 
-SCHEMA = schema_of(yaml.safe_load(Path(__file__).with_name("volcano_job.yaml").read_text()))
+SCHEMA = schema_of(yaml.safe_load((ROOT / "tests/launch/agent/volcano_job.yaml").read_text()))
 
 
 def job(**other):

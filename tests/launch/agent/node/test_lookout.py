@@ -3,7 +3,6 @@
 import shutil
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from launch.agent.node.lookout import Lookout
 from launch.agent.node.part import last_words
 from launch.agent.node.stuck import Place
 from launch.run.failure import worker_failure
+from launch.run.msrun import ROOT
 from tests.launch.agent.ends import attempt
 from tools.runs.attempts import BEAT, Beat, End, Plan, file_of, folder_of
 
@@ -67,7 +67,7 @@ def recorded(tmp_path, monkeypatch):
 
     (What the lookout of `host` says of the end of its worker, or of the other one's.)
     """
-    here = Path(__file__).parent / "recorded"
+    here = ROOT / "tests/launch/agent/recorded"
     for node, name in ((0, "scheduler"), (0, "worker_0"), (1, "worker_1")):
         (tmp_path / f"node_{node}").mkdir(exist_ok=True)
         shutil.copy(here / f"link_down_{name}.txt", tmp_path / f"node_{node}" / f"{name}.log")

@@ -71,7 +71,6 @@ def callback(monkeypatch):
         ),
         "mindformers.tools.utils": SimpleNamespace(get_real_rank=lambda: 1),
         "mindspore.train.callback": SimpleNamespace(Callback=object),
-        "launch.workers.accuracy_pynative": SimpleNamespace(),
     }
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)

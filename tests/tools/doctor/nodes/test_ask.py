@@ -8,16 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
+from launch.run.msrun import ROOT
 from tests.tools.doctor.nodes.reports import report
 from tools.doctor.nodes.ask import AT_ONCE, Trouble, ask_all
 from tools.doctor.report import Report
 
-ROOT = Path(__file__).resolve().parents[4]
 TC3 = [sys.executable, "-c", "from launch.cli import main; main()"]
 # its last two arguments are the host and the command, which a shell of the host would run
 SSH = f"""#!{sys.executable}

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from launch.run.msrun import ROOT
 from tools.doctor import cli
 from tools.doctor.probe import run
 from tools.doctor.probe.outliers import gate, outliers
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = ROOT / "tests/tools/doctor/recorded_probes"
 NAMED = {
     "clean": set(),
     "throttled": {("worker 1", "matmul"), ("worker 1", "memory")},  # a tenth of a core by cpu.cfs_quota_us

@@ -2,11 +2,11 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from launch.run.msrun import ROOT
 from plugins.errors import TC3Error
 from tools.accuracy.reference.weights import initial_weights
 from tools.recipe.load import load_recipe
@@ -16,7 +16,7 @@ from tools.weights.hugging_face.names import hugging_face_shapes
 from tools.weights.hugging_face.sizes import config_of
 from tools.weights.source import INDEX, open_source
 
-RECIPES = Path(__file__).resolve().parents[4] / "recipes"
+RECIPES = ROOT / "recipes"
 MINI = RECIPES / "mini" / "pretrain.yaml"
 
 

@@ -1,6 +1,7 @@
-"""Keep how MindFormers laid out the checkpoint of a run: what `tools.weights.reshard.target` must say of its recipe.
+r"""Keep how MindFormers laid out the checkpoint of a run: what `tools.weights.reshard.target` must say of its recipe.
 
-    python -m tests.tools.weights.reshard.freeze RECIPE ITERATION [RECIPE ITERATION ...] > frozen/layouts.json
+    python -m tests.tools.weights.reshard.freeze RECIPE ITERATION [RECIPE ITERATION ...] \
+        > tests/tools/weights/frozen/layouts.json
 
 Moments lie as their weights, which is looked at here; gradients that add up over micro-batches are never saved.
 """

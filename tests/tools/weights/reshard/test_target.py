@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from tools.weights.hugging_face.names import table
 from tools.weights.reshard import target
 from tools.weights.reshard.target import target_of
 
-FROZEN = json.loads((Path(__file__).parent / "frozen" / "layouts.json").read_text())
+FROZEN = json.loads((ROOT / "tests/tools/weights/frozen/layouts.json").read_text())
 FULL = ["105b/pretrain_4k", "438b/pretrain_4k", "438b/pretrain_4k_searched", "1119b/pretrain_4k", "36b/pretrain_8k"]
 
 

@@ -1,5 +1,5 @@
 # shellcheck shell=bash disable=SC2016,SC2154,SC2164 # the upper part sets the variables, and -e
-# ---- from here on the same in every file; the source is launch/agent/cluster/slurm_body.sh
+# ---- from here on the same in every file; the source is launch/agent/slurm_body.sh
 
 fail() {
     printf 'error: %s\n' "$*" >&2
