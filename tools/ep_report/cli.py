@@ -84,8 +84,7 @@ def ep_report(
         from tools.ep_report.render import draw
 
         click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
-    from tools.ep_report.render import as_json as content
-    from tools.ep_report.render import print_text
+    from tools.ep_report.render import content, print_text
 
     if as_json:
         click.echo(json.dumps(content(advices, str(recipe))))

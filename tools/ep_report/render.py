@@ -20,7 +20,7 @@ from tools.files.figure import new_figure, save_figure
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
 
 
-def as_json(advices: Sequence[Advice], source: str) -> dict[str, Any]:
+def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
     """One object; bytes, seconds and shares; pairs are [without overlap, with overlap]."""
     first = advices[0]
     return {
