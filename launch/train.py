@@ -39,6 +39,7 @@ from plugins.operator_fusion import adapter as operator_fusion  # noqa: E402
 from plugins.sealed_checkpoint.plan import ATTEMPT  # noqa: E402
 from plugins.semi_auto_cpu.chosen import chosen  # noqa: E402
 from tools.auto.resolve import resolve  # noqa: E402
+from tools.process import light_nltk  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
@@ -90,6 +91,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
         from plugins.cpu_backend import compat
 
         compat.before_mindformers(distributed=recipe.get("use_parallel", False))
+    light_nltk.import_it()
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.tools.utils import get_real_rank
 

@@ -25,6 +25,7 @@ from launch.generate.answers import Ready, Refused  # noqa: E402
 from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
 from launch.workers.lifeline import die_with_parent  # noqa: E402
 from plugins.errors import CheckpointError, TC3Error  # noqa: E402
+from tools.process import light_nltk  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
 from tools.schema.versions import require_verified  # noqa: E402
 from tools.weights.convert.plan import model_of, plan_conversion  # noqa: E402
@@ -64,6 +65,7 @@ class Model:
 
 def build(recipe: Path) -> Any:
     """The network of a recipe, by the steps of launch/train.py and of MindFormers' trainer."""
+    light_nltk.import_it()
     from mindformers import MindFormerConfig, build_context
     from mindformers.models import build_network
 

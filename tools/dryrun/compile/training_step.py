@@ -20,6 +20,7 @@ import numpy as np
 
 from plugins.private_hooks import replaced
 from tools.dryrun.compile.inputs import shapes_of
+from tools.process import light_nltk
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -55,6 +56,7 @@ def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], 
     """
     os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
     plain = _without_files(recipe, folder)
+    light_nltk.import_it()
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.core.context import parallel
     from mindspore._c_expression import AutoParallelContext
