@@ -69,7 +69,12 @@ def steps(run_dir, rank=0):
 
 def wait_for_step(run, run_dir, step):
     """Return when `step` is on record; fails when the run ends before."""
-    while step not in steps(run_dir):
+    metrics, seen = Path(run_dir) / "metrics" / "rank_0.jsonl", 0
+    while True:
+        size = metrics.stat().st_size if metrics.exists() else 0
+        if size != seen and step in steps(run_dir):
+            return
+        seen = size
         assert run.poll() is None, run.communicate()[0]
         time.sleep(0.02)
 
@@ -99,16 +104,18 @@ def kill_all(run_dir):
 
 
 def train_and_watch(recipe, run_dir, corpus, **environment):
-    """Train to the end; returns rank -> thread -> its allowed cores, as /proc last said of each thread it ever had."""
+    """Train on two workers to the end; returns rank -> thread -> its allowed cores, as /proc last said of each."""
     run = start(recipe, run_dir, corpus, **environment)
-    threads = {}
+    threads, workers = {}, {}
     while run.poll() is None:
-        for process in processes_of(run_dir):
+        for process in [] if len(workers) == 2 else processes_of(run_dir):
             with contextlib.suppress(psutil.Error):
                 environ = process.environ()
                 if environ.get("MS_ROLE") == "MS_WORKER":
-                    threads.setdefault(environ["RANK_ID"], {}).update(allowed_cores(process.pid))
-        time.sleep(0.3)
+                    workers[process.pid] = environ["RANK_ID"]
+        for pid, rank in workers.items():
+            threads.setdefault(rank, {}).update(allowed_cores(pid))
+        time.sleep(0.5)
     assert run.returncode == 0, run.communicate()[0]
     run.stdout.close()
     return threads

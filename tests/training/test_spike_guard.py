@@ -1,6 +1,7 @@
 """A batch of nonsense in the middle of training: the guarded run ends as one that never saw it.
 
-Its data is its own, so the graph is compiled here, once, and loaded by the two starts that follow.
+Its data is its own, so the graph is compiled here, once, of one layer with experts, and loaded by the two starts that
+follow.
 """
 
 import shutil
@@ -16,6 +17,7 @@ from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 
 pytestmark = pytest.mark.slow
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": 0}
 BAD, BATCH = 10, 4  # the step whose tokens are replaced, samples of a step
 GUARD = {"window": 8, "rollbacks": 1}
 
@@ -42,6 +44,7 @@ def poisoned(corpus, tmp_path_factory):
 def guarded(folder, **settings):
     """The recipe with the plugin on."""
     flat = load_recipe(runs.TINY)
+    flat["model"]["model_config"] |= ONE_LAYER
     flat["plugins"]["spike_guard"] = {**GUARD, **settings}
     dump_recipe(flat, folder / "guarded.yaml")
     return folder / "guarded.yaml"

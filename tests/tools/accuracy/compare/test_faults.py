@@ -14,7 +14,11 @@ from tools.accuracy.compare.run import compare_dumps
 from tools.accuracy.dumps.read import open_dump
 
 FAULTS = Path(__file__).parent / "fault"
-SMALL = ("train_dataset.data_loader.config.seq_length=16", "model.model_config.max_position_embeddings=16")
+SMALL = (
+    "train_dataset.data_loader.config.seq_length=16",
+    "model.model_config.max_position_embeddings=16",
+    "model.model_config.num_nextn_predict_layers=0",
+)
 
 
 def dump(corpus, out, fault=""):  # noqa: F811
@@ -45,7 +49,7 @@ def test_a_rerun_is_clean_and_faults_are_placed(corpus, tmp_path):  # noqa: F811
 
     # the first step's learning rate is 0: until the weights after the second, this is a rerun of the same
     report = compare_dumps(golden, dump(corpus, tmp_path / "decay", "decay"))
-    assert all(row.error == 0 for row in report.rows if row.step < 2) and len(report.rows) > 1000
+    assert all(row.error == 0 for row in report.rows if row.step < 2) and len(report.rows) > 800
     assert {row.kind for row in report.findings} == {"update"} and report.first["backward"] is None
     assert report.first["weights"].step == 2 and "weight decay" in report.meaning()
 
