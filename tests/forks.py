@@ -35,6 +35,7 @@ class Forks:
         command = [sys.executable, "-m", "tests.forks", *map(str, self.outputs)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+        self.seconds = 0.0  # of all forks so far
 
     def python(self, *arguments, cwd=ROOT, **environment):
         """Run `python -m MODULE ...` or `python -c CODE ...` to its end."""
@@ -44,12 +45,14 @@ class Forks:
         answer = self.process.stdout.readline()
         assert answer, "the process that forks has died: its own words are on stderr"
         code, seconds = answer.split()
+        self.seconds += float(seconds)
         timing.add_forked(float(seconds))
         return Done(int(code), *(path.read_text(errors="replace") for path in self.outputs))
 
     def close(self):
         self.process.stdin.close()
         self.process.wait(timeout=30)
+        timing.add_forked(-self.seconds)  # from here on the kernel counts them among what this process has waited for
         self.process.stdout.close()
 
 
