@@ -4,6 +4,7 @@ docs/architecture.md explains the rooms.
 """
 
 import ast
+import functools
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -58,7 +59,10 @@ def imports(path: Path) -> set[str]:
     return found & MODULE_PATHS.keys()
 
 
-GRAPH = {name: imports(path) for name, path in MODULE_PATHS.items()}
+@functools.cache  # not read while tests are collected, which each process does
+def graph() -> dict[str, set[str]]:
+    """Module -> what it imports."""
+    return {name: imports(path) for name, path in MODULE_PATHS.items()}
 
 
 def room(module: str) -> str:
@@ -68,14 +72,14 @@ def room(module: str) -> str:
 
 
 def test_every_room_has_its_row():
-    rooms = {room(module) for module in GRAPH} - {"tools"}
+    rooms = {room(module) for module in graph()} - {"tools"}
     assert rooms == ROW.keys()
 
 
 def test_rooms_import_from_below_only():
     wrong = [
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in graph().items()
         for other in others
         if room(module) != room(other) and "tools" not in (module, other) and ROW[room(module)] <= ROW[room(other)]
     ]
@@ -84,7 +88,7 @@ def test_rooms_import_from_below_only():
 
 def test_no_import_goes_round_in_a_circle():
     try:
-        TopologicalSorter({module: others - {module} for module, others in GRAPH.items()}).prepare()
+        TopologicalSorter({module: others - {module} for module, others in graph().items()}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -93,7 +97,7 @@ def test_tools_import_of_plugins_what_needs_no_framework():
     """Adapters import MindFormers; what a tool takes of a plugin is planning code."""
     wrong = [
         f"{module} imports {other}"
-        for module, others in GRAPH.items()
+        for module, others in graph().items()
         if module.startswith("tools.")
         for other in others
         if other.startswith("plugins.") and "adapter" in other.split(".")[-1]
