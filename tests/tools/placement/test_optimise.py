@@ -105,9 +105,9 @@ def test_annealing_alone_and_the_model_alone_find_the_best(tmp_path):
     best = problem.step_times(plans[problem.fits(plans)]).min()
     by_chance = first_plan(problem)
     assert by_chance.time > best
-    anneal(by_chance, by_chance.plan[None], Budget(1.0), np.random.default_rng(0))
+    anneal(by_chance, by_chance.plan[None], Budget(0.1), np.random.default_rng(0))
     by_model = first_plan(problem)
-    search_near(by_model, PathModel(problem), Budget(1.0), np.random.default_rng(0))
+    search_near(by_model, PathModel(problem), Budget(0.1), np.random.default_rng(0))
     assert by_chance.time == by_model.time == best
 
 
