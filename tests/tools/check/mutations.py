@@ -85,7 +85,7 @@ def leaves(node, path=()):
 
 @st.composite
 def mutations(draw, recipe):
-    """(description, YAML text) of one spoilt recipe."""
+    """(description, one spoilt recipe): a dict, or the YAML text of what no dict can be."""
     kind = draw(st.sampled_from(KINDS))
     return globals()[kind](draw, recipe)
 
@@ -106,7 +106,7 @@ def misspelt(draw, recipe):
     changed = copy.deepcopy(recipe)
     parent = at(changed, path[:-1])
     parent[wrong] = parent.pop(path[-1])
-    return f"misspelt {path} as {wrong}", text_of(changed)
+    return f"misspelt {path} as {wrong}", changed
 
 
 def misplaced(draw, recipe):
@@ -118,7 +118,7 @@ def misplaced(draw, recipe):
     changed = copy.deepcopy(recipe)
     value = at(changed, path[:-1]).pop(path[-1])
     at(changed, target)[path[-1]] = value
-    return f"moved {path} to {target}", text_of(changed)
+    return f"moved {path} to {target}", changed
 
 
 def duplicated(draw, recipe):
@@ -143,20 +143,20 @@ def wrong_type(draw, recipe):
     allowed = [*([[True]] if path[-1] in FLAG_LISTS else []), *([2.5] if path[-1] in REAL else [])]
     wrong = [other for other in wrong if other not in allowed]
     new = draw(st.sampled_from(wrong))
-    return f"{path}: {value!r} -> {new!r}", text_of(put(recipe, path, new))
+    return f"{path}: {value!r} -> {new!r}", put(recipe, path, new)
 
 
 def impossible_choice(draw, recipe):
     path = draw(st.sampled_from([path for path in CHOICES if has(recipe, path)]))
     value = at(recipe, path)
     new = 9 if isinstance(value, int) else draw(st.sampled_from([f"{value}x", "nonsense", value[:-1]]))
-    return f"{path}: {value!r} -> {new!r}", text_of(put(recipe, path, new))
+    return f"{path}: {value!r} -> {new!r}", put(recipe, path, new)
 
 
 def structural(draw, recipe):
     """A number that no longer fits the others."""
     path, value = draw(st.sampled_from(list(_structural(recipe))))
-    return f"{path} -> {value!r}", text_of(put(recipe, path, value))
+    return f"{path} -> {value!r}", put(recipe, path, value)
 
 
 def _structural(recipe):
