@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -48,7 +49,7 @@ def run_here(row: Row, folder: Path, capfd: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # what `main` puts there is gone after the test
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     environment, handlers = dict(os.environ), {number: signal.getsignal(number) for number in _SIGNALS}
-    before = set(psutil.Process().children(recursive=True))
+    before = _children(os.getpid())
     capfd.readouterr()
     start = time.monotonic()
     try:
@@ -62,7 +63,7 @@ def run_here(row: Row, folder: Path, capfd: pytest.CaptureFixture[str], monkeypa
             signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environment)
-    left = [_words(child) for child in set(psutil.Process().children(recursive=True)) - before]
+    left = [_words(child) for child in map(psutil.Process, _children(os.getpid()) - before)]
     return Ended(code, "".join(capfd.readouterr()), seconds, 0, [words for words in left if "tracker" not in words])
 
 
@@ -121,6 +122,15 @@ def _watched(process: subprocess.Popen[bytes], row: Row) -> tuple[str, float]:
         process.stdout.close()
     assert pressed or not row.interrupt, f"it never said {row.interrupt!r}: {b''.join(parts)!r}"
     return b"".join(parts).decode(errors="replace"), pressed
+
+
+def _children(process: int) -> set[int]:
+    """Ids of all processes that come from one. The kernel knows them; psutil reads what is said of every process."""
+    found: set[int] = set()
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found |= set(map(int, file.read_text().split()))
+    return found.union(*map(_children, found))
 
 
 def _session(process: psutil.Process) -> int:
