@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.accuracy.compare.run import compare_dumps
-from tools.accuracy.dumps import marker
+from tools.accuracy.dumps import write as marker
+from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.read import open_dump
 
 SIZES = [(128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]  # 64 KiB to 1 MiB
@@ -55,7 +55,7 @@ def write(folder, count):
         stack = {str(n): [[key], ["File model.py, line 1"]] for n, key in enumerate(data)}
         (rank / "stack.json").write_text(json.dumps(stack))
         (rank / "construct.json").write_text(json.dumps(dict.fromkeys(data)))
-        marker.write(folder / side, True)
+        marker.mark(folder / side, True)
     os.sync()
 
 

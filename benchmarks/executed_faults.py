@@ -27,12 +27,11 @@ from typing import Any
 import click
 
 from plugins.semi_auto_cpu.exchange.disturbance import VARIABLE
-from tools.accuracy.equivalence.compare import Finding, finding_text
-from tools.accuracy.equivalence.executed import read_executed
-from tools.accuracy.equivalence.executed_gates import compare_executed
+from tools.accuracy.equivalence.executed import compare_executed, read_executed
 from tools.accuracy.equivalence.runs import Trained, make_corpus
 from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded
 from tools.accuracy.equivalence.strategies import one_worker
+from tools.accuracy.equivalence.trained import Finding, finding_text
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 

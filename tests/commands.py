@@ -89,7 +89,7 @@ _TC3: dict[str, Way] = {
     **dict.fromkeys(("accuracy equivalence", "accuracy collectives"), START),
     "accuracy ops": Way("by", "tests/tools/accuracy/operators"),
     "accuracy fusion": Way("by", "tests/tools/accuracy/fusion"),
-    "accuracy compare": Way("by", "tests/tools/accuracy/compare/test_faults.py"),
+    "accuracy compare": Way("by", "tests/tools/accuracy/dumps/test_compare.py"),
     "experts restore-order": Way("by", "tests/tools/experts/test_restore.py"),
 }
 # words that make another thing of a command, or want what the folder does not have

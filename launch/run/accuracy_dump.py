@@ -1,8 +1,8 @@
 """`tc3 accuracy dump`: a recipe through the path of `tc3 train`, with msprobe's debugger in every worker.
 
-The command line stands in tools/accuracy/dumps/cli.py, which becomes this process:
+The command line stands in tools/accuracy/cli.py, which becomes this process:
 
-    python launch/run/accuracy_dump.py JOB      JOB is `tools.accuracy.dumps.marker.Job` as JSON
+    python launch/run/accuracy_dump.py JOB      JOB is `tools.accuracy.dumps.write.Job` as JSON
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from launch.run.size import Size  # noqa: E402
 from launch.run.summary import complain  # noqa: E402
 from launch.run.supervise import Outcome, supervise  # noqa: E402
 from plugins.errors import DataError, TC3Error  # noqa: E402
-from tools.accuracy.dumps import marker  # noqa: E402
-from tools.accuracy.dumps.marker import Job  # noqa: E402
-from tools.accuracy.dumps.read import WEIGHTS, open_dump  # noqa: E402
+from tools.accuracy.dumps import write  # noqa: E402
+from tools.accuracy.dumps.read import WEIGHTS_FOLDER, open_dump  # noqa: E402
+from tools.accuracy.dumps.write import Job  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe  # noqa: E402
 from tools.recipe.override import apply_overrides  # noqa: E402
@@ -71,7 +71,7 @@ def run(job: Job) -> int:
     new = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     facts = {**asdict(job), "out": str(out), "workers": worker_count(recipe)}
-    marker.write(out, False, **facts)
+    write.mark(out, False, **facts)
     dump_recipe(recipe, out / "recipe.yaml")
     outcome = _supervised(recipe, out, job)
     if outcome.code and not outcome.failure:
@@ -82,7 +82,7 @@ def run(job: Job) -> int:
         complain(outcome.failure)
         click.echo(f"The dump in {out} is not whole", err=True)
         return outcome.code
-    marker.write(out, True, **facts)
+    write.mark(out, True, **facts)
     click.echo(
         f"dumped: {out}: {job.steps} step{'s' * (job.steps > 1)}, {len(open_dump(out).ranks)} rank(s), {job.level} "
         f"{job.task}, {dumped_bytes(out) / 1e6:,.0f} MB"
@@ -109,7 +109,7 @@ def full(out: Path) -> Failure | None:
 
 def dumped_bytes(out: Path) -> int:
     """What msprobe and we wrote below a dump's folder, without logs and the like."""
-    places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS)
+    places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS_FOLDER)
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 
 

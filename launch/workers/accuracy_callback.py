@@ -8,9 +8,8 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_rank
 from mindspore.train.callback import Callback
 
-from tools.accuracy.dumps.debugger import debugger
-from tools.accuracy.dumps.read import WEIGHTS
-from tools.accuracy.dumps.weights import dump_weights
+from tools.accuracy.dumps.read import WEIGHTS_FOLDER
+from tools.accuracy.dumps.write import debugger, dump_weights
 
 WITHOUT_WEIGHTS = ("L1", "L2")  # levels at which msprobe hooks no cell
 
@@ -52,7 +51,7 @@ class AccuracyDump(Callback):
 
     def _dump_weights(self, network):
         """Of now: what the next step would start from. Where msprobe shows weights, they are one step more."""
-        folder = self.run_dir / WEIGHTS if self.level in WITHOUT_WEIGHTS else self.run_dir
+        folder = self.run_dir / WEIGHTS_FOLDER if self.level in WITHOUT_WEIGHTS else self.run_dir
         dump_weights(network, folder / f"step{self.steps}" / f"rank{get_real_rank()}", self.level, self.task)
 
 

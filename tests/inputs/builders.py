@@ -280,7 +280,7 @@ def weights_of_mini(folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from tests.inputs.rows import ROOT
-    from tools.accuracy.reference.weights import initial_weights
+    from tools.accuracy.reference.start import initial_weights
     from tools.data.tokenizer import train
     from tools.recipe.load import load_recipe
     from tools.weights.convert.plan import model_of

@@ -9,9 +9,9 @@ from safetensors.numpy import save_file
 
 from launch.generate.loop import continuation
 from launch.generate.sampling import likeliest
+from tests.tools.accuracy.reference.forward import Forward
 from tests.training import runs
-from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.weights import initial_weights
+from tools.accuracy.reference.start import initial_weights
 from tools.data.tokenizer import Coder, load
 from tools.recipe.load import load_recipe
 from tools.weights.convert.plan import model_of

@@ -14,7 +14,7 @@ from plugins.expert_balance.record import load_file
 from plugins.expert_balance.record import read as read_loads
 from tests.training import runs
 from tests.training.conftest import shared
-from tools.accuracy.collectives.compare import DIFFERS, compare_run
+from tools.accuracy.collectives import DIFFERS, compare_run
 from tools.dryrun.executed import calls_file
 from tools.recipe.load import load_recipe
 

@@ -1,27 +1,186 @@
-"""`tc3 accuracy`: exit code 0 when everything passes, 1 when something fails, 2 for a wrong input."""
+"""`tc3 accuracy`: its group, and the commands ops, dump, compare and collectives; the others have a cli of their own.
+
+Exit codes: 0 everything passes, 1 something fails or differs, 2 a wrong input or an unknown result.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 from rich.console import Console
 
-from plugins.errors import did_you_mean
+from plugins.errors import RecipeError, did_you_mean
 from tools.accuracy.align.cli import align
-from tools.accuracy.collectives.cli import collectives_command
-from tools.accuracy.compare.cli import compare
-from tools.accuracy.dumps.cli import dump
+from tools.accuracy.dumps.read import LEVELS, TASKS
+from tools.accuracy.dumps.write import Job
 from tools.accuracy.equivalence.cli import equivalence_command
 from tools.accuracy.fusion.cli import fusion_command
-from tools.accuracy.pages import check_page
-from tools.accuracy.promotion import DEFAULT, NAMES
+from tools.accuracy.judge import DEFAULT, NAMES
+from tools.accuracy.pages import check_out, check_page
 from tools.files.atomic import write_atomically
+from tools.process.signals import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
+
+SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "run" / "accuracy_dump.py"
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the dump.")
+@click.option("--mini", is_flag=True, help="Dump a mini of RECIPE on CPU: its architecture at toy size.")
+@click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Training steps.")
+@click.option("--level", default="L0", show_default=True, type=click.Choice(LEVELS), help="What is hooked; see above.")
+@click.option(
+    "--task",
+    type=click.Choice(TASKS),
+    help="Each tensor's max, min, mean and norm, or all its values too.  [default: statistics; tensor at L2]",
+)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@unverified_option
+def dump(
+    recipe: Path, out: Path, mini: bool, steps: int, level: str, task: str | None, overrides: tuple[str, ...]
+) -> None:
+    """Train RECIPE for a few steps and dump every tensor with msprobe, for `tc3 accuracy compare`.
+
+    Statistics are small (2 MB for recipes/mini/pretrain.yaml, where values take 1.2 GB) and enough to find where two
+    runs part. What changes places or cancels they do not show: dump values (--task tensor) to prove two runs equal, or
+    to look at the tensors themselves. A dump that fills its disk is ended before nothing is left free.
+
+    No edit to model or recipe is needed. L0 hooks cells, L1 functions, mix both: these run in PyNative, which is 20 to
+    40 times slower than a graph; L2 dumps the kernels of the compiled graph. The weights after the last step are
+    dumped too, and at L1 and L2, which show no weights, those before the first, so that `compare` can judge the
+    optimizer's updates, even that of a single step; from statistics as far as they tell.
+
+    Exit codes: 0 dumped, 1 a worker failed or the disk is full, 2 something to mend first, 130/143 interrupted (nothing
+    is left then).
+    """
+    if level == "L2" and task == "statistics":
+        raise click.UsageError("L2 dumps values only: leave --task out")
+    task = task or ("tensor" if level == "L2" else "statistics")
+    require_verified()
+    job = Job(str(recipe), str(out), mini, steps, level, task, list(overrides))
+    os.execv(sys.executable, [sys.executable, str(SCRIPT), json.dumps(asdict(job))])
+
+
+@click.command()
+@click.argument("golden", type=click.Path(path_type=Path))
+@click.argument("bench", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for compare.json and rows.csv.")
+@click.option("--html", "page", is_flag=True, help="Write OUT/compare.html too: one self-contained page.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--promoted", is_flag=True, help="GOLDEN computed in a wider data type: that alone is no finding.")
+def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
+    """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first that diverges.
+
+    Every tensor is judged by the report's Table 2, by data type and accumulation count. A difference of values, shape
+    or data type, a factor that scales a whole tensor, a weight's update that is not the same, a call that only one side
+    has, a NaN, and an infinity that only one side has are findings. The first one of the forward pass, of the backward
+    pass, among the weights and in state that no gradient trains (counters, biases, caches) is named, and the headline
+    says what the earliest of them usually means. A rerun on the same device must have none. Dumps of statistics are
+    judged by these; what they cannot tell is said.
+
+    Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
+    """
+    if page and not out:
+        raise click.UsageError("--html writes OUT/compare.html: give --out")
+    from tools.accuracy.dumps.compare import compare_dumps
+    from tools.accuracy.dumps.read import open_dump
+    from tools.accuracy.dumps.render import print_report, write_files
+
+    sides = open_dump(golden), open_dump(bench)
+    check_out(out, golden, bench)
+    with Progressing("comparing tensors") as progress:
+
+        def tell(done: int, total: int) -> None:
+            progress.show(f"{done:,} of {total:,} tensors compared", done, total)
+
+        report = compare_dumps(*sides, promoted, tell)
+    if out:
+        for file in write_files(report, out, page):
+            click.echo(f"written: {file}", err=True)
+    if as_json:
+        click.echo(json.dumps(report.as_json()))
+    else:
+        print_report(report, Console(highlight=False))
+    sys.exit(0 if report.passed else 1)
+
+
+if TYPE_CHECKING:
+    from tools.accuracy.collectives import Verdict
+
+_SHOWN = 10  # differences of a rank
+
+
+@click.command("collectives")
+@click.argument("recipe", metavar="RECIPE|RUN", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the run's files in this folder.")
+@click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@unverified_option
+def collectives_command(
+    recipe: Path, overrides: tuple[str, ...], keep: Path | None, jobs: int | None, as_json: bool
+) -> None:
+    """Compare the collectives that CPU processes execute with those that `tc3 dryrun` reports.
+
+    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; a recipe for Ascend as the mini that
+    keeps its parallel strategy (`tc3 train --mini --parallel`). Every rank of the same recipe is compiled, too. Name,
+    ranks, type and shape of each collective, tags of Sends and Receives, and the order must agree for every rank.
+    Instead of a recipe, the folder of a sharded run may be given: nothing is trained then.
+
+    Exit codes: 0 equal; 1 they differ, line by line; 2 unknown, because something did not run, or a wrong input.
+    """
+    from tools.accuracy import collectives as compare
+    from tools.accuracy import collectives as run
+    from tools.accuracy.equivalence.runs import RunFailedError
+
+    require_verified()
+    if recipe.is_dir():
+        if overrides or keep:
+            raise click.UsageError("--set and --keep are for a recipe: a run's folder is compared as it is")
+        _tell(recipe, compare.compare_run(recipe, jobs), as_json)
+    flat = run.sharded_recipe(recipe, overrides)
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise RecipeError(f"--keep {keep}: the folder is not empty")
+    with terminate_as_interrupt(), _folder(keep) as folder:
+        click.echo(f"{flat.source}: training {run.STEPS} steps", err=True)
+        try:
+            verdict = compare.compare_run(run.train(flat, Path(folder)), jobs)
+        except RunFailedError as error:
+            verdict = compare.Verdict(compare.UNKNOWN, f"the training failed: {error}")
+    _tell(recipe, verdict, as_json)
+
+
+def _folder(keep: Path | None) -> AbstractContextManager[Path | str]:
+    return nullcontext(keep.absolute()) if keep else tempfile.TemporaryDirectory(prefix="tc3-collectives-")
+
+
+def _tell(what: Path, verdict: Verdict, as_json: bool) -> NoReturn:
+    """Print the verdict and end with its exit code."""
+    from tools.accuracy.collectives import DIFFERS, EQUAL
+
+    if as_json:
+        click.echo(json.dumps({"recipe": str(what), **verdict.as_json()}))
+    else:
+        for rank in verdict.ranks:
+            names = ", ".join(f"{count} {name}" for name, count in rank.by_name.items())
+            click.echo(f"rank {rank.rank}: {rank.calls} collectives, {rank.bytes / 2**20:.2f} MiB: {names}")
+            for line in rank.differences[:_SHOWN]:
+                click.echo(f"  {line}")
+            if len(rank.differences) > _SHOWN:
+                click.echo(f"  and {len(rank.differences) - _SHOWN} more (--json has all)")
+        click.echo(f"{verdict.word}: {verdict.why}" if verdict.why else verdict.word)
+    sys.exit({EQUAL: 0, DIFFERS: 1}.get(verdict.word, 2))
 
 
 class DtypeName(click.ParamType):
@@ -79,7 +238,7 @@ def ops(
     Exit codes: 0 nothing failed, 1 failures found, 2 a wrong input.
     """
     if list_only:
-        from tools.accuracy.operators.render import list_lines
+        from tools.accuracy.operators.report import list_lines
 
         click.echo("\n".join(list_lines()))
         return
@@ -99,14 +258,14 @@ def ops(
             rows += verify(spec, dtype, device, reruns, seed)
     report = Report(device.name, seed, reruns, rows)
     if page:
-        from tools.accuracy.operators.html import html
+        from tools.accuracy.operators.report import html
 
         write_atomically(page, html(report))
         click.echo(f"written: {page}", err=True)
     if as_json:
         click.echo(json.dumps(report.as_json()))
     else:
-        from tools.accuracy.operators.render import print_report
+        from tools.accuracy.operators.report import print_report
 
         print_report(report, Console(highlight=False))
     sys.exit(0 if report.passed else 1)
@@ -114,7 +273,7 @@ def ops(
 
 def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     """(spec, data type) to run: those of `names` or all, in the order of the table."""
-    from tools.accuracy.operators.specs.table import SPECS
+    from tools.accuracy.operators.table import SPECS
 
     known = list(dict.fromkeys([*SPECS, *(name.split(".")[0] for name in SPECS)]))
     for name in names:

@@ -1,22 +1,103 @@
-"""Is a result near enough to the golden baseline?
+"""Whether a result is near enough to its golden baseline: data types, tolerances and the judgement by them.
 
-The report allows "the actual error" to be within Table 2 and does not define it. Ours, for each element:
-
-    error = |got - want| / max(|want|, rms(want), smallest)
-
-rms is over the finite elements of the tensor and smallest is the type's smallest normal number: relative where a
-result is large, relative to the tensor's scale where it cancels to near zero, and no more than a type can hold where
-everything is denormal. The largest error of the tensor is compared with the tolerance. Infinities and NaN must be
-where the baseline has them.
+The golden baseline computes in a wider type than the one that is tested (report, section 3.1 (1)). How far a result may
+be off is Table 2 of the report, by data type and by how many terms an element accumulates; its numbers stand in
+tolerance.yaml, and `systematic` gives what a factor that scales a whole tensor may be. `judge` measures the largest
+relative error of a tensor against that, `judge_special` infinities, NaN and zeros.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
-from tools.accuracy.promotion import SMALLEST, rounded
+from tools.hardware.units import LONG
+
+NAMES = {**LONG, "hf32": "hfloat32"}
+DEFAULT = ("float32", "float16", "bfloat16")
+# half the distance of 1 to the next number; hf32's 11 fraction bits are from memory
+ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "hfloat32": 2.0**-12}
+# smallest normal number
+SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126, "hfloat32": 2.0**-126}
+# largest finite number
+LARGEST = {
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": 2.0**127 * (2 - 2.0**-7),
+    "hfloat32": float(np.finfo(np.float32).max),
+}
+
+
+def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
+    """What the golden baseline of inputs of `dtype` is computed in."""
+    return np.float64 if dtype == "float32" and wide else np.float32
+
+
+def round_bfloat16(values: np.ndarray) -> np.ndarray:
+    """The nearest bfloat16 of each float32, ties to even, as float32 (any shape); NaN stays NaN."""
+    values = np.asarray(values, np.float32)
+    bits = values.view(np.uint32)
+    # the upper half of a float32 is a bfloat16: add just under half of its last place, one more where it is odd
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(values), np.float32(np.nan), rounded.view(np.float32))
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values as `dtype` holds them: float16 as such, all others as float32; integers and booleans as they are."""
+    if not np.issubdtype(values.dtype, np.floating):
+        return values
+    with np.errstate(over="ignore", under="ignore"):
+        if dtype == "float16":
+            return values.astype(np.float16)
+        values = values.astype(np.float32)
+    return round_bfloat16(values) if dtype == "bfloat16" else values
+
+
+def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
+    """Values of a test input in the golden baseline's type; integers and booleans as they are."""
+    return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
+
+
+FILE = Path(__file__).with_name("tolerance.yaml")
+
+
+@cache
+def table() -> dict[str, Any]:
+    """The file's content: columns, alias, systematic, lower_bound."""
+    return yaml.safe_load(FILE.read_text("utf-8"))
+
+
+def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
+    """The largest error allowed, as `judge.errors` measures it.
+
+    Args:
+        dtype: of the operator's inputs: float32, float16, bfloat16 or hfloat32.
+        count: terms that one output element accumulates; 0 for an operator that only moves values.
+        roundings: how often a value is stored in `dtype` on its way to the output.
+    """
+    if count == 0:
+        return 0.0
+    content = table()
+    rows = content["columns"][content["alias"].get(dtype, dtype)]
+    reached = [row["tolerance"] for row in rows if row["count"] <= count]
+    return reached[-1] + (roundings - 1) * ROUNDOFF[dtype]
+
+
+def systematic(dtype: str) -> tuple[float, float]:
+    """(floor, sigmas) of the factor that all elements of a tensor share: see tools/accuracy/dumps/errors.py."""
+    content = table()
+    found = content["systematic"]
+    return found["floor"][content["alias"].get(dtype, dtype)], found["sigmas"]
+
+
+def lower_bound() -> float:
+    """The smallest magnitude of a test input."""
+    return table()["lower_bound"]
 
 
 @dataclass(frozen=True)

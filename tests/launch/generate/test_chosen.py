@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from launch.generate.chosen import choose
 from plugins.errors import CheckpointError, RecipeError
 from plugins.sealed_checkpoint.plan import write_seal
-from tools.accuracy.reference.weights import initial_weights
+from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.convert.plan import model_of
 from tools.weights.hugging_face.names import to_mindformers

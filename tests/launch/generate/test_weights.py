@@ -11,7 +11,7 @@ from launch.generate.forward import forward_recipe
 from launch.generate.worker import reader
 from plugins.errors import CheckpointError
 from tests.tools.checkpoint.saved import Saved
-from tools.accuracy.reference.weights import initial_weights
+from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.weights.convert.plan import model_of

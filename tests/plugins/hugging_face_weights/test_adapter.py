@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tools.accuracy.reference import frozen, golden
-from tools.accuracy.reference.weights import initial_weights
+from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.convert.plan import model_of, prepare
 from tools.weights.convert.run import convert

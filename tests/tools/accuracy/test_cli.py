@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
 from tools.accuracy.cli import _pairs, accuracy
-from tools.accuracy.operators.specs.table import SPECS
+from tools.accuracy.operators.table import SPECS
 from tools.accuracy.pages import check_page
 
 # Found on CPU with MindSpore 2.9.0, seed 0: (operator, data type) -> phases
@@ -107,7 +107,7 @@ def test_hf32_is_listed_as_not_runnable():
 
 
 def test_pure_modules_import_no_mindspore():
-    modules = "tools.accuracy.operators.run, tools.accuracy.operators.html, tools.accuracy.cli"
+    modules = "tools.accuracy.operators.run, tools.accuracy.operators.report, tools.accuracy.cli"
     code = f"import sys, {modules}; assert 'mindspore' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 

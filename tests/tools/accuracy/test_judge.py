@@ -1,9 +1,26 @@
+"""Data types, tolerances by Table 2, and the judgement of a result by them."""
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.accuracy.judge import errors, judge, judge_special, same_bits
+from tools.accuracy.judge import (
+    DEFAULT,
+    LARGEST,
+    ROUNDOFF,
+    SMALLEST,
+    errors,
+    golden_dtype,
+    judge,
+    judge_special,
+    lower_bound,
+    promoted,
+    round_bfloat16,
+    rounded,
+    same_bits,
+    tolerance,
+)
 
 
 def test_errors_are_relative_where_large_and_to_the_scale_where_small():
@@ -85,3 +102,107 @@ def test_same_bits():
     assert same_bits(a, np.float32([-0.0, np.nextafter(np.float32(1), np.float32(2)), np.nan])) == 2
     assert same_bits(np.array([True, False]), np.array([True, True])) == 1
     assert same_bits(np.float16(1).reshape(()), np.float16(2).reshape(())) == 1
+
+
+FLOATS = st.floats(width=32)
+
+
+def bfloat16_reference(value):
+    """The nearest of the two neighbours that keep 16 bits; a tie goes to the even one."""
+    bits = int(np.float32(value).view(np.uint32))
+    below, above = bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000
+    left = bits - below
+    if left > 0x8000 or (left == 0x8000 and below >> 16 & 1):
+        below = above
+    return np.uint32(below & 0xFFFFFFFF).view(np.float32)
+
+
+@given(FLOATS)
+def test_bfloat16_is_the_nearest(value):
+    got = round_bfloat16(np.float32([value]))[0]
+    if np.isnan(value):
+        assert np.isnan(got)
+    else:
+        assert got == bfloat16_reference(value)
+
+
+def test_bfloat16_by_hand():
+    values = np.float32([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, 3.4e38, np.inf, -np.inf, -0.0, 0.1])
+    want = np.float32([1, 1 + 2**-6, 1 + 2**-7, np.inf, np.inf, -np.inf, -0.0, 0.10009765625])
+    np.testing.assert_array_equal(round_bfloat16(values), want)
+    assert np.isnan(round_bfloat16(np.uint32([0x7FFFFFFF, 0xFFFFFFFF]).view(np.float32))).all()
+
+
+def test_bfloat16_as_the_library_does():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    values = np.random.default_rng(0).integers(0, 2**32, 100_000, np.uint64).astype(np.uint32).view(np.float32)
+    with np.errstate(all="ignore"):
+        want = values.astype(ml_dtypes.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(round_bfloat16(values), want)
+
+
+@given(FLOATS, st.sampled_from(DEFAULT))
+def test_rounding_twice_changes_nothing(value, dtype):
+    once = rounded(np.float32([value]), dtype)
+    np.testing.assert_array_equal(rounded(once, dtype), once)
+
+
+@pytest.mark.parametrize("dtype", DEFAULT)
+def test_limits(dtype):
+    largest, smallest, one = (rounded(np.array([v]), dtype) for v in (LARGEST[dtype], SMALLEST[dtype], 1.0))
+    assert (largest[0], smallest[0]) == (LARGEST[dtype], SMALLEST[dtype])
+    above = rounded(np.array([1 + 2.001 * ROUNDOFF[dtype]]), dtype)
+    assert above > one and rounded(np.array([1 + 0.999 * ROUNDOFF[dtype]]), dtype) == one
+
+
+def test_the_rules_of_the_report():
+    assert [golden_dtype(dtype) for dtype in ("float16", "bfloat16", "hfloat32")] == [np.float32] * 3
+    assert golden_dtype("float32") is np.float64 and golden_dtype("float32", wide=False) is np.float32
+    assert promoted(np.float16([1.5]), "float16").dtype == np.float32
+    ids = np.arange(3, dtype=np.int32)
+    assert promoted(ids, "float32") is ids and rounded(ids, "bfloat16") is ids
+
+
+# Table 2 of the report, by hand
+TABLE = {
+    "float32": [(1999, 1e-4), (2000, 2e-4), (10000, 4e-4), (20000, 8e-4), (200000, 8e-3)],
+    "float16": [(1999, 4e-3), (2000, 7e-2), (10000, 0.1), (20000, 0.1), (200000, 0.2)],
+}
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+def test_the_rows_of_the_report(dtype):
+    assert [tolerance(dtype, count) for count, _ in TABLE[dtype]] == [value for _, value in TABLE[dtype]]
+
+
+def test_between_rows_the_stricter_one():
+    assert tolerance("float32", 1) == tolerance("float32", 1000) == 1e-4
+    assert tolerance("float32", 9999) == 2e-4
+    assert tolerance("float32", 10**9) == 8e-3
+
+
+def test_half_precision_types_share_a_column():
+    for count in (1, 2000, 199999):
+        assert tolerance("bfloat16", count) == tolerance("hfloat32", count) == tolerance("float16", count)
+
+
+def test_a_correctly_rounded_result_is_within_tolerance():
+    for dtype, roundoff in ROUNDOFF.items():
+        assert roundoff < tolerance(dtype, 1)
+
+
+def test_each_further_rounding_adds_a_roundoff():
+    assert tolerance("bfloat16", 5, 3) == 0.004 + 2 * 2**-8
+    assert tolerance("float16", 0, 3) == 0  # moved values are not rounded
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(sorted(ROUNDOFF)))
+def test_more_terms_never_tighten(first, second, dtype):
+    low, high = sorted((first, second))
+    assert tolerance(dtype, low) <= tolerance(dtype, high)
+
+
+def test_the_lower_bound_keeps_the_gradient_of_a_quotient_finite():
+    x = np.float16(lower_bound())
+    assert float(x) == lower_bound()  # the same in all types
+    assert 16 / float(x) ** 2 < np.finfo(np.float16).max

@@ -17,7 +17,7 @@ from launch.run.effective import effective_recipe
 from launch.train import build_config
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
-from tools.accuracy.align.recipe import written
+from tools.accuracy.align.sides import written
 from tools.auto.layout_file import LayoutFile, digest_of, path_of, write_layout
 from tools.auto.make_layout import make_layout
 from tools.auto.resolve import resolve, resolve_for_check

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.tools.accuracy.reference.forward import Forward
 from tools.accuracy.align import sides
-from tools.accuracy.align.recipe import alone, load
+from tools.accuracy.align.sides import alone, load
 from tools.accuracy.reference import frozen, golden
-from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.hyper import hyper_of
+from tools.accuracy.reference.start import hyper_of
 from tools.weights.convert.plan import prepare
 from tools.weights.convert.run import convert
 from tools.weights.source import INDEX, open_source

@@ -57,8 +57,7 @@ def align(
 
     Exit codes: 0 aligned; 1 a rung failed, or nothing ran though the recipes differ; 2 a wrong input.
     """
-    from tools.accuracy.align.ladder import Wanted, climb
-    from tools.accuracy.align.render import print_ladder
+    from tools.accuracy.align.ladder import Wanted, climb, print_ladder
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise RecipeError(f"--keep {keep}: the folder is not empty")

@@ -1,39 +1,155 @@
 """The report's Figure 1 as a ladder (section 3.2.1): configuration, forward, backward, optimizer, steps, more devices.
 
-It stops at the first rung that fails, and looks there for the first thing that differs.
+`climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers
+and is compared by the losses of its steps; a layout that splits the model is executed as MindSpore's sharded graph.
+`print_ladder` shows one line for each rung and beneath it what the first failure points at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tools.accuracy.align import (
-    bisect as align_bisect,
-)
-from tools.accuracy.align import (
-    compare as align_compare,
-)
+from rich.console import Console
+from rich.table import Table
+
+from plugins.errors import RecipeError
 from tools.accuracy.align import (
     config as align_config,
 )
-from tools.accuracy.align import (
-    devices as align_devices,
-)
-from tools.accuracy.align import (
-    recipe as align_recipe,
-)
+from tools.accuracy.align import rungs as align_bisect
+from tools.accuracy.align import rungs as align_compare
+from tools.accuracy.align import sides as align_recipe
 from tools.accuracy.align import (
     sides as align_sides,
 )
-from tools.accuracy.align.compare import FAILED, NONE, PASSED, UNDECIDED, Row, Rung
-from tools.accuracy.align.devices import MORE_DEVICES, NOT_RUN, SAME
-from tools.accuracy.align.record import Record, in_hugging_face_names
-from tools.accuracy.reference.hyper import Hyper, hyper_of
-from tools.accuracy.reference.weights import initial_weights
-from tools.recipe.load import Recipe
+from tools.accuracy.align.config import LAYOUT, MAY
+from tools.accuracy.align.rungs import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Rung
+from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics
+from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
+from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.parallel_mini import WORKERS
+from tools.recipe.view import MODEL, View
+from tools.schema.stages import loss_rank
+
+MORE_DEVICES = "more devices"
+NOT_RUN, SAME = "not run", "same"
+_MTP = ("num_nextn_predict_layers", "mtp_num_layers")
+_TC3 = "from launch.cli import main; main()"
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What is trained. about: how it differs from the recipes, in one sentence; empty where it does not."""
+
+    recipes: list[Recipe]
+    about: str = ""
+
+
+def data_parallel(recipe: Recipe, other: Recipe | None, steps: int) -> Sides:
+    """The recipes as they are; one worker beside a recipe alone."""
+    return Sides([recipe, other if other is not None else Recipe(align_recipe.alone(recipe, steps))])
+
+
+def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
+    """Recipes as MindSpore's sharded graph, those for Ascend as minis that keep their strategy; None where none splits.
+
+    One path is compared with one process of its own graph. What MindFormers computes otherwise in another layout is
+    left out on both sides (docs/stock-differences.md).
+    """
+    split = [_splits(path, overrides) for path in paths]
+    if not any(split):
+        return None
+    workers = [WORKERS if one else None for one in split]
+    recipes = [
+        _sharded(align_recipe.load(path, overrides, data, steps, count))
+        for path, count in zip(paths, workers, strict=True)
+    ]
+    if len(recipes) == 1:
+        recipes.append(_sharded(Recipe(align_recipe.alone(recipes[0], steps))))
+    views = [View(recipe) for recipe in recipes]
+    told = ["the sharded graph on " + " and ".join(_processes(view) for view in views)]
+    if any(view.dp * view.cp * view.micro_batches * view.accumulation > 1 for view in views):
+        told.append("without the auxiliary loss, which MindFormers takes over each rank's and micro-batch's own tokens")
+        for recipe in recipes:
+            recipe["model"]["model_config"]["moe_aux_loss_coeff"] = 0.0
+    if any(view.pp > 1 and any(view.get((*MODEL, key)) for key in _MTP) for view in views):
+        told.append("without clipping, whose norm counts the embedding of a pipeline with MTP twice")
+        for recipe in recipes:
+            recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=NEVER_CLIPPED)
+    return Sides(recipes, "; ".join(told))
+
+
+def _splits(path: Path, overrides: tuple[str, ...]) -> bool:
+    """Whether a recipe, as it is written, has a degree that cuts the model or its sequences."""
+    view = View(apply_overrides(load_recipe(path), overrides))
+    return view.parallel and view.tp * view.pp * view.cp > 1
+
+
+def _processes(view: View) -> str:
+    degrees = {"tp": view.tp, "pp": view.pp, "dp": view.dp, "cp": view.cp, "ep": view.ep}
+    split = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+    return f"{view.devices} process{'es' * (view.devices > 1)}" + f" ({split})" * bool(split)
+
+
+def _sharded(recipe: Recipe) -> Recipe:
+    """The recipe in float32 as MindSpore's sharded graph on CPU, its degrees kept."""
+    sharded = copy.deepcopy(recipe)
+    dp = View(recipe).dp
+    sharded["use_parallel"] = True
+    sharded["context"]["dataset_broadcast_opt_level"] = 0  # otherwise some ranks read no data
+    rows = [[dp, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
+    sharded["parallel"].update(parallel_mode=1, gradients_mean=False, dataset_strategy=rows)
+    sharded["model"]["model_config"].update(compute_dtype="float32", params_dtype="float32")
+    return sharded
+
+
+def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Rung:
+    """The rung: both sides by `tc3 train`, and their losses.
+
+    Raises:
+        SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
+    """
+    counts = [align_recipe.workers(side) for side in sides.recipes]
+    if max(counts) == 1:
+        reason = "one CPU worker on both sides; give a recipe of another layout by --against"
+        return Rung(MORE_DEVICES, state=NOT_RUN, reason=reason)
+    if align_recipe.numbers(sides.recipes[0]) == align_recipe.numbers(sides.recipes[1]):
+        return Rung(
+            MORE_DEVICES, state=SAME, reason="what CPU runs of the two recipes is the same, with all workers too"
+        )
+    losses = []
+    for name, side, count in zip(("layout_ours", "layout_theirs"), sides.recipes, counts, strict=True):
+        say(f"training on {count} worker{'s' * (count > 1)}")
+        losses.append(_train(side, folder / name, steps))
+    rows = [
+        Row(f"loss of step {step}", abs(one - two), LOSS, "|difference|")
+        for step, (one, two) in enumerate(zip(*losses, strict=True), 1)
+    ]
+    rung = Rung(MORE_DEVICES, rows)
+    told = [align_bisect.explain_curve(rung)] if rung.status == FAILED else []
+    rung.reason = "; ".join([*told, *filter(None, [sides.about])])
+    return rung
+
+
+def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
+    """Losses of the first steps, by `tc3 train` in a process of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    dump_recipe(align_recipe.shortened(recipe, steps), folder / "recipe_in.yaml")
+    command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]
+    try:
+        align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
+    except RecipeError as error:
+        raise align_sides.SideFailedError(f"`tc3 train` refuses the recipe: {error}") from None
+    return [float(step["loss"]) for step in read_metrics(folder / "run", loss_rank(View(recipe)))]
+
 
 ALIGNED, SAME_NUMBERS, NOT_COMPARED, NOT_ALIGNED = "aligned", "same settings", "not compared", "not aligned"
 RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", MORE_DEVICES)
@@ -218,6 +334,64 @@ def compare_records(
 def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say) -> Rung:
     """Rung 6: the recipes as they are, by their losses."""
     paths = [wanted.path] if other is None else [wanted.path, Path(wanted.against)]
-    sides = align_devices.split_model(paths, wanted.overrides, wanted.data, wanted.steps)
-    sides = sides or align_devices.data_parallel(recipe, other, wanted.steps)
-    return align_devices.train_and_compare(sides, wanted.steps, wanted.folder, say)
+    sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
+    sides = sides or data_parallel(recipe, other, wanted.steps)
+    return train_and_compare(sides, wanted.steps, wanted.folder, say)
+
+
+STYLES = {PASSED: "green", FAILED: "bold red", UNDECIDED: "yellow"}
+VERDICTS = {
+    ALIGNED: "aligned",
+    SAME_NUMBERS: "nothing was run: no setting differs that could change a number",
+    NOT_COMPARED: "not compared: settings differ that may change rounding, and CPU runs nothing that they change",
+    NOT_ALIGNED: "not aligned",
+}
+BY_ROUNDING = "differ no more than the reference does from itself when its weights change in the last place"
+BY_A_TIE = "differ by more than rounding, but by no more than a choice of an expert that moved at a tie may do"
+MOST = 8  # rows of a failed rung that are printed
+
+
+def failed_text(row: Row) -> str:
+    """One line: how far off a number is, how many things differ, or both sides of a setting."""
+    if row.counted and row.detail:
+        return f"{row.name}: {row.detail} ({row.measure})"
+    if row.counted:
+        return f"{row.name}: {row.error:.0f} {row.measure}, should be none"
+    return f"{row.name}: {row.error:.3g} ({row.measure}; at most {row.tolerance:g}) {row.detail}".rstrip()
+
+
+def print_ladder(ladder: Ladder, console: Console) -> None:
+    """Write everything to `console`."""
+    console.print(f"{ladder.ours}  against  {ladder.theirs}", markup=False, soft_wrap=True)
+    for key, value in ladder.about.items():
+        console.print(f"{key}: {value}", style="dim", markup=False, soft_wrap=True)
+    table = Table("rung", "status", "compared", "error", "tolerance", "rounding", "worst")
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for number, rung in enumerate(ladder.rungs, 1):
+        style, worst = STYLES.get(rung.status, "dim"), rung.worst
+        cells = ["", "", "", ""]
+        if worst is not None and worst.error > 0:
+            floor = f"{worst.floor:.1e}" if worst.floor else ""
+            numbers = [f"{worst.error:.0f}", "0"] if worst.counted else [f"{worst.error:.1e}", f"{worst.tolerance:.0e}"]
+            cells = [*numbers, floor, f"{worst.name} ({worst.measure})"]
+        table.add_row(f"{number} {rung.name}", f"[{style}]{rung.status}[/]", str(len(rung.rows) or ""), *cells)
+    console.print(table)
+    for rung in ladder.rungs:
+        if rung.reason:
+            style = "red" if rung.status == FAILED else "dim"
+            console.print(f"{rung.name}: {rung.reason}", style=style, markup=False, soft_wrap=True)
+        failed = [row for row in rung.rows if row.status == FAILED]
+        for row in sorted(failed, key=lambda row: -row.error)[:MOST]:
+            console.print(f"  {failed_text(row)}", style="red", markup=False, soft_wrap=True)
+    for setting in [setting for setting in ladder.settings if setting.kind in (LAYOUT, MAY)]:
+        text = f"{setting.kind}: {setting.path}: {setting.ours} | {setting.theirs} ({setting.meaning})"
+        console.print(text, style="dim", markup=False, soft_wrap=True)
+    undecided = [row for rung in ladder.rungs for row in rung.rows if row.status == UNDECIDED]
+    for rows, words in (([row for row in undecided if row.rounding], BY_ROUNDING),
+                        ([row for row in undecided if not row.rounding], BY_A_TIE)):  # fmt: skip
+        if rows:
+            text = f"undecided: {len(rows)} numbers {words} (largest: {max(rows, key=lambda row: row.error).name})"
+            console.print(text, style="yellow", markup=False, soft_wrap=True)
+    told = VERDICTS[ladder.verdict] + ", but for what is undecided" * bool(ladder.passed and undecided)
+    console.print(told, style="green" if ladder.passed else "bold red", soft_wrap=True)

@@ -1,27 +1,272 @@
-"""The two sides as processes: MindFormers' trainer with the recorder, and the reference. They exchange .npz files."""
+"""The two sides of an alignment: the recipe as it is aligned, the processes that run it, and what they record.
+
+A recipe is cut to one CPU worker and a few steps, without what only watches. MindFormers' trainer with the recorder and
+the reference run as processes of their own, which exchange .npz files. A `Record` holds what one side did as named
+arrays: weights, the trace of the forward pass, gradients, updates, and the curve of losses and norms, in either side's
+names.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from plugins.errors import ClusterError, RecipeError
-from tools.accuracy.align import record as align_record
-from tools.accuracy.align.recipe import write
-from tools.accuracy.align.record import Arrays, Record
-from tools.accuracy.reference.hyper import Hyper
 from tools.accuracy.reference.run import MISSING
-from tools.accuracy.reference.weights import nudged
+from tools.accuracy.reference.start import Hyper, nudged
+from tools.auto.resolve import resolve
 from tools.process import child
-from tools.weights.hugging_face.names import to_mindformers
-from tools.weights.hugging_face.sizes import Sizes
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import CORPUS, load_mini
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import LOADER, MODEL, View, look
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.weights.hugging_face.names import table, to_hugging_face, to_mindformers
+from tools.weights.hugging_face.sizes import Sizes, sizes_of
+
+Arrays = dict[str, np.ndarray]
+CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")
+
+
+@dataclass
+class Record:
+    """See the module. single: `reference.train.single_steps` from the other side's states. about: versions."""
+
+    trace: Arrays
+    gradient: Arrays
+    initial: Arrays
+    updated: Arrays
+    curve: Arrays
+    batch: Arrays
+    states: list[dict[str, Arrays]] = field(default_factory=list)
+    loads: list[Arrays] = field(default_factory=list)
+    single: Arrays = field(default_factory=dict)
+    about: dict[str, str] = field(default_factory=dict)
+
+
+def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
+    """The record of `tools.accuracy.reference.run`, with what it was given."""
+    parts: dict[str, Any] = {
+        kind: _below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
+    }
+    parts["gradient"] = {name: parts["gradient"][name] for name in weights if name in parts["gradient"]}
+    about = json.loads(str(stored["about"])) if "about" in stored else {}
+    return Record(initial=weights, batch=batch, about=about, **parts)
+
+
+def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
+    """The record of `recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
+
+    Gradients come out of Adam's first moments after one step, which are (1 - beta1) times the clipped gradient: no
+    second graph is compiled, and it is the gradient that the trainer used.
+    """
+    steps = list(metrics)
+    curve = {name: np.array([step[name] for step in steps], np.float64) for name in CURVES}
+    scale = float(max(curve["global_norm"][0], hyper.clip) / hyper.clip) if hyper.clip else 1.0
+    share = float(np.float32(1) - np.float32(hyper.betas[0]))
+    kinds = ("weight", "moment", "square")
+    states = [{kind: _below(stored, f"state/{step}/{kind}/") for kind in kinds} for step in range(len(steps) + 1)]
+    gradient = {name: moment * np.float32(scale / share) for name, moment in states[1]["moment"].items()}
+    trace = _below(stored, "trace/")
+    trace["logits"] = stored["logits/graph"].reshape(trace["logits"].shape)
+    for name in [name for name in trace if name.endswith(".router")]:
+        trace[name] = trace[name].reshape(*trace["logits"].shape[:2], -1)
+    return Record(
+        trace=trace,
+        gradient=gradient,
+        initial=states[0]["weight"],
+        updated=states[hyper.first_update]["weight"],
+        curve=curve,
+        batch=_below(stored, "batch/"),
+        states=states,
+        loads=[_below(stored, f"load/{step}/") for step in range(len(steps))],
+    )
+
+
+def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
+    """The same record with every weight cut and named as Hugging Face's."""
+    untrained = {entry.mindformers: entry.shape for entry in table(sizes) if not entry.trained}
+    biases = [part for entry in table(sizes) if not entry.trained for part in entry.parts]
+
+    def named(arrays: Arrays) -> Arrays:
+        """Of trained weights only: without the biases."""
+        full = to_hugging_face({**{name: np.zeros(shape) for name, shape in untrained.items()}, **arrays}, sizes)
+        return {name: array for name, array in full.items() if name not in biases}
+
+    return replace(
+        record,
+        gradient=named(record.gradient),
+        initial=to_hugging_face(record.initial, sizes),
+        updated=to_hugging_face(record.updated, sizes),
+        states=[
+            {
+                "weight": to_hugging_face(state["weight"], sizes),
+                "moment": named(state["moment"]),
+                "square": named(state["square"]),
+            }
+            for state in record.states
+        ],
+        loads=[{_layer(name, sizes): load for name, load in loads.items()} for loads in record.loads],
+    )
+
+
+def _layer(router: str, sizes: Sizes) -> str:
+    """The number of a MindFormers router's layer, MTP behind the others."""
+    words = router.split(".")
+    return str(int(words[2]) + sizes.layers * (words[0] == "mtp"))
+
+
+def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
+    """The steps that a rank of a run wrote, in order."""
+    lines = (run_dir / "metrics" / f"rank_{rank}.jsonl").read_text("utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "step" in record]
+
+
+def read(file: Path) -> Arrays:
+    """Everything in an .npz."""
+    with np.load(file) as stored:
+        return {name: stored[name] for name in stored.files}
+
+
+def _below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
+    return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
+
+
+BIAS = "TopkBiasBalanceCallback"
+WATCHERS = ("CheckpointMonitor",)
+ALONE = {
+    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
+    **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
+}
+_DATA = "train_dataset.data_loader.config.data_path"
+
+
+def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
+    """The recipe at its own size, with overrides applied and `data` as its corpus.
+
+    Raises:
+        RecipeError: the file or an override is wrong.
+    """
+    recipe = load_recipe(path)
+    return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
+
+
+def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
+    """The recipe, or the CPU mini of one for Ascend, with overrides applied and `data` as its corpus.
+
+    Args:
+        workers: of a mini that keeps its parallel strategy; None for one that does not.
+
+    Raises:
+        RecipeError: the file or an override is wrong.
+    """
+    recipe = load_mini(path, data or CORPUS, steps, workers) if is_mini(path) else load_recipe(path)
+    return resolve(apply_overrides(recipe, (*overrides, *_corpus(recipe, data))))
+
+
+def _corpus(recipe: Recipe, data: str | None) -> list[str]:
+    """The override that makes `data` the recipe's whole corpus; of a blend it replaces the list."""
+    if not data:
+        return []
+    if len(look(recipe, (*LOADER, "config", "data_path"), [])) == 2:
+        return [f"{_DATA}.1={data}"]
+    return [f"{_DATA}={json.dumps(['1', data])}"]
+
+
+def is_mini(path: Path) -> bool:
+    """Whether `load` makes a mini of it."""
+    return not View(load_recipe(path)).on_cpu
+
+
+def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """The recipe on one worker with the same global batch; the sections it shares with `recipe` are copies.
+
+    Raises:
+        RecipeError: a plugin without which it would be another computation.
+    """
+    if (recipe.get("plugins") or {}).get("group_aux_loss"):
+        raise RecipeError("plugins.group_aux_loss: the reference balances each sample by itself: False")
+    view = View(recipe)
+    plain = copy.deepcopy(dict(recipe))
+    samples = view.global_batch
+    plain["use_parallel"] = False
+    plain["runner_config"]["batch_size"] = plain["model"]["model_config"]["batch_size"] = samples
+    plain["context"].pop("dataset_broadcast_opt_level", None)
+    plain["parallel_config"].pop("context_parallel_algo", None)
+    plain["parallel_config"].update(ALONE)
+    plain["model"]["model_config"].update(offset=0, pp_interleave_num=1)
+    if view.pp > 1:
+        plain["recompute_config"] = {"recompute": False, "select_recompute": False}  # what it has is by stage
+    for name in ("pipeline_config", "parallel_optimizer_config"):
+        plain["parallel"].pop(name, None)
+    rows = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 1, 1, 1]]
+    plain["parallel"].update(parallel_mode=0, enable_parallel_optimizer=False, dataset_strategy=rows)
+    loader = look(plain, LOADER)
+    loader["sizes"] = [steps * samples, 0, 0]
+    plain["train_dataset_task"]["dataset_config"] = plain["train_dataset"]
+    plain["plugins"] = {}
+    plain["callbacks"] = [callback for callback in plain["callbacks"] if callback["type"] not in WATCHERS]
+    for callback in plain["callbacks"]:
+        if "micro_batch_num" in callback:
+            callback["micro_batch_num"] = 1
+    plain["checkpoint"] = {"save_path": "", "load_path": ""}
+    return plain
+
+
+def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """The recipe with its own workers and schedule, ended after `steps` steps."""
+    short = copy.deepcopy(dict(recipe))
+    look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
+    short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
+    short["plugins"] = {**(short.get("plugins") or {}), "held_out_loss": False}
+    return short
+
+
+def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
+    """The reference's model for a recipe; raises RecipeError for what Hugging Face does not have."""
+    config = look(recipe, (*LOADER, "config"), {})
+    for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
+        if config.get(key):
+            raise RecipeError(f"{'.'.join(LOADER)}.config.{key}: the reference attends to the whole sample: False")
+    built = convert(View(Recipe(recipe)), load_schema())
+    return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moves_bias(recipe))
+
+
+def moves_bias(recipe: Mapping[str, Any]) -> bool:
+    """Whether a callback of the recipe updates the routers' aux-free bias."""
+    return any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
+
+
+def write(recipe: Mapping[str, Any], file: Path, recorder: dict[str, Any]) -> None:
+    """The recipe as a file, with the recorder as one of its plugins."""
+    dump_recipe({**recipe, "plugins": {**(recipe.get("plugins") or {}), "align_recorder": recorder}}, file)
+
+
+def workers(recipe: Recipe) -> int:
+    """Workers that the recipe itself asks for."""
+    return View(recipe).devices
+
+
+def rope_dimensions(recipe: Mapping[str, Any]) -> int:
+    """Rotated dimensions of a head."""
+    return int(look(recipe, (*MODEL, "qk_pos_emb_head_dim"), 0) or 0)
+
+
+def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
+    """A recipe without what says where it writes, and without the sections `beside`."""
+    return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
+
 
 ROOT = Path(__file__).resolve().parents[3]
 REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong
@@ -67,7 +312,7 @@ def run_mindformers(recipe: Mapping[str, Any], folder: Path, hyper: Hyper, weigh
     command = [sys.executable, "-m", "tools.accuracy.align.worker"]
     run = folder / "run"
     start([*command, "--config", str(folder / "recipe.yaml"), "--run-dir", str(run)], folder / "mindformers.log", run)
-    return align_record.of_mindformers(align_record.read(folder / "record.npz"), align_record.read_metrics(run), hyper)
+    return of_mindformers(read(folder / "record.npz"), read_metrics(run), hyper)
 
 
 def run_reference(
@@ -87,7 +332,7 @@ def run_reference(
     np.savez(folder / "job.npz", job=np.array(job), **inputs)
     command = [python, "-m", "tools.accuracy.reference.run", str(folder / "job.npz"), str(folder / "record.npz")]
     start(command, folder / "reference.log", folder)
-    return align_record.of_reference(align_record.read(folder / "record.npz"), weights, batch)
+    return of_reference(read(folder / "record.npz"), weights, batch)
 
 
 def reference_and_floor(

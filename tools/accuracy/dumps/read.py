@@ -1,24 +1,269 @@
-"""A dump folder: `stepN/rankM/{dump.json, dump_tensor_data/*.npy}` as msprobe writes it.
+"""A dump as it is read: steps, ranks, the calls of each step in their order, and the tensors that went in and came out.
 
-At L1 and L2, where msprobe shows no weights, `tc3 accuracy dump` adds `weights/stepN/rankM/` of the same layout: the
-weights before step N.
+msprobe writes `stepN/rankM/{dump.json, dump_tensor_data/*.npy}`. At L1 and L2, where it shows no weights, `tc3 accuracy
+dump` adds `weights/stepN/rankM/` of the same layout: the weights before step N. At L2 MindSpore itself writes the
+kernels of compiled graphs, `rank_R/Net/GRAPH/STEP/*.npy`, with names
+TYPE.SCOPE.TASK.STREAM.MICROSECONDS.input|output.N.FORMAT.DTYPE.npy; those that are too long for a file system stand in
+mapping.csv. Operators below `Gradients` are the backward pass; those below `optimizer` count as weights, because they
+make the update.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from tokenize import TokenError
+from typing import Any, BinaryIO
+
+import numpy as np
 
 from plugins.errors import DataError, not_json
-from tools.accuracy.dumps import kernels
-from tools.accuracy.dumps.marker import read as stated_in
-from tools.accuracy.dumps.names import Name, parse
-from tools.accuracy.dumps.read_items import Entry, Item
+from tools.accuracy.dumps.write import stated as stated_in
+
+FORWARD, BACKWARD, WEIGHTS, STATE = "forward", "backward", "weights", "state"
+PHASES = (FORWARD, BACKWARD, WEIGHTS, STATE)
+GRADIENT = "parameters_grad"
+CELLS = ("Cell", "Module")  # MindSpore's and PyTorch's word
+
+
+@dataclass(frozen=True)
+class Name:
+    """One key of dump.json.
+
+    Args:
+        text: the key itself.
+        kind: Cell (Module is read as Cell), or who was hooked: Functional, Mint, Tensor, Primitive ...
+        path: the cell's path in the model, or the function's name.
+        type: the cell's class, or the function's last name.
+        phase: forward, backward or parameters_grad.
+        call: how often it was called before, in this step.
+    """
+
+    text: str
+    kind: str
+    path: str
+    type: str
+    phase: str
+    call: int
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What pairs it with the other side: without the class, which another framework names differently."""
+        return self.kind, self.path, self.phase, self.call
+
+    @property
+    def place(self) -> str:
+        """Where a person would look: the cell's path or the function."""
+        return f"{self.path} ({self.type})" if self.kind == "Cell" else f"{self.kind}.{self.path}"
+
+
+def parse(text: str) -> Name:
+    """Read `Cell.PATH.CLASS.forward.N`, `Cell.PATH.CLASS.parameters_grad.N` or `Functional.NAME.N.backward`.
+
+    Raises:
+        ValueError: the key is of no such form.
+    """
+    parts = text.split(".")
+    marks = (FORWARD, BACKWARD, GRADIENT)
+    if len(parts) < 4:
+        raise ValueError(text)
+    if parts[-2] in marks:
+        phase, call = parts[-2:]
+    elif parts[-1] in marks:
+        call, phase = parts[-2:]
+    else:
+        raise ValueError(text)
+    kind, body = parts[0], parts[1:-2]
+    if kind in CELLS:
+        return Name(text, "Cell", ".".join(body[:-1]), body[-1], phase, int(call))
+    return Name(text, kind, ".".join(body), body[-1], phase, int(call))
+
+
+CHUNK = 1 << 16  # values in a piece; the pieces of both sides and their errors fit a core's cache
+WIDEST = 16  # bytes of a value
+_HEAD = 128  # NumPy pads a header to a multiple of 64; nearly every one is this long
+
+
+class NpyFile:
+    """One open array: `dtype`, `shape`, and its values in C order, `chunks()` at a time. A context manager.
+
+    Raises:
+        DataError: the file is missing, is no .npy, or is shorter than its header says.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            self._file: BinaryIO = path.open("rb", buffering=0)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}: the dump names it, so the dump is not whole") from None
+        try:
+            self.dtype, self.shape, self._start = _header(self._file)
+        except (ValueError, SyntaxError, TypeError, TokenError, OSError) as error:
+            self._file.close()
+            raise DataError(f"{path}: not a .npy file ({error})") from None
+        self.size = int(np.prod(self.shape, dtype=np.int64))
+
+    def __enter__(self) -> NpyFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def chunks(self, buffer: np.ndarray) -> Iterator[np.ndarray]:
+        """Flat pieces of `CHUNK` values, from the first one on: views of `buffer`, uint8 [CHUNK * WIDEST]."""
+        self._file.seek(self._start)
+        left = self.size
+        while left:
+            count = min(left, CHUNK)
+            piece = buffer[: count * self.dtype.itemsize]
+            self._fill(memoryview(piece))  # type: ignore[arg-type]
+            yield piece.view(self.dtype)
+            left -= count
+
+    def _fill(self, view: memoryview) -> None:
+        done = 0
+        while done < len(view):
+            read = self._file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not read:
+                raise DataError(f"{self.path}: ends too early: the dump is not whole")
+            done += read
+
+
+def _header(file: BinaryIO) -> tuple[np.dtype, tuple[int, ...], int]:
+    head = file.read(_HEAD)
+    length = 10 + int.from_bytes(head[8:10], "little")
+    if length > _HEAD:  # many axes
+        head += file.read(length - _HEAD)
+    dtype, shape, fortran = _parsed(head[:length])
+    if fortran:
+        raise ValueError("Fortran order, which msprobe never writes")
+    return dtype, shape, length
+
+
+@lru_cache(maxsize=4096)
+def _parsed(head: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
+    """NumPy's own reading of a header; cached, because most arrays of a dump share theirs with others."""
+    stream = io.BytesIO(head)
+    if np.lib.format.read_magic(stream) != (1, 0):
+        raise ValueError("format 1.0 is wanted")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    if dtype.kind not in "biufc":
+        raise ValueError(f"its values are neither numbers nor truth values: {dtype}")
+    return dtype, shape, fortran
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor or plain value of an entry.
+
+    Args:
+        label: role and place: `input.0`, `output.1`, `parameters.weight`, or a gradient's parameter.
+        role: input, output, parameters or gradient.
+        dtype: as the framework names it, in lower case without its module; the type's name for a plain value.
+        shape: of the tensor.
+        statistics: largest, smallest, mean, L2 norm; None where msprobe has none.
+        file: the values, if they were dumped.
+        value: of a plain value.
+        trained: whether a gradient trains it, where the dump says so by itself.
+    """
+
+    label: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...] = ()
+    statistics: tuple[float | None, ...] = ()
+    file: Path | None = None
+    value: Any = None
+    trained: bool | None = None
+
+    @property
+    def parameter(self) -> str:
+        """The parameter's name in its cell: of a parameter, and of the gradient of one (`weight.0`)."""
+        if self.role == "parameters":
+            return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
+        return self.label.removesuffix(".0")
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor; a plain Python value otherwise."""
+        return bool(self.statistics)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One call of a cell or function: what went in, what came out."""
+
+    name: Name
+    items: tuple[Item, ...]
+
+
+CONFIGURATION = "kernel_kbyk_dump.json"
+KIND = "Kernel"
+_KERNEL_RANK = re.compile(r"rank_(\d+)$")
+_UNKNOWN = (None, None, None, None)  # no statistics; values only
+
+
+def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
+    """step -> rank -> the rank's folder."""
+    found: dict[int, dict[int, Path]] = {}
+    for rank in folder.glob("rank_[0-9]*"):
+        match = _KERNEL_RANK.match(rank.name)
+        for step in {int(path.name) for path in rank.glob("Net/*/*") if path.name.isdigit()} if match else ():
+            found.setdefault(step, {})[int(match[1])] = rank  # type: ignore[index]
+    return dict(sorted(found.items()))
+
+
+def kernel_entries(rank: Path, step: int) -> list[Entry]:
+    """The kernels of one step, in the order in which they ran.
+
+    Raises:
+        DataError: a file is broken, or has no name of MindSpore's.
+    """
+    found = [file for folder in sorted(rank.glob(f"Net/*/{step}")) for file in _kernel_files(folder)]
+    found.sort(key=lambda file: file[0])
+    calls: dict[tuple[str, str], int] = {}
+    items: dict[tuple[str, str, int], list[Item]] = {}
+    for _, kind, scope, item in found:
+        call = calls.get((kind, scope), 0)
+        if any(item.label == other.label for other in items.get((kind, scope, call), ())):
+            call = calls[kind, scope] = call + 1  # it ran again
+        items.setdefault((kind, scope, call), []).append(item)
+    return [Entry(_kernel_name(*key), tuple(group)) for key, group in items.items()]
+
+
+def _kernel_name(kind: str, scope: str, call: int) -> Name:
+    where = scope.partition(".")[2]
+    phase = BACKWARD if where.startswith("Gradients") else WEIGHTS if "optimizer-" in where else FORWARD
+    return Name(f"{KIND}.{scope}.{call}.{phase}", KIND, scope, kind, phase, call)
+
+
+def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
+    """(microseconds, operator, `graphG.scope`, tensor) of each file."""
+    mapping = folder / "mapping.csv"
+    names = {}
+    if mapping.exists():
+        with mapping.open(newline="", encoding="utf-8") as file:
+            try:
+                names = dict(csv.reader(file))
+            except ValueError as error:
+                raise DataError(f"{mapping}: not two names a line ({error})") from None
+    for path in folder.glob("*.npy"):
+        parts = names.get(path.name, path.name).split(".")
+        if len(parts) != 10 or parts[5] not in ("input", "output") or not parts[4].isdigit():
+            raise DataError(f"{path}: not the name of a kernel's tensor")
+        kind, scope, _, _, when, role, place, _, dtype, _ = parts
+        with NpyFile(path) as file:
+            item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)
+        yield int(when), kind, f"graph{folder.parent.name}.{scope}", item
+
 
 TENSORS = ("mindspore.Tensor", "torch.Tensor", "numpy.ndarray")
 ROLES = {
@@ -28,7 +273,7 @@ ROLES = {
     "parameters": "parameters",
     "output": "output",
 }
-WEIGHTS = "weights"
+WEIGHTS_FOLDER = "weights"
 STATISTICS = ("Max", "Min", "Mean", "Norm")
 HEAD = ("level", "task", "data")
 LEVELS = ("L0", "L1", "mix", "L2")
@@ -72,7 +317,7 @@ class Dump:
         found = _entries(self.weights[step][rank]) if step in self.weights else []
         if step in self.folders:
             folder = self.folders[step][rank]
-            found += kernels.entries(folder, step) if self.level == "L2" else _entries(folder)
+            found += kernel_entries(folder, step) if self.level == "L2" else _entries(folder)
         return found
 
 
@@ -91,9 +336,9 @@ def open_dump(folder: Path) -> Dump:
     stated = stated_in(folder)
     if stated is not None and not stated["complete"]:
         raise DataError(f"{folder}: the dump was not finished (killed, or it failed): make it again in a new folder")
-    weights = _steps(folder / WEIGHTS)
-    if (folder / kernels.CONFIGURATION).exists():
-        folders, level, task = kernels.folders(folder), "L2", "tensor"
+    weights = _steps(folder / WEIGHTS_FOLDER)
+    if (folder / CONFIGURATION).exists():
+        folders, level, task = kernel_folders(folder), "L2", "tensor"
         _same_ranks(folder, folders, weights)
     else:
         folders = _steps(folder)

@@ -78,8 +78,7 @@ def equivalence_command(
 
     Exit codes: 0 equal, 1 something differs, 2 a wrong input.
     """
-    from tools.accuracy.equivalence.matrix import choose, equivalence
-    from tools.accuracy.equivalence.render import as_html, print_list, print_matrix, print_verdict
+    from tools.accuracy.equivalence.matrix import as_html, choose, equivalence, print_list, print_matrix, print_verdict
     from tools.accuracy.equivalence.strategies import BASELINE, one_worker
 
     if list_only:

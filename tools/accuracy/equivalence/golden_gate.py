@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError
-from tools.accuracy.equivalence.compare import DTYPE
 from tools.accuracy.equivalence.runs import LOSSES, ROOT, Trained, group_norms
-from tools.accuracy.equivalence.trained import COUNTED
-from tools.accuracy.tolerance import tolerance
+from tools.accuracy.equivalence.trained import COUNTED, DTYPE
+from tools.accuracy.judge import tolerance
 from tools.files.atomic import write_atomically
 from tools.files.paths import real_path
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, fields, replace
 
-from tools.accuracy.equivalence.compare import Mesh
+from tools.accuracy.equivalence.trained import Mesh
 from tools.recipe.load import Recipe
 
 CLIP = 0.05  # far below any norm of a model that has just begun: a clipping by the wrong norm must change something

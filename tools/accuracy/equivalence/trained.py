@@ -1,23 +1,207 @@
-"""Compare two training runs of one recipe: data, losses, gradient norms by group, optimizer state, routers' biases.
+"""What a comparison of two runs of one recipe finds, and the comparison of runs that MindFormers trained.
 
-In the order in which a difference arises: other samples explain everything; a loss of step 1 is the forward pass, a
-gradient norm of step 1 the backward pass, the state (and the losses of later steps) the optimizer (report 3.2.1).
+A finding names step, phase, module, tensor and ranks, and what is usually wrong there (report, section 3.2.2). Findings
+come in the order in which a difference arises: other samples explain everything; a loss of step 1 is the forward pass,
+a gradient norm of step 1 the backward pass, the state (and the losses of later steps) the optimizer.
+
+After each step the bias by which a router's choices are steered goes up by a fixed rate for an expert that got less
+than its share of the choices of all ranks, and down for one that got more. That is exact, except that a token at a tie
+between two experts may go to the other one and so turn the move of an expert whose load is next to its share. So loads
+are recorded as well: the biases of two runs must be equal wherever both runs' loads say that they moved alike, and each
+must have moved as its own loads say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tools.accuracy.equivalence.bias import bias_rows
-from tools.accuracy.equivalence.compare import BACKWARD, DTYPE, FORWARD, OPTIMIZER, Comparison, Finding
-from tools.accuracy.equivalence.runs import LEAST, LOSSES, MOMENTS, START, Trained, group_norms, group_of, weight_of
-from tools.accuracy.judge import judge
-from tools.accuracy.promotion import ROUNDOFF
-from tools.accuracy.tolerance import tolerance
+from tools.accuracy.equivalence.runs import (
+    BIAS,
+    LEAST,
+    LOAD,
+    LOSSES,
+    MOMENTS,
+    START,
+    Trained,
+    group_norms,
+    group_of,
+    weight_of,
+)
+from tools.accuracy.judge import ROUNDOFF, judge, tolerance
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"  # the phases of a step
+DTYPE = "float32"  # the column of Table 2 by which both sides are judged
+# (phase, beginning of the tensor's name) -> what usually is wrong (report, Table 3); the first that fits
+MEANINGS = (
+    (FORWARD, "samples", "data: another order, or other shares of the ranks"),
+    (FORWARD, "start of", "the weights that training starts from: initialisation, conversion, or a swapped shard"),
+    (FORWARD, "lm_loss", "the forward pass: an operator, a mask, a position, a weight"),
+    (FORWARD, "mtp_loss", "the forward pass of the MTP layer"),
+    (FORWARD, "load_balancing_loss", "routing: tokens go to other experts"),
+    (FORWARD, "loss", "loss scaling: not divided by the ranks that share it"),
+    (BACKWARD, "gradient of the loss", "loss scaling: the seed is not divided by the ranks that share it"),
+    (BACKWARD, "global norm", "the backward pass, or the norm: shards counted twice or not at all"),
+    (BACKWARD, "clipping", "a max_grad_norm above the norms, or clipping switched off"),
+    (BACKWARD, "gradient norm", "gradient aggregation or scaling of this group"),
+    (BACKWARD, "gradient", "the backward of this module, or the collective in front of it"),
+    (OPTIMIZER, "gradient of the loss", "loss scaling: the seed is not divided by the ranks that share it"),
+    (OPTIMIZER, "global norm", "norm: shards counted twice or not at all"),
+    (OPTIMIZER, "loads of experts", "routing: tokens go to other experts, or are counted twice or not at all"),
+    (OPTIMIZER, "moves of the bias", "the routers' bias: moved by the load of one rank, or the wrong way"),
+    (OPTIMIZER, "bias", "the routers' bias: another rate, or another load"),
+    (OPTIMIZER, "change", "weight decay of the wrong group, or the learning rate"),
+    (OPTIMIZER, "", "the optimizer's update"),
+)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks share a run by pipeline, data, context and tensor parallelism; tensor ranks are neighbours."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A number or tensor of a run that is not the reference's.
+
+    Args:
+        step: from 1. phase: FORWARD, BACKWARD or OPTIMIZER. module, tensor: names of what differs.
+        error, allowed: as `judge` measures, by Table 2. ranks: of the whole run, those whose part is wrong.
+        detail: the worst element, or what else is wrong.
+    """
+
+    step: int
+    phase: str
+    module: str
+    tensor: str
+    error: float
+    allowed: float
+    ranks: tuple[int, ...]
+    detail: str
+
+    @property
+    def key(self) -> tuple[int, str, str, str]:
+        """Step, phase, module, tensor."""
+        return self.step, self.phase, self.module, self.tensor
+
+    @property
+    def meaning(self) -> str:
+        """What usually is wrong when a run leaves the other here."""
+        fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
+        return next(fitting, "this module's own computation")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All tensors of a run against another's.
+
+    Args:
+        tensors: how many were compared; used: the largest share of its tolerance that any used; findings: in order
+            of execution, the first is where the fault is; known: differences of MindFormers itself, not judged.
+    """
+
+    tensors: int
+    used: float
+    findings: tuple[Finding, ...]
+    known: tuple[Finding, ...] = ()
+
+
+def describe_ranks(ranks: Iterable[int], mesh: Mesh) -> str:
+    """Ranks, and what they have in common: ``ranks 2-3 (dp 1)``."""
+    chosen = sorted(ranks)
+    sizes = {"pp": mesh.pp, "dp": mesh.dp, "cp": mesh.cp, "tp": mesh.tp}
+    if len(chosen) == math.prod(sizes.values()):
+        return "all ranks" if len(chosen) > 1 else "the only rank"
+    places = np.array(np.unravel_index(chosen, tuple(sizes.values())))
+    found = {axis: sorted(set(row)) for axis, row in zip(sizes, places.tolist(), strict=True)}
+    common = ""
+    if math.prod(len(values) for values in found.values()) == len(chosen):
+        held = [f"{axis} {_spans(values)}" for axis, values in found.items() if len(values) < sizes[axis]]
+        common = f" ({', '.join(held)})"
+    return f"rank{'s' * (len(chosen) > 1)} {_spans(chosen)}{common}"
+
+
+def _spans(numbers: list[int]) -> str:
+    """``0-2, 5`` for 0, 1, 2, 5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1].append(number)
+        else:
+            spans.append([number])
+    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+
+
+def finding_text(finding: Finding, mesh: Mesh) -> str:
+    """One line."""
+    where = f"{finding.phase} of step {finding.step}, {finding.module}: {finding.tensor}"
+    if finding.error > finding.allowed:
+        numbers = f"error {finding.error:.3g}, allowed {finding.allowed:.3g}; {finding.detail}"
+    else:
+        numbers = finding.detail
+    return f"{where}, {describe_ranks(finding.ranks, mesh)}: {numbers}. Usually: {finding.meaning}"
+
+
+# share of a step's choices that ties may move between experts: as what they do to the auxiliary loss
+MOVED = 2e-3
+AT_SHARE = 1e-5  # relative; a float32 mean of ones and zeros errs by less, one choice of a step weighs more
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison of a router: it is wrong if `error` is over `allowed`."""
+
+    step: int
+    router: str
+    tensor: str
+    error: float
+    allowed: float
+    detail: str
+
+
+def bias_rows(run: Trained, reference: Trained) -> Iterator[Row]:
+    """For each router that has a bias: the loads of each step, then how the biases moved, then where they ended."""
+    for name in (name.removeprefix(BIAS) for name in reference.state if name.startswith(BIAS)):
+        loads, wants = (side.state[LOAD + name].astype(np.float64) for side in (run, reference))
+        for step, (load, want) in enumerate(zip(loads, wants, strict=True), 1):
+            moved = float(np.abs(load - want).sum() / 2 / want.sum())
+            moved = moved if np.isfinite(moved) else np.inf
+            yield Row(step, name, "loads of experts", moved, MOVED, f"{moved:.2%} of the choices are others")
+        got, bias = run.state[BIAS + name], reference.state[BIAS + name]
+        directions = np.sign(np.diff(got, axis=0)) == _directions(loads)
+        yield from _wrong(name, "moves of the bias", directions | _at_share(loads), "not towards its share of the load")
+        alike = (_directions(loads) == _directions(wants)) & ~_at_share(loads) & ~_at_share(wants)
+        equal = (got[1:] == bias[1:]) | ~np.logical_and.accumulate(alike, axis=0)
+        yield from _wrong(name, "bias", equal & (got[0] == bias[0]), "another than the reference's")
+
+
+def _directions(loads: np.ndarray) -> np.ndarray:
+    """+1 where an expert got less than its share, so that its bias has to rise; -1 where it got more."""
+    return np.where(_at_share(loads), 0.0, np.sign(loads.mean(-1, keepdims=True) - loads))
+
+
+def _at_share(loads: np.ndarray) -> np.ndarray:
+    """Where rounding decides the direction."""
+    share = loads.mean(-1, keepdims=True)
+    return np.abs(loads - share) <= AT_SHARE * share
+
+
+def _wrong(router: str, tensor: str, right: np.ndarray, what: str) -> Iterator[Row]:
+    """One row for an array [steps, experts] of what is right."""
+    steps, experts = np.nonzero(~right)
+    first = int(steps[0]) + 1 if len(steps) else len(right)
+    detail = f"experts {sorted(set(experts[steps == first - 1].tolist()))}: {what}" if len(steps) else ""
+    yield Row(first, router, tensor, float(len(steps)), 0.0, detail)
+
 
 # the auxiliary loss counts tokens: one at a tie between experts that goes to the other moves it by 2e-4
 # (seen with the EP-4 mini, tests/training/test_expert_parallel.py)

@@ -62,7 +62,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
 
 
 def _of_graph(file: Path, seed: int) -> Report:
-    from tools.accuracy.fusion.groups import predicted
+    from tools.accuracy.fusion.kernels import predicted
     from tools.accuracy.fusion.report import replayed
     from tools.dryrun.graph.text import read_graph
 
@@ -73,9 +73,9 @@ def _of_graph(file: Path, seed: int) -> Report:
 
 
 def _of_recipe(file: Path, overrides: tuple[str, ...], seed: int) -> Report:
-    from tools.accuracy.fusion.groups import built, predicted
+    from tools.accuracy.fusion.cells import recipe_of, require_akg, train_both
+    from tools.accuracy.fusion.kernels import built, predicted
     from tools.accuracy.fusion.report import measured, replayed
-    from tools.accuracy.fusion.trained import recipe_of, require_akg, train_both
 
     recipe = recipe_of(file, overrides)
     require_akg()

@@ -1,25 +1,22 @@
-"""A kernel computed three ways on the same inputs, in NumPy.
+"""A kernel computed again from seeded inputs, exactly (float64), fused and unfused, and which operator of it is wrong.
 
-exact     every float in float64
-unfused   each operator's result is rounded to its type, as if it were written to memory
-fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
-
-An operator alone computes in float32 at least, whatever its type, sums included.
+Fused: 16-bit chains in float32, rounded where a result leaves the kernel and by a Cast. Unfused: each operator's result
+is rounded. `allowances` is what Table 2 allows each result. `first_wrong` holds every operator of a kernel against the
+exact result of what it took, so that the first one that is wrong is found where a sum hides it.
 """
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tools.accuracy.fusion.arithmetic import compute
-from tools.accuracy.fusion.kernel import Kernel, Step, numpy_type
-from tools.accuracy.judge import Verdict, judge
-from tools.accuracy.promotion import rounded
-from tools.accuracy.tolerance import lower_bound, tolerance
+from tools.accuracy.fusion.kernels import Argument, Kernel, Step, compute, numpy_type
+from tools.accuracy.judge import Verdict, judge, judge_special, lower_bound, rounded, tolerance
+from tools.dryrun.graph.text import TensorType
 
 EXACT, UNFUSED, FUSED = "exact", "unfused", "fused"
 _HALVES = ("Float16", "BFloat16")
@@ -79,7 +76,7 @@ def _value(kind: str, what: Any, inputs: list[np.ndarray], results: list[np.ndar
 
 @dataclass(frozen=True)
 class Allowance:
-    """What Table 2 allows a result (`tools.accuracy.tolerance`).
+    """What Table 2 allows a result (`tools.accuracy.judge`).
 
     Args:
         dtype: the type of fewest bits that it depends on.
@@ -134,3 +131,58 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
+
+
+_RELATIVE = frozenset(("Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Sqrt"))  # nothing cancels
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """An operator of a kernel, by its place, and how wrong it is."""
+
+    place: int
+    op: str
+    verdict: Verdict
+
+
+def first_wrong(kernel: Kernel, inputs: list[np.ndarray], observed: Sequence[np.ndarray]) -> Culprit | None:
+    """The first operator out of its own tolerance; None where each is within it.
+
+    Args:
+        observed: the result of every step.
+    """
+    for place, step in enumerate(kernel.steps):
+        alone, taken = alone_of(kernel, place), [_observed(each, inputs, observed) for each in step.arguments]
+        values = [value for value in taken if value is not None]
+        found = _judged(alone, observed[place], run(alone, values, EXACT)[0])
+        if not found.passed:
+            return Culprit(place, step.op, found)
+    return None
+
+
+def _judged(alone: Kernel, got: np.ndarray, want: np.ndarray) -> Verdict:
+    allowed = allowances(alone)[0]
+    if alone.steps[0].op not in _RELATIVE:
+        return verdict(got, want, allowed, FUSED)
+    return judge_special(got.reshape(want.shape), [want], allowed.tolerance(FUSED), allowed.dtype)
+
+
+def alone_of(kernel: Kernel, place: int) -> Kernel:
+    """One operator as a kernel of its own; each of its operands is an input."""
+    step, inputs, arguments = kernel.steps[place], list[TensorType](), list[Argument]()
+    for kind, what in step.arguments:
+        if kind == "constant":
+            arguments.append((kind, what))
+            continue
+        assert isinstance(what, int)
+        arguments.append(("input", len(inputs)))
+        inputs.append(kernel.inputs[what] if kind == "input" else kernel.steps[what].output)
+    return Kernel(tuple(inputs), (replace(step, arguments=tuple(arguments)),), (0,), kernel.where)
+
+
+def _observed(argument: Argument, inputs: list[np.ndarray], observed: Sequence[np.ndarray]) -> np.ndarray | None:
+    kind, what = argument
+    if kind == "constant":
+        return None
+    assert isinstance(what, int)
+    return inputs[what] if kind == "input" else observed[what]

@@ -10,10 +10,18 @@ from typing import Any
 import numpy as np
 
 from tools.accuracy.fusion import cells
-from tools.accuracy.fusion.groups import Found
-from tools.accuracy.fusion.kernel import Kernel
-from tools.accuracy.fusion.locate import Culprit, first_wrong
-from tools.accuracy.fusion.replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
+from tools.accuracy.fusion.kernels import Found, Kernel
+from tools.accuracy.fusion.replay import (
+    EXACT,
+    FUSED,
+    UNFUSED,
+    Culprit,
+    allowances,
+    first_wrong,
+    inputs_of,
+    run,
+    verdict,
+)
 from tools.accuracy.judge import Verdict
 
 DVM, AKG = "DVM, replayed", "CPU graph kernels"

@@ -1,13 +1,19 @@
-"""What a run found: rows by operator and data type, counted; as JSON."""
+"""What a run over operators found: counted by operator and data type, as JSON, on a terminal and as one HTML page."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from tools.accuracy.judge import NAMES
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS, Row
-from tools.accuracy.promotion import NAMES
+from tools.accuracy.operators.table import FAMILIES, SPECS
+from tools.accuracy.pages import STYLE
 
 SHORT = {long: short for short, long in NAMES.items()}
 
@@ -109,3 +115,91 @@ def not_runnable_lines(rows: list[Row]) -> list[str]:
         f"{op} {', '.join(dtypes)}{' backward' if phase == 'backward' else ''}: {detail}"
         for (op, phase, detail), dtypes in grouped.items()
     ]
+
+
+STYLES = {PASS: "green", FAIL: "bold red", NOT_RUNNABLE: "dim"}
+LEGEND = (
+    "percent: the largest share of its tolerance (report, Table 2) that any tensor used; exact: bit-identical; "
+    "FAIL special: wrong for infinities, NaN or denormals only"
+)
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Write everything to `console`."""
+    dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
+    table = Table("operator", *(SHORT[dtype] for dtype in dtypes))
+    cells = report.cells()
+    for op in dict.fromkeys(row.op for row in report.rows):
+        line = []
+        for dtype in dtypes:
+            rows = cells.get((op, dtype))
+            line.append(f"[{STYLES[status_of(rows)]}]{cell_text(rows)}[/]" if rows else "")
+        table.add_row(op, *line)
+    console.print(table)
+    console.print(LEGEND, style="dim", markup=False)
+    for row in report.with_status(FAIL):
+        console.print(f"fail: {failure_text(row)}", style="red", markup=False, soft_wrap=True)
+    for text in not_runnable_lines(report.with_status(NOT_RUNNABLE)):
+        console.print(f"not runnable: {text}", style="dim", markup=False, soft_wrap=True)
+    console.print(report.summary(), markup=False, soft_wrap=True)
+
+
+def list_lines() -> list[str]:
+    """A line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
+    width = max(map(len, SPECS))
+    lines = []
+    for family, specs in FAMILIES.items():
+        for spec in specs:
+            dtypes = " ".join(SHORT[dtype] for dtype in spec.dtypes)
+            lines.append(f"{spec.name:{width}}  {dtypes:19}  {family:13}  {spec.source}".rstrip())
+    return lines
+
+
+CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
+
+
+def html(report: Report) -> str:
+    """The whole page."""
+    dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
+    head = "".join(f"<th>{escape(text)}</th>" for text in ["operator", *(SHORT[d] for d in dtypes), "source"])
+    cells = report.cells()
+    family_of = {spec.name: family for family, specs in FAMILIES.items() for spec in specs}
+    body, family = [], ""
+    for op in dict.fromkeys(row.op for row in report.rows):
+        if family_of[op] != family:
+            family = family_of[op]
+            body.append(f'<tr><th colspan="{len(dtypes) + 2}">{escape(family)}</th></tr>')
+        columns = "".join(_cell(cells.get((op, dtype))) for dtype in dtypes)
+        body.append(f"<tr><td>{escape(op)}</td>{columns}<td class=note>{escape(SPECS[op].source)}</td></tr>")
+    failures, missing = report.with_status(FAIL), report.with_status(NOT_RUNNABLE)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Operator accuracy</title><style>{STYLE}</style></head><body>
+<h1>Operator accuracy: {"passed" if report.passed else "failures found"}</h1>
+<p>{escape(report.summary())}. Seed {report.seed}, {report.reruns} runs each.</p>
+<p class=note>{escape(LEGEND)}; -: not runnable here, see below.</p>
+<table><tr>{head}</tr>{"".join(body)}</table>
+{_list("Failures", [failure_text(row) for row in failures])}
+{_list("Not runnable on this device, in MindSpore's words", not_runnable_lines(missing))}
+<details><summary>All {len(report.rows)} checks</summary>{_checks(report.rows)}</details>
+</body></html>
+"""
+
+
+def _cell(rows: list[Row] | None) -> str:
+    return f'<td class="{CLASSES[status_of(rows)]}">{escape(cell_text(rows))}</td>' if rows else "<td></td>"
+
+
+def _list(title: str, lines: list[str]) -> str:
+    items = "".join(f"<li><code>{escape(line)}</code></li>" for line in lines)
+    return f"<h2>{escape(title)}: {len(lines)}</h2><ul>{items}</ul>"
+
+
+def _checks(rows: list[Row]) -> str:
+    names = ["operator", "type", "sizes", "phase", "tensor", "status", "count", "tolerance", "error"]
+    head = "".join(f"<th>{name}</th>" for name in names)
+    lines = []
+    for row in rows:
+        sizes, numbers = "x".join(map(str, row.shape)), (f"{row.tolerance:.3g}", f"{row.error:.3g}")
+        values = [row.op, SHORT[row.dtype], sizes, row.phase, row.tensor, row.status, row.count, *numbers]
+        lines.append(f"<tr>{''.join(f'<td>{escape(str(value))}</td>' for value in values)}</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"

@@ -1,18 +1,160 @@
-"""One operator in one data type: forward, backward, special values, reruns; every check is a row."""
+"""One operator in one data type: forward, backward, special values and reruns; every check is a row.
+
+A case holds the inputs as the device gets them, seeded, with values near the ends of the type's range clipped (report,
+section 3.1 (3)). Its golden outputs and gradients are computed by the spec's NumPy functions in the promoted type.
+Special inputs consist of infinities, NaN, denormals and zeros only. Reruns must be identical bit by bit.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 
-from tools.accuracy.judge import Verdict, judge, judge_special, same_bits
-from tools.accuracy.operators import extremes, golden
+from tools.accuracy.judge import (
+    LARGEST,
+    SMALLEST,
+    Verdict,
+    judge,
+    judge_special,
+    lower_bound,
+    promoted,
+    rounded,
+    same_bits,
+    tolerance,
+)
 from tools.accuracy.operators.device import Device, NotRunnableError, first_line
 from tools.accuracy.operators.spec import Array, Spec, as_tuple
-from tools.accuracy.promotion import promoted
-from tools.accuracy.tolerance import lower_bound, tolerance
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """How many elements of a tensor are extreme; `small` are below the lower bound, zeros and denormals included."""
+
+    nan: int
+    inf: int
+    zero: int
+    denormal: int
+    small: int
+
+
+def extremes_of(values: np.ndarray, dtype: str, bound: float) -> Extremes:
+    """Count the extreme values of a float tensor of `dtype`."""
+    magnitude = np.abs(values.astype(np.float64))
+    return Extremes(
+        nan=int(np.isnan(magnitude).sum()),
+        inf=int(np.isinf(magnitude).sum()),
+        zero=int((magnitude == 0).sum()),
+        denormal=int(((magnitude > 0) & (magnitude < SMALLEST[dtype])).sum()),
+        small=int((magnitude < bound).sum()),
+    )
+
+
+def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
+    """Raise every magnitude to `bound` at least; signs stay (0 becomes +bound, -0 -bound)."""
+    return np.copysign(np.maximum(np.abs(values), values.dtype.type(bound)), values)
+
+
+def specials(dtype: str) -> np.ndarray:
+    """Zero, denormals, the smallest normal, ones, half the largest, infinities and NaN, as `dtype` holds them. [13]
+
+    Half: so that the order of two factors near one does not decide about overflow. No negative zero: kernels differ
+    in its sign, and training does not depend on it.
+    """
+    low, high = SMALLEST[dtype], LARGEST[dtype] / 2
+    values = [0.0, low / 4, -low / 4, low, -low, 1.0, -1.0, 2.0, high, -high, np.inf, -np.inf, np.nan]
+    return rounded(np.array(values), dtype)
+
+
+def grid(dtype: str, inputs: int) -> list[np.ndarray]:
+    """Every combination of special values, for an elementwise operator of so many inputs: vectors."""
+    return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
+
+
+def poke(values: np.ndarray, dtype: str) -> np.ndarray:
+    """A copy of [..., n] of at least 13 rows, with another special value in the middle of each of the first rows."""
+    poked = values.copy()
+    rows = poked.reshape(-1, poked.shape[-1])
+    special = specials(dtype)
+    assert len(rows) >= len(special)
+    rows[: len(special), rows.shape[1] // 2] = special
+    return poked
+
+
+def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
+    """What a device sees that takes denormals as zero, and does or does not keep the zero's sign."""
+    zero = values.dtype.type(0)
+    return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: inputs and incoming gradients as the tested type holds them, golden outputs and gradients.
+
+    Args:
+        extreme: elements of the inputs, as the device gets them, that are below the lower bound or not finite.
+        douts: gradients of the float outputs; empty without a backward.
+    """
+
+    inputs: tuple[np.ndarray, ...]
+    outputs: tuple[np.ndarray, ...]
+    douts: tuple[np.ndarray, ...]
+    grads: tuple[np.ndarray, ...]
+    extreme: int
+
+
+def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Generator:
+    """Random numbers that depend on the operator's base name, the shape and the seed, and on nothing else."""
+    return np.random.default_rng([seed, zlib.crc32(spec.name.split(".")[0].encode()), *shape])
+
+
+def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int, clip: bool = True) -> Case:
+    """Draw inputs, clip them from below, round them to `dtype`, and compute what should come out.
+
+    Args:
+        shape: sizes for `spec.make`.
+        clip: False to see what unclipped inputs do.
+    """
+    rng = generator(spec, shape, seed)
+    made = spec.make(rng, *shape)
+    inputs, extreme = [], 0
+    for number, values in enumerate(made):
+        if is_float(values):
+            if clip and spec.clip:
+                values = clip_lower(values, lower_bound())
+            values = rounded(values, "float32" if number in spec.fixed else dtype)
+            found = extremes_of(values, dtype, lower_bound())
+            extreme += found.small + found.inf + found.nan
+        inputs.append(values)
+    outputs = forward(spec, tuple(inputs), dtype)
+    if spec.grad is None:
+        return Case(tuple(inputs), outputs, (), (), extreme)
+    douts = tuple(rounded(rng.standard_normal(out.shape).astype(np.float32), dtype) for out in outputs if is_float(out))
+    return Case(tuple(inputs), outputs, douts, backward(spec, tuple(inputs), douts, dtype), extreme)
+
+
+def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.ndarray, ...]:
+    """Golden outputs; invalid operations give inf and NaN as IEEE says."""
+    with np.errstate(all="ignore"):
+        return tuple(np.asarray(out) for out in as_tuple(spec.golden(*(promoted(values, dtype) for values in inputs))))
+
+
+def backward(
+    spec: Spec, inputs: tuple[np.ndarray, ...], douts: tuple[np.ndarray, ...], dtype: str
+) -> tuple[np.ndarray, ...]:
+    """Golden gradients of the inputs `spec.wrt`."""
+    assert spec.grad is not None
+    grads = spec.grad(*(promoted(values, dtype) for values in (*inputs, *douts)))
+    return tuple(np.asarray(grad) for grad in as_tuple(grads))
+
+
+def is_float(values: np.ndarray) -> bool:
+    """Whether it is a tensor of numbers that are rounded, and can have a gradient."""
+    return bool(np.issubdtype(values.dtype, np.floating))
+
 
 PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
@@ -55,7 +197,7 @@ def verify(spec: Spec, dtype: str, device: Device, reruns: int = 3, seed: int = 
     """
     rows: list[Row] = []
     for shape in spec.shapes:
-        rows += _case(spec, shape, dtype, device, reruns, golden.make_case(spec, shape, dtype, seed, clip))
+        rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed, clip))
         if rows[-1].status == NOT_RUNNABLE and rows[-1].phase == "forward":
             return rows  # nor any other shape
     if spec.special:
@@ -63,9 +205,7 @@ def verify(spec: Spec, dtype: str, device: Device, reruns: int = 3, seed: int = 
     return rows
 
 
-def _case(
-    spec: Spec, shape: tuple[int, ...], dtype: str, device: Device, reruns: int, case: golden.Case
-) -> Iterator[Row]:
+def _case(spec: Spec, shape: tuple[int, ...], dtype: str, device: Device, reruns: int, case: Case) -> Iterator[Row]:
     """Forward and backward of one shape, and their reruns."""
     phases = {"forward": (case.outputs, tuple(range(len(case.outputs))))}
     if spec.grad:
@@ -86,7 +226,7 @@ def _case(
             return
         for number, (got, want, name) in enumerate(zip(first, wants, names, strict=True)):
             count = counts.of(phase, number)
-            allowed = tolerance(dtype, count, spec.roundings) if golden.is_float(want) else 0.0
+            allowed = tolerance(dtype, count, spec.roundings) if is_float(want) else 0.0
             verdict = judge(got, want, allowed, dtype)
             if case.extreme and not verdict.passed:
                 note = f"{verdict.detail}; {case.extreme} inputs are below {lower_bound():g} or not finite"
@@ -96,7 +236,7 @@ def _case(
             yield _rerun(spec, dtype, shape, phase, first, others)
 
 
-def _run(phase: str, spec: Spec, dtype: str, device: Device, case: golden.Case) -> tuple[Array, ...]:
+def _run(phase: str, spec: Spec, dtype: str, device: Device, case: Case) -> tuple[Array, ...]:
     if phase == "forward":
         return device.forward(spec, case.inputs, dtype)
     return device.backward(spec, case.inputs, case.douts, dtype)
@@ -136,21 +276,21 @@ def _special(spec: Spec, dtype: str, device: Device, seed: int) -> Iterator[Row]
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
     """All combinations of special values for spec.special "each"; the first case with one in each row for "row"."""
-    case = golden.make_case(spec, spec.shapes[0], dtype, seed)
+    case = make_case(spec, spec.shapes[0], dtype, seed)
     if spec.special == "each":
-        return tuple(extremes.grid(dtype, len(case.inputs)))
-    return extremes.poke(case.inputs[0], dtype), *case.inputs[1:]
+        return tuple(grid(dtype, len(case.inputs)))
+    return poke(case.inputs[0], dtype), *case.inputs[1:]
 
 
 def _special_goldens(spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[tuple[Array, ...]]:
     """Goldens with denormals kept and flushed; for float32 also computed in float32, where squares overflow."""
 
     def without_denormals(signed: bool) -> tuple[Array, ...]:
-        return tuple(extremes.flushed(value, dtype, signed) if golden.is_float(value) else value for value in inputs)
+        return tuple(flushed(value, dtype, signed) if is_float(value) else value for value in inputs)
 
     wants = []
     for values in (inputs, without_denormals(True), without_denormals(False)):
-        wants.append(golden.forward(spec, values, dtype))
+        wants.append(forward(spec, values, dtype))
         with np.errstate(all="ignore"):
             narrow = spec.golden(*(promoted(value, dtype, wide=False) for value in values))
         wants.append(tuple(np.asarray(out) for out in as_tuple(narrow)))

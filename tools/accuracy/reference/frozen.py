@@ -19,7 +19,7 @@ import click
 import numpy as np
 
 from tools.accuracy.reference import golden
-from tools.accuracy.reference.weights import draw
+from tools.accuracy.reference.start import draw
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE, RECIPES = ROOT / "tests" / "tools" / "weights" / "frozen", ROOT / "recipes"

@@ -17,8 +17,8 @@ import click
 import numpy as np
 
 from plugins.errors import CheckpointError
-from tools.accuracy.align.record import Record
-from tools.accuracy.reference.weights import checksum
+from tools.accuracy.align.sides import Record
+from tools.accuracy.reference.start import checksum
 from tools.data.index import IndexWriter
 from tools.weights.hugging_face.sizes import Sizes
 
@@ -78,9 +78,8 @@ def load() -> dict[str, np.ndarray]:
 def main(update: bool, reference_python: str) -> None:
     """Renew the golden file."""
     from tools.accuracy.align.ladder import Wanted, climb
-    from tools.accuracy.align.recipe import alone, reference_sizes
-    from tools.accuracy.align.recipe import load as load_recipe
-    from tools.accuracy.align.record import of_reference, read
+    from tools.accuracy.align.sides import alone, of_reference, read, reference_sizes
+    from tools.accuracy.align.sides import load as load_recipe
     from tools.accuracy.reference.run import below
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -2,7 +2,7 @@
 
 JOB holds `job`, the JSON of `sizes` and `hyper`; `weights/<Hugging Face name>`; `batch/input_ids|labels|loss_mask`
 [steps, B, S]; optionally `state/<step>/weight|moment|square/<name>` and `load/<step>/<layer>`, the other side's, for
-`train.single_steps`. OUT is a record (`tools.accuracy.align.record`). Exit code 3: torch or transformers is missing.
+`train.single_steps`. OUT is a record (`tools.accuracy.align.sides`). Exit code 3: torch or transformers is missing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ def main(job_file: str, out_file: str) -> int:
     except ImportError as error:
         print(error, file=sys.stderr)
         return MISSING
-    from tools.accuracy.reference.hyper import Hyper
-    from tools.accuracy.reference.model import Reference
-    from tools.accuracy.reference.train import run, single_steps
+    from tools.accuracy.reference.start import Hyper
+    from tools.accuracy.reference.train import Reference, run, single_steps
     from tools.weights.hugging_face.sizes import Sizes
 
     with np.load(job_file) as file:

@@ -1,22 +1,204 @@
-"""Forward, backward, AdamW: the reference's run, recorded. Needs torch."""
+"""The reference model and its training, recorded: forward, backward, AdamW. Needs torch and transformers.
+
+The model is Hugging Face's DeepseekV3ForCausalLM with what its configuration cannot say (MTP layers, loads of experts,
+a trace of every module).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-from tools.accuracy.reference.hyper import Hyper
-from tools.accuracy.reference.model import Loads, Reference
+from tools.accuracy.reference.start import Hyper
 from tools.weights.hugging_face.names import Arrays
+from tools.weights.hugging_face.sizes import Sizes
+
+Loads = Mapping[int, np.ndarray]
+_ATTENTION = "tc3_traced"
+
+
+class MtpLayer(nn.Module):
+    """DeepSeek-V3's multi-token prediction module (technical report, section 2.2), of Hugging Face's own parts.
+
+    Names are those of DeepSeek-V3's checkpoints, the copies of embedding and head left out.
+    """
+
+    def __init__(self, config: DeepseekV3Config, number: int):
+        super().__init__()
+        self.enorm = deepseek.DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hnorm = deepseek.DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        layer = deepseek.DeepseekV3DecoderLayer(config, number)
+        for name, module in layer.named_children():
+            self.add_module(name, module)
+        self.layer = [layer]  # in a list: its modules are registered above, under the checkpoint's names
+        self.shared_head = nn.ModuleDict({"norm": deepseek.DeepseekV3RMSNorm(config.hidden_size, config.rms_norm_eps)})
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **attention: Any) -> torch.Tensor:
+        """embedded: of the next tokens, hidden: of the main model behind its last norm; both [B, S, h] -> [B, S, h]."""
+        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(hidden)), dim=-1))
+        return self.shared_head["norm"](self.layer[0](joined, **attention))
+
+
+class Reference:
+    """The model, ready to run in float32.
+
+    Attributes:
+        model: DeepseekV3ForCausalLM; MTP layers are appended to its layers, and it does not run them itself.
+        routed: layer -> (scores [T, E], chosen experts [T, k], weights [T, k]) of the last forward pass.
+    """
+
+    def __init__(self, sizes: Sizes, weights: Arrays):
+        self.sizes = sizes
+        self.routed: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self.trace: dict[str, torch.Tensor] | None = None
+        ALL_ATTENTION_FUNCTIONS[_ATTENTION] = self._attend
+        config = DeepseekV3Config(**sizes.hf)
+        config._attn_implementation = _ATTENTION
+        self.model = DeepseekV3ForCausalLM(config).float()
+        self.mtp = [MtpLayer(config, sizes.layers + layer) for layer in range(sizes.mtp_layers)]
+        self.model.model.layers.extend(self.mtp)
+        for name, module in self.model.named_modules():
+            if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                module.variance_epsilon = sizes.latent_eps
+            if isinstance(module, deepseek.DeepseekV3TopkRouter):
+                module.register_forward_hook(self._remember_routing(int(name.split(".")[2])))
+        tensors = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
+        self.model.load_state_dict(tensors, strict=True)
+        self._trace_modules()
+
+    def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Loss and its parts: `loss`, `lm_loss`, `mtp_loss`, `aux_loss`, and `logits` [B, S, v].
+
+        batch: `input_ids`, `labels` int64 [B, S], labels already shifted; `loss_mask` float32 [B, S].
+        """
+        ids, labels, mask = batch["input_ids"], batch["labels"], batch["loss_mask"]
+        inner = self.model.model
+        hidden = inner(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(hidden)
+        parts = {"lm_loss": masked_mean(logits, labels, mask), "mtp_loss": torch.zeros(())}
+        for layer in self.mtp:
+            ids, labels, mask = _rolled(ids), _rolled(labels), _rolled(mask)
+            hidden = layer(inner.embed_tokens(ids), hidden, **self._attention_arguments(hidden))
+            loss = masked_mean(self.model.lm_head(hidden), labels, mask)
+            parts["mtp_loss"] = parts["mtp_loss"] + self.sizes.mtp_factor / len(self.mtp) * loss
+        batch_size = len(ids)
+        balance = [self._balance(scores, chosen, batch_size) for scores, chosen, _ in self.routed.values()]
+        parts["aux_loss"] = torch.stack(balance).sum()
+        return {"loss": parts["lm_loss"] + parts["mtp_loss"] + parts["aux_loss"], **parts, "logits": logits}
+
+    def _balance(self, scores: torch.Tensor, chosen: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """DeepSeek-V3's sequence-wise balance loss (equations 17 to 20), mean over the samples."""
+        experts, topk = scores.shape[-1], chosen.shape[-1]
+        share = (scores / scores.sum(-1, keepdim=True)).view(batch_size, -1, experts).mean(1)
+        picked = nn.functional.one_hot(chosen, experts).sum(1).view(batch_size, -1, experts)
+        frequency = experts / topk * picked.float().mean(1)
+        return self.sizes.aux_coefficient * (frequency * share).sum(-1).mean()
+
+    def counts(self, layer: int) -> torch.Tensor:
+        """How often the last forward pass chose each expert of a layer, [E]."""
+        scores, chosen, _ = self.routed[layer]
+        return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
+
+    def move_bias(self, loads: Loads) -> None:
+        """The aux-free update: an expert with more than its share of the tokens gets a lower bias, and vice versa.
+
+        loads: layer -> share of the choices that each expert got, [E], of the other side, which then decides: this is
+            about the rule, the counts are compared by themselves. Other layers go by the last forward pass.
+        """
+        for layer, (scores, chosen, _) in self.routed.items():
+            counts = self.counts(layer)
+            if layer in loads:
+                counts = torch.from_numpy(np.round(loads[layer] * chosen.numel()))
+            short = torch.sign(chosen.numel() - counts * scores.shape[-1])  # integers: equal is exactly equal
+            gate = self.model.model.layers[layer].mlp.gate
+            gate.e_score_correction_bias += self.sizes.bias_rate * short.float()
+
+    def _attention_arguments(self, hidden: torch.Tensor) -> dict[str, Any]:
+        """What a decoder layer wants besides its input: positions, and a causal mask."""
+        positions = torch.arange(hidden.shape[1])[None]
+        return {
+            "attention_mask": causal_mask(hidden.shape[1]),
+            "position_embeddings": self.model.model.rotary_emb(hidden, positions),
+        }
+
+    def _attend(self, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **kwargs: Any) -> Any:
+        """Hugging Face's eager attention with a mask of its own, its operands noted."""
+        mask = causal_mask(query.shape[2])
+        out = deepseek.eager_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
+        if self.trace is not None:
+            where = f"layers.{module.layer_idx}"
+            for name, tensor in (("query", query), ("key", key), ("value", value)):
+                self.trace[f"{where}.{name}"] = tensor.transpose(1, 2)
+            self.trace[f"{where}.context"] = out[0].flatten(2)
+        return out
+
+    def _remember_routing(self, layer: int) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            chosen, weights = output
+            scores = nn.functional.linear(inputs[0].reshape(-1, module.weight.shape[1]), module.weight).sigmoid()
+            self.routed[layer] = (scores, chosen, weights)
+            self._note(f"layers.{layer}.router", torch.zeros_like(scores).scatter(1, chosen, weights))
+
+        return hook
+
+    def _trace_modules(self) -> None:
+        """Note every module's output under the trace's names."""
+        inner = self.model.model
+        names: dict[Any, str] = {inner.embed_tokens: "embedding", inner.norm: "final_norm"}
+        for number, layer in enumerate(inner.layers):
+            where = f"layers.{number}"
+            names[layer.layer[0] if isinstance(layer, MtpLayer) else layer] = f"{where}.output"
+            names[layer.input_layernorm] = f"{where}.input_norm"
+            names[layer.self_attn] = f"{where}.attention"
+            names[layer.post_attention_layernorm] = f"{where}.post_norm"
+            names[layer.mlp] = f"{where}.mlp"
+            if self.sizes.is_moe(number):
+                names[layer.mlp.shared_experts] = f"{where}.shared_expert"
+        for module, name in names.items():
+            module.register_forward_hook(self._noting(name))
+
+    def _noting(self, name: str) -> Any:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            self._note(name, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _note(self, name: str, tensor: torch.Tensor) -> None:
+        if self.trace is not None:
+            self.trace.setdefault(name, tensor)
+
+
+def masked_mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy of the tokens that count."""
+    each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum()
+
+
+def causal_mask(length: int) -> torch.Tensor:
+    """[1, 1, S, S]: 0 where a token may look, the smallest number elsewhere."""
+    smallest = torch.finfo(torch.float32).min
+    return torch.full((length, length), smallest).triu(1)[None, None]
+
+
+def _rolled(tensor: torch.Tensor) -> torch.Tensor:
+    """[B, S], one position to the left, a zero at the end."""
+    return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
+
 
 PARTS = ("loss", "lm_loss", "mtp_loss", "aux_loss")
 BIAS = "e_score_correction_bias"
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
-    """Train on `batches` and record what `tools.accuracy.align.record` describes.
+    """Train on `batches` and record what `tools.accuracy.align.sides` describes.
 
     Args:
         batches: `input_ids`, `labels` and `loss_mask`, each [steps, B, S].

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from tools.accuracy.align.record import Record
-from tools.accuracy.reference.forward import Forward
-from tools.accuracy.reference.hyper import Hyper
-from tools.accuracy.reference.weights import initial_weights
+from tests.tools.accuracy.reference.forward import Forward
+from tools.accuracy.align.sides import Record
+from tools.accuracy.reference.start import Hyper, initial_weights
 from tools.weights.hugging_face.names import table
 from tools.weights.hugging_face.sizes import Sizes
 

@@ -7,7 +7,7 @@ import pytest
 
 from plugins.errors import DataError
 from tools.accuracy.align import config as align_config
-from tools.accuracy.align.recipe import load, written
+from tools.accuracy.align.sides import load, written
 from tools.accuracy.reference.golden import write_corpus
 from tools.recipe.dump import dump_recipe
 from tools.recipe.override import apply_overrides

@@ -1,4 +1,4 @@
-"""The whole ladder, its runs replaced: what is compared at which size, what is said when none ran or one broke."""
+"""The ladder from its first rung to its last, and its command."""
 
 import json
 import os
@@ -13,17 +13,18 @@ import psutil
 import pytest
 from rich.console import Console
 
-from plugins.errors import RecipeError
+from plugins.errors import ClusterError, RecipeError
 from tests.tools.accuracy.align import cases
-from tools.accuracy.align import devices as align_devices
+from tests.tools.accuracy.align.test_rungs import ROPE, ScaledSoftmax
 from tools.accuracy.align import ladder as align
+from tools.accuracy.align import ladder as align_devices
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.cli import align as command
-from tools.accuracy.align.compare import Row, Rung
-from tools.accuracy.align.ladder import Ladder, Wanted, climb
-from tools.accuracy.align.render import print_ladder
-from tools.accuracy.align.sides import SideFailedError
+from tools.accuracy.align.ladder import Ladder, Wanted, climb, compare_records, failed_text, print_ladder, split_model
+from tools.accuracy.align.rungs import NONE, Row, Rung
+from tools.accuracy.align.sides import SideFailedError, shortened
 from tools.accuracy.reference.golden import write_corpus
+from tools.check.check import check_recipe
 from tools.process import child
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
@@ -253,3 +254,106 @@ def test_a_child_ends_with_us(deaf, tmp_path):
     while psutil.pid_exists(pid) and time.monotonic() < until:
         time.sleep(0.02)
     assert not psutil.pid_exists(pid)
+
+
+ALL_RECIPES = Path(__file__).parents[4] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("telechat3_105b/pretrain_4k", "4 processes (tp2 pp2 ep2)"),
+        ("telechat3_438b/pretrain_4k", "4 processes (tp2 pp2 ep2)"),
+        ("telechat3_1119b/pretrain_4k_ep_overlap", "4 processes (tp2 pp2 ep2)"),
+        ("mini/pretrain_3d", "8 processes (tp2 pp2 dp2 ep2)"),
+        ("mini/pretrain_cp2", "2 processes (cp2)"),
+        ("mini/pretrain_pp2_interleaved", "2 processes (pp2)"),
+    ],
+)
+def test_a_layout_and_one_process_are_sound_recipes_of_the_same_step(name, layout, tmp_path):
+    sides = split_model([ALL_RECIPES / f"{name}.yaml"], (), None, 3)
+    assert sides.about.startswith(f"the sharded graph on {layout} and 1 process; without the auxiliary loss")
+    views = []
+    for place, recipe in enumerate(sides.recipes):
+        dump_recipe(shortened(recipe, 3), tmp_path / f"{place}.yaml")
+        short = load_recipe(tmp_path / f"{place}.yaml")
+        wrong = [finding for finding in check_recipe(short).errors if "data_path" not in str(finding)]
+        assert wrong == []  # a corpus may not be there
+        views.append(View(short))
+    ours, theirs = views
+    assert ours.sharded_on_cpu and theirs.sharded_on_cpu and theirs.devices == 1
+    assert ours.global_batch == theirs.global_batch
+    for key in ("num_hidden_layers", "n_routed_experts", "seq_length", "compute_dtype"):
+        assert ours.get(("model", "model_config", key)) == theirs.get(("model", "model_config", key))
+
+
+def test_a_degree_that_is_set_on_the_command_line_counts():
+    mini = ALL_RECIPES / "mini" / "pretrain.yaml"
+    assert split_model([mini], (), None, 3) is None
+    assert split_model([ALL_RECIPES / "mini" / "pretrain_dp2.yaml"], (), None, 3) is None
+    assert (
+        split_model([ALL_RECIPES / "mini" / "pretrain_tp2.yaml"], ("parallel_config.model_parallel=1",), None, 3)
+        is None
+    )
+
+
+MINIS = Path(__file__).parents[4] / "recipes" / "mini"
+
+
+def wanted(path, against, folder, **changes):
+    return Wanted(**{"path": path, "against": str(against), "steps": 4, "overrides": (), "data": None,
+                     "folder": folder, "python": sys.executable, **changes})  # fmt: skip
+
+
+@pytest.mark.parametrize("python", ["/nowhere/python", "/bin/false"])
+def test_without_torch_there_is_one_message_and_nothing_runs(python, tmp_path):
+    with pytest.raises(ClusterError, match=r"reference-python") as caught:
+        climb(wanted(MINIS / "pretrain.yaml", "hf", tmp_path, python=python), print)
+    assert "\n" not in str(caught.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_side_is_told_by_its_own_words(tmp_path):
+    def start(script, name="x"):
+        align_sides.start([sys.executable, "-c", script, name], tmp_path / "log", tmp_path)
+
+    start("pass")
+    with pytest.raises(RecipeError, match=r"^a\.b: must be c$"):
+        start("print('noise'); print('tc3: a.b: must be c'); raise SystemExit(2)")
+    with pytest.raises(SideFailedError, match=r"exit code 1: ValueError: broken .*log"):
+        start("raise ValueError('broken')")
+    with pytest.raises(SideFailedError, match=r"exit code 1: worker 1 failed"):
+        start("print('tc3: worker 1 failed'); print('its log'); raise SystemExit(1)")
+    with pytest.raises(SideFailedError, match=r"exit code 2: "):  # argparse, click: not our words
+        start("raise SystemExit(2)")
+    with pytest.raises(ClusterError, match="needs torch"):
+        start("raise SystemExit(3)")
+
+
+def test_settings_that_must_match_stop_the_ladder(tmp_path):
+    write_corpus(tmp_path / "corpus", 512)
+    data = str(tmp_path / "corpus")
+    ladder = climb(wanted(MINIS / "pretrain.yaml", MINIS / "pretrain_ep4.yaml", tmp_path / "runs", data=data), print)
+    assert [rung.status for rung in ladder.rungs] == ["failed", *["not run"] * 5]
+    assert {row.name for row in ladder.rungs[0].rows if row.status == "failed"} == {"lr_schedule.learning_rate"}
+    assert not ladder.passed and not (tmp_path / "runs").exists()
+
+
+def test_what_is_printed():
+    model, ladder = cases.sizes(mtp=0), Ladder("recipe.yaml", "Hugging Face DeepseekV3")
+    compare_records(ladder, cases.record(model, ScaledSoftmax), cases.record(model), None, cases.HYPER, ROPE)
+    console = Console(record=True, width=160)
+    print_ladder(ladder, console)
+    text = console.export_text()
+    assert "recipe.yaml  against  Hugging Face DeepseekV3" in text
+    assert "forward: first difference: layer 0, self_attention.core_attention" in text
+    assert "logits: " in text and text.rstrip().endswith("not aligned")
+    data = json.loads(json.dumps(ladder.as_json()))
+    assert data["passed"] is False and data["rungs"][0]["rows"][-1]["status"] in ("passed", "failed")
+
+
+def test_a_row_says_what_differs_and_not_one_half():
+    setting = Row("optimizer.weight_decay", 1, NONE, "must match", detail="0.1 | 0.05: changes the numbers")
+    assert failed_text(setting) == "optimizer.weight_decay: 0.1 | 0.05: changes the numbers (must match)"
+    tokens = Row("batch labels", 17, NONE, "elements that differ")
+    assert failed_text(tokens) == "batch labels: 17 elements that differ, should be none"
+    assert failed_text(Row("logits", 0.1, 1e-5, "relative")) == "logits: 0.1 (relative; at most 1e-05)"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.accuracy.dumps import kernels, marker
-from tools.accuracy.dumps.debugger import statistics
+from tools.accuracy.dumps import read, write
 from tools.accuracy.dumps.read import open_dump
+from tools.accuracy.dumps.write import statistics
 
 DTYPES = {"float32": "Float32", "float16": "Float16", "int32": "Int32", "bool": "Bool", "float64": "Float64"}
 H = 8
@@ -53,15 +53,15 @@ def write_dump(folder, steps, level="L0", task="tensor", ranks=1, complete=True,
     for step, calls in (weights or {}).items():
         for rank in range(ranks):
             write_rank(Path(folder) / "weights" / f"step{step}" / f"rank{rank}", calls, level, task)
-    marker.write(Path(folder), complete)
+    write.mark(Path(folder), complete)
     return Path(folder)
 
 
 def write_kernels(folder, values):
     """A dump of level L2: forward, backward and optimizer, one name too long for a file, one kernel run twice."""
     folder.mkdir()
-    marker.write(folder, True)
-    (folder / kernels.CONFIGURATION).write_text("{}")
+    write.mark(folder, True)
+    (folder / read.CONFIGURATION).write_text("{}")
     graph = folder / "rank_0" / "Net" / "0" / "0"
     graph.mkdir(parents=True)
     where = {

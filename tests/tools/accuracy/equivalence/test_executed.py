@@ -10,11 +10,11 @@ from safetensors.numpy import save_file
 from plugins.errors import CheckpointError, DataError
 from tests.tools.checkpoint.saved import Saved
 from tools.accuracy.equivalence import executed, matrix
-from tools.accuracy.equivalence.compare import finding_text
-from tools.accuracy.equivalence.executed_gates import compare_executed
-from tools.accuracy.equivalence.render import as_html
+from tools.accuracy.equivalence.executed import compare_executed
+from tools.accuracy.equivalence.matrix import as_html
 from tools.accuracy.equivalence.runs import RunFailedError
 from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding
+from tools.accuracy.equivalence.trained import finding_text
 
 EMBEDDING, HEAD, ROUTER = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.layers.1.mlp.router"
 STEPS, WORKERS = 3, 2

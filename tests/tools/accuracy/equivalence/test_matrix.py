@@ -11,9 +11,8 @@ from tests.tools.accuracy.equivalence.recorded import record, spoil_backward
 from tests.training.runs import ROOT
 from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence import runs, strategies
-from tools.accuracy.equivalence.compare import Mesh, describe_ranks
-from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, equivalence, failure_lines
-from tools.accuracy.equivalence.render import as_html, share
+from tools.accuracy.equivalence.matrix import FAIL, NONE, PASS, Matrix, Row, as_html, equivalence, failure_lines, share
+from tools.accuracy.equivalence.trained import Mesh, describe_ranks
 from tools.recipe.dump import dump_recipe
 
 MINI = str(ROOT / "recipes/mini/pretrain.yaml")

@@ -1,13 +1,20 @@
-"""The rows of the matrix, and the recipes of its runs."""
+"""The rows of the matrix and layouts drawn at random: which there are, and the recipes of their runs."""
 
 import pytest
+from click.testing import CliRunner
 
 from launch.run.effective import steps_overrides
 from launch.run.msrun import worker_count
 from plugins.errors import RecipeError
-from tests.training.runs import ROOT
+from plugins.semi_auto_cpu.chosen import chosen
+from tests.training.runs import ROOT, TINY
+from tools.accuracy.cli import accuracy
 from tools.accuracy.equivalence import runs, strategies
 from tools.accuracy.equivalence.matrix import choose
+from tools.accuracy.equivalence.runs import RunFailedError
+from tools.accuracy.equivalence.sharding import BIAS_CALLBACK, EXECUTED_ROWS, USUAL, Sharding, derive_sharded
+from tools.accuracy.equivalence.strategies import draw_cases, misfit
+from tools.accuracy.equivalence.trained import Comparison
 from tools.check.check import check_recipe
 from tools.data.index import IndexReader
 from tools.recipe.dump import dump_recipe
@@ -86,3 +93,175 @@ def test_the_corpus_is_the_same_each_time_and_long_enough(tmp_path):
     reader = IndexReader(first)
     assert reader.lengths.sum() > 3 * 8 * 129
     assert reader.lengths.sum() < 10 * 3 * 8 * 129
+
+
+SHARDED_RECIPES = [
+    str(ROOT / "recipes/mini/pretrain.yaml"),
+    str(ROOT / "recipes/mini/pretrain_pp2.yaml"),
+    str(ROOT / "recipes/telechat3_105b/pretrain_4k.yaml"),
+]
+SHARDINGS = {name: sharding for name, _, sharding in EXECUTED_ROWS}
+
+
+@pytest.mark.parametrize("path", SHARDED_RECIPES)
+def test_every_executed_recipe_is_sound_and_has_the_same_data_and_weights(path, tmp_path):
+    base = strategies.one_worker(path)
+    batch = strategies.batch_of(base)
+    for name, sharding in SHARDINGS.items():
+        changed, alone = (derive_sharded(base, each, 3, "corpus") for each in (sharding, sharding.alone))
+        assert chosen(changed) and chosen(alone)
+        assert worker_count(changed) == sharding.workers and worker_count(alone) == 1
+        for each, recipe in ((sharding, changed), (sharding.alone, alone)):
+            parts = each.dp * each.micro * recipe["runner_config"]["gradient_accumulation_steps"]
+            assert recipe["runner_config"]["batch_size"] * parts == batch
+        for recipe in (changed, alone):
+            dump_recipe(recipe, tmp_path / "recipe.yaml")
+            assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == [], name
+        for key in ("seed", "optimizer", "lr_schedule", "train_dataset", "runner_wrapper", "checkpoint"):
+            assert changed.get(key) == alone.get(key), (name, key)
+        layout = ("batch_size", "offset", "pp_interleave_num", "npu_nums_per_device")
+        models = [recipe["model"]["model_config"] for recipe in (changed, alone)]
+        same, other = ({key: value for key, value in model.items() if key not in layout} for model in models)
+        assert same == other, name
+
+
+def test_names_of_baselines_tell_models_apart():
+    seen = {}
+    for sharding in SHARDINGS.values():
+        assert seen.setdefault(sharding.against, sharding.alone) == sharding.alone
+    assert Sharding(tp=2).against == "one_process" and len(seen) == 8
+
+
+def test_two_usual_ones_are_executed_unless_more_are_asked_for():
+    executed = [case.name for case in choose(()) if case.how == strategies.EXECUTED]
+    assert executed == list(USUAL) and set(USUAL) <= SHARDINGS.keys()
+    assert [case.name for case in choose(("executed",))] == list(SHARDINGS)
+    assert [case.name for case in choose(("executed_cp2",))] == ["executed_cp2"]
+
+
+def test_an_auxiliary_loss_under_data_parallelism_is_taken_sample_by_sample_on_both_sides():
+    sharding = SHARDINGS["executed_moe_ep2_aux"]
+    base = strategies.one_worker(SHARDED_RECIPES[0])
+    for each in (sharding, sharding.alone):
+        recipe = derive_sharded(base, each, 3, "corpus")
+        assert recipe["runner_config"]["batch_size"] == 1 and recipe["model"]["model_config"]["moe_aux_loss_coeff"] > 0
+        (bias,) = (callback for callback in recipe["callbacks"] if callback["type"] == BIAS_CALLBACK)
+        assert bias["gradient_accumulation_steps"] == recipe["runner_config"]["gradient_accumulation_steps"] > 1
+    assert sharding.against == "one_process_moe_sample_by_sample"
+
+
+def test_a_batch_that_cannot_be_shared_is_told():
+    assert SHARDINGS["executed_pp2_micro4"].misfit(6) == "6 samples of a step cannot be cut into 4"
+    assert SHARDINGS["executed_pp2_micro4"].misfit(8) == ""
+
+
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def base():
+    return strategies.one_worker(str(TINY))
+
+
+def test_a_seed_draws_the_same_layouts_and_another_one_others(base):
+    one, again, other = (draw_cases(base, 20, seed, MOST) for seed in (7, 7, 8))
+    assert one == again and {case.sharding for case in one} != {case.sharding for case in other}
+    assert len({case.sharding for case in one}) == 20
+    assert [case.name for case in one[:2]] == ["draw_7_1", "draw_7_2"]
+    assert draw_cases(base, 5, 7, MOST) == one[:5]
+
+
+def test_what_is_drawn_varies(base):
+    drawn = [case.sharding for case in draw_cases(base, 200, 0, MOST)]
+    for name in ("tp", "dp", "cp", "pp", "ep", "vpp", "micro", "schedule", "zero", "recompute", "accumulate"):
+        assert len({getattr(each, name) for each in drawn}) > 1, name
+    for name in ("moe", "mtp", "layers", "aux", "groups", "shared", "length", "sp"):
+        assert len({getattr(each, name) for each in drawn}) > 1, name
+    assert any(each.zero and each.tp > 1 and each.ep > 1 for each in drawn)
+    assert any(each.zero and 1 < each.ep < each.dp for each in drawn)
+
+
+def test_drawn_recipes_are_sound_and_both_sides_train_the_same_model(base, tmp_path):
+    for case in draw_cases(base, 15, 3, MOST):
+        each = case.sharding
+        changed, alone = (derive_sharded(base, side, 3, "corpus") for side in (each, each.alone))
+        assert worker_count(changed) == each.workers and worker_count(alone) == 1
+        dump_recipe(changed, tmp_path / "recipe.yaml")
+        assert check_recipe(load_recipe(tmp_path / "recipe.yaml")).errors == [], case.what
+        models = [recipe["model"]["model_config"] for recipe in (changed, alone)]
+        layout = ("batch_size", "offset", "pp_interleave_num", "npu_nums_per_device")
+        same, other = ({key: value for key, value in model.items() if key not in layout} for model in models)
+        assert same == other, case.what
+        assert changed["train_dataset"] == alone["train_dataset"], case.what
+
+
+def test_names_of_their_baselines_tell_models_apart(base):
+    seen = {}
+    for sharding in [case.sharding for case in draw_cases(base, 200, 0, MOST)] + [each for _, _, each in EXECUTED_ROWS]:
+        assert seen.setdefault(sharding.against, sharding.alone) == sharding.alone
+
+
+@pytest.mark.parametrize(
+    ("sharding", "why"),
+    [
+        (Sharding(tp=8), "attention heads"),
+        (Sharding(tp=2, length=63), "sequence"),
+        (Sharding(dp=2, ep=4, moe=True), "experts cannot be dealt"),
+        (Sharding(pp=2, micro=2, layers=3), "layers"),
+        (Sharding(pp=4, micro=2, layers=4), "too few micro-batches"),
+        (Sharding(dp=2, moe=True, aux=True), "auxiliary loss"),
+        (Sharding(dp=2, ep=2, moe=True, zero=True, accumulate=2), "accumulated gradients of experts"),
+        (Sharding(dp=8), "4 samples of a step cannot be cut into 8"),
+    ],
+)
+def test_what_is_not_legal_is_not_drawn(base, sharding, why):
+    assert why in misfit(sharding, base)
+
+
+def test_more_layouts_than_there_are_is_an_error(base, monkeypatch):
+    monkeypatch.setattr("tools.accuracy.equivalence.strategies.TRIES", 50)
+    with pytest.raises(RecipeError, match=r"--draws 1000: this recipe has only \d+ layouts on at most 2 processes"):
+        draw_cases(base, 1000, 0, 2)
+
+
+def test_the_command_says_what_it_would_execute(base):
+    arguments = ["equivalence", str(TINY), "--draws", "3", "--seed", "5", "--dry-run"]
+    done = CliRunner().invoke(accuracy, arguments)
+    assert done.exit_code == 0, done.output
+    wanted = draw_cases(base, 3, 5, 4)
+    assert done.output.splitlines() == [f"{case.name}: executed: {case.what}" for case in wanted]
+    assert choose((), base, (3, 5, 4)) == wanted
+    assert [case.name for case in choose(("executed_cp2",), base, (1, 5, 4))] == ["executed_cp2", "draw_5_1"]
+
+
+def test_a_layout_that_failed_is_drawn_again_by_itself(base):
+    (again,) = choose(("draw_5_2",), base, (3, 5, 4))
+    assert again == draw_cases(base, 3, 5, 4)[1]
+    with pytest.raises(RecipeError, match="--only draw_5_4: no such strategy; give the --draws"):
+        choose(("draw_5_4",), base, (3, 5, 4))
+
+
+def test_each_verdict_is_told_before_the_next_run_starts(monkeypatch, tmp_path):
+    """Who interrupts a night of draws keeps what was found."""
+
+    def compare(runs, name, sharding):
+        runs.started(name)
+        if name == "draw_5_2":
+            raise RunFailedError("the run of draw_5_2 failed: no kernel")
+        if name == "draw_5_3":
+            raise KeyboardInterrupt
+        return Comparison(7, 0.25, ())
+
+    monkeypatch.setattr("tools.accuracy.equivalence.executed.ExecutedRuns.compare", compare)
+    arguments = ["equivalence", str(TINY), "--draws", "3", "--seed", "5", "--work", str(tmp_path)]
+    done = CliRunner().invoke(accuracy, arguments)
+    assert done.exit_code == 1 and "Aborted" in done.output
+    first, second, _ = draw_cases(strategies.one_worker(str(TINY)), 3, 5, 4)
+    assert done.stderr.splitlines()[:6] == [
+        "draw_5_1 ...",
+        f"draw_5_1 ({first.what}): pass, 7 compared, 25% of a tolerance used",
+        "draw_5_2 ...",
+        f"draw_5_2 ({second.what}): fail",
+        "  the run of draw_5_2 failed: no kernel",
+        "draw_5_3 ...",
+    ]

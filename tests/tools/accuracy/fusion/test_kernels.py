@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 
 from tools.accuracy.fusion import cells, report
-from tools.accuracy.fusion.groups import built, predicted
-from tools.accuracy.fusion.kernel import Kernel, Step, UnreadableError, constant
-from tools.accuracy.fusion.locate import first_wrong
-from tools.accuracy.fusion.replay import EXACT, inputs_of, run
-from tools.accuracy.fusion.shrink import shrunk
+from tools.accuracy.fusion.kernels import Kernel, Step, UnreadableError, built, constant, predicted, shrunk
+from tools.accuracy.fusion.replay import EXACT, first_wrong, inputs_of, run
 from tools.dryrun.graph.text import TensorType, read_graph
 
 FULL, ROWS = TensorType("Float32", (4, 64)), TensorType("Float32", (4, 1))

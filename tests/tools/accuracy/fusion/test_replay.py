@@ -1,14 +1,50 @@
-"""Kernels computed fused, unfused and exactly."""
+"""Kernels computed fused, unfused and exactly, against number after number in Python's own float; and the command."""
 
+import gzip
+import json
+import math
+
+import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.accuracy.fusion.reference import SCALAR, elementwise
-from tools.accuracy.fusion.kernel import Kernel, Step
+from launch.cli import tc3
+from tests.tools.fusion.small_graphs import node, text_of
+from tools.accuracy.fusion.kernels import Kernel, Step
 from tools.accuracy.fusion.replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
 from tools.dryrun.graph.text import TensorType
+
+ROUND = {"Float32": np.float32, "Float16": np.float16, "BFloat16": ml_dtypes.bfloat16}
+SCALAR = {
+    "Add": lambda a, b: a + b,
+    "Sub": lambda a, b: a - b,
+    "Mul": lambda a, b: a * b,
+    "Neg": lambda a: -a,
+    "Exp": math.exp,
+    "Maximum": max,
+    "Cast": lambda a: a,
+}
+
+
+def elementwise(kernel, inputs, fused):
+    """Results of a kernel of elementwise operators on one shape; unfused ones round after each operator.
+
+    Each operator computes in float64 and rounds to float32 first, as a float32 unit does.
+    """
+    rows = []
+    for numbers in zip(*(each.ravel().tolist() for each in inputs), strict=True):
+        values = []
+        for place, step in enumerate(kernel.steps):
+            taken = [numbers[what] if kind == "input" else values[what] for kind, what in step.arguments]
+            value = np.float32(SCALAR[step.op](*taken))
+            if not fused or place in kernel.outputs or step.op == "Cast":
+                value = np.float32(ROUND[step.output.dtype](value))
+            values.append(float(value))
+        rows.append(values)
+    return [np.array(column, np.float32) for column in zip(*rows, strict=True)]
 
 
 def of(dtype, *shape):
@@ -108,3 +144,39 @@ def test_what_the_table_allows():
     last = allowances(down)[2]
     assert (last.dtype, last.count, last.stores, last.casts) == ("bfloat16", 3000, 2, 1)
     assert last.tolerance(FUSED) == last.tolerance(UNFUSED) == 0.07 + 2**-8
+
+
+FULL = ("Float32", (64, 64))
+KNOWN = [node("Exp", ["x"], [FULL], FULL, "a/x-op"), node("Neg", [0], [FULL], FULL, "a/y-op")]
+# two more in a chain, of which one is a number that the text does not hold
+ELIDED = [
+    node("Cos", [1], [FULL], FULL, "a/z-op"),
+    node("Add", [2], [FULL], FULL, "a/u-op", more=["Tensor(shape=[64, 64], dtype=Float32, value=[...])"]),
+    node("Neg", [3], [FULL], FULL, "a/v-op"),
+]
+
+
+def run_command(file, *words):
+    return CliRunner().invoke(tc3, ["accuracy", "fusion", str(file), *words], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("ending", ["ir", "ir.gz"])
+def test_kernels_of_a_graph_are_replayed(tmp_path, ending):
+    text = text_of(KNOWN).encode()
+    file = tmp_path / f"graph.{ending}"
+    file.write_bytes(gzip.compress(text) if ending == "ir.gz" else text)
+    done = run_command(file, "--json")
+    report = json.loads(done.stdout)
+    assert [row["name"] for row in report["rows"]] == ["Exp-Neg"]
+    assert (done.exit_code, report["passed"], report["unknown"]) == (0, True, 0)
+    assert "all within tolerance" in run_command(file).stdout
+
+
+def test_a_kernel_that_cannot_be_replayed_is_unknown_and_not_passed(tmp_path):
+    file = tmp_path / "graph.ir"
+    file.write_text(text_of(KNOWN + ELIDED))
+    done = run_command(file, "--json")
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["passed"], report["unknown"]) == (2, None, 1)
+    assert [row["passed"] for row in report["rows"]] == [True]
+    assert "unknown of 1 kernels; the others are within tolerance" in run_command(file).stdout

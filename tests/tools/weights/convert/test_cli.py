@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from launch.run.msrun import ROOT
 from plugins.errors import TC3Error
-from tools.accuracy.reference.weights import initial_weights
+from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
 from tools.weights.cli import weights
 from tools.weights.convert.plan import model_of

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import fault
 from tests.tools.accuracy.align.cases import sizes
-from tools.accuracy.reference.weights import initial_weights
+from tools.accuracy.reference.start import initial_weights
 from tools.weights.convert import run
 from tools.weights.convert.plan import plan_conversion
 from tools.weights.convert.run import convert

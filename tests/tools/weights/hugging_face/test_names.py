@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from plugins.errors import CheckpointError
 from tests.tools.accuracy.align.cases import sizes
-from tools.accuracy.reference.weights import checksum, initial_weights, nudged
+from tools.accuracy.reference.start import checksum, initial_weights, nudged
 from tools.weights.hugging_face.names import hugging_face_shapes, table, to_hugging_face, to_mindformers
 from tools.weights.hugging_face.sizes import Sizes
 

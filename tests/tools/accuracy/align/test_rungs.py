@@ -1,0 +1,310 @@
+"""Seeded faults, each of which must fail at its own rung and be told by its place; and what excuses a difference."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.tools.accuracy.align import cases
+from tests.tools.accuracy.reference.forward import Forward
+from tools.accuracy.align import rungs as align_compare
+from tools.accuracy.align.ladder import Ladder, compare_records
+from tools.accuracy.align.sides import alone, load
+from tools.accuracy.reference import golden
+from tools.accuracy.reference.start import hyper_of, initial_weights
+from tools.weights.hugging_face.sizes import Sizes
+
+MODEL = cases.sizes(mtp=0)
+ROPE = MODEL.hf["qk_rope_head_dim"]
+
+
+class ScaledSoftmax(Forward):
+    def scale(self):
+        return 1.01 * super().scale()
+
+
+class PositionsOfASplitSequence(Forward):
+    """Each half of the sequence counts from 0."""
+
+    def positions(self, length):
+        return np.arange(length) % (length // 2)
+
+
+class HalvesRotated(Forward):
+    """RoPE on the two halves of a head instead of neighbours."""
+
+    def rotate(self, x):
+        angles = np.outer(self.positions(x.shape[1]), self.frequencies())[:, None]
+        first, second = np.split(x, 2, axis=-1)
+        cos, sin = np.cos(angles), np.sin(angles)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+class ExpertsSwapped(Forward):
+    """What expert 0 should compute, expert 1 does, and vice versa."""
+
+    def swiglu(self, name, x):
+        swap = {"experts.0": "experts.1", "experts.1": "experts.0"}
+        head, _, tail = name.rpartition(".experts.")
+        return super().swiglu(f"{head}.{swap[f'experts.{tail}']}" if tail in ("0", "1") and head else name, x)
+
+
+class RouterNotNormalised(Forward):
+    def __init__(self, sizes, weights):
+        super().__init__(replace(sizes, hf={**sizes.hf, "norm_topk_prob": False}), weights)
+
+
+class WithoutBias(Forward):
+    def __init__(self, sizes, weights):
+        super().__init__(sizes, {name: value * (not name.endswith("bias")) for name, value in weights.items()})
+
+
+class LatentEpsilon(Forward):
+    """Hugging Face's own epsilon of the norms inside latent attention, which its configuration cannot set."""
+
+    def __init__(self, sizes, weights):
+        super().__init__(replace(sizes, latent_eps=1e-6), weights)
+
+
+class SharedExpertLeftOut(Forward):
+    def swiglu(self, name, x):
+        return super().swiglu(name, x) * (not name.endswith("shared_experts"))
+
+
+def climbed(ours, theirs, floor=None):
+    ladder = Ladder("ours", "theirs")
+    compare_records(ladder, ours, theirs, floor, cases.HYPER, ROPE)
+    return ladder
+
+
+def failed(ladder):
+    """(name, reason) of the last rung, which must be the only one that failed."""
+    assert [rung.status for rung in ladder.rungs[:-1]] == ["passed"] * (len(ladder.rungs) - 1)
+    assert ladder.rungs[-1].status == "failed"
+    return ladder.rungs[-1].name, ladder.rungs[-1].reason
+
+
+def test_equal_sides_pass_every_rung():
+    ladder = climbed(cases.record(MODEL), cases.record(MODEL))
+    assert [(rung.name, rung.status) for rung in ladder.rungs] == [
+        ("forward", "passed"), ("backward", "passed"), ("optimizer", "passed"), ("steps", "passed"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        (ScaledSoftmax, "layer 0, self_attention.core_attention"),
+        (PositionsOfASplitSequence, "layer 0, self_attention (query) .*not at position 0: RoPE's angles"),
+        (HalvesRotated, "layer 0, self_attention (query) .*from the first position on: RoPE's offset, layout or scale"),
+        (LatentEpsilon, "layer 0, self_attention (query) .*the query's projections and norm"),
+        (ExpertsSwapped, "layer 1, mlp .*routed experts' weights"),
+        (RouterNotNormalised, "layer 1, mlp.router"),
+        (WithoutBias, "layer 1, mlp.router"),
+        (SharedExpertLeftOut, "layer 1, mlp.shared_experts"),
+    ],
+)
+def test_faults_of_the_forward_pass(fault, told):
+    name, reason = failed(climbed(cases.record(MODEL, fault), cases.record(MODEL)))
+    assert name == "forward"
+    where, _, meaning = told.partition(" .*")
+    assert f"first difference: {where}" in reason and meaning in reason
+
+
+def test_a_swapped_weight_is_seen_before_anything_is_computed():
+    weights = initial_weights(MODEL, 0)
+    one, other = (f"model.layers.1.mlp.experts.{index}.up_proj.weight" for index in (2, 3))
+    swapped = {**weights, one: weights[other], other: weights[one]}
+    name, reason = failed(climbed(cases.record(MODEL, weights=swapped), cases.record(MODEL)))
+    assert name == "forward"
+    assert reason == f"the two sides were not given the same: initial {one}, initial {other}"
+
+
+def test_other_tokens_are_seen():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    ours.batch["input_ids"] = ours.batch["input_ids"] + 1
+    name, reason = failed(climbed(ours, theirs))
+    assert (name, reason) == ("forward", "the two sides were not given the same: batch input_ids")
+
+
+def test_a_gradient_is_found_where_backward_meets_it_first():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    for weight in ("model.layers.0.self_attn.o_proj.weight", "model.layers.0.input_layernorm.weight"):
+        ours.gradient[weight] = ours.gradient[weight] * np.float32(1.01)
+    name, reason = failed(climbed(ours, theirs))
+    assert name == "backward"
+    assert "2 of 52 gradients differ; backward meets model.layers.0.self_attn.o_proj.weight first" in reason
+    assert "1.0100 times the other side's" in reason
+
+
+def everything_decayed(name, weight, gradient):
+    return cases.adamw(name, weight, gradient) - cases.HYPER.rates[1] * 0.1 * weight * (weight.ndim <= 1)
+
+
+def nothing_decayed(name, weight, gradient):
+    return cases.adamw(name, weight, gradient, decay=0.0)
+
+
+def too_fast(name, weight, gradient):
+    return 1.1 * cases.adamw(name, weight, gradient)
+
+
+@pytest.mark.parametrize(
+    ("update", "group", "told"),
+    [
+        (everything_decayed, "no_weight_decay", "decayed by +0.1 more than on the other side"),
+        (nothing_decayed, "weight_decay", "decayed by -0.1 more than on the other side"),
+        (too_fast, "weight_decay", "1.1000 times the other side's"),
+    ],
+)
+def test_faults_of_the_optimizer(update, group, told):
+    name, reason = failed(climbed(cases.record(MODEL, update=update), cases.record(MODEL)))
+    assert name == "optimizer"
+    assert f"group {group}: " in reason and told in reason
+    assert ("group weight_decay" in reason and "group no_weight_decay" in reason) == (update is too_fast)
+
+
+def test_the_golden_samples_of_updates_show_a_missing_decay():
+    """`test_align_mindformers` holds MindFormers to them; norms hardly change."""
+    kept = golden.load()
+    model = Sizes(**json.loads(str(kept["sizes"])))
+    hyper = hyper_of(alone(load(golden.RECIPE, (), None, golden.STEPS), golden.STEPS), golden.STEPS)
+    weights, shrink = initial_weights(model, golden.SEED), hyper.rates[hyper.first_update - 1] * hyper.decay
+    names = [str(name) for name in kept["update/names"]]
+    back = [shrink * golden.samples(name, weights[name]) * (weights[name].ndim > 1) for name in names]
+    got = {"update/samples": kept["update/samples"] + np.array(back)}
+    elements = [weights[name].size for name in names]
+    assert cases.samples_apart("update", got, kept, elements) > 2 * cases.UPDATE_SAMPLE
+
+
+def test_a_router_bias_that_stays_is_told_apart_from_the_weights():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    theirs.updated[bias] = theirs.updated[bias] + np.float32(1e-3)
+    name, reason = failed(climbed(ours, theirs))
+    assert name == "optimizer" and reason.startswith(f"weights agree; the router's bias does not: {bias}")
+
+
+def test_a_curve_that_parts_later():
+    ours = cases.record(MODEL)
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
+    name, reason = failed(climbed(ours, theirs))
+    assert name == "steps" and reason.startswith("loss of step 4 is the first to differ, by 2.0e-04")
+
+
+def single(ours, **changes):
+    """A reference that took every step by itself and agrees."""
+    zero = np.zeros(4)
+    parts = {"loss": ours.curve["loss"], "update": zero, "bias": zero, "moved": zero, "choices": zero + 4096,
+             "tokens": zero + 1024}  # fmt: skip
+    return {**parts, **changes}
+
+
+def test_a_curve_that_parts_at_a_tie_is_undecided_when_every_step_by_itself_agrees():
+    ours = cases.record(MODEL)
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
+    theirs.single = single(ours)
+    rung = climbed(ours, theirs).rungs[-1]
+    assert (rung.name, rung.status) == ("steps", "undecided")
+    theirs.single = single(ours, update=np.array([0, 0, 2e-3, 0]))
+    name, reason = failed(climbed(ours, theirs))
+    assert name == "steps" and reason.startswith("step 3 by itself: update is the first to differ")
+
+
+@pytest.mark.parametrize(("moved", "status"), [(0, "failed"), (2, "undecided"), (40, "failed")])
+def test_few_choices_are_a_tie_and_many_are_a_fault(moved, status):
+    ours = cases.record(MODEL)
+    theirs = cases.record(MODEL)
+    theirs.single = single(ours, update=np.array([0, 0, 2e-3, 0]), moved=np.array([0, 0, moved, 0]))
+    assert climbed(ours, theirs).rungs[-1].status == status
+
+
+TIE = np.array([0, 0, 1.0, 0])  # one choice moved in step 3, out of 4096, with 1024 tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({"moved": TIE}, "passed"),
+        ({"moved": TIE, "loss": 2e-4 * TIE}, "undecided"),
+        ({"moved": TIE, "loss": 1e-3 * TIE}, "failed"),  # a tenth of what a step of training changes
+        ({"moved": TIE, "loss": 6.0 * TIE}, "failed"),
+        ({"moved": TIE, "update": 0.03 * TIE}, "undecided"),
+        ({"moved": TIE, "update": 0.1 * TIE}, "failed"),
+        ({"moved": TIE, "bias": 1e-3 * TIE}, "failed"),
+        ({"update": np.nan * TIE}, "failed"),
+        ({"moved": TIE, "loss": np.nan * TIE}, "failed"),
+        ({"moved": 1 - TIE, "update": 0.03 * TIE}, "failed"),  # in most steps: no tie any more
+    ],
+)
+def test_a_tie_excuses_no_more_than_it_can_do(changes, status):
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    loss = ours.curve["loss"] + changes.pop("loss", 0)
+    theirs.single = single(ours, loss=loss, **changes)
+    assert climbed(ours, theirs).rungs[-1].status == status
+
+
+def test_a_moved_choice_excuses_no_curve_that_is_far_off():
+    ours = cases.record(MODEL)
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 6.0]))
+    theirs.single = single(ours, moved=TIE)
+    assert failed(climbed(ours, theirs))[1].startswith("loss of step 4 is the first to differ")
+    theirs = cases.with_curve(ours, "loss", ours.curve["loss"] + np.array([0, 0, 0, 2e-4]))
+    theirs.single = single(ours, moved=1 - TIE)
+    assert failed(climbed(ours, theirs))[1].startswith("loss of step 4"), "ties in most steps"
+
+
+def test_what_rounding_does_to_the_reference_itself_is_undecided_and_not_passed():
+    ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
+    ours.trace["logits"] = ours.trace["logits"] + 3e-5
+    floor.trace["logits"] = floor.trace["logits"] - 2e-5
+    assert climbed(ours, theirs).rungs[-1].status == "failed"
+    rungs = climbed(ours, theirs, floor).rungs
+    assert rungs[0].status == "undecided" and len(rungs) == 4, "an undecided rung does not stop the ladder"
+
+
+def test_a_weight_that_differs_in_its_last_place_does_not_differ():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    name = "model.norm.weight"
+    theirs.updated[name] = theirs.updated[name].astype(np.float32)
+    ours.updated[name] = np.nextafter(theirs.updated[name], np.float32(2))
+    assert climbed(ours, theirs).rungs[2].status == "passed"
+    ours.updated[name] = np.nextafter(np.nextafter(ours.updated[name], np.float32(2)), np.float32(2))
+    assert failed(climbed(ours, theirs))[0] == "optimizer"
+
+
+@pytest.mark.parametrize("spoil", [np.nan, np.inf])
+@pytest.mark.parametrize("side", [0, 1, 2])
+def test_nothing_infinite_passes(spoil, side):
+    """Neither ours, nor the reference, nor its run that says what rounding does."""
+    sides = [cases.record(MODEL) for _ in range(3)]
+    sides[side].gradient["lm_head.weight"][0, 0] = spoil
+    name, reason = failed(climbed(*sides))
+    assert name == "backward" and "lm_head.weight" in reason
+
+
+def test_nan_among_the_worst_thousandth_of_an_update_is_seen():
+    ours, theirs = cases.record(MODEL), cases.record(MODEL)
+    assert ours.updated["lm_head.weight"].size > 2000
+    ours.updated["lm_head.weight"][0, 0] = np.nan
+    assert failed(climbed(ours, theirs))[0] == "optimizer"
+
+
+@pytest.mark.parametrize(("got", "nudged", "status"), [(1, 1e-12, "failed"), (1e-9, 1e-12, "failed"),
+                                                       (1e-3, 1e-3, "undecided"), (0, 1, "passed")])  # fmt: skip
+def test_beside_a_zero_gradient_of_the_reference_only_its_own_rounding_counts(got, nudged, status):
+    ours, theirs, floor = (cases.record(MODEL) for _ in range(3))
+    for side, value in ((ours, got), (theirs, 0), (floor, nudged)):
+        side.gradient["lm_head.weight"] = np.full_like(side.gradient["lm_head.weight"], value)
+    rung = next(rung for rung in climbed(ours, theirs, floor).rungs if rung.name == "backward")
+    assert next(row for row in rung.rows if row.name == "lm_head.weight").status == rung.status == status
+
+
+def test_a_thousandth_of_an_update_is_left_out_and_no_more():
+    want = np.ones((100, 100))
+    few, more = want.copy(), want.copy()
+    few[0, :10] = -1
+    more[0, :11] = -1
+    assert align_compare.trimmed(few, want) == 0 and align_compare.trimmed(more, want) > 1e-2
+    assert align_compare.trimmed(np.array([1.0, 2.0]), np.array([1.0, 1.0])) > 0.5

@@ -1,0 +1,155 @@
+"""Dumps that are broken, unlike or none, and what a comparison does not write into: refused, not compared."""
+
+import json
+
+import numpy as np
+import pytest
+
+from plugins.errors import DataError
+from tests.tools.accuracy.dumps.dump_writer import run, write_dump
+from tests.tools.accuracy.dumps.test_compare import invoke
+from tools.accuracy.dumps import read, write
+from tools.accuracy.dumps.compare import Report, compare_dumps
+from tools.accuracy.dumps.read import open_dump
+
+
+def truncated(folder):
+    file = next(folder.rglob("*.npy"))
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def without_a_file(folder):
+    next(folder.rglob("*.npy")).unlink()
+
+
+def cut_json(folder):
+    file = folder / "step0" / "rank0" / "dump.json"
+    file.write_text(file.read_text()[:-100])
+
+
+def node(change):
+    """Spoil one tensor's node of dump.json."""
+
+    def spoil(folder):
+        file = folder / "step0" / "rank0" / "dump.json"
+        content = json.loads(file.read_text())
+        change(content["data"]["Cell.layers.0.linear.Dense.forward.0"]["output"][0])
+        file.write_text(json.dumps(content))
+
+    return spoil
+
+
+def replaced(name, text):
+    """Spoil one file."""
+
+    def spoil(folder):
+        next(folder.rglob(name)).write_text(text, encoding="latin-1")
+
+    return spoil
+
+
+def entry(value):
+    return json.dumps({"level": "L0", "task": "tensor", "data": {"Cell.a.B.forward.0": value}})
+
+
+def a_folder(folder):
+    file = folder / "step0" / "rank0" / "dump.json"
+    file.unlink()
+    file.mkdir()
+
+
+def saved(values):
+    return lambda folder: np.save(next(folder.rglob("*linear.Dense.forward.0.output.0.npy")), values)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (replaced("dump.json", "[]"), "has no 'level'"),
+        (replaced("dump.json", "null"), "has no 'level'"),
+        (replaced("dump.json", "x" * 9), "not msprobe's dump.json"),
+        (replaced("dump.json", "[" * 100_000), "not msprobe's dump.json"),
+        (replaced("dump.json", '{"level": 3, "task": "tensor", "data": {"a": {}}}'), "level 3 cannot be compared"),
+        (replaced("dump.json", '{"level": "L0", "task": "md5", "data": {"a": {}}}'), "task 'md5' cannot be compared"),
+        (replaced("dump.json", '{"level": "L0", "task": "tensor", "data": []}'), "no tensor was dumped"),
+        (replaced("dump.json", entry(None)), "its tensors by role are wanted, not 'None'"),
+        (replaced("dump.json", entry([1])), "its tensors by role are wanted"),
+        (a_folder, "Is a directory"),
+        (node(lambda each: each.update(shape=None)), "shape None: the file is damaged"),
+        (node(lambda each: each.update(shape=[float("nan"), 8])), "shape .nan, 8."),
+        (node(lambda each: each.update(shape=[-4, 8])), "shape .-4, 8."),
+        (node(lambda each: each.update(shape=[10**30])), "shape .1000"),
+        (node(lambda each: each.pop("dtype")), "dtype None"),
+        (node(lambda each: each.update(data_name="../../../../etc/passwd")), "data_name"),
+        (node(lambda each: each.update(data_name=5)), "data_name 5"),
+        (node(lambda each: each.update(Max="big")), "Max 'big'"),
+        (replaced("tc3_dump.json", '{"comp'), "does not say whether the dump is whole"),
+        (replaced("tc3_dump.json", "[]"), "does not say whether the dump is whole"),
+        (replaced("tc3_dump.json", "{}"), "does not say whether the dump is whole"),
+        (replaced("*linear.Dense.forward.0.output.0.npy", "1,2\n3,4\n"), "not a .npy file"),
+        (replaced("*linear.Dense.forward.0.output.0.npy", "\x93NUMPY\x01\0\x0e\0{'descr': '<f4'\n"), "not a .npy file"),
+        (saved(np.ones(3)), r"shape \[3\], .*: \[4, 8\]: but their dump.json agree"),
+        (saved(np.array([["a"] * 8] * 4)), "neither numbers nor truth values"),
+        (saved(np.zeros((4, 8), [("a", "f4"), ("b", "i2")])), "neither numbers nor truth values"),
+        (lambda folder: write.mark(folder, False), "was not finished"),
+        (truncated, "ends too early: the dump is not whole"),
+        (without_a_file, "No such file or directory: the dump names it"),
+        (cut_json, "not msprobe's dump.json"),
+    ],
+)
+def test_broken_dumps_exit_with_2(tmp_path, spoil, words):
+    golden, bench = write_dump(tmp_path / "a", run()), write_dump(tmp_path / "b", run())
+    spoil(bench)
+    with pytest.raises(DataError, match=words):
+        compare_dumps(open_dump(golden), open_dump(bench))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"level": "L1"}, "is a dump of level L0, .* of L1: dump both with --level L0"),
+        ({"task": "statistics"}, "is a dump of task tensor, .* of statistics"),
+        ({"ranks": 2}, "use `tc3 accuracy equivalence`"),
+    ],
+)
+def test_unlike_dumps_are_refused(tmp_path, settings, words):
+    golden, bench = write_dump(tmp_path / "a", run()), write_dump(tmp_path / "b", run(), **settings)
+    with pytest.raises(DataError, match=words):
+        compare_dumps(open_dump(golden), open_dump(bench))
+
+
+def test_dumps_without_a_tensor_are_refused(tmp_path):
+    for name in "ab":
+        folder = tmp_path / name
+        (folder / "rank_0" / "Net" / "0" / "0").mkdir(parents=True)
+        (folder / read.CONFIGURATION).write_text("{}")
+        write.mark(folder, True)
+    result = invoke(tmp_path / "a", tmp_path / "b")
+    assert isinstance(result.exception, DataError) and "hold no tensor" in str(result.exception)
+    assert not Report("a", "b", "L2", "tensor", True, []).passed
+
+
+def test_wrong_folders_get_one_message(tmp_path):
+    dump = write_dump(tmp_path / "runs" / "a", run())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.csv").write_text("a,b")
+    (dump / "step0x").mkdir()
+    for folder, words in (
+        (tmp_path / "none", "no such folder"),
+        (tmp_path / "rows.csv", "a file; a dump is a folder"),
+        (tmp_path / "empty", "not a dump: it holds no stepN/rankM/dump.json"),
+        (dump / "step0", f"it is one step of a dump: give {dump}"),
+        (dump / "step0" / "rank0", f"it is one rank of a dump: give {dump}"),
+        (tmp_path / "runs", f"did you mean {dump}?"),
+    ):
+        with pytest.raises(DataError) as error:
+            open_dump(folder)
+        assert words in str(error.value)
+
+
+def test_the_files_of_a_comparison_never_lie_in_a_dump(tmp_path):
+    dump = write_dump(tmp_path / "a", run())
+    for out in (dump, dump / "step0" / "new"):
+        result = invoke(dump, dump, "--out", out)
+        assert isinstance(result.exception, DataError) and "stays as it is" in str(result.exception)
+    assert not list(dump.rglob("compare.json"))

@@ -1,0 +1,200 @@
+"""`tc3 accuracy collectives`, training and compiles replaced; tests/training/test_sharded.py has real ones."""
+
+import json
+
+import click.testing
+import pytest
+
+from plugins.errors import DataError, RecipeError
+from plugins.semi_auto_cpu.ranks import made_up_name
+from tests.training.runs import ROOT
+from tools.accuracy import collectives
+from tools.accuracy.cli import collectives_command
+from tools.accuracy.equivalence import runs as equivalence_runs
+from tools.dryrun.executed import calls_file
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+
+TP2, PP2 = (ROOT / "recipes" / "mini" / f"pretrain_{name}.yaml" for name in ("tp2", "pp2"))
+SUM = {"op": "AllReduce", "group": 0, "shape": [4], "dtype": "Float32"}
+GATHER = {"op": "AllGather", "group": 0, "shape": [8, 2], "dtype": "Float32", "after": [0]}
+CALLS = [
+    ["AllReduce", [0, 1], 16, [4], "float32", None, None],
+    ["AllGather", [0, 1], 64, [8, 2], "float32", None, None],
+]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The compiles that were asked for; each rank reports a sum and a gather behind it."""
+    plans = []
+
+    def compile_all(plan, at_once, use_cache):
+        plans.append(plan)
+        graph = {"groups": [[0, 1]], "collectives": [SUM, GATHER]}
+        return [{"rank": job.rank, "graph": graph} for job in plan.jobs]
+
+    monkeypatch.setattr(collectives, "compile_all", compile_all)
+    return plans
+
+
+def left(run_dir, recipe=TP2, calls=CALLS):
+    """A run's folder as a training of two ranks leaves it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    dump_recipe(load_recipe(recipe), run_dir / "recipe.yaml")
+    for rank in range(2):
+        file = calls_file(run_dir, rank)
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"step": 1, "calls": calls, "places": {made_up_name((0, 1)): rank}}))
+    return run_dir
+
+
+def invoke(*words):
+    result = click.testing.CliRunner().invoke(collectives_command, [*map(str, words)])
+    assert result.exception is None or isinstance(result.exception, (SystemExit, RecipeError, DataError)), result
+    return result
+
+
+def test_equal_calls_of_all_ranks_end_with_0(tmp_path, compiled):
+    result = invoke(left(tmp_path / "run"))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines() == [
+        *(f"rank {rank}: 2 collectives, 0.00 MiB: 1 AllGather, 1 AllReduce" for rank in range(2)),
+        "equal",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("calls", "line"),
+    [
+        (CALLS[:1], "reported, not executed: AllGather of 8x2 float32 between ranks 0, 1"),
+        ([*CALLS, CALLS[0]], "executed, not reported: AllReduce of 4 float32 between ranks 0, 1"),
+        (CALLS[::-1], "executed before what it needs: AllGather"),
+        ([CALLS[0], [*CALLS[1][:4], "bfloat16", None, None]], "executed, not reported: AllGather of 8x2 bfloat16"),
+    ],
+)
+def test_a_rank_whose_calls_differ_is_named_and_ends_with_1(calls, line, tmp_path, compiled):
+    folder = left(tmp_path / "run")
+    calls_file(folder, 1).write_text(json.dumps({"step": 1, "calls": calls, "places": {}}))
+    result = invoke(folder, "--json")
+    assert result.exit_code == 1
+    report = json.loads(result.stdout)
+    one, other = report["ranks"]
+    assert report["verdict"] == "differs" and one["differences"] == []
+    assert any(each.startswith(line) for each in other["differences"])
+    told = invoke(folder).stdout.splitlines()
+    assert told[-1] == "differs" and told[2].startswith("  ")
+
+
+def test_a_rank_that_cut_another_slice_of_the_weights_is_named(tmp_path, compiled):
+    """All its collectives are as reported: with the optimizer sharded it gathers what it should not have."""
+    folder = left(tmp_path / "run")
+    wrong = {"step": 1, "calls": CALLS, "places": {made_up_name((0, 1)): 0, "2-77": 1}}
+    calls_file(folder, 1).write_text(json.dumps(wrong))
+    result = invoke(folder)
+    assert result.exit_code == 1
+    line = "  cuts weights as place 0 of ranks 0, 1, of which it is place 1"
+    assert result.stdout.splitlines()[2:] == [line, "differs"]
+
+
+def test_a_refused_compile_leaves_it_unknown(tmp_path, monkeypatch):
+    refused = {"rank": 1, "error": {"type": "ValueError", "message": "no such strategy"}}
+    monkeypatch.setattr(collectives, "compile_all", lambda plan, at_once, use_cache: [refused])
+    result = invoke(left(tmp_path / "run"))
+    assert result.exit_code == 2
+    assert result.stdout.startswith("unknown: the dry run of rank 1 was refused:")
+    assert "no such strategy" in result.stdout
+
+
+def test_a_training_that_fails_leaves_it_unknown(compiled, monkeypatch):
+    def launch(recipe, run_dir):
+        raise equivalence_runs.RunFailedError("worker 1 died")
+
+    monkeypatch.setattr(collectives, "launch", launch)
+    result = invoke(TP2)
+    assert (result.exit_code, result.stdout) == (2, "unknown: the training failed: worker 1 died\n")
+    assert not compiled
+
+
+@pytest.mark.parametrize("recipe", [PP2, ROOT / "recipes" / "telechat3_105b" / "pretrain_4k.yaml"])
+def test_a_recipe_is_trained_and_every_rank_of_it_compiled_with_all_micro_batches(
+    recipe, tmp_path, compiled, monkeypatch
+):
+    """A recipe for Ascend as the mini that keeps its parallel strategy."""
+    trained = []
+
+    def launch(flat, run_dir):
+        trained.append(flat)
+        left(run_dir)
+        dump_recipe(flat, run_dir / "recipe.yaml")
+        for rank in range(View(flat).devices):
+            calls_file(run_dir, rank).write_text(json.dumps({"step": 1, "calls": CALLS, "places": {}}))
+
+    monkeypatch.setattr(collectives, "launch", launch)
+    result = invoke(recipe, "--keep", tmp_path / "kept", "--set", "runner_config.epochs=1")
+    assert result.exit_code == 0, result.output
+    view = View(trained[0])
+    (plan,) = compiled
+    assert view.sharded_on_cpu and view.pp > 1
+    assert [job.rank for job in plan.jobs] == list(range(view.devices))
+    assert plan.micro_batches == view.micro_batches
+    assert (tmp_path / "kept" / "corpus" / "random.idx").exists()
+    assert trained[0]["train_dataset"]["data_loader"]["sizes"][0] == collectives.STEPS * view.global_batch
+    assert all(each["type"] != "CheckpointMonitor" for each in trained[0]["callbacks"])
+
+
+def test_runs_of_one_recipe_share_their_compiles(tmp_path):
+    first, second = (collectives.recipe_of_run(left(tmp_path / name)) for name in ("one", "two"))
+    assert dict(first) == dict(second)
+    assert str(tmp_path) not in json.dumps(first)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "words"),
+    [
+        ("pretrain", (), "parallel.parallel_mode: 1"),
+        ("pretrain_dp2", (), "parallel.parallel_mode: 1"),
+        ("pretrain_tp2", ("use_parallel=False",), "one process"),
+        ("pretrain_tp3", (), "pretrain_tp3.yaml"),
+    ],
+)
+def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
+    words_of_sets = [word for override in overrides for word in ("--set", override)]
+    result = invoke(ROOT / "recipes" / "mini" / f"{recipe}.yaml", *words_of_sets)
+    assert isinstance(result.exception, RecipeError) and words in str(result.exception), result.output
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, compiled):
+    result = invoke(tmp_path)
+    assert isinstance(result.exception, RecipeError) and "no recipe.yaml" in str(result.exception)
+
+
+def test_a_run_is_compared_as_it_is(tmp_path, compiled):
+    result = invoke(tmp_path, "--set", "use_parallel=False")
+    assert result.exit_code == 2 and "as it is" in result.output
+
+
+def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mine").touch()
+    result = invoke(TP2, "--keep", tmp_path / "kept")
+    assert isinstance(result.exception, RecipeError) and "not empty" in str(result.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "missing"),
+        ("{", "train again"),
+        ('{"calls": [], "places": 1}', "train again"),
+        ('{"calls": []}', "train again"),
+    ],
+)
+def test_a_rank_without_a_record_is_named(text, words, tmp_path, compiled):
+    folder = left(tmp_path / "run")
+    file = calls_file(folder, 1)
+    file.unlink() if text is None else file.write_text(text)
+    result = invoke(folder)
+    assert isinstance(result.exception, DataError) and not compiled
+    assert file.name in str(result.exception) and words in str(result.exception)

@@ -1,0 +1,414 @@
+"""What each rung of an alignment compares, and where a rung that failed first goes wrong. NumPy only.
+
+Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. What excuses a
+difference is the reference's own rounding, and a token at a tie between experts. For a rung that failed, `explain_*`
+name the first module, gradient or group of parameters that differs, and what that usually means (section 3.2.1).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tools.accuracy.align.sides import Arrays, Record
+from tools.accuracy.reference.start import Hyper
+
+PASSED, FAILED, UNDECIDED = "passed", "failed", "undecided"
+LOGITS, GRADIENT, UPDATE, LOSS, NORM = 1e-5, 1e-4, 1e-4, 1e-4, 1e-4
+SINGLE_UPDATE, BIAS = 1e-3, 1e-6  # of one step from equal states: a few of Adam's smallest gradients change sign
+TIES = 1e-3  # share of the choices that ties may move
+# What a moved choice may do, with room above what was measured: choices of `recipes/mini/pretrain.yaml` at near-ties,
+# 1 to 12 of 12,288, moved by force in the reference in steps 2 to 20, a layer at a time.
+MOVED_LOSS = 0.3  # nats of one choice, on the sum over a step's tokens (measured: up to 0.036)
+MOVED_UPDATE = 4.0  # times the root of the share that moved: relative L2 of the step's update (measured: up to 1.7)
+DRIFT = 0.02  # of a step's loss, in runs that parted at a tie (measured: up to 0.0034 within 20 steps)
+_NOTHING = 1e-37  # the tolerance beside a zero
+NONE = 0.5  # the tolerance of a count that must be 0
+FLOOR_FACTOR = 4  # rounding may hit the other side harder than the reference by so much
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number.
+
+    Args:
+        error, floor: in the rung's own measure, which `measure` names. floor: what rounding does to the reference.
+        excuse: up to where an error is undecided for a reason that `detail` names.
+    """
+
+    name: str
+    error: float
+    tolerance: float
+    measure: str
+    floor: float = 0.0
+    detail: str = ""
+    excuse: float = 0.0
+
+    @property
+    def status(self) -> str:
+        """Passed within the tolerance; undecided where rounding or the excuse explains the error; failed otherwise."""
+        if not (np.isfinite(self.error) and np.isfinite(self.floor)):
+            return FAILED
+        if self.error <= self.tolerance:
+            return PASSED
+        return UNDECIDED if self.rounding or self.error <= self.excuse else FAILED
+
+    @property
+    def counted(self) -> bool:
+        """Whether the error is a number of things that differ, which must be none, not a size."""
+        return self.tolerance == NONE
+
+    @property
+    def rounding(self) -> bool:
+        """Whether the reference differs from itself by as much."""
+        return self.error <= FLOOR_FACTOR * self.floor
+
+
+@dataclass
+class Rung:
+    """One rung. reason: why it was not run, or what its failure points at."""
+
+    name: str
+    rows: list[Row] = field(default_factory=list)
+    reason: str = ""
+    state: str = ""
+
+    @property
+    def status(self) -> str:
+        """`state` where it is set (not run); else the worst of the rows."""
+        if self.state:
+            return self.state
+        found = {row.status for row in self.rows}
+        return next((status for status in (FAILED, UNDECIDED) if status in found), PASSED)
+
+    @property
+    def worst(self) -> Row | None:
+        """The row that is furthest outside its tolerance, or nearest to it."""
+        rows = [row for row in self.rows if row.status == self.status] or self.rows
+        return max(rows, key=lambda row: row.error / row.tolerance, default=None)
+
+
+def forward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
+    """Rung 2: the same weights and tokens, then logits and the first losses."""
+    rows = [Row(f"initial {name}", _different(array, theirs.initial.get(name)), NONE, "elements that differ")
+            for name, array in ours.initial.items()]  # fmt: skip
+    rows = [row for row in rows if row.status != PASSED] or [Row("initial weights", 0, NONE, "elements that differ")]
+    rows += [Row(f"batch {name}", _different(array, theirs.batch.get(name)), NONE, "elements that differ")
+             for name, array in ours.batch.items()]  # fmt: skip
+    rows.append(
+        _row(
+            "logits", largest, ours.trace, theirs.trace, floor.trace if floor else None, LOGITS, "largest |difference|"
+        )
+    )
+    for name in ("lm_loss", "mtp_loss", "loss"):
+        first = [None if side is None else side.curve[name][:1] for side in (ours, theirs, floor)]
+        rows.append(_between(f"step 1 {name}", largest, first, LOSS / 10, "|difference|"))
+    return Rung("forward", rows)
+
+
+def backward(ours: Record, theirs: Record, floor: Record | None) -> Rung:
+    """Rung 3: the gradient of every weight, and the global norm."""
+    first = [None if side is None else side.curve["global_norm"][:1] for side in (ours, theirs, floor)]
+    rows = [_between("global norm", relative, first, NORM, "relative")]
+    for name in ours.gradient:
+        rows.append(_row(name, relative, ours.gradient, theirs.gradient, floor.gradient if floor else None, GRADIENT,
+                         "relative L2"))  # fmt: skip
+    return Rung("backward", rows)
+
+
+def update(ours: Record, theirs: Record, floor: Record | None) -> Rung:
+    """Rung 4: what the first step that moves weights did to each, relative to how far it moved.
+
+    Adam divides a gradient by its own size: where that is rounding alone, an element moves by a full step either way.
+    A weight that differs in its last place alone does not differ: a norm's weight near 1 moves by few such places.
+    """
+    steps = [None if side is None else moved(side) for side in (ours, theirs, floor)]
+    rows = []
+    for name in steps[0] or {}:
+        trio = [None if side is None else side.get(name) for side in steps]
+        want = trio[1]
+        if want is not None:
+            trio = [None if side is None else _snapped(side, want, theirs.updated[name]) for side in trio]
+        rows.append(_between(name, trimmed, trio, UPDATE, "relative L2 of the step"))
+    return Rung("optimizer", rows)
+
+
+def curve(ours: Record, theirs: Record, floor: Record | None) -> Rung:
+    """Rung 5: every step by itself where the reference has done so, the loss of every step, the learning rates.
+
+    In a mixture of experts a token at a tie goes to another expert for the last bit of a sum, and from there on two
+    right runs drift apart. Such a curve is undecided, up to DRIFT, when every single step, taken from our own state,
+    agrees, and most of them without a tie.
+    """
+    rows = _single_steps(ours, theirs) if theirs.single else []
+    sound = bool(rows) and all(row.status != FAILED for row in rows) and _ties_are_rare(theirs)
+    for step in range(len(ours.curve["loss"])):
+        trio = [None if side is None else side.curve["loss"][step : step + 1] for side in (ours, theirs, floor)]
+        row = _between(f"loss of step {step + 1}", largest, trio, LOSS, "|difference|")
+        rows.append(replace(row, excuse=DRIFT, detail=row.detail or "each step by itself agrees") if sound else row)
+    rates = [None if side is None else side.curve["learning_rate"] for side in (ours, theirs, floor)]
+    rows.append(_between("learning rates", relative, rates, 1e-6, "relative"))
+    return Rung("steps", rows)
+
+
+def _ties_are_rare(theirs: Record) -> bool:
+    """In most steps no choice moved; a fault of the router moves some in every step."""
+    return bool(np.count_nonzero(theirs.single["moved"]) * 2 < len(theirs.single["moved"]))
+
+
+def _single_steps(ours: Record, theirs: Record) -> list[Row]:
+    """Loss, update and bias of each step from our own state.
+
+    Few choices that moved to another expert are ties, and excuse as much of loss and update as they can change; many,
+    or some in most steps, are a fault. The biases are not excused: the reference moves them by our counts.
+    """
+    single, rows, rare = theirs.single, [], _ties_are_rare(theirs)
+    for index in range(len(single["loss"])):
+        at, zero = slice(index, index + 1), np.zeros(1)
+        moved, choices, tokens = (float(single[key][index]) for key in ("moved", "choices", "tokens"))
+        ties = max(2.0, TIES * choices)
+        by_loss, by_update = rare * MOVED_LOSS * moved / tokens, rare * MOVED_UPDATE * float(np.sqrt(moved / choices))
+        found = [
+            Row("choices", moved, ties, "choices of an expert that moved"),
+            Row("loss", largest(single["loss"][at], ours.curve["loss"][at]), LOSS / 10, "|difference|", excuse=by_loss),
+            Row("update", largest(single["update"][at], zero), SINGLE_UPDATE, "relative L2", excuse=by_update),
+            Row("router bias", largest(single["bias"][at], zero), BIAS, "|difference|"),
+        ]
+        name = f"step {index + 1} by itself"
+        detail = f"{moved:.0f} of {choices:.0f} choices of an expert differ" if moved else ""
+        rows += [replace(row, name=f"{name}: {row.name}", detail=detail) for row in found]
+    return rows
+
+
+def moved(record: Record) -> Arrays:
+    """Weight -> updated minus initial, float64."""
+    return {
+        name: record.updated[name].astype(np.float64) - record.initial[name]
+        for name in record.initial
+        if name in record.updated
+    }
+
+
+def largest(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest absolute difference; inf for NaN or another shape."""
+    if got.shape != want.shape:
+        return float("inf")
+    with np.errstate(invalid="ignore"):
+        error = np.abs(got.astype(np.float64) - want.astype(np.float64)).max(initial=0.0)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want| / |want| in the L2 norm; 0 where both are zero, inf for NaN or another shape."""
+    if got.shape != want.shape:
+        return float("inf")
+    apart = float(np.linalg.norm(got.astype(np.float64) - want))
+    size = float(np.linalg.norm(want.astype(np.float64)))
+    if apart == 0.0:
+        return 0.0
+    return apart / size if size and np.isfinite(apart) else float("inf")
+
+
+def _snapped(step: np.ndarray, want: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """`step` with `want`'s value wherever they differ by no more than one unit in the last place of `weight`."""
+    if step.shape != want.shape:
+        return step
+    unit = np.spacing(np.abs(weight.astype(np.float32))).astype(np.float64)
+    return np.where(np.abs(step - want) <= unit, want, step)
+
+
+def trimmed(got: np.ndarray, want: np.ndarray) -> float:
+    """`relative` without the worst thousandth of the elements; of all where there are fewer than a thousand."""
+    if got.shape != want.shape or not np.isfinite(got).all():  # NaN would be among the worst, and left out
+        return float("inf")
+    squares = np.sort(np.square(got.astype(np.float64) - want), axis=None)
+    apart = float(np.sqrt(squares[: squares.size - squares.size // 1000].sum()))
+    size = float(np.linalg.norm(want.astype(np.float64)))
+    if apart == 0.0:
+        return 0.0
+    return apart / size if size and np.isfinite(apart) else float("inf")
+
+
+def _length(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want| in the L2 norm; inf for NaN or another shape."""
+    apart = float(np.linalg.norm(got.astype(np.float64) - want)) if got.shape == want.shape else float("inf")
+    return apart if np.isfinite(apart) else float("inf")
+
+
+def _row(
+    name: str,
+    measure: Callable[[np.ndarray, np.ndarray], float],
+    ours: Arrays,
+    theirs: Arrays,
+    floor: Arrays | None,
+    tolerance: float,
+    words: str,
+) -> Row:
+    trio = [ours.get(name), theirs.get(name), floor.get(name) if floor else None]
+    return _between(name, measure, trio, tolerance, words)
+
+
+def _between(
+    name: str,
+    measure: Callable[[np.ndarray, np.ndarray], float],
+    sides: list,
+    tolerance: float,
+    words: str,
+) -> Row:
+    """A row for (ours, theirs, the reference's nudged run or None); what one side lacks fails.
+
+    Where the reference is zero nothing is relative to it: only what rounding makes of that zero excuses anything.
+    """
+    got, want, nudged = sides
+    if got is None or want is None:
+        return Row(name, float("inf"), tolerance, words, detail="only one side has it")
+    if measure in (relative, trimmed) and not want.any():
+        measure, tolerance, words = _length, _NOTHING, "L2; the reference's is 0"
+    floor = measure(nudged, want) if nudged is not None else 0.0
+    told = [f"{side} is not finite" for side, array in
+            (("ours", got), ("the reference", want), ("its nudged run", nudged if nudged is not None else want))
+            if not np.isfinite(array).all()]  # fmt: skip
+    return Row(name, measure(got, want), tolerance, words, floor, "; ".join(told))
+
+
+def _different(one: np.ndarray, other: np.ndarray | None) -> float:
+    if other is None or one.shape != other.shape:
+        return float("inf")
+    return float(np.count_nonzero(one != other))
+
+
+def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], order: list[str]) -> list[Row]:
+    """Relative error of each traced module, in `order`: what a failed forward rung looks through."""
+    rows = []
+    for name in order:
+        if name in ours and name in theirs:
+            rows.append(Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2"))
+    return rows
+
+
+# one layer's modules in the order of execution, with MindFormers' name and what a first difference there means
+MODULES = {
+    "input_norm": ("input_layernorm", "the norm: its weight or epsilon"),
+    "query": ("self_attention (query)", "the query's projections and norm, or positions (RoPE)"),
+    "key": ("self_attention (key)", "the key's projections and norm, or positions (RoPE)"),
+    "value": ("self_attention (value)", "the value's projections and norm"),
+    "context": ("self_attention.core_attention", "the softmax: its scale, the mask, or the product with the values"),
+    "attention": ("self_attention.linear_proj", "the output projection"),
+    "post_norm": ("pre_mlp_layernorm", "the residual connection, or the norm: its weight or epsilon"),
+    "router": ("mlp.router", "routing: scores, bias, choice, normalisation or scaling"),
+    "shared_expert": ("mlp.shared_experts", "the shared expert"),
+    "mlp": ("mlp", "the routed experts' weights or the combination (dense layers: the feed-forward weights)"),
+    "output": ("(residual)", "the residual connection"),
+}
+
+
+def forward_order(layers: int) -> list[str]:
+    """Names of a trace in the order of execution; `layers` with MTP."""
+    names = ["embedding"]
+    for layer in range(layers):
+        names += [f"layers.{layer}.{module}" for module in MODULES]
+    return names
+
+
+def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
+    """The first module that differs; `rope`: the last dimensions of a head that are rotated."""
+    bad = [row.name for row in rung.rows if row.status == FAILED]
+    given = [name for name in bad if name.startswith(("initial", "batch"))]
+    if given:
+        return f"the two sides were not given the same: {', '.join(given[:3])}"
+    layers = 1 + max((int(name.split(".")[1]) for name in ours.trace if name.startswith("layers.")), default=-1)
+    decoder_first = [name for name in forward_order(layers) if name in ours.trace]
+    rows = first_difference(ours.trace, theirs.trace, [*decoder_first, "final_norm", "logits"])
+    first = next((row for row in rows if row.status == FAILED), None)
+    if first is None:
+        return "every module agrees: the loss itself differs (mask, labels, auxiliary losses)"
+    if not first.name.startswith("layers."):
+        return f"first difference: {first.name} (relative {first.error:.1e})"
+    _, layer, module = first.name.split(".")
+    where, meaning = MODULES[module]
+    if module in ("query", "key"):
+        meaning = _rotated_only(ours.trace[first.name], theirs.trace[first.name], rope) or meaning
+    return f"first difference: layer {layer}, {where} (relative {first.error:.1e}): {meaning}"
+
+
+def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
+    """The failed gradient that backward reaches first, and how far they reach."""
+    bad = [row for row in rung.rows if row.status == FAILED]
+    weights = [row for row in bad if row.name != "global norm"]
+    if not weights:
+        return "every gradient agrees, the global norm does not: how the norm is taken"
+    last = weights[-1]  # rows are in forward order
+    factor = _factor(ours.gradient[last.name], theirs.gradient[last.name])
+    text = f"{len(weights)} of {len(rung.rows) - 1} gradients differ; backward meets {last.name} first"
+    return f"{text} ({last.error:.1e} relative{factor})"
+
+
+def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> str:
+    """Which parameter group moved differently, and whether weight decay or the rate explains it."""
+    bad = [row.name for row in rung.rows if row.status == FAILED]
+    biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
+    weights = [name for name in bad if name not in biases]
+    if not weights:
+        return f"weights agree; the router's bias does not: {biases[0]} (the aux-free update)"
+    steps = moved(ours), moved(theirs)
+    groups = {
+        "weight_decay": [name for name in weights if ours.initial[name].ndim > 1],
+        "no_weight_decay": [name for name in weights if ours.initial[name].ndim <= 1],
+    }
+    said = []
+    for group, names in groups.items():
+        if names:
+            name = max(names, key=lambda each: relative(steps[0][each], steps[1][each]))
+            said.append(f"group {group}: {len(names)} differ, most {name}{_cause(name, steps, ours, hyper)}")
+    return "; ".join(said)
+
+
+def explain_curve(rung: Rung) -> str:
+    """The first step that differs."""
+    first = next(row for row in rung.rows if row.status == FAILED)
+    meaning = "state that one step does not show"
+    if "by itself" in first.name:
+        meaning = "wrong from equal weights, moments and tokens: what only this step does (schedule, tokens, bias)"
+    return f"{first.name} is the first to differ, by {first.error:.1e}: {meaning}"
+
+
+def _rotated_only(ours: np.ndarray, theirs: np.ndarray, rope: int) -> str:
+    """Says so when the rotated part of the heads differs and the rest does not."""
+    if ours.shape != theirs.shape or not 0 < rope < ours.shape[-1]:
+        return ""
+    plain, rotated = (relative(ours[..., part], theirs[..., part]) for part in (np.s_[:-rope], np.s_[-rope:]))
+    if plain > 1e-4 or rotated <= 1e-4:
+        return ""
+    first = relative(ours[:, :1, ..., -rope:], theirs[:, :1, ..., -rope:])
+    at = (
+        "from the first position on: RoPE's offset, layout or scale"
+        if first > 1e-4
+        else "not at position 0: RoPE's angles"
+    )
+    return f"only the rotated dimensions differ, {at}"
+
+
+def _cause(name: str, steps: tuple, ours: Record, hyper: Hyper) -> str:
+    """Whether the difference of two steps is along the weight (decay) or along the step (learning rate)."""
+    apart = (steps[0][name] - steps[1][name]).ravel()
+    rate = hyper.rates[hyper.first_update - 1]
+    along_weight = _cosine(apart, ours.initial[name].ravel())
+    if abs(along_weight) > 0.9:
+        decay = -float(apart @ ours.initial[name].ravel()) / float(np.square(ours.initial[name]).sum()) / rate
+        return f": decayed by {decay:+.3g} more than on the other side (the recipe's weight_decay is {hyper.decay:g})"
+    return _factor(steps[0][name], steps[1][name])
+
+
+def _factor(ours: np.ndarray, theirs: np.ndarray) -> str:
+    """``, 1.010 times the other side`` where one is a multiple of the other."""
+    if ours.shape != theirs.shape or _cosine(ours.ravel(), theirs.ravel()) < 0.999:
+        return ""
+    return f", {np.linalg.norm(ours) / np.linalg.norm(theirs):.4f} times the other side's"
+
+
+def _cosine(one: np.ndarray, other: np.ndarray) -> float:
+    size = np.linalg.norm(one) * np.linalg.norm(other)
+    return float(one.astype(np.float64) @ other / size) if size and np.isfinite(size) else 0.0

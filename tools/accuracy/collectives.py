@@ -1,0 +1,186 @@
+"""Whether the collectives that a sharded run executes are those that its dry run reports.
+
+A few steps of a recipe's sharded graph are trained on CPU processes, which note the collectives of their first step.
+Every rank of the same recipe is compiled, and each rank's record is compared with what its compile reports.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plugins.errors import DataError, RecipeError
+from plugins.semi_auto_cpu.chosen import chosen
+from plugins.semi_auto_cpu.exchange.calls import CallRecord
+from tools.accuracy.equivalence.runs import launch, make_corpus
+from tools.auto.resolve import resolve
+from tools.dryrun.compiles import compile_all
+from tools.dryrun.diagnose import diagnose
+from tools.dryrun.executed import calls_file, compare_calls, wrong_places
+from tools.dryrun.jobs import plan_jobs, without_files
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import CORPUS, load_mini
+from tools.recipe.override import apply_overrides
+from tools.recipe.parallel_mini import WORKERS
+from tools.recipe.view import LOADER, View, look
+
+STEPS = 2  # trained; the first one's collectives are compared
+_WATCHERS = ("CheckpointMonitor",)
+
+
+def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe, or of one for Ascend the mini that keeps its parallel strategy.
+
+    Raises:
+        RecipeError: the file or an override is wrong, or MindSpore shards nothing of it.
+    """
+    recipe = load_recipe(path)
+    if not View(recipe).on_cpu:
+        recipe = load_mini(path, CORPUS, STEPS, WORKERS)
+    recipe = resolve(apply_overrides(recipe, overrides))
+    refuse_unsharded(recipe)
+    return recipe
+
+
+def refuse_unsharded(recipe: Recipe) -> None:
+    """Raise RecipeError for a recipe that is not executed as a sharded graph, on two processes or more."""
+    if not chosen(recipe):
+        wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
+        raise RecipeError(f"{recipe.source}: MindSpore inserts no collectives into it on CPU: that wants {wants}")
+    if View(recipe).devices == 1:
+        raise RecipeError(
+            f"{recipe.source}: it has one process, which sends nothing: see use_parallel, parallel_config"
+        )
+
+
+def train(recipe: Recipe, folder: Path) -> Path:
+    """Train `STEPS` steps on a made-up corpus; returns the run's folder.
+
+    Raises:
+        RunFailedError: the training failed, or was refused.
+    """
+    short = copy.deepcopy(recipe)
+    view = View(recipe)
+    loader = look(short, LOADER)
+    steps = STEPS * -(-view.global_batch // view.batch)  # of one rank's samples, which `make_corpus` counts
+    loader["config"]["data_path"] = ["1", make_corpus((folder / "corpus").absolute(), recipe, steps)]
+    loader["sizes"] = [STEPS * view.global_batch, 0, 0]
+    short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
+    short["callbacks"] = [each for each in short["callbacks"] if each["type"] not in _WATCHERS]
+    short["checkpoint"] = {"save_path": "", "load_path": ""}
+    launch(short, folder / "run")
+    return folder / "run"
+
+
+EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """One rank's step.
+
+    Args:
+        calls, bytes: executed, and how large their tensors were. by_name: calls of each operator.
+        differences: from what the dry run reports, one line each.
+    """
+
+    rank: int
+    calls: int
+    bytes: int
+    by_name: dict[str, int]
+    differences: list[str]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`EQUAL`, `DIFFERS`, or `UNKNOWN` with the reason."""
+
+    word: str
+    why: str = ""
+    ranks: list[RankCalls] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"verdict": self.word, "why": self.why, "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
+    """Compile every rank of a run's own recipe, and compare.
+
+    Args:
+        run_dir: of `tc3 train`. at_once: compiles at a time; as many as fit where it is None.
+
+    Raises:
+        RecipeError: the folder is none of a sharded run. DataError: a rank's record is missing or broken.
+    """
+    recipe = recipe_of_run(run_dir)
+    view = View(recipe)
+    executed = [read_record(run_dir, rank) for rank in range(view.devices)]
+    plan = plan_jobs(recipe, tuple(range(view.devices)), view.micro_batches)
+    results = compile_all(plan, at_once, use_cache=True)
+    refused = [result for result in results if "error" in result]
+    if refused:
+        why = f"the dry run of rank {refused[0]['rank']} was refused: {diagnose(*refused[0]['error'].values())}"
+        return Verdict(UNKNOWN, why)
+    ranks = [rank_calls(result, executed[result["rank"]]) for result in results]
+    return Verdict(DIFFERS if any(rank.differences for rank in ranks) else EQUAL, "", ranks)
+
+
+def recipe_of_run(run_dir: Path) -> Recipe:
+    """What a run trained, without what is not in its graph, so that runs of one recipe share their compiles.
+
+    Raises:
+        RecipeError: there is none, or it is not sharded.
+    """
+    file = run_dir / "recipe.yaml"
+    if not file.is_file():
+        raise RecipeError(f"{run_dir}: no recipe.yaml: want the folder of a run (`tc3 train --run-dir`), or a recipe")
+    recipe = load_recipe(file)
+    refuse_unsharded(recipe)
+    recipe = without_files(recipe)
+    recipe.update(output_dir="", checkpoint={}, callbacks=[])
+    for dataset in (recipe["train_dataset"], (recipe.get("train_dataset_task") or {}).get("dataset_config") or {}):
+        dataset["data_loader"]["config"]["data_path"] = ["1", ""]
+    return recipe
+
+
+class Executed(NamedTuple):
+    """What a rank noted of its first step: as `calls_file` says."""
+
+    calls: list[CallRecord]
+    places: dict[str, int]
+
+
+def read_record(run_dir: Path, rank: int) -> Executed:
+    """What a rank noted of its first step.
+
+    Raises:
+        DataError: nothing, or not what it should be.
+    """
+    file = calls_file(run_dir, rank)
+    if not file.is_file():
+        raise DataError(f"{file}: missing: this rank has not ended its first step, or was trained by an older checkout")
+    try:
+        told = json.loads(file.read_text("utf-8"))
+        places = {str(group): int(place) for group, place in told["places"].items()}
+        return Executed([CallRecord(*call) for call in told["calls"]], places)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{file}: no record of collectives ({error!r}): train again") from None
+
+
+def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
+    """One rank: result of its compile, and what it did."""
+    calls, rank = executed.calls, result["rank"]
+    found = compare_calls(result["graph"], calls)
+    return RankCalls(
+        rank,
+        len(calls),
+        sum(call.bytes for call in calls),
+        dict(sorted(Counter(call.op for call in calls).items())),
+        wrong_places(result["graph"], rank, executed.places) + found.calls + found.order,
+    )

@@ -1,0 +1,370 @@
+"""Compare two dumps: every tensor of both in the order of execution, what diverges first, and what that usually means.
+
+`compare_dumps` gives a `Report`: rows judged by Table 2, the first finding of the forward pass, of the backward pass,
+among the weights and in state, and a headline that says what the earliest of them usually means (report, section
+3.2.1).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from plugins.errors import DataError
+from tools.accuracy.dumps.read import BACKWARD, FORWARD, PHASES, STATE, WEIGHTS, Dump, Entry
+from tools.accuracy.dumps.rows import DTYPE, EXTRA, MISSING, SHAPE, UPDATE, Pair, Row, Trained, judged, pairs
+from tools.accuracy.dumps.updates import Updates, judge_updates
+from tools.accuracy.judge import systematic
+
+STRUCTURE = (MISSING, EXTRA, SHAPE)
+ROLES = ("input", "parameters", "output")  # of one call, in order of time
+
+
+def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
+    """phase -> its first finding; of several ranks the one that is earliest in its own order."""
+    found: dict[str, Row | None] = dict.fromkeys(PHASES)
+    for row in sorted(findings, key=lambda row: (row.step, row.order, row.rank)):
+        found[row.phase] = found[row.phase] or row
+    return found
+
+
+def meaning(rows: list[Row], trained_known: bool) -> str:
+    """Where to look.
+
+    Args:
+        rows: of a comparison, in the order of execution.
+        trained_known: whether the dumps tell weights from state; otherwise all parameters are `weights`.
+    """
+    findings = [row for row in rows if row.kind]
+    if not findings:
+        return "No tensor diverges."
+    start, step = (min(row.step for row in some) for some in (rows, findings))
+    rows, findings = [row for row in rows if row.step == step], [row for row in findings if row.step == step]
+    first = first_findings(findings)
+    weights, state, forward, backward = (first[phase] for phase in (WEIGHTS, STATE, FORWARD, BACKWARD))
+    arrived = _arrived(rows)
+    if weights and weights.role == "parameters" and (trained_known or not _follows(weights, forward, backward)):
+        return _initial(weights, rows, arrived) if step == start else _moved(weights, rows)
+    if arrived:
+        return _data(arrived, step == start)
+    if state and not _follows(state, forward, backward):
+        return _state(state, step == start)
+    if forward:
+        return _forward(forward, step == start)
+    if backward:
+        when = "the first step" if step == start else f"step {step}"
+        return (
+            f"The forward pass of {when} agrees, its backward pass does not: {origin(backward)}. Look at how that "
+            "gradient is computed, scaled or reduced."
+        )
+    assert weights is not None, "state without a forward finding follows nothing"
+    return _moved(weights, rows)  # a kernel of the optimizer
+
+
+def origin(row: Row) -> str:
+    """Who made a row's tensor, as far as the dump tells."""
+    if row.kind == UPDATE:
+        return f"the update of {row.place}"
+    if row.role == "input":
+        around = _path(row).rpartition(".")[0]
+        inside = f" in {around}" if around else ""
+        return f"what arrives at {row.place} is wrong already, made{inside} between the calls that were dumped"
+    return f"{row.place} is the first whose result differs"
+
+
+def _path(row: Row) -> str:
+    return row.place.split(" ")[0]
+
+
+def _follows(parameter: Row, forward: Row | None, backward: Row | None) -> bool:
+    """Whether something that was computed, or taken in, differs before this parameter is seen.
+
+    What goes into a call inside the parameter's own cell does not count: the cell may have passed the parameter on.
+    """
+    if backward and backward.order < parameter.order:
+        return True  # an optimizer's state
+    if forward is None or forward.role not in ROLES:
+        return False
+    if (forward.order, ROLES.index(forward.role)) > (parameter.order, ROLES.index(parameter.role)):
+        return False
+    return not (forward.role == "input" and _path(forward).startswith(f"{_path(parameter)}."))
+
+
+def _arrived(rows: list[Row]) -> Row | None:
+    """The first part of a step's batch that differs: an input of the outermost cell, or else of the first call."""
+    turn = min(
+        (row.order for row in rows if row.phase == BACKWARD), default=math.inf
+    )  # behind it: an optimizer's cells
+    forward = [row for row in rows if row.phase == FORWARD and row.order < turn]
+    if not forward:
+        return None
+    root = min((_path(row) for row in forward), key=len)
+    if all(f"{_path(row)}.".startswith(f"{root}.") for row in forward):
+        inputs = [row for row in forward if _path(row) == root]
+    else:
+        inputs = [row for row in forward if row.order == forward[0].order]
+    return next((row for row in inputs if row.kind and row.role == "input"), None)
+
+
+def _initial(row: Row, rows: list[Row], arrived: Row | None) -> str:
+    if row.kind in STRUCTURE:
+        return f"The sides have not the same weights: {row.name} ({row.detail}). Look at the model's structure first."
+    if row.kind == DTYPE:
+        return f"The weights have other data types, first {row.place} ({row.detail}): look at params_dtype first."
+    weights = [each for each in rows if each.phase == WEIGHTS and each.role == "parameters"]
+    wrong = sum(bool(each.kind) for each in weights)
+    both = " The batch differs too: another seed, or another recipe, explains both." if arrived else ""
+    return (
+        f"The weights differ before any update ({wrong} of {len(weights)}), first {row.place}: look at initialisation, "
+        f"seed or the loaded checkpoint before any arithmetic.{both}"
+    )
+
+
+def _moved(row: Row, rows: list[Row]) -> str:
+    """The weights of a later step: what the optimizer did to them, by what most of the wrong updates look like."""
+    wrong = [each for each in rows if each.phase == WEIGHTS and each.kind]
+    weights = sum(each.phase == WEIGHTS and each.role == row.role for each in rows)
+    cause, times = Counter(each.cause for each in wrong).most_common(1)[0]
+    where = (
+        f"Forward and backward agree until the weights of step {row.step} differ ({len(wrong)} of {weights}), first "
+        f"{row.place}: the optimizer: "
+    )
+    if cause and 2 * times > len(wrong):
+        example = next(each for each in wrong if each.cause == cause)
+        return (
+            f"{where}{cause}: {example.detail}. The same in {times} of the {len(wrong)}; look at its value and groups."
+        )
+    return (
+        f"{where}weight decay and its groups, learning rate, betas, epsilon, clipping, or the reduction of gradients "
+        "between backward and optimizer."
+    )
+
+
+def _data(row: Row, initial: bool) -> str:
+    look = "look at the dataset's order, tokens and masks, not at arithmetic"
+    if initial:
+        return f"The inputs of the first step differ ({row.name}): {look}."
+    return f"Everything agrees until step {row.step}, whose inputs differ ({row.name}): {look}, and at its seed."
+
+
+def _state(row: Row, initial: bool) -> str:
+    kept = f"{row.name.rpartition('.parameters.')[2]} of {row.place}"
+    if row.kind in STRUCTURE:
+        return f"The sides do not keep the same state: {kept} ({row.detail}). Look at the model's structure first."
+    what = f"{kept}, which no gradient trains (a counter, a bias, a cache)"
+    if initial:
+        return (
+            f"The first that differs is {what}; nothing before it does. It started differently (the loaded checkpoint, "
+            "its initial value), or this call fills it differently."
+        )
+    return (
+        f"Everything agrees until {what}, differs in step {row.step}. Look at what moves it between two steps (a "
+        "callback, such as the one that moves a router's bias, and its rate), and at how this call fills it."
+    )
+
+
+def _forward(row: Row, initial: bool) -> str:
+    if row.kind in (MISSING, EXTRA):
+        return f"The sides do not call the same: {row.name} ({row.detail}). Look at the model's structure first."
+    if "dropout" in row.place.lower() and row.role == "output":
+        return f"{row.place} gets the same and gives another result: look at the seed and at the share that it drops."
+    if initial:
+        return (
+            f"The initial loss is affected: {origin(row)}. Look at the forward computation there: the operator's "
+            "precision, or a structure that is not the same."
+        )
+    return (
+        f"Everything agrees until the forward pass of step {row.step}, its weights and inputs too: {origin(row)}. Look "
+        "at what is drawn at random there, and at state that is not a weight and was not dumped."
+    )
+
+
+WIDE = 0.01  # a tolerance that needs to be said
+
+
+@dataclass(frozen=True)
+class Report:
+    """All rows of a comparison, in the order of execution.
+
+    Args:
+        golden, bench: the folders.
+        level, task: msprobe's.
+        marked: both dumps say that they are whole; msprobe's own do not say.
+        judged: what became of weights' changes from one step to the next.
+        trained_known: whether the dumps tell which parameters a gradient trains.
+    """
+
+    golden: str
+    bench: str
+    level: str
+    task: str
+    marked: bool
+    rows: list[Row]
+    judged: Updates = field(default_factory=Updates)
+    trained_known: bool = True
+
+    @property
+    def updates(self) -> int:
+        """How many were judged."""
+        return self.judged.judged
+
+    @cached_property
+    def findings(self) -> list[Row]:
+        """The rows that did not pass."""
+        return [row for row in self.rows if row.kind]
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is none, of at least one row."""
+        return bool(self.rows) and not self.findings
+
+    @cached_property
+    def first(self) -> dict[str, Row | None]:
+        """phase -> its first finding; of several ranks the one that is earliest in its own order."""
+        return first_findings(self.findings)
+
+    def summary(self) -> str:
+        """One line."""
+        exact = sum(not row.error for row in self.rows)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(row.kind for row in self.findings).items())
+        text = f"{len(self.rows)} tensors ({self.level}, {self.task}), {exact} identical, {len(self.findings)} findings"
+        return text + (f": {kinds}" if kinds else "")
+
+    def notes(self) -> list[str]:
+        """What a reader must know about the judgement."""
+        found = []
+        if self.task == "statistics":
+            found.append("judged by max, min, mean and norm only: values that changed places or cancel are not seen")
+        found += self._about_updates()
+        widest = max((row.tolerance for row in self.rows if row.by in ("values", "statistics")), default=0.0)
+        if widest > WIDE:
+            found.append(
+                f"Table 2 lets single values be off by up to {100 * widest:.2g} % where sums are long; what scales a "
+                f"whole tensor is found from {100 * systematic('bfloat16')[0]:.2g} % on, given some hundred values"
+            )
+        if not self.marked:
+            found.append("a dump without tc3_dump.json does not say whether it is whole")
+        return found
+
+    def _about_updates(self) -> list[str]:
+        """Which updates were judged how well; without any, the optimizer was not looked at."""
+        judged, found = self.judged, []
+        if self.updates > judged.exact:
+            least = "they moved the same on both sides, or not at all"
+            if judged.least:
+                share = 100 * median(judged.least)
+                least = f"one that is off by less than {share:.2g} % of itself is not seen (median)"
+            count = self.updates - judged.exact
+            found.append(f"{count} updates of weights judged by how max, min, mean and norm moved: {least}")
+        for reason, count in judged.unknown.items():
+            found.append(f"{count} updates of weights unknown: {reason}; --task tensor tells")
+        if not self.updates and not judged.unknown:
+            found.append("updates not judged, so that the optimizer is not: that takes weights in two steps")
+        return found
+
+    def meaning(self) -> str:
+        """Where to look."""
+        return meaning(self.rows, self.trained_known)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the rows that passed; an infinite error is the string "inf"."""
+        return {
+            "golden": self.golden,
+            "bench": self.bench,
+            "level": self.level,
+            "task": self.task,
+            "passed": self.passed,
+            "tensors": len(self.rows),
+            "updates": self.updates,
+            "updates_unknown": dict(self.judged.unknown),
+            "updates_seen_from": median(self.judged.least) if self.judged.least else None,
+            "summary": self.summary(),
+            "notes": self.notes(),
+            "first": {phase: as_json(row) if row else None for phase, row in self.first.items()},
+            "meaning": self.meaning(),
+            "findings": [as_json(row) for row in self.findings],
+        }
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """A row in values fit for JSON."""
+    return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
+
+
+def finding_text(row: Row) -> str:
+    """One line about a finding."""
+    rank = f" rank {row.rank}" if row.rank else ""
+    numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
+    return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
+
+
+BATCH = 64  # tensors that a thread takes at a time
+THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the interpreter
+
+
+def compare_dumps(
+    golden: Dump, bench: Dump, promoted: bool = False, progress: Callable[[int, int], object] = lambda done, total: None
+) -> Report:
+    """All tensors of two dumps.
+
+    Args:
+        promoted: the golden side computed in a wider type (report section 3.1 (1)), which is no finding then.
+        progress: called with tensors done and in all.
+
+    Raises:
+        DataError: the dumps are not of the same kind, one is broken, or neither holds a tensor.
+    """
+    check_alike(golden, bench)
+    found: list[Pair] = []
+    entries: list[Entry] = []
+    for step in golden.steps:
+        for rank in golden.ranks:
+            sides = golden.entries(step, rank), bench.entries(step, rank)
+            entries += [*sides[0], *sides[1]]
+            found += pairs(step, rank, *sides)
+    trained = Trained(entries)
+    batches = [found[start : start + BATCH] for start in range(0, len(found), BATCH)]
+    rows: list[Row | None] = []
+    with ThreadPoolExecutor(THREADS) as pool:
+        for batch in pool.map(lambda batch: [judged(pair, promoted, trained) for pair in batch], batches):
+            rows += batch
+            progress(len(rows), len(found))
+    rows, updates = judge_updates(found, rows)
+    sound = golden.marker is not None and bench.marker is not None
+    kept = [row for row in rows if row is not None]
+    if not kept:
+        raise DataError(f"{golden.folder} and {bench.folder} hold no tensor: nothing to compare")
+    return Report(str(golden.folder), str(bench.folder), golden.level, golden.task, sound, kept, updates, trained.known)
+
+
+def check_alike(golden: Dump, bench: Dump) -> None:
+    """Raise DataError when the two cannot be paired."""
+    for name, ours, theirs in (("level", golden.level, bench.level), ("task", golden.task, bench.task)):
+        if ours != theirs:
+            raise DataError(
+                f"{golden.folder} is a dump of {name} {ours}, {bench.folder} of {theirs}: "
+                f"dump both with --{name} {ours}"
+            )
+    if len(golden.ranks) != len(bench.ranks):
+        raise DataError(
+            f"{golden.folder} has {len(golden.ranks)} rank(s), {bench.folder} {len(bench.ranks)}: compare pairs rank "
+            "by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
+        )
+    if golden.ranks != bench.ranks:
+        raise DataError(f"{golden.folder} has ranks {golden.ranks}, {bench.folder} {bench.ranks}: the same are needed")
+    if golden.steps != bench.steps:
+        raise DataError(
+            f"{golden.folder} has steps {golden.steps}, {bench.folder} {bench.steps}: dump both with the same --steps"
+        )
+    if list(golden.weights) != list(bench.weights):
+        raise DataError(
+            f"{golden.folder} has weights of steps {list(golden.weights)}, {bench.folder} of {list(bench.weights)}: "
+            "dump both with this version of `tc3 accuracy dump`"
+        )

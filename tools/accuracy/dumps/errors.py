@@ -1,0 +1,249 @@
+"""How far a dumped tensor is from the golden one: its largest error, a factor of all of it, and what statistics tell.
+
+Values are read chunk by chunk in float32, so that no tensor is held whole; the error is that of `judge.errors`. Element
+by element Table 2 cannot tell whether a whole tensor is a little too large, so `scaled` fits one factor to all
+elements. A dump without values is judged by largest, smallest, mean and L2 norm.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plugins.errors import DataError
+from tools.accuracy.dumps.read import CHUNK, WIDEST, Item, NpyFile
+from tools.accuracy.judge import systematic
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A tensor that is scaled. `factor`: least squares; `error`: distance of 1 from [low, high]; `allowed` for it."""
+
+    factor: float
+    error: float
+    allowed: float
+
+
+def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
+    """The factor between two .npy files of one shape, if there is one.
+
+    Args:
+        sums: `Measured.sums` of the two; the files are read again only if these say that the factor is over the floor.
+        dtype: the judged type.
+    """
+    floor, sigmas = systematic(dtype)
+    error = distance(sums)
+    if not floor < error < math.inf:
+        return None
+    allowed = floor + sigmas * deviation(golden, bench)
+    return Scale(1 + sums[1] / sums[0], error, allowed) if error > allowed else None
+
+
+def distance(sums: tuple[float, float, float]) -> float:
+    """How far 1 is outside of [low, high]; sums of want^2, want d and d^2."""
+    want, along, apart = sums
+    if want <= 0 or want + along <= 0:
+        return 0.0  # nothing to scale, or not even the same sign: no question of a factor
+    low, high = along / want, (along + apart) / (want + along)  # both less 1
+    return max(low, -high, 0.0)
+
+
+def deviation(golden: Path, bench: Path) -> float:
+    """sqrt(sum(want^2 d^2)) / sum(want^2) of two files, over the values that are finite in both."""
+    squares = products = 0.0
+    with NpyFile(golden) as want, NpyFile(bench) as got, np.errstate(all="ignore"):
+        buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in range(2)]
+        for a, b in zip(want.chunks(buffers[0]), got.chunks(buffers[1]), strict=True):
+            w, d = a.astype(np.float64), b.astype(np.float64)
+            d -= w
+            usable = np.isfinite(d)
+            w = np.where(usable, w, 0.0)
+            d = np.where(usable, d, 0.0) * w
+            squares += float(np.dot(w, w))
+            products += float(np.dot(d, d))
+    return math.sqrt(products) / squares
+
+
+SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
+
+_own = threading.local()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What sets two arrays apart.
+
+    Args:
+        error: the largest; inf where one is not finite and they differ, or for integers that differ.
+        outside: values over the tolerance, or different integers.
+        where: flat index of the worst value; got, want: that value.
+        nans, infinities: in `got`; NaN in both is counted, an infinity that both have is not.
+        sums: for `scale`: of want^2, of want (got - want), of (got - want)^2 over the finite values; 0 for
+            identical arrays and for integers.
+    """
+
+    error: float = 0.0
+    outside: int = 0
+    where: int = 0
+    got: float = 0.0
+    want: float = 0.0
+    nans: int = 0
+    infinities: int = 0
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+
+def measure(golden: Path, bench: Path, tolerance: float, smallest: float) -> Measured:
+    """Compare two .npy files of the same shape; `smallest` normal number of the judged type.
+
+    Raises:
+        DataError: a file is missing or broken.
+    """
+    with NpyFile(golden) as want, NpyFile(bench) as got:
+        if want.size != got.size:
+            raise DataError(
+                f"{bench}: shape {list(got.shape)}, {golden}: {list(want.shape)}: but their dump.json agree"
+            )
+        identical, total = _first_look(want, got)
+        if identical and np.isfinite(total):
+            return Measured()
+        if want.dtype.kind != "f" or got.dtype.kind != "f":
+            return Measured() if identical else _different(want, got)
+        mean_square = total / max(want.size, 1)
+        if SQUARED <= mean_square < np.inf and max(want.dtype.itemsize, got.dtype.itemsize) <= 4:
+            measured = _fast(want, got, tolerance, max(mean_square**0.5, smallest), total)
+            if np.isfinite(measured.error):
+                return measured
+        return _slow(want, got, tolerance, smallest)
+
+
+def _buffers() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of this thread: bytes of a piece of either side, and two pieces of float32."""
+    if not hasattr(_own, "buffers"):
+        raw = [np.empty(CHUNK * WIDEST, np.uint8) for _ in range(2)]
+        _own.buffers = (*raw, np.empty(CHUNK, np.float32), np.empty(CHUNK, np.float32))
+    return _own.buffers
+
+
+def _pieces(want: NpyFile, got: NpyFile):
+    first, second, *_ = _buffers()
+    return zip(want.chunks(first), got.chunks(second), strict=True)
+
+
+def _first_look(want: NpyFile, got: NpyFile) -> tuple[bool, float]:
+    """Whether all bits agree; the sum of squares of `want` (0 for integers, not finite where it holds NaN or inf)."""
+    identical, total = want.dtype == got.dtype, 0.0
+    floats = want.dtype.kind == "f"
+    with np.errstate(all="ignore"):
+        for a, b in _pieces(want, got):
+            identical = identical and _same_bits(a, b)
+            if floats:
+                wide = a if a.dtype.itemsize >= 4 else a.astype(np.float32)
+                total += float(np.dot(wide, wide))
+    return identical, total
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    """Eight bytes at a time where the size allows."""
+    word = np.uint64 if a.nbytes % 8 == 0 else np.uint8
+    return np.array_equal(a.view(word), b.view(word))
+
+
+def _fast(want: NpyFile, got: NpyFile, tolerance: float, scale: float, total: float) -> Measured:
+    """The error in float32; `scale` is the root mean square of `want`, `total` the sum of its squares."""
+    *_, error_buffer, scale_buffer = _buffers()
+    along = apart = 0.0
+    worst, outside, place, values, offset = -1.0, 0, 0, (0.0, 0.0), 0
+    with np.errstate(all="ignore"):
+        for a, b in _pieces(want, got):
+            error, divisor = error_buffer[: len(a)], scale_buffer[: len(a)]
+            np.subtract(b, a, out=error)
+            apart += float(np.dot(error, error))
+            along += float(np.dot(a if a.dtype == np.float32 else a.astype(np.float32), error))
+            np.abs(error, out=error)
+            np.abs(a, out=divisor)
+            np.maximum(divisor, np.float32(scale), out=divisor)
+            np.divide(error, divisor, out=error)
+            top = int(error.argmax())  # of a NaN, if there is one
+            if not error[top] <= worst:
+                worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
+            if not error[top] <= tolerance:
+                outside += int((error > tolerance).sum())
+            if not np.isfinite(error[top]):
+                break  # the caller measures again
+            offset += len(a)
+    return Measured(worst, outside, place, *values, sums=(total, along, apart))
+
+
+def _slow(want: NpyFile, got: NpyFile, tolerance: float, smallest: float) -> Measured:
+    """As `judge.errors`, in float64."""
+    squares, count = 0.0, 0
+    worst, outside, place, values, offset, nans, infinities = -1.0, 0, 0, (0.0, 0.0), 0, 0, 0
+    sums = np.zeros(3)
+    with np.errstate(all="ignore"):
+        for a, _ in _pieces(want, got):
+            finite = a[np.isfinite(a)].astype(np.float64)
+            squares, count = squares + float(np.dot(finite, finite)), count + len(finite)
+        scale = max((squares / max(count, 1)) ** 0.5, smallest)
+        for a, b in _pieces(want, got):
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            same = (a == b) | (np.isnan(a) & np.isnan(b))
+            error = np.abs(b - a) / np.maximum(np.abs(a), scale)
+            usable = np.isfinite(a) & np.isfinite(b) & np.isfinite(error)
+            w, d = a[usable], b[usable] - a[usable]
+            sums += np.dot(w, w), np.dot(w, d), np.dot(d, d)
+            error = np.where(same, 0.0, np.where(usable, error, np.inf))
+            nans += int(np.isnan(b).sum())
+            infinities += int((np.isinf(b) & ~same).sum())
+            top = int(error.argmax())
+            if error[top] > worst:
+                worst, place, values = float(error[top]), offset + top, (float(b[top]), float(a[top]))
+            outside += int((error > tolerance).sum())
+            offset += len(a)
+    return Measured(worst, outside, place, *values, nans, infinities, tuple(sums.tolist()))
+
+
+def _different(want: NpyFile, got: NpyFile) -> Measured:
+    """Integers, booleans and complex numbers: every difference counts."""
+    outside, place, values, offset = 0, 0, (0.0, 0.0), 0
+    for a, b in _pieces(want, got):
+        differs = a != b
+        if not outside and differs.any():
+            top = int(differs.argmax())
+            place, values = offset + top, (float(b[top].real), float(a[top].real))
+        outside += int(differs.sum())
+        offset += len(a)
+    return Measured(float("inf") if outside else 0.0, outside, place, *values)
+
+
+def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
+    """The error of two tensors' statistics; inf where one is not finite and they differ."""
+    pairs = list(zip(golden.statistics, bench.statistics, strict=True))
+    if all(a == b for a, b in pairs):
+        return 0.0
+    if any(a is None or b is None for a, b in pairs) or not golden.dtype.startswith(("float", "bfloat")):
+        return math.inf  # booleans, integers, or nothing on one side
+    numbers = [(float(a), float(b)) for a, b in pairs]  # type: ignore[arg-type]
+    if not all(math.isfinite(x) for pair in numbers for x in pair):
+        same = all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in numbers)
+        return 0.0 if same else math.inf
+    norm = numbers[3][0]
+    rms = max(norm / math.sqrt(max(math.prod(golden.shape), 1)), smallest)
+    scales = (max(abs(numbers[0][0]), rms), max(abs(numbers[1][0]), rms), 2 * rms, math.sqrt(2) * max(norm, rms))
+    return max(abs(a - b) / scale for (a, b), scale in zip(numbers, scales, strict=True))
+
+
+def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
+    """The factor between two tensors, if their norms tell one; `tolerance` is Table 2's."""
+    largest, smallest, _, norm = golden.statistics
+    other = bench.statistics[3]
+    if not norm or other is None or largest is None or smallest is None:
+        return None
+    floor, sigmas = systematic(dtype)
+    allowed = floor + tolerance**2 + sigmas * tolerance * max(abs(largest), abs(smallest)) / norm
+    factor = other / norm
+    error = abs(factor - 1)
+    return Scale(factor, error, allowed) if allowed < error < math.inf else None

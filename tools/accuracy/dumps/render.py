@@ -1,0 +1,201 @@
+"""A comparison of two dumps on the terminal, as JSON and CSV files, and as one HTML page with a plot of the errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from dataclasses import fields
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+
+from tools.accuracy.dumps.compare import Report, as_json, finding_text
+from tools.accuracy.dumps.read import PHASES
+from tools.accuracy.dumps.rows import Row
+from tools.accuracy.pages import STYLE
+from tools.files.atomic import atomic_file, write_atomically
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 300, 64, 58, 30
+POINTS = 480  # more could not be told apart
+LOW, HIGH = -9, 1  # decades shown; smaller errors, and none, are at the bottom, larger ones at the top
+_LAYER = re.compile(r"(?:^|[._])layers(?:\.|-CellList_)(\d+)")
+
+
+def picture(rows: list[Row]) -> str:
+    """An <svg> of `rows` (of one phase, in order): error in decades, tolerance as a line, layers and steps below."""
+    count = len(rows)
+    spans = [(n * count // POINTS, (n + 1) * count // POINTS) for n in range(POINTS)] if count > POINTS else None
+    groups = [rows[a:b] for a, b in spans] if spans else [[row] for row in rows]
+    parts = [_frame(), _legend(len(groups) < count), _layers(groups)]
+    parts.append(f'<polyline points="{_limit(groups)}" class="limit"/>')
+    for n, group in enumerate(groups):
+        worst = max(group, key=lambda row: (bool(row.kind), row.error))
+        kind = "bad" if worst.kind else "good"
+        x, y = _x(n, len(groups)), _y(worst.error)
+        title = escape(f"step {worst.step} {worst.name}: {worst.error:.3g}")
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" class="{kind}"><title>{title}</title></circle>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+def _x(index: int, count: int) -> float:
+    return LEFT + (WIDTH - LEFT - 10) * (index + 0.5) / max(count, 1)
+
+
+def _y(error: float) -> float:
+    decade = LOW if error <= 0 else min(max(math.log10(error), LOW), HIGH) if math.isfinite(error) else HIGH
+    return TOP + (HEIGHT - TOP - BOTTOM) * (HIGH - decade) / (HIGH - LOW)
+
+
+def _limit(groups: list[list[Row]]) -> str:
+    """The strictest tolerance of each point; what must be exact has none."""
+    limits = [min((row.tolerance for row in group if row.tolerance), default=0.0) for group in groups]
+    return " ".join(f"{_x(n, len(groups)):.1f},{_y(limit):.1f}" for n, limit in enumerate(limits) if limit)
+
+
+def _legend(grouped: bool) -> str:
+    """What the marks are, above the plot."""
+    marks = (
+        ('<circle cx="0" cy="-4" r="4" class="good"/>', "within its tolerance"),
+        ('<circle cx="0" cy="-4" r="4" class="bad"/>', "a finding"),
+        ('<line x1="-8" x2="8" y1="-4" y2="-4" class="limit"/>', "tolerance (Table 2), the strictest nearby"),
+    )
+    what = "a point is the worst of a few tensors" if grouped else "a point is a tensor"
+    found, x = [], LEFT + 10
+    for mark, text in (*marks, ("", what)):
+        found.append(f'<g transform="translate({x} 16)">{mark}<text x="14">{text}</text></g>')
+        x += 44 + 6 * len(text)
+    return "".join(found)
+
+
+def _frame() -> str:
+    """Lines and names of the decades, and what they measure."""
+    middle = (TOP + HEIGHT - BOTTOM) / 2
+    found = [
+        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">error (logarithmic)</text>',
+    ]
+    for decade in range(LOW, HIGH + 1, 2):
+        y = _y(10.0**decade)
+        name = "0" if decade == LOW else f"1e{decade}"
+        found.append(f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        found.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{name}</text>')
+    return "".join(found)
+
+
+def _layers(groups: list[list[Row]]) -> str:
+    """The number of the layer where a new one begins, and that of the step."""
+    found, last, free, step, y = [], None, 0.0, None, HEIGHT - BOTTOM
+    for n, group in enumerate(groups):
+        match = _LAYER.search(group[0].name)
+        layer = f"{'mtp ' if 'mtp' in group[0].name else ''}{match[1]}" if match else None
+        x = _x(n, len(groups))
+        line = f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{y}"'
+        if group[0].step != step:
+            step, last, free = group[0].step, None, 0.0
+            found.append(f'{line} class="step"/><text x="{x:.1f}" y="{y + 30}">step {step}</text>')
+        if layer is not None and layer != last and x >= free:
+            found.append(f'{line} class="grid"/><text x="{x:.1f}" y="{y + 15}">{layer}</text>')
+            free = x + 6 * len(layer) + 12
+        last = layer
+    words = "calls in the order of execution; where a layer and where a step begins"
+    return "".join(found) + f'<text x="{LEFT}" y="{HEIGHT - 6}">{words}</text>'
+
+
+SHOWN = 2000  # rows in the table: a browser gets slow; rows.csv has them all
+PLOT = """
+svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.step { stroke: #888; stroke-dasharray: 3 3; } .wide { overflow-x: auto; }
+.grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
+"""
+NAMES = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "weights": "Weights",
+    "state": "State, which no gradient trains",
+}
+
+
+def as_page(report: Report) -> str:
+    """The whole page."""
+    title = "no finding" if report.passed else f"{len(report.findings)} findings"
+    first = "".join(_first(phase, report.first[phase]) for phase in PHASES)
+    notes = "".join(f"<p class=note>{escape(note)}</p>" for note in report.notes())
+    plots = "".join(_plot(report, phase) for phase in PHASES)
+    shown = report.findings[:SHOWN]
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>Dumps compared</title><style>{STYLE}{PLOT}</style></head><body>
+<h1>Dumps compared: {title}</h1>
+<p>GOLDEN <code>{escape(report.golden)}</code><br>BENCH <code>{escape(report.bench)}</code></p>
+<p>{escape(report.summary())}</p>{notes}
+<h2>{escape(report.meaning())}</h2>
+<ul>{first}</ul>
+{plots}
+<p class=note>Errors are relative to max(|value|, root mean square) of a tensor; of an update, to the update.</p>
+<h2>Findings{f": the first {SHOWN}" if len(report.findings) > SHOWN else ""}</h2>{_table(shown)}
+<details><summary>All {len(report.rows)} tensors{f": the first {SHOWN}" if len(report.rows) > SHOWN else ""}</summary>
+{_table(report.rows[:SHOWN])}</details>
+</body></html>
+"""
+
+
+def _first(phase: str, row: Row | None) -> str:
+    text = escape(finding_text(row)) if row else "none"
+    return f'<li class="{"fail" if row else "pass"}">first {phase}: <code>{text}</code></li>'
+
+
+def _plot(report: Report, phase: str) -> str:
+    rows = [row for row in report.rows if row.phase == phase]
+    return f"<h2>{NAMES[phase]}: {len(rows)}</h2>{picture(rows)}" if rows else ""
+
+
+def _table(rows: list[Row]) -> str:
+    names = ["step", "rank", "phase", "tensor", "type", "shape", "count", "tolerance", "error", "finding", "detail"]
+    lines = ["<tr>" + "".join(f"<th>{name}</th>" for name in names) + "</tr>"]
+    for row in rows:
+        shape, numbers = "x".join(map(str, row.shape)), (f"{row.tolerance:.3g}", f"{row.error:.3g}")
+        values = [row.step, row.rank, row.phase, row.name, row.dtype, shape, row.count, *numbers, row.kind, row.detail]
+        cells = "".join(f"<td>{escape(str(value))}</td>" for value in values)
+        lines.append(f'<tr class="{"fail" if row.kind else ""}">{cells}</tr>')
+    return f"<div class=wide><table>{''.join(lines)}</table></div>"
+
+
+MOST = 8  # findings shown
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Write what was found to `console`."""
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, soft_wrap=True)
+
+    line(report.summary(), "green" if report.passed else "bold red")
+    for note in report.notes():
+        line(f"note: {note}", "dim")
+    if report.passed:
+        return
+    for phase in PHASES:
+        row = report.first[phase]
+        line(f"first {phase}: {finding_text(row) if row else 'none'}", "red" if row else "green")
+    line(report.meaning(), "bold")
+    rest = len(report.findings) - MOST
+    for row in report.findings[:MOST]:
+        line(f"finding: {finding_text(row)}", "red")
+    if rest > 0:
+        line(f"and {rest} more: --out DIR keeps them all", "dim")
+
+
+def write_files(report: Report, out: Path, page: bool) -> list[Path]:
+    """compare.json, rows.csv (every row) and, with `page`, compare.html, in the folder `out`."""
+    files = [out / "compare.json", out / "rows.csv"]
+    write_atomically(files[0], json.dumps(report.as_json(), indent=1))
+    with atomic_file(files[1]) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        for row in report.rows:
+            writer.writerow({**as_json(row), "shape": "x".join(map(str, row.shape))})
+    if page:
+        files.append(out / "compare.html")
+        write_atomically(files[-1], as_page(report))
+    return files

@@ -1,0 +1,324 @@
+"""Two dumps' tensors side by side: how they are paired, and the judgement of each pair as one row.
+
+What a class or function accumulates, by its shapes, chooses the row of Table 2. Parameters that no gradient trains
+(counters, a router's bias, running statistics, caches) are state and not weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from tools.accuracy.dumps.errors import Measured, measure, scaled, scaled_norm, statistics_error
+from tools.accuracy.dumps.read import BACKWARD, FORWARD, GRADIENT, KIND, STATE, WEIGHTS, Entry, Item
+from tools.accuracy.judge import SMALLEST, tolerance
+
+DEFAULT = 1
+PRODUCTS = ("linear", "dense", "matmul", "gemm", "bmm", "baddbmm", "addmm")
+SUMS = ("sum", "mean", "cumsum")
+LOSSES = ("loss", "crossentropy", "cross_entropy")
+
+
+class Counter:
+    """Counts for the tensors of one step on one rank.
+
+    Args:
+        entries: all calls of the step, golden side.
+    """
+
+    def __init__(self, entries: list[Entry]):
+        self._forward: dict[str, Entry] = {}
+        for entry in entries:
+            if entry.name.phase == FORWARD or entry.name.kind == KIND:
+                self._forward.setdefault(_place(entry), entry)
+        own = {_place(entry): _counts(entry) for entry in self._forward.values()}
+        self._counts = dict(own)
+        for place, counts in own.items():
+            self._spread(place, counts)
+
+    def _spread(self, place: str, counts: tuple[int, int, int]) -> None:
+        """Tell the cells around it."""
+        while "." in place:
+            place = place.rpartition(".")[0]
+            if place in self._counts:
+                self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
+
+    def of(self, entry: Entry, item: Item) -> int:
+        """The accumulation count of one tensor."""
+        forward, backward, gradient = self._counts.get(_place(entry), (DEFAULT,) * 3)
+        if entry.name.phase == GRADIENT:
+            return gradient
+        if item.role in ("input", "parameters"):
+            return DEFAULT  # the tensor as it is, whoever made it
+        if entry.name.kind == KIND:
+            return forward  # a kernel of the backward pass is an operator like any other
+        return backward if entry.name.phase == BACKWARD else forward
+
+
+def _place(entry: Entry) -> str:
+    """Cells by path; a function by name and number of the call, for its shapes change from call to call."""
+    name = entry.name
+    return f"Cell.{name.path}" if name.kind == "Cell" else f"{name.kind}.{name.path}#{name.call}"
+
+
+def _counts(entry: Entry) -> tuple[int, int, int]:
+    """(forward, gradient of the input, gradient of a parameter)."""
+    kind = entry.name.type.lower()
+    inputs = [item.shape for item in entry.items if item.role == "input" and item.is_tensor]
+    outputs = [item.shape for item in entry.items if item.role == "output" and item.is_tensor]
+    if not inputs or not outputs or not inputs[0]:
+        return (DEFAULT,) * 3
+    first, last = inputs[0], outputs[0]
+    rows = math.prod(first[:-1])
+    if any(word in kind for word in PRODUCTS) and entry.name.kind != "Cell" and len(inputs) > 1 and len(last) > 1:
+        size = math.prod(first) * math.prod(inputs[1]) / max(math.prod(last), 1) / max(math.prod(last[:-2]), 1)
+        return max(1, round(math.sqrt(size))), last[-1], DEFAULT
+    if any(word in kind for word in PRODUCTS):
+        return first[-1], last[-1] if last else DEFAULT, rows
+    if "norm" in kind:
+        return first[-1], first[-1], rows
+    if "softmax" in kind:
+        return first[-1], first[-1], DEFAULT
+    if "attention" in kind:
+        longest = max(size for shape in inputs for size in shape)
+        return longest, longest, DEFAULT
+    if "embedding" in kind:
+        return DEFAULT, DEFAULT, math.prod(first)
+    if any(word in kind for word in LOSSES):
+        return max(map(math.prod, inputs)), DEFAULT, DEFAULT
+    if any(word in kind for word in SUMS):
+        return max(1, math.prod(first) // max(1, math.prod(last))), DEFAULT, DEFAULT
+    return (DEFAULT,) * 3
+
+
+class Trained:
+    """What two dumps tell about their parameters.
+
+    Args:
+        entries: all calls of both dumps.
+
+    Attributes:
+        known: whether they tell anything: dumps of forward passes alone do not.
+    """
+
+    def __init__(self, entries: Iterable[Entry]):
+        self._trained: set[tuple[str, str]] = set()
+        self.known = False
+        for entry in entries:
+            gradient = entry.name.phase == GRADIENT
+            for item in entry.items:
+                if gradient or (item.role == "parameters" and item.trained is not None):
+                    self.known = True
+                    if gradient or item.trained:
+                        self._trained.add((entry.name.path, item.parameter))
+
+    def has(self, entry: Entry, item: Item) -> bool:
+        """Whether a gradient trains this parameter; where nothing tells, it is taken for a weight."""
+        return not self.known or (entry.name.path, item.parameter) in self._trained
+
+
+# kinds of finding; a row without one passed
+VALUE, SCALED, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
+    "value",
+    "scaled",
+    "update",
+    "shape",
+    "dtype",
+    "nan",
+    "inf",
+    "missing",
+    "extra",
+)
+NARROW = ("float16", "bfloat16")
+_WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor, or one call that only one side has.
+
+    Args:
+        step, rank, order: when and where; `order` counts the calls of a step.
+        phase: forward, backward, weights, or state (parameters that no gradient trains).
+        place: the cell's path and class, or the function.
+        name: msprobe's name.
+        role: input, output, parameters or gradient; call for a call that only one side has.
+        count, tolerance: accumulation count and row of Table 2.
+        error: the largest of `judge.errors`; of statistics, of an update or of the factor where `by` says so.
+        kind: of finding; empty when it passed.
+        detail: the worst value, or what is wrong.
+        by: values, statistics, update, or factor (of all values together, scale.py).
+        cause: of a wrong update, what usually makes one like it.
+    """
+
+    step: int
+    rank: int
+    order: int
+    phase: str
+    place: str
+    name: str
+    role: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    count: int = 1
+    tolerance: float = 0.0
+    error: float = 0.0
+    kind: str = ""
+    detail: str = ""
+    by: str = "values"
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What a row is made from; None on the side that lacks it."""
+
+    step: int
+    rank: int
+    order: int
+    golden: tuple[Entry, Item | None] | None
+    bench: tuple[Entry, Item | None] | None
+    count: int = 1
+
+    @property
+    def sides(self) -> tuple[Entry, Item | None]:
+        """The golden side, or the only one."""
+        side = self.golden or self.bench
+        assert side is not None
+        return side
+
+
+def pairs(step: int, rank: int, golden: list[Entry], bench: list[Entry]) -> Iterator[Pair]:
+    """Tensors of one step on one rank, in the golden side's order; what only `bench` has stands where it came."""
+    counter = Counter(golden)
+    for order, (want, got) in enumerate(_aligned(golden, bench)):
+        if want is None or got is None:
+            yield Pair(step, rank, order, (want, None) if want else None, (got, None) if got else None)
+            continue
+        items = {item.label: item for item in got.items}
+        for item in want.items:
+            other = items.pop(item.label, None)
+            second = (got, other) if other else None
+            yield Pair(step, rank, order, (want, item), second, counter.of(want, item))
+        for item in items.values():
+            yield Pair(step, rank, order, None, (got, item))
+
+
+def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None, Entry | None]]:
+    """By name and number of the call."""
+    left = {entry.name.key: entry for entry in bench}
+    known = {entry.name.key for entry in golden}
+    behind: dict[object, list[Entry]] = {}  # what only `bench` calls, by the common call before it
+    last: object = None
+    for entry in bench:
+        if entry.name.key in known:
+            last = entry.name.key
+        else:
+            behind.setdefault(last, []).append(entry)
+    found: list[tuple[Entry | None, Entry | None]] = [(None, extra) for extra in behind.get(None, [])]
+    for entry in golden:
+        found.append((entry, left.get(entry.name.key)))
+        found += [(None, extra) for extra in behind.get(entry.name.key, [])]
+    return found
+
+
+def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
+    """The row of a pair; None for plain values that agree, which nobody wants to read about."""
+    entry, item = pair.sides
+    label = f".{item.label}" if item else ""
+    head = {
+        "step": pair.step,
+        "rank": pair.rank,
+        "order": pair.order,
+        "phase": phase_of(entry, item, trained),
+        "place": entry.name.place,
+        "name": f"{entry.name.text}{label}",
+        "role": item.role if item else "call",
+    }
+    if pair.golden is None or pair.bench is None or item is None:
+        kind = EXTRA if pair.golden is None else MISSING
+        plain = item is not None and not item.is_tensor
+        if plain and item.value is None:  # type: ignore[union-attr]
+            return None  # an argument that is None, or is left out
+        side = "BENCH" if kind == EXTRA else "GOLDEN"
+        return Row(**head, error=math.inf, kind=kind, detail=f"only {side} has it")  # type: ignore[arg-type]
+    other = pair.bench[1]
+    assert other is not None
+    if not (item.is_tensor and other.is_tensor):
+        return _plain(head, item, other)
+    return _tensors(head, item, other, pair.count, promoted)
+
+
+def phase_of(entry: Entry, item: Item | None, trained: Trained) -> str:
+    """Parameters are looked at apart from the pass that reads them, and what no gradient trains apart from weights."""
+    if item and item.role == "parameters":
+        return WEIGHTS if trained.has(entry, item) else STATE
+    return BACKWARD if entry.name.phase == GRADIENT else entry.name.phase
+
+
+def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
+    """Python values: numbers to the precision of float32, all else equal."""
+    a, b = golden.value, bench.value
+    if golden.is_tensor != bench.is_tensor:
+        detail = f"{bench.dtype}, should be {golden.dtype}"
+        return Row(**head, dtype=golden.dtype, error=math.inf, kind=DTYPE, detail=detail)
+    if a == b or (isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-6)):
+        return None
+    return Row(**head, dtype=golden.dtype, error=math.inf, kind=VALUE, detail=f"{b!r}, should be {a!r}")
+
+
+def judged_type(golden: str, bench: str) -> str:
+    """The column of Table 2: the narrower of two types; float64 is judged as float32."""
+    return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
+
+
+def _tensors(head: dict, golden: Item, bench: Item, count: int, promoted: bool) -> Row:
+    dtype = judged_type(golden.dtype, bench.dtype)
+    exact = golden.dtype not in _WIDTH and bench.dtype not in _WIDTH
+    allowed = 0.0 if exact else tolerance(dtype, count)
+    fixed = {**head, "dtype": bench.dtype, "shape": bench.shape, "count": count, "tolerance": allowed}
+    if golden.shape != bench.shape:
+        detail = f"shape {list(bench.shape)}, should be {list(golden.shape)}"
+        return Row(**fixed, error=math.inf, kind=SHAPE, detail=detail)
+    if golden.file and bench.file:
+        found, by = measure(golden.file, bench.file, allowed, SMALLEST[dtype]), "values"
+        scale = scaled(found.sums, golden.file, bench.file, dtype)
+    else:
+        found, by = _by_statistics(golden, bench, SMALLEST[dtype]), "statistics"
+        scale = None if exact else scaled_norm(golden, bench, allowed, dtype)
+    kind = NAN if found.nans else INF if found.infinities else VALUE if found.error > allowed else ""
+    detail = _detail(found, bench.shape, golden, bench) if kind else ""
+    if scale and kind == VALUE:
+        detail += f"; all of it scaled by {scale.factor:.6g}"
+    if scale and not kind:
+        fixed["tolerance"] = scale.allowed
+        detail = f"scaled by {scale.factor:.6g}; value by value within Table 2's {allowed:.3g}"
+        return Row(**fixed, error=scale.error, kind=SCALED, detail=detail, by="factor")
+    wider = _WIDTH.get(golden.dtype, 0) >= _WIDTH.get(bench.dtype, 0)
+    if not kind and golden.dtype != bench.dtype and not (promoted and wider):
+        kind, detail = DTYPE, f"{bench.dtype}, should be {golden.dtype}"
+    return Row(**fixed, error=found.error, kind=kind, detail=detail, by=by)
+
+
+def _by_statistics(golden: Item, bench: Item, smallest: float) -> Measured:
+    """NaN or infinity anywhere shows in the norm; where, it does not."""
+    nans = sum(isinstance(x, float) and math.isnan(x) for x in bench.statistics)
+    error = statistics_error(golden, bench, smallest)
+    infinite = sum(isinstance(x, float) and math.isinf(x) for x in bench.statistics) if error else 0
+    return Measured(error, int(error > 0), nans=int(nans), infinities=int(infinite))
+
+
+def _detail(found: Measured, shape: tuple[int, ...], golden: Item, bench: Item) -> str:
+    """One line about the worst value."""
+    if not golden.file or not bench.file:
+        texts = zip(("max", "min", "mean", "norm"), bench.statistics, golden.statistics, strict=True)
+        return ", ".join(f"{name} {got} should be {want}" for name, got, want in texts if got != want)
+    place = found.where
+    index: list[int] = []
+    for size in reversed(shape):
+        place, rest = divmod(place, size)
+        index.insert(0, rest)
+    parts = [f"{found.nans} NaN"] * bool(found.nans) + [f"{found.infinities} infinite"] * bool(found.infinities)
+    parts.append(f"{found.outside} of {math.prod(shape)} values outside")
+    return ", ".join(parts) + f"; at {index}: {found.got:.6g}, should be {found.want:.6g}"

@@ -1,0 +1,355 @@
+"""Whether the optimizer did the same: a weight's change from one step to the next, which the weight itself hides.
+
+From values, the error of an update is measured, and split into what lies along the weight (weight decay), along the
+update (learning rate) and beside both. From statistics (largest, smallest, mean and L2 norm before and after) the
+update is judged as far as they tell; the rest is called unknown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from tools.accuracy.dumps.read import BACKWARD, CHUNK, WEIGHTS, WIDEST, Item, NpyFile
+from tools.accuracy.dumps.rows import SCALED, UPDATE, VALUE, Pair, Row, judged_type
+from tools.accuracy.judge import ROUNDOFF, systematic, tolerance
+
+BLIND = 0.5  # of an update that statistics may hide before it is called unknown
+SUMMED = 1e-6  # of a norm that was summed in float32
+ALIKE = 0.1  # of what decay or rate would do to a statistic that it may be off by, to be called one
+STATISTICS = ("max", "min", "mean", "norm")
+HIDDEN = "too small beside the rounding of max, min, mean and norm"
+NOISE = "the gradients differ, which moves these statistics as much as a wrong update would"
+NONE = "no finite statistics"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """An update as far as statistics tell it.
+
+    Args:
+        error, allowed: of the statistic that is off most: of its move, relative to what the update's size may move it.
+        detail: that statistic.
+        longer: by which share of itself the whole update differs; grown: by which share of the weight less it decays;
+            None where it is no such difference.
+        least: the smallest share of the update that would have been seen.
+        unknown: why nothing can be said, or empty.
+    """
+
+    error: float = 0.0
+    allowed: float = 0.0
+    detail: str = ""
+    longer: float | None = None
+    grown: float | None = None
+    least: float = 0.0
+    unknown: str = ""
+
+
+def size_of(before: Item, after: Item) -> float:
+    """The size of an element's update, at least: by how much the statistics moved. 0 where there are none."""
+    old, new = _numbers(before), _numbers(after)
+    if old is None or new is None:
+        return 0.0
+    moves = np.abs(new - old)
+    moves[3] /= math.sqrt(max(math.prod(before.shape), 1))
+    return float(moves.max())
+
+
+def typical(sizes: list[float]) -> float:
+    """The median size of those that moved."""
+    return median(size for size in sizes if size) if any(sizes) else 0.0
+
+
+def judge_statistics(
+    golden: tuple[Item, Item], bench: tuple[Item, Item], size: float, gradient_error: float, dtype: str
+) -> Seen:
+    """Compare two updates of one weight, each given by the weight before and after.
+
+    Args:
+        size: of the median weight's update in this step, an element of it.
+        gradient_error: of this weight's gradient; 0 where its statistics are the same.
+        dtype: the judged type.
+    """
+    numbers = [_numbers(item) for item in (*golden, *bench)]
+    if any(each is None for each in numbers):
+        return Seen(unknown=NONE)
+    old, new, other_old, other_new = (each for each in numbers if each is not None)
+    move, apart = new - old, (other_new - other_old) - (new - old)
+    if not apart.any():
+        return Seen()
+    size = max(size, size_of(*golden))
+    scale, allowed = _allowed(old, golden[0].shape, size, gradient_error, dtype)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.abs(apart) / allowed
+        least = float(np.min(np.where(move, allowed / np.abs(move), np.inf)))
+    worst = int(shares.argmax())
+    found = Seen(
+        float(abs(apart[worst]) / scale[worst]) if scale[worst] else math.inf,
+        float(allowed[worst] / scale[worst]) if scale[worst] else 0.0,
+        f"{STATISTICS[worst]} moved by {(other_new - other_old)[worst]:.6g}, should be {move[worst]:.6g}",
+        least=least,
+    )
+    if shares[worst] <= 1:
+        return found if least <= BLIND else Seen(unknown=NOISE if gradient_error else HIDDEN)
+    longer, grown = (None, None) if gradient_error else _explained(old, move, apart, allowed)
+    return Seen(found.error, found.allowed, found.detail, longer, grown, least)
+
+
+def _numbers(item: Item) -> np.ndarray | None:
+    """Its four statistics, or None where one is not a finite number."""
+    values = item.statistics
+    if len(values) != len(STATISTICS) or any(isinstance(value, bool) or value is None for value in values):
+        return None
+    numbers = np.array(values, np.float64)
+    return numbers if np.isfinite(numbers).all() else None
+
+
+def _allowed(
+    old: np.ndarray, shape: tuple[int, ...], size: float, error: float, dtype: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """(what an update of this size may move each statistic by, by how much the moves may be apart)."""
+    root, eps, sigmas = math.sqrt(max(math.prod(shape), 1)), ROUNDOFF[dtype], systematic(dtype)[1]
+    base, noise = tolerance(dtype, 1), 2 * math.sqrt(min(error, 1.0))
+    norm, largest = max(old[3], 1e-300), max(abs(old[0]), abs(old[1]))
+    summed = SUMMED * norm if float(np.float32(old[3])) == old[3] else 0.0
+    extreme = (base + (4 if error else 0)) * size + 4 * eps * largest
+    mean = (base + sigmas * noise / root) * size + 2 * sigmas * eps * norm / root**2 + summed / root
+    length = (base + sigmas * noise * largest / norm + noise * root * size / norm) * root * size
+    allowed = np.array([extreme, extreme, mean, length + 2 * sigmas * eps * largest + summed])
+    return np.array([size, size, size, root * size]), np.maximum(allowed, 1e-300)
+
+
+def _explained(
+    old: np.ndarray, move: np.ndarray, apart: np.ndarray, allowed: np.ndarray
+) -> tuple[float | None, float | None]:
+    """(longer, grown), see `Seen`: a factor of the whole update, or of the weight, moves all statistics alike."""
+    longer, misfit = _factor(move[:3], apart[:3], allowed[:3])  # the norm moves by the square of an update too
+    grown, other = _factor(old, apart, allowed)
+    return (longer, None) if misfit < other else (None, grown)
+
+
+def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[float | None, float]:
+    """The one number that makes `apart` of `cause`, if there is one, and how far from it they are (inf without)."""
+    place = int(np.argmax(np.abs(cause) / allowed))
+    factor = apart[place] / cause[place] if cause[place] else 0.0
+    rest = np.abs(apart - factor * cause)
+    if not factor or np.any(rest > ALIKE * np.abs(factor * cause) + 2 * allowed):
+        return None, math.inf
+    return float(factor), float(np.max(rest / allowed))
+
+
+MOST = 0.7  # share of an error along the weight from which it is called weight decay
+STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
+DECAY = "weight decay"
+WRONG = "the weight itself differs"
+TURNED = 6  # elements whose step noise of the gradient may have turned round, beyond those that the mean allows
+RATE = "learning rate, or what else makes a whole update longer"
+
+
+@dataclass
+class Updates:
+    """What became of the updates of all weights.
+
+    Args:
+        judged: how many; exact: of these, from all values.
+        unknown: why not -> how many.
+        least: of each that statistics tell, the smallest share of it that would have been seen.
+    """
+
+    judged: int = 0
+    exact: int = 0
+    unknown: Counter[str] = field(default_factory=Counter)
+    least: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A weight in two steps: indices of its rows, and the error of the gradients between."""
+
+    before: int
+    after: int
+    gradient_error: float
+
+
+def judge_updates(pairs: list[Pair], rows: list[Row | None]) -> tuple[list[Row | None], Updates]:
+    """`rows` with those weights marked whose update is wrong, and what could be judged.
+
+    Args:
+        rows: `rows[i]` is that of `pairs[i]`, steps in order.
+    """
+    rows, updates = list(rows), Updates()
+    steps = _steps(pairs, rows)
+    sizes: dict[tuple[int, int], list[float]] = {}  # of the updates in one step of one rank, where values are not known
+    for step in steps:
+        before, after = pairs[step.before], pairs[step.after]
+        if not _files(before, after):
+            sizes.setdefault((after.step, after.rank), []).append(size_of(*_items(before, after)[0]))
+    for step in steps:
+        before, after = pairs[step.before], pairs[step.after]
+        if _files(before, after):
+            updates.judged += 1
+            updates.exact += 1
+            rows[step.after] = _judged(before, after, rows[step.before], rows[step.after], step.gradient_error)
+        else:
+            size = typical(sizes[after.step, after.rank])
+            rows[step.after] = _by_statistics(before, after, rows[step.before], rows[step.after], step, size, updates)
+    return rows, updates
+
+
+def _steps(pairs: list[Pair], rows: list[Row | None]) -> list[_Step]:
+    """Every trained weight that is seen in two steps."""
+    gradients: dict[tuple, float] = {}  # the largest error so far
+    backward: dict[int, float] = {}  # the same of a rank's backward pass
+    last: dict[tuple, int] = {}  # where the same weight was seen before
+    found = []
+    for index, (pair, row) in enumerate(zip(pairs, rows, strict=True)):
+        entry, item = pair.sides
+        if row is None or item is None or pair.golden is None or pair.bench is None:
+            continue
+        key = (row.rank, entry.name.path, item.parameter)
+        if row.phase == BACKWARD:
+            backward[row.rank] = max(backward.get(row.rank, 0.0), row.error)
+        if item.role == "gradient":
+            gradients[key] = max(gradients.get(key, 0.0), row.error)
+        elif item.role == "parameters" and row.phase == WEIGHTS and entry.name.call == 0:
+            if key in last:
+                found.append(_Step(last[key], index, gradients.get(key, backward.get(row.rank, 0.0))))
+            last[key] = index
+    return found
+
+
+def _items(before: Pair, after: Pair) -> tuple[tuple[Item, Item], tuple[Item, Item]]:
+    """The weight before and after: of GOLDEN, of BENCH."""
+    sides = [side[1] for side in (before.golden, after.golden, before.bench, after.bench) if side and side[1]]
+    assert len(sides) == 4, "_steps takes weights that both sides have"
+    return (sides[0], sides[1]), (sides[2], sides[3])
+
+
+def _files(before: Pair, after: Pair) -> list[Path]:
+    """Their values, or nothing where one is not dumped."""
+    files = [item.file for side in _items(before, after) for item in side if item.file]
+    return files if len(files) == 4 else []
+
+
+def _by_statistics(
+    before: Pair, after: Pair, old: Row | None, row: Row | None, step: _Step, size: float, updates: Updates
+) -> Row:
+    """The row of a weight whose values are not known; counts in `updates` what was judged."""
+    assert old is not None and row is not None
+    golden, bench = _items(before, after)
+    if row.kind not in ("", VALUE, SCALED) or old.kind not in ("", UPDATE):
+        updates.unknown[WRONG] += 1
+        return row
+    seen = judge_statistics(golden, bench, size, step.gradient_error, judged_type(golden[0].dtype, row.dtype))
+    if seen.unknown:
+        updates.unknown[seen.unknown] += 1
+        return row
+    updates.judged += 1
+    updates.least += [seen.least] if seen.least else []
+    if seen.error <= seen.allowed:
+        explained = row.kind == VALUE and step.gradient_error
+        numbers = {"error": seen.error, "tolerance": seen.allowed, "by": "update"}
+        return replace(row, kind="", detail="", **numbers) if explained else row  # type: ignore[arg-type]
+    cause, more = "", ""
+    if seen.longer is not None:
+        cause, more = RATE, f": {1 + seen.longer:.4g} times as long as GOLDEN's"
+    elif seen.grown is not None:
+        cause, more = DECAY, f": {_decay(seen.grown)}"
+    detail = f"the update since step {before.step} is not the same by statistics: {seen.detail}{more}"
+    return replace(row, kind=UPDATE, error=seen.error, tolerance=seen.allowed, detail=detail, by="update", cause=cause)
+
+
+def _judged(before: Pair, after: Pair, old: Row | None, row: Row | None, gradient_error: float) -> Row:
+    """The row of a weight whose values are known."""
+    assert old is not None and row is not None
+    if row.kind not in ("", VALUE, SCALED) or not (row.error or old.error):
+        return row  # the weight itself is wrong, or all four are bit-identical
+    moved = measure_update(*_files(before, after))
+    item = after.sides[1]
+    dtype = judged_type(item.dtype if item else "", row.dtype)
+    base = tolerance(dtype, 1) + (2 * ROUNDOFF[dtype] * moved.weight / moved.update if moved.update else 0.0)
+    whole = base + 2 * math.sqrt(min(gradient_error, 1.0))
+    along = base + systematic(dtype)[1] * moved.by_chance
+    error, allowed, how, cause, more = moved.steady if gradient_error else moved.error, whole, "L2 norm", "", ""
+    if moved.along > along and (error <= whole or moved.along > MOST * moved.error):
+        error, allowed, how, cause = moved.along, along, f"along the weight: {_decay(moved.grown)}", DECAY
+    elif abs(moved.longer) > STRAIGHT * moved.error:
+        cause, more = RATE, f": {1 + moved.longer:.4g} times as long as GOLDEN's"
+    if error <= allowed:
+        explained = row.kind == VALUE and not old.kind and gradient_error
+        return replace(row, kind="", error=error, tolerance=allowed, detail="", by="update") if explained else row
+    if row.kind and old.kind not in ("", UPDATE):
+        return row  # it started from a wrong weight
+    detail = f"the update since step {before.step} is off by {error:.3g} of itself ({how}){more}"
+    return replace(row, kind=UPDATE, error=error, tolerance=allowed, detail=detail, by="update", cause=cause)
+
+
+def _decay(grown: float) -> str:
+    word = "less" if grown > 0 else "more"
+    return f"BENCH decays it by {abs(grown):.2g} of itself {word} than GOLDEN"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Two updates of one weight. All but the first two and the last two are shares of |u|, see above.
+
+    Args:
+        update, weight: |u|, |w|.
+        error: |d|; steady: the same, with what `TURNED` steps that were turned round explain left out.
+        along: |<d, v>| / |v|; by_chance: its standard deviation if the signs of d are independent.
+        grown: <d, v> / <v, v>.
+        longer: <d, u> / <u, u>.
+    """
+
+    update: float
+    weight: float
+    error: float
+    steady: float
+    along: float
+    by_chance: float
+    grown: float
+    longer: float = 0.0
+
+
+def measure_update(old: Path, new: Path, other_old: Path, other_new: Path) -> Moved:
+    """Compare two updates, from four files of one shape; shares are inf where only BENCH has moved."""
+    sums = np.zeros((3, 3))  # of products of u, d, w
+    squares = np.zeros((2, 2))  # of products of u d and w d
+    farthest, step = np.zeros(TURNED), 0.0  # the largest |d|, and max |u|
+    files = [NpyFile(path) for path in (old, new, other_old, other_new)]
+    buffers = [np.empty(CHUNK * WIDEST, np.uint8) for _ in files]
+    try:
+        chunks = [file.chunks(buffer) for file, buffer in zip(files, buffers, strict=True)]
+        for pieces in zip(*chunks, strict=True):
+            w, b, c, e = (piece.astype(np.float64) for piece in pieces)
+            u = b - w
+            d = (e - c) - u
+            three, two = np.stack((u, d, w)), np.stack((u * d, w * d))
+            sums += three @ three.T
+            squares += two @ two.T
+            farthest = np.sort(np.concatenate((farthest, np.abs(d))))[-TURNED:]
+            step = max(step, float(np.abs(u).max(initial=0.0)))
+    finally:
+        for file in files:
+            file.__exit__()
+    update, error, weight = (math.sqrt(each) for each in np.diag(sums))
+    if not update or not error:
+        share_of_all = math.inf if error else 0.0
+        return Moved(update, weight, share_of_all, share_of_all, 0.0, 0.0, 0.0)
+    left = np.maximum(farthest - 2 * step, 0.0)
+    steady = math.sqrt(max(sums[1, 1] - farthest @ farthest + left @ left, 0.0))
+    share, longer = sums[0, 2] / sums[0, 0], sums[0, 1] / sums[0, 0]
+    v = math.sqrt(max(sums[2, 2] - share * sums[0, 2], 0.0))
+    if v < 1e-6 * weight or not v:
+        return Moved(
+            update, weight, error / update, steady / update, 0.0, 0.0, 0.0, longer
+        )  # the update is along the weight: `error` tells
+    along = sums[1, 2] - share * sums[0, 1]
+    chance = math.sqrt(max(squares[1, 1] - 2 * share * squares[0, 1] + share**2 * squares[0, 0], 0.0))
+    shares = (error / update, steady / update, abs(along) / v / update, chance / v / update)
+    return Moved(update, weight, *shares, along / v**2, longer)

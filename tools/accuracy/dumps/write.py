@@ -1,0 +1,143 @@
+"""How a dump is written: the job, the file that says whether the dump is whole, msprobe's debugger, and the weights.
+
+`tc3 accuracy dump` states in tc3_dump.json what it was asked for, first with complete = false and again when everything
+is on disk. msprobe's `PrecisionDebugger` (the distribution mindstudio-probe) writes the calls of each step; the weights
+after the last step, and at L1 and L2 those before each step, are written in its layout beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import DataError
+from plugins.private_hooks import replace
+
+MARKER = "tc3_dump.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One dump, in values fit for JSON."""
+
+    recipe: str
+    out: str
+    mini: bool
+    steps: int
+    level: str
+    task: str
+    overrides: list[str]
+
+
+def mark(folder: Path, complete: bool, **facts: Any) -> None:
+    """State that `folder` is (or is becoming) a dump; whole or not at all, also when we are killed."""
+    part = folder / f".{MARKER}.part"
+    with part.open("w", encoding="utf-8") as out:
+        json.dump({"complete": complete, **facts}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    part.rename(folder / MARKER)
+
+
+def stated(folder: Path) -> dict[str, Any] | None:
+    """What was stated; None for a dump that msprobe wrote on its own.
+
+    Raises:
+        DataError: the file is not as `write` left it.
+    """
+    file = folder / MARKER
+    if not file.exists():
+        return None
+    try:
+        stated = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        stated = None
+    if not isinstance(stated, dict) or not isinstance(stated.get("complete"), bool):
+        raise DataError(f"{file}: damaged: it does not say whether the dump is whole; make the dump again")
+    return stated
+
+
+def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
+    """A `PrecisionDebugger` that writes `folder/stepN/rankM/`.
+
+    Args:
+        level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).
+        task: statistics, or tensor (values as .npy besides).
+        rank: of this worker; each has a configuration file of its own.
+    """
+    everything = {"scope": [], "list": [], "data_mode": ["all"], "summary_mode": "statistics"}
+    content = {"task": task, "level": level, "dump_path": str(folder), "rank": [], "step": [], "extra_info": True}
+    config = folder / f"msprobe_rank{rank}.json"
+    config.write_text(json.dumps({**content, "statistics": everything, "tensor": everything}), "utf-8")
+    config.chmod(0o640)  # msprobe refuses a file that others may write
+    os.environ.setdefault("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
+    from msprobe.mindspore import PrecisionDebugger
+
+    use_numpy_statistics()
+    return PrecisionDebugger(config_path=str(config))
+
+
+def use_numpy_statistics() -> None:
+    """Let msprobe compute a tensor's statistics with NumPy: `mint.norm` has no CPU kernel.
+
+    Stands in for `MindsporeDataProcessor.get_stat_info` of mindstudio-probe 26.2.0; the results differ from its own in
+    that sums are taken in float64.
+    """
+    import mindspore as ms
+    from msprobe.core.dump.data_dump.data_processor.base import TensorStatInfo
+    from msprobe.core.dump.data_dump.data_processor.mindspore_processor import MindsporeDataProcessor
+
+    def get_stat_info(self: Any, data: Any) -> Any:
+        self.api_register.restore_inner_used_api()
+        values = (data.astype(ms.float32) if data.dtype == ms.bfloat16 else data).asnumpy()
+        self.api_register.register_inner_used_api()
+        return TensorStatInfo(*statistics(values))
+
+    replace(
+        MindsporeDataProcessor, "get_stat_info", 'get_norm_value = mint.norm if hasattr(mint, "norm")', get_stat_info
+    )
+
+
+def statistics(values: np.ndarray) -> tuple[Any, ...]:
+    """(largest, smallest, mean, L2 norm) of an array; of booleans the first two, of nothing none."""
+    if not values.size:
+        return ()
+    if values.dtype == np.bool_:
+        return bool(values.max()), bool(values.min())
+    wide = np.abs(values).astype(np.float64) if np.iscomplexobj(values) else values.astype(np.float64)
+    return float(wide.max()), float(wide.min()), float(wide.mean()), float(np.sqrt(np.square(wide).sum()))
+
+
+def dump_weights(network: Any, folder: Path, level: str, task: str) -> None:
+    """Write the parameters of every cell of `network` into `folder` (`stepN/rankM`).
+
+    A cell's key is the one under which msprobe keeps its parameters at L0. bfloat16 is written as float32. Weights that
+    do not exist yet (they are made when the graph of several devices is compiled) are left out. Each says whether a
+    gradient trains it: counters, biases and caches are parameters too.
+    """
+    import mindspore as ms
+
+    values = folder / "dump_tensor_data"
+    data: dict[str, Any] = {}
+    for path, cell in network.cells_and_names():
+        own = cell.parameters_dict(recurse=False) if path else {}
+        for full, parameter in ((full, each) for full, each in own.items() if not each.has_init):
+            values.mkdir(parents=True, exist_ok=True)
+            key, label = f"Cell.{path}.{type(cell).__name__}.forward.0", full.rpartition(".")[2]
+            array = (parameter.astype(ms.float32) if parameter.dtype == ms.bfloat16 else parameter).asnumpy()
+            found = dict(zip(("Max", "Min", "Mean", "Norm"), statistics(array), strict=False))
+            node = {"type": "mindspore.Tensor", "dtype": str(parameter.dtype), "shape": list(array.shape), **found}
+            node["requires_grad"] = bool(parameter.requires_grad)
+            if task == "tensor":
+                node["data_name"] = f"{key}.parameters.{label}.npy"
+                np.save(values / node["data_name"], array)
+            data.setdefault(key, {"parameters": {}})["parameters"][label] = node
+    if not data:
+        return
+    head = {"task": task, "level": level, "framework": "mindspore", "dump_data_dir": str(values)}
+    (folder / "dump.json").write_text(json.dumps({**head, "data": data}, indent=1), "utf-8")

@@ -1,0 +1,352 @@
+"""The fused kernels of a graph that MindSpore compiled: read from its text, made small, and computed in NumPy.
+
+`built` reads the kernels that MindSpore's splitter has left as subgraphs, `predicted` those that DVM would make of the
+same graph, at toy size: sizes above 32 shrink, what is equal stays equal. `compute` is the arithmetic of one operator.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from plugins.operator_fusion.operators import VECTOR
+from tools.dryrun.graph.text import GraphText, Node, TensorType, arguments_of, tensors
+from tools.fusion.cluster import clusters
+from tools.fusion.graph import VIRTUAL, operators
+from tools.fusion.split import kernels
+from tools.fusion.support import refusal
+
+Argument = tuple[str, object]  # ("input", place), ("step", place) or ("constant", number, tuple or array)
+
+_KEEP_DIMS = re.compile(r"keep_dims: Bool\((\d)\)")
+_ARRAY = re.compile(r"Tensor\(shape=\[([\d, ]*)\], dtype=(\w+), value=\s*\[?([^\]\[]*)\]?\)$")
+_NUMBER = re.compile(r"[A-Z]\w*\(([-+\w.]+)\)")
+_STEP = re.compile(r"%(\d+)$")
+_SHAPED = ("BroadcastTo", "Reshape", "Cast")  # the result's type says what their other arguments do
+_MOVES = ("Transpose", "BroadcastTo", "Reshape", "Assign")  # values stay as they are
+
+
+class UnreadableError(Exception):
+    """A group that cannot be computed again; the message says why."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operator.
+
+    Args:
+        op: name of its primitive. output: type and shape of its result.
+        arguments: in order; constants are values, as nobody computes them.
+        keep_dims: of a reduction.
+    """
+
+    op: str
+    output: TensorType
+    arguments: tuple[Argument, ...]
+    keep_dims: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it computes nothing."""
+        return self.op in _MOVES
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A group of operators that become one kernel.
+
+    Args:
+        inputs: type and shape of what it takes from outside.
+        outputs: places in `steps` of the results that leave it.
+        where: MindSpore's path of its last operator.
+    """
+
+    inputs: tuple[TensorType, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+    where: str = ""
+
+    @property
+    def name(self) -> str:
+        """Its operators: ``"Mul-Mul-Add"``; repeated ones counted where it is long."""
+        names = [step.op for step in self.steps]
+        if len(names) <= 8:
+            return "-".join(names)
+        return "-".join(f"{op} x{names.count(op)}" for op in dict.fromkeys(names))
+
+    @property
+    def kind(self) -> str:
+        """The same for kernels that compute the same on the same types, whatever their shapes."""
+        steps = [(step.op, step.output.dtype, [a for a in step.arguments if a[0] != "constant"]) for step in self.steps]
+        return repr(([kind.dtype for kind in self.inputs], steps, self.outputs))
+
+    @property
+    def elements(self) -> int:
+        """Numbers that it takes and gives."""
+        return sum(
+            math.prod(kind.shape) for kind in (*self.inputs, *(self.steps[place].output for place in self.outputs))
+        )
+
+    @property
+    def key(self) -> str:
+        """The same for kernels that compute the same in the same shapes, wherever they stand."""
+        return repr((self.inputs, self.steps, self.outputs))
+
+
+def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
+    """The kernel that the nodes at `places` make; results at `outputs` leave it.
+
+    Raises:
+        UnreadableError: a constant that the text does not show, or an input that is no tensor.
+    """
+    chosen = sorted(places)
+    number = {place: step for step, place in enumerate(chosen)}
+    names: dict[str, tuple[int, TensorType]] = {}
+    steps = []
+    for place in chosen:
+        node = nodes[place]
+        types = node.types[0].removeprefix("(<").removesuffix(">)").split(">, <")
+        pairs = list(zip(arguments_of(node.head), types, strict=False))
+        values = [pair for pair in pairs if "Monad" not in pair[1]]  # a monad is an order, and no value
+        values = values[:1] if node.op in _SHAPED else values
+        taken = [_argument(text, kind, number, names) for text, kind in values]
+        keeps = _KEEP_DIMS.search(node.text)
+        steps.append(Step(node.op, node.outputs[0], tuple(taken), bool(keeps and keeps[1] == "1")))
+    kept = tuple(number[place] for place in sorted(outputs))
+    inputs = tuple(kind for _, kind in sorted(names.values(), key=lambda pair: pair[0]))
+    return Kernel(inputs, tuple(steps), kept, nodes[chosen[-1]].scope)
+
+
+def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tuple[int, TensorType]]) -> Argument:
+    """What an operator takes; a value from outside gets the next number in `names` when it is first seen."""
+    match = _STEP.match(text)
+    if match and int(match[1]) in steps:
+        return "step", steps[int(match[1])]
+    if not text.startswith("%") and "value=..." not in text:
+        return "constant", constant(text)
+    if not text.startswith("%"):
+        raise UnreadableError("a constant whose values the graph's text leaves out")
+    found = tensors(f"<{kind}>")
+    if len(found) != 1:
+        raise UnreadableError(f"an input that is no tensor: {kind[:60]}")
+    place, _ = names.setdefault(text, (len(names), found[0]))
+    return "input", place
+
+
+def constant(text: str) -> object:
+    """A constant from its text: ``F32(0.5)``, ``(I64(1), I64(0))`` or ``Tensor(shape=[1], dtype=Float32, value=[1])``.
+
+    Raises:
+        UnreadableError: it is none of them, or its values are cut short.
+    """
+    array = _ARRAY.match(text)
+    try:
+        if array:
+            shape = [int(size) for size in re.findall(r"\d+", array[1])]
+            words = array[3].split()
+            values = [word == "True" if word in ("True", "False") else float(word) for word in words]
+            return np.array(values, "bool" if array[2] == "Bool" else numpy_type(array[2])).reshape(shape)
+        numbers = [_plain(word) for word in _NUMBER.findall(text)]
+    except ValueError:
+        raise UnreadableError(f"a constant {text[:60]}") from None
+    if text.startswith("(") and (numbers or text == "()"):
+        return tuple(numbers)
+    if len(numbers) != 1:
+        raise UnreadableError(f"a constant {text[:60]}")
+    return numbers[0]
+
+
+def _plain(word: str) -> float | int:
+    return int(word) if re.fullmatch(r"[-+]?\d+", word) else float(word)
+
+
+def numpy_type(dtype: str) -> str:
+    """NumPy's type that holds MindSpore's: that of bfloat16 is float32."""
+    return {"BFloat16": "float32"}.get(dtype, dtype.lower())
+
+
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "Abs": np.abs,
+    "Add": np.add,
+    "Ceil": np.ceil,
+    "Div": np.divide,
+    "Equal": np.equal,
+    "Exp": np.exp,
+    "Floor": np.floor,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "IsFinite": np.isfinite,
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "Log": np.log,
+    "LogicalAnd": np.logical_and,
+    "LogicalNot": np.logical_not,
+    "LogicalOr": np.logical_or,
+    "Maximum": np.maximum,
+    "Minimum": np.minimum,
+    "Mul": np.multiply,
+    "Neg": np.negative,
+    "NotEqual": np.not_equal,
+    "Pow": np.power,
+    "RealDiv": np.divide,
+    "Reciprocal": lambda x: 1 / x,
+    "Rsqrt": lambda x: 1 / np.sqrt(x),
+    "Select": np.where,
+    "Sqrt": np.sqrt,
+    "Sub": np.subtract,
+    "Trunc": np.trunc,
+}
+_OTHERS = ("Assign", "BroadcastTo", "Cast", "ReduceSum", "Reshape", "Transpose")
+KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
+
+
+def compute(step: Step, values: list[Any]) -> np.ndarray:
+    """The result of an operator, in the type that NumPy makes of its operands'; a Cast between floats changes nothing.
+
+    Args:
+        values: arrays, and plain numbers and tuples where the graph has constants.
+
+    Raises:
+        UnreadableError: an operator that is not in `KNOWN`.
+    """
+    shape = step.output.shape
+    if step.op in _ELEMENTWISE:
+        with np.errstate(all="ignore"):
+            return np.asarray(_ELEMENTWISE[step.op](*values))
+    if step.op == "ReduceSum":
+        axes = values[1] if len(values) > 1 else ()
+        axes = tuple(np.atleast_1d(np.asarray(axes, np.int64)).tolist()) or None  # none given: all of them
+        return np.asarray(values[0]).sum(axis=axes, keepdims=step.keep_dims)
+    if step.op == "Transpose":
+        return np.transpose(values[0], tuple(np.asarray(values[1], np.int64).tolist()))
+    if step.op == "Reshape":
+        return np.reshape(values[0], shape)
+    if step.op == "BroadcastTo":
+        return np.broadcast_to(values[0], shape)
+    if step.op == "Assign":
+        return np.asarray(values[1])
+    if step.op == "Cast":
+        return _cast(np.asarray(values[0]), step.output.dtype)
+    raise UnreadableError(f"the operator {step.op}")
+
+
+def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "Bool":
+        return value != 0
+    if dtype.startswith(("Int", "UInt")):
+        with np.errstate(all="ignore"):
+            return value.astype(dtype.lower())
+    return value  # who calls decides what floats are held in
+
+
+_KEPT = 32  # a dimension up to this stays; each larger size becomes a number of its own above it
+
+
+def shrunk(kernel: Kernel) -> Kernel:
+    """The kernel with every size above 32, and one that is known at run time only, made small.
+
+    Sizes that were equal are equal, and those that differed differ: what broadcasts does so still. Sums become shorter.
+
+    Raises:
+        UnreadableError: a Reshape of sizes that would be cut, for their products must stay equal.
+    """
+    given = [step.output for step in kernel.steps]
+    sizes = sorted({size for kind in (*kernel.inputs, *given) for size in kind.shape if not 0 <= size <= _KEPT})
+    if sizes and any(step.op == "Reshape" for step in kernel.steps):
+        raise UnreadableError("a Reshape, which is not made smaller")
+    small = {size: _KEPT + 1 + place for place, size in enumerate(sizes)}
+
+    def cut(kind: TensorType) -> TensorType:
+        return TensorType(kind.dtype, tuple(small.get(size, size) for size in kind.shape))
+
+    steps = tuple(replace(step, output=cut(step.output)) for step in kernel.steps)
+    return replace(kernel, inputs=tuple(map(cut, kernel.inputs)), steps=steps)
+
+
+@dataclass
+class Found:
+    """Kernels of graphs.
+
+    Args:
+        kernels: each kind once, by `Kernel.key`. counts: how many there are of each.
+        skipped: why a kernel cannot be computed again -> how many.
+    """
+
+    kernels: dict[str, Kernel] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def smallest(self) -> dict[str, Kernel]:
+        """Of each `Kernel.kind` the one of the fewest numbers, by its key."""
+        found: dict[str, Kernel] = {}
+        for kernel in self.kernels.values():
+            known = found.setdefault(kernel.kind, kernel)
+            found[kernel.kind] = min(known, kernel, key=lambda each: each.elements)
+        return {kernel.key: kernel for kernel in found.values()}
+
+    def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Sequence[int], small: bool = False) -> None:
+        """One kernel more; `small`: at toy size."""
+        strange = next((nodes[place].op for place in places if nodes[place].op not in KNOWN), None)
+        try:
+            if strange is not None:
+                raise UnreadableError(f"the operator {strange or 'call'}")
+            kernel = of_nodes(nodes, places, outputs)
+            kernel = shrunk(kernel) if small else kernel
+        except UnreadableError as error:
+            self.skipped[str(error)] += 1
+            return
+        self.kernels.setdefault(kernel.key, kernel)
+        self.counts[kernel.key] += 1
+
+
+def built(graphs: Sequence[GraphText]) -> Found:
+    """The kernels of graphs that MindSpore's splitter has left: each is a subgraph of its own."""
+    found = Found()
+    for text in graphs:
+        for name, nodes in text.graphs.items():
+            if name == text.root:
+                continue
+            places = [place for place, node in enumerate(nodes) if node.op not in VIRTUAL]
+            bound = [node for node in nodes if node.op in VIRTUAL]
+            outputs = [each for node in bound for each in node.operands if each in places]
+            found.add(nodes, places, sorted(set(outputs)) or places[-1:])
+    return found
+
+
+def predicted(graphs: Sequence[GraphText]) -> Found:
+    """The kernels that DVM would make, of two operators or more, at toy size (`shrink.shrunk`).
+
+    Composites that are not opened yet are left alone.
+    """
+    found = Found()
+    for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
+        for places, outputs in _kernels_of(nodes):
+            if len(places) > 1:
+                found.add(nodes, places, outputs, small=True)
+    return found
+
+
+def _kernels_of(nodes: Sequence[Node]) -> Iterator[tuple[list[int], list[int]]]:
+    """(places of a kernel's operators, places whose results leave it)."""
+    graph = operators(nodes)
+    users: dict[int, set[int]] = {}
+    for place, operator in enumerate(graph):
+        for source in operator.inputs:
+            users.setdefault(source, set()).add(place)
+    taken = [not operator.opened and not refusal(operator, VECTOR) for operator in graph]
+    for group in clusters(graph, taken):
+        number = {place: step for step, place in enumerate(group)}
+        body = [
+            replace(graph[place], inputs=tuple(number[each] for each in graph[place].inputs if each in number))
+            for place in group
+        ]
+        left = {step for step, place in enumerate(group) if not users.get(place) or users[place] - number.keys()}
+        for kernel in kernels(body, left):
+            places = [group[step] for step in kernel]
+            yield places, [place for place in places if not users.get(place) or users[place] - set(places)]

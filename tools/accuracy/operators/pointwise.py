@@ -1,0 +1,327 @@
+"""Specs of operators that treat each element by itself: arithmetic, activations, and the optimizer's steps."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+
+import numpy as np
+
+from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel, moved
+
+SHAPES = ((64, 96),)
+
+
+def _any(rng, *shape):
+    return (2 * rng.standard_normal(shape, np.float32),)
+
+
+def _positive(rng, *shape):
+    return (rng.uniform(0.05, 8, shape).astype(np.float32),)
+
+
+def _two(rng, *shape):
+    return rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
+
+
+def _unary(name, source, primitive, golden, derivative, make=_any, counts=elementwise):
+    return Spec(
+        name=name,
+        source=source,
+        shapes=SHAPES,
+        make=make,
+        golden=golden,
+        grad=lambda x, dout: (dout * derivative(x),),
+        call=kernel(primitive),
+        counts=counts,
+        special="each",
+    )
+
+
+def _binary(name, source, primitive, golden, grad, make=_two, roundings=1):
+    return Spec(
+        name=name,
+        source=source,
+        shapes=SHAPES,
+        make=make,
+        golden=golden,
+        grad=grad,
+        wrt=(0, 1),
+        call=kernel(primitive),
+        counts=elementwise,
+        special="each",
+        roundings=roundings,
+    )
+
+
+def _apart(rng, *shape):
+    # no ties, where kernels share the gradient in their own ways
+    x = rng.standard_normal(shape, np.float32)
+    return x, x + (rng.choice([-1, 1], shape) * rng.uniform(0.25, 1, shape)).astype(np.float32)
+
+
+def _power(rng, *shape):
+    return rng.uniform(0.2, 3, shape).astype(np.float32), rng.uniform(-2, 2, shape).astype(np.float32)
+
+
+ELEMENTWISE = (
+    _binary("add", "residual stream: AddExt", "AddExt", np.add, lambda x, y, dout: (dout, dout)),
+    _binary("sub", "normalisation: SubExt", "SubExt", np.subtract, lambda x, y, dout: (dout, -dout)),
+    _binary("mul", "gates and weights: Mul", "Mul", np.multiply, lambda x, y, dout: (dout * y, dout * x)),
+    _binary(
+        "div",
+        "normalisation of scores: Div; its gradient is three kernels",
+        "Div",
+        np.divide,
+        lambda x, y, dout: (dout / y, -dout * x / y**2),
+        roundings=3,
+    ),
+    _binary(
+        "pow",
+        "bias correction of AdamW: Pow; its gradient is three kernels",
+        "Pow",
+        np.power,
+        lambda x, y, dout: (dout * y * x ** (y - 1), dout * x**y * np.log(x)),
+        make=_power,
+        roundings=3,
+    ),
+    _binary(
+        "maximum",
+        "clipping: Maximum",
+        "Maximum",
+        np.maximum,
+        lambda x, y, dout: (dout * (x >= y), dout * (x < y)),
+        make=_apart,
+    ),
+    _binary(
+        "minimum",
+        "clipping: Minimum",
+        "Minimum",
+        np.minimum,
+        lambda x, y, dout: (dout * (x <= y), dout * (x > y)),
+        make=_apart,
+    ),
+    _unary("neg", "RoPE, loss: Neg", "Neg", np.negative, lambda x: -1, counts=moved),
+    _unary("square", "RMSNorm, global norm: Square", "Square", np.square, lambda x: 2 * x),
+    _unary("exp", "softmax, loss: Exp", "Exp", np.exp, np.exp),
+    _unary("log", "loss: Log", "Log", np.log, lambda x: 1 / x, make=_positive),
+    _unary("sqrt", "global norm, AdamW: Sqrt", "Sqrt", np.sqrt, lambda x: 0.5 / np.sqrt(x), make=_positive),
+    _unary("rsqrt", "RMSNorm: Rsqrt", "Rsqrt", lambda x: 1 / np.sqrt(x), lambda x: -0.5 * x**-1.5, make=_positive),
+    _unary("cos", "RoPE: Cos", "Cos", np.cos, lambda x: -np.sin(x)),
+    _unary("sin", "RoPE: Sin", "Sin", np.sin, np.cos),
+    _unary("tanh", "GELU: Tanh", "Tanh", np.tanh, lambda x: 1 - np.tanh(x) ** 2),
+)
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x)), without overflow."""
+    e = np.exp(-np.abs(x))
+    return np.where(x >= 0, 1 / (1 + e), e / (1 + e))
+
+
+def silu(x: Array) -> Array:
+    """x sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def silu_grad(x: Array) -> Array:
+    """The derivative of silu."""
+    s = sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def _inner(x):
+    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+
+
+def gelu(x: Array) -> Array:
+    """The tanh form, MindSpore's default."""
+    return 0.5 * x * (1 + np.tanh(_inner(x)))
+
+
+def gelu_grad(x: Array) -> Array:
+    """The derivative of gelu."""
+    t = np.tanh(_inner(x))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
+
+
+def swiglu(x: Array) -> Array:
+    """[..., 2H] -> [..., H]: silu of the first half times the second."""
+    gate, up = np.split(x, 2, -1)
+    return silu(gate) * up
+
+
+def swiglu_grad(x: Array, dout: Array) -> Array:
+    """The gradient of x."""
+    gate, up = np.split(x, 2, -1)
+    return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
+
+
+def _formula(ms):
+    auto = ms.ops.auto_generate
+
+    def call(x):
+        half = x.shape[-1] // 2
+        gate, up = auto.SplitWithSize()(x, (half, half), -1)
+        return auto.Mul()(auto.SiLU()(gate), up)
+
+    return call
+
+
+def _wide(rng, *shape):
+    return (3 * rng.standard_normal(shape, np.float32),)
+
+
+def _spec(name, source, golden, derivative, call):
+    return Spec(
+        name=name,
+        source=source,
+        shapes=((64, 96),),
+        make=_wide,
+        golden=golden,
+        grad=lambda x, dout: (dout * derivative(x),),
+        call=call,
+        counts=elementwise,
+        special="each",
+    )
+
+
+SWIGLU = Spec(
+    name="swiglu",
+    source="the MLP: SplitWithSize, SiLU, Mul, training_graph/activation.py",
+    shapes=((64, 128),),
+    make=_wide,
+    golden=swiglu,
+    grad=lambda x, dout: (swiglu_grad(x, dout),),
+    call=_formula,
+    counts=elementwise,
+    roundings=2,
+)
+ACTIVATION = (
+    _spec(
+        "sigmoid",
+        "router scores: Sigmoid",
+        sigmoid,
+        lambda x: sigmoid(x) * (1 - sigmoid(x)),
+        kernel("Sigmoid"),
+    ),
+    _spec("silu", "the MLP: SiLU", silu, silu_grad, kernel("SiLU")),
+    _spec("gelu", "MLPs of other models: GeLU, tanh form", gelu, gelu_grad, kernel("GeLU")),
+    _spec("relu", "optimizer and masks: ReLU", lambda x: np.maximum(x, 0), lambda x: x > 0, kernel("ReLU")),
+    SWIGLU,
+    replace(SWIGLU, name="swiglu.fused", source="the kernel Swiglu, experts' FFN", call=kernel("Swiglu"), roundings=1),
+)
+
+
+BETA1, BETA2, EPS, STEP, DECAY = 0.9, 0.95, 1e-8, 3.0, 0.1
+RATE = 0.01  # large, so that the change of a weight is not lost in the weight's own rounding
+MAX_NORM = 1.0
+
+
+def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Change of the weight and new moments, decay decoupled: w (1 - lr decay) - lr m^ / (sqrt(v^) + eps)."""
+    m = BETA1 * m + (1 - BETA1) * gradient
+    v = BETA2 * v + (1 - BETA2) * np.square(gradient)
+    denominator = np.sqrt(v / (1 - BETA2**STEP)) + EPS
+    return -RATE * DECAY * weight - RATE / (1 - BETA1**STEP) * m / denominator, m, v
+
+
+def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
+    """The gradients scaled to a joint norm of MAX_NORM at most, and the norm before, [1]."""
+    dtype = gradients[0].dtype
+    norm = np.sqrt(np.array([np.square(gradient).sum() for gradient in gradients], dtype).sum(keepdims=True))
+    scale = MAX_NORM / (np.maximum(norm, MAX_NORM) + dtype.type(1e-6))
+    return *(gradient * scale for gradient in gradients), norm
+
+
+def from_mindformers(module: str) -> ModuleType:
+    """Import a module of MindFormers, which logs to stdout and to ./output/log: to stderr and elsewhere instead."""
+    ours = "LOG_MF_PATH" not in os.environ
+    if ours:
+        os.environ["LOG_MF_PATH"] = os.path.join(tempfile.gettempdir(), "tc3_mindformers_log")
+    try:
+        with redirect_stdout(sys.__stderr__):
+            return import_module(f"mindformers.{module}")
+    finally:
+        if ours:
+            del os.environ["LOG_MF_PATH"]
+
+
+def _adamw_call(ms):
+    update = from_mindformers("core.optim.adamw")._update_run_op
+
+    def number(value):
+        return ms.Tensor(value, ms.float32)
+
+    def call(weight, gradient, m, v):
+        parameters = [ms.Parameter(tensor.copy(), name=name) for name, tensor in (("w", weight), ("m", m), ("v", v))]
+        w, m, v = parameters
+        settings = map(number, (BETA1, BETA2, EPS, STEP, RATE, DECAY))
+        update(*settings, w, gradient, m, v, True)
+        return w - weight, m.value(), v.value()
+
+    return call
+
+
+def _adamw_fused(ms):
+    def call(weight, gradient, m, v):
+        w, first, second = (ms.Parameter(tensor.copy()) for tensor in (weight, m, v))
+        steps = ms.Tensor([STEP], ms.float32)
+        outs = ms.ops.auto_generate.AdamW()(
+            w, first, second, second, gradient, steps, RATE, BETA1, BETA2, DECAY, EPS, False, False
+        )
+        return outs[0] - weight, outs[1], outs[2]
+
+    return call
+
+
+def _clip_call(ms):
+    clip = from_mindformers("core.clip_grad").ClipGradNorm(MAX_NORM)
+
+    def call(*gradients):
+        clipped, norm = clip(gradients)
+        return *clipped, norm
+
+    return call
+
+
+def _states(rng, *shape):
+    weight, gradient, m = rng.standard_normal((3, *shape)).astype(np.float32)
+    return weight, gradient, (0.1 * m).astype(np.float32), rng.uniform(0.01, 0.1, shape).astype(np.float32)
+
+
+def _step(name, source, call):
+    return Spec(
+        name=name,
+        source=source,
+        shapes=((64, 48),),
+        make=_states,
+        golden=adamw,
+        fixed=(0, 2, 3),
+        call=call,
+        counts=lambda *_: Counts(1),
+    )
+
+
+OPTIMIZER = (
+    _step("adamw", "the step of MindFormers' AdamW, core/optim/adamw.py; states in float32", _adamw_call),
+    _step("adamw.fused", "the kernel AdamW", _adamw_fused),
+    Spec(
+        name="global_norm_clip",
+        source="MindFormers' ClipGradNorm, core/clip_grad.py",
+        shapes=((8, 4), (60, 50), (150, 100)),
+        make=lambda rng, rows, width: (
+            0.1 * rng.standard_normal((rows, width), np.float32),
+            0.1 * rng.standard_normal(width, np.float32),
+        ),
+        golden=clip_by_norm,
+        call=_clip_call,
+        counts=lambda x, y: Counts(x.size + y.size),
+    ),
+)

@@ -1,0 +1,415 @@
+"""Specs of operators with matrix products: matmul, attention with rotary positions, and experts with their dispatch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from tools.accuracy.operators import spec
+from tools.accuracy.operators.pointwise import sigmoid
+from tools.accuracy.operators.reductions import softmax
+from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel
+
+ALL = ("float32", "float16", "bfloat16", "hfloat32")
+
+
+def _linear(rng, m, k, n):
+    return rng.standard_normal((m, k), np.float32), rng.standard_normal((n, k), np.float32)
+
+
+def _batched(rng, batch, m, k, n):
+    return rng.standard_normal((batch, m, k), np.float32), rng.standard_normal((batch, k, n), np.float32)
+
+
+def grouped(rng, rows, h, width, experts):
+    """Rows sorted by expert, a weight each, and each expert's last row; the loads are unequal, one may be idle."""
+    cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
+    ends = np.append(cuts, rows).astype(np.int64)
+    return rng.standard_normal((rows, h), np.float32), rng.standard_normal((experts, h, width), np.float32), ends
+
+
+def grouped_golden(rows: Array, weight: Array, ends: Array) -> Array:
+    """[C, h] x [E, h, H] -> [C, H]: each expert multiplies its own rows."""
+    parts = np.split(rows, ends[:-1])
+    return np.concatenate([part @ matrix for part, matrix in zip(parts, weight, strict=True)])
+
+
+def grouped_grad(rows, weight, ends, dout):
+    """Gradients of rows and weight; an idle expert's is zero."""
+    douts, parts = np.split(dout, ends[:-1]), np.split(rows, ends[:-1])
+    drows = np.concatenate([d @ matrix.T for d, matrix in zip(douts, weight, strict=True)])
+    return drows, np.stack([part.T @ d for part, d in zip(parts, douts, strict=True)])
+
+
+def _per_expert(ms):
+    def call(rows, weight, ends):
+        first, outs = 0, []
+        for expert, end in enumerate(ends.asnumpy().tolist()):
+            if end > first:
+                outs.append(ms.ops.matmul(rows[first:end], weight[expert]))
+            first = end
+        return ms.ops.concat(outs)
+
+    return call
+
+
+LINEAR = Spec(
+    name="matmul",
+    source="every linear layer: MatMul(transpose_b=True), tensor_parallel/layers.py",
+    shapes=((16, 64, 24), (8, 2500, 8), (4, 20480, 4)),
+    make=_linear,
+    golden=lambda x, w: x @ w.T,
+    grad=lambda x, w, dout: (dout @ w, dout.T @ x),
+    wrt=(0, 1),
+    call=kernel("MatMul", transpose_b=True),
+    counts=lambda x, w: Counts(x.shape[1], (w.shape[0], x.shape[0])),
+    dtypes=ALL,
+)
+BATCHED = Spec(
+    name="batch_matmul",
+    source="attention without fusion: BatchMatMul",
+    shapes=((3, 16, 64, 24), (2, 4, 2500, 4)),
+    make=_batched,
+    golden=lambda a, b: a @ b,
+    grad=lambda a, b, dout: (dout @ b.swapaxes(1, 2), a.swapaxes(1, 2) @ dout),
+    wrt=(0, 1),
+    call=kernel("BatchMatMul"),
+    counts=spec.matmul,
+    dtypes=ALL,
+)
+GROUPED = Spec(
+    name="grouped_matmul",
+    source="experts' FFN: GroupedMatmul(split_item=3, group_type=0), moe/ffn.py",
+    shapes=((96, 64, 48, 4), (64, 2500, 4, 3)),
+    make=grouped,
+    golden=grouped_golden,
+    grad=grouped_grad,
+    wrt=(0, 1),
+    call=lambda ms: (
+        lambda rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
+            [rows], [weight], None, None, None, None, None, ends
+        )
+    ),
+    counts=spec.grouped_matmul,
+)
+MATMUL = (
+    LINEAR,
+    BATCHED,
+    replace(
+        BATCHED,
+        name="batch_matmul.ext",
+        source="absorbed projections of MLA: BatchMatMulExt",
+        call=kernel("BatchMatMulExt"),
+    ),
+    GROUPED,
+    replace(
+        GROUPED,
+        name="grouped_matmul.per_expert",
+        source="the same as one MatMul an expert, for devices without the kernel",
+        call=_per_expert,
+    ),
+    Spec(
+        name="outer",
+        source="RoPE angles: Outer(positions, frequencies), rotary_pos_embedding.py",
+        shapes=((128, 32),),
+        make=lambda rng, m, n: (rng.standard_normal(m).astype(np.float32), rng.standard_normal(n).astype(np.float32)),
+        golden=np.outer,
+        grad=lambda a, b, dout: (dout @ b, a @ dout),
+        wrt=(0, 1),
+        call=kernel("Outer"),
+        counts=lambda a, b: Counts(1, (b.size, a.size)),
+    ),
+)
+
+
+BASE = 10000.0
+
+
+def angles(sequence: int, dim: int, offset: int = 0) -> Array:
+    """Angles [S, 1, 1, D] of positions offset .. offset + S - 1, both halves alike; float32 as the model has them."""
+    frequencies = BASE ** (-np.arange(0, dim, 2) / dim)
+    half = np.outer(np.arange(offset, offset + sequence), frequencies)
+    return np.concatenate([half, half], -1).astype(np.float32)[:, None, None]
+
+
+def _half(x):
+    first, second = np.split(x, 2, -1)
+    return np.concatenate([-second, first], -1)
+
+
+def _half_transposed(d):
+    first, second = np.split(d, 2, -1)
+    return np.concatenate([second, -first], -1)
+
+
+def rope(x: Array, freqs: Array) -> Array:
+    """x: [S, B, N, D], freqs: [S, 1, 1, D]."""
+    return x * np.cos(freqs) + _half(x) * np.sin(freqs)
+
+
+def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
+    """The rotation back."""
+    return (dout * np.cos(freqs) + _half_transposed(dout * np.sin(freqs)),)
+
+
+def _rope_call(ms):
+    def call(x, freqs):
+        t = x.astype(ms.float32)
+        first, second = ms.ops.split(t, t.shape[-1] // 2, -1)
+        turned = ms.ops.concat((ms.ops.neg(second), first), -1)
+        return (t * ms.ops.cos(freqs) + turned * ms.ops.sin(freqs)).astype(x.dtype)
+
+    return call
+
+
+def _rope_fused(ms):
+    def call(x, freqs):
+        t = x.astype(ms.float32)
+        rotate = ms.ops.auto_generate.RotaryPositionEmbedding()
+        return rotate(t, ms.ops.cos(freqs), ms.ops.sin(freqs), 0).astype(x.dtype)
+
+    return call
+
+
+def _heads(rng, batch, heads, sequence, dim):
+    return tuple(rng.standard_normal((batch, heads, sequence, dim), np.float32) for _ in range(3))
+
+
+def _probabilities(q, k):
+    scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
+    future = np.triu(np.ones(scores.shape[-2:], bool), 1)
+    return softmax(np.where(future, scores.dtype.type(-1e4), scores))
+
+
+def attention(q: Array, k: Array, v: Array) -> Array:
+    """Causal softmax(q k^T / sqrt(D)) v, all [B, N, S, D]."""
+    return _probabilities(q, k) @ v
+
+
+def attention_grad(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v."""
+    p, scale = _probabilities(q, k), 1 / math.sqrt(q.shape[-1])
+    dp = dout @ v.swapaxes(-1, -2)
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
+    return ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ dout
+
+
+def _attention_call(ms):
+    def call(q, k, v):
+        scores = ms.ops.BatchMatMul(transpose_b=True)(q, k).astype(ms.float32) * (1 / math.sqrt(q.shape[-1]))
+        future = ms.Tensor(np.triu(np.ones(scores.shape[-2:], bool), 1))
+        p = ms.ops.softmax(ms.ops.masked_fill(scores, future, -1e4), -1)
+        return ms.ops.BatchMatMul()(p.astype(q.dtype), v)
+
+    return call
+
+
+def _flash_call(ms):
+    def call(q, k, v):
+        future = ms.Tensor(np.triu(np.ones((q.shape[2], k.shape[2]), np.uint8), 1))
+        flash = ms.ops.operations.nn_ops.FlashAttentionScore(
+            q.shape[1], scale_value=1 / math.sqrt(q.shape[-1]), input_layout="BNSD"
+        )
+        return flash(q, k, v, None, None, None, future)[3]
+
+    return call
+
+
+ROPE = Spec(
+    name="rope",
+    source="queries and keys: ApplyRotaryPosEmb in float32, rope_utils.py",
+    shapes=((128, 2, 3, 32), (2048, 1, 1, 64)),
+    make=lambda rng, s, b, n, d: (rng.standard_normal((s, b, n, d), np.float32), angles(s, d)),
+    golden=rope,
+    grad=rope_grad,
+    fixed=(1,),
+    call=_rope_call,
+    counts=elementwise,
+)
+ATTENTION = Spec(
+    name="attention",
+    source="core attention as separate kernels: BatchMatMul, Softmax in float32",
+    shapes=((2, 2, 64, 32),),
+    make=_heads,
+    golden=attention,
+    grad=attention_grad,
+    wrt=(0, 1, 2),
+    call=_attention_call,
+    counts=lambda q, k, v: Counts(max(q.shape[-1], k.shape[-2])),
+    roundings=6,  # scores, probabilities, output, and the three gradients on the way back
+)
+ATTENTIONS = (
+    ROPE,
+    replace(ROPE, name="rope.fused", source="the kernel RotaryPositionEmbedding, apply_rope_fusion", call=_rope_fused),
+    ATTENTION,
+    replace(ATTENTION, name="attention.flash", source="the kernel FlashAttentionScore", call=_flash_call, roundings=1),
+)
+
+
+TOP_K, SCALING = 4, 2.5
+
+
+def _chosen(logits, bias):
+    scores = sigmoid(logits)
+    index = np.argsort(-(scores + bias), -1, kind="stable")[:, :TOP_K]
+    return np.take_along_axis(scores, index, -1), index
+
+
+def router(logits: Array, bias: Array) -> tuple[Array, Array]:
+    """Weights and experts [N, k]: the bias chooses, the normalised scores of the chosen weigh."""
+    gate, index = _chosen(logits, bias)
+    return SCALING * gate / (gate.sum(-1, keepdims=True) + 1e-20), index
+
+
+def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
+    """The gradient of the logits; the choice has none."""
+    gate, index = _chosen(logits, bias)
+    total = gate.sum(-1, keepdims=True)
+    dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total
+    dlogits = np.zeros_like(logits)
+    np.put_along_axis(dlogits, index, dgate * gate * (1 - gate), -1)
+    return (dlogits,)
+
+
+def _router_call(topk):
+    def make(ms):
+        def call(logits, bias):
+            scores = ms.ops.sigmoid(logits)
+            _, index = topk(ms)(scores + bias, TOP_K)
+            gate = ms.ops.gather_d(scores, 1, index)
+            total = ms.ops.ReduceSum(keep_dims=True)(gate, 1)
+            return SCALING * (gate / (total + 1e-20)), index
+
+        return call
+
+    return make
+
+
+def _logits(rng, tokens, experts):
+    # spaced, so that no rounding changes which experts are chosen
+    spaced = (np.arange(experts) - experts / 2) * 8 / experts
+    logits = np.stack([rng.permutation(spaced) for _ in range(tokens)]).astype(np.float32)
+    return logits, (1e-3 * rng.standard_normal(experts)).astype(np.float32)
+
+
+def _routed(rng, tokens, experts):
+    return np.argsort(rng.random((tokens, experts)), -1)[:, :TOP_K].astype(np.int32)
+
+
+def sort_maps(experts: Array) -> tuple[Array, Array]:
+    """Experts [N, k] -> (copy at each sorted place, sorted place of each copy), [N k]; stable."""
+    order = np.argsort(experts.reshape(-1), kind="stable").astype(np.int32)
+    return order, np.argsort(order, kind="stable").astype(np.int32)
+
+
+def _permute_inputs(rng, tokens, hidden, experts):
+    order, _ = sort_maps(_routed(rng, tokens, experts))
+    return rng.standard_normal((tokens, hidden), np.float32), order // TOP_K
+
+
+def permute_grad(tokens: Array, source: Array, dout: Array) -> tuple[Array]:
+    """Each token sums its copies' gradients."""
+    grad = np.zeros_like(tokens)
+    np.add.at(grad, source, dout)
+    return (grad,)
+
+
+def _permute_fused_inputs(rng, tokens, hidden, experts):
+    return rng.standard_normal((tokens, hidden), np.float32), _routed(rng, tokens, experts)
+
+
+def _permute_fused(tokens, experts):
+    order, place = sort_maps(experts)
+    return tokens[order // TOP_K], place
+
+
+def _unpermute_inputs(rng, tokens, hidden, experts):
+    _, place = sort_maps(_routed(rng, tokens, experts))
+    probs = rng.random((tokens, TOP_K), np.float32)
+    return rng.standard_normal((tokens * TOP_K, hidden), np.float32), place, probs
+
+
+def unpermute(rows: Array, place: Array, probs: Array) -> Array:
+    """Sorted copies [N k, h], their places [N k], weights [N, k] -> [N, h]."""
+    return np.einsum("nkh,nk->nh", rows[place].reshape(*probs.shape, -1), probs)
+
+
+def unpermute_grad(rows: Array, place: Array, probs: Array, dout: Array) -> tuple[Array, Array]:
+    """Gradients of the copies and of the weights."""
+    grad = np.empty_like(rows)
+    grad[place] = (dout[:, None] * probs[..., None]).reshape(rows.shape)
+    return grad, np.einsum("nkh,nh->nk", rows[place].reshape(*probs.shape, -1), dout)
+
+
+def _unpermute_call(ms):
+    def call(rows, place, probs):
+        copies = ms.ops.gather(rows, place, 0).reshape(*probs.shape, -1)
+        return ms.ops.ReduceSum()(copies * ms.ops.expand_dims(probs, -1), 1)
+
+    return call
+
+
+ROUTER = Spec(
+    name="router_topk",
+    source="TopKRouter: sigmoid, bias, TopK, normalised, scaled, in float32; moe/router.py",
+    shapes=((256, 64),),
+    make=_logits,
+    golden=router,
+    grad=router_grad,
+    clip=False,
+    call=_router_call(lambda ms: ms.ops.TopK(sorted=True)),
+    counts=lambda logits, bias: Counts((TOP_K, 0), TOP_K),
+    dtypes=("float32",),
+)
+PERMUTE = Spec(
+    name="permute",
+    source="tokens to experts: rows by sorted index, token_dispatcher.py; Gather for IndexSelect",
+    shapes=((128, 64, 16),),
+    make=_permute_inputs,
+    golden=lambda tokens, source: tokens[source],
+    grad=permute_grad,
+    call=lambda ms: lambda tokens, source: ms.ops.Gather()(tokens, source, 0),
+    counts=spec.gathered,
+)
+UNPERMUTE = Spec(
+    name="unpermute",
+    source="experts' results to tokens, weighted: token_dispatcher.py; Gather for IndexSelect",
+    shapes=((128, 64, 16),),
+    make=_unpermute_inputs,
+    golden=unpermute,
+    grad=unpermute_grad,
+    wrt=(0, 2),
+    call=_unpermute_call,
+    counts=lambda rows, place, probs: Counts(TOP_K, (1, rows.shape[1])),
+    roundings=2,
+)
+MOE = (
+    ROUTER,
+    replace(
+        ROUTER,
+        name="router_topk.ext",
+        source="the same with the kernel TopkExt",
+        call=_router_call(lambda ms: ms.ops.auto_generate.TopkExt()),
+    ),
+    PERMUTE,
+    replace(
+        PERMUTE,
+        name="permute.fused",
+        source="the kernel MoeTokenPermute, moe_permute_fusion; second output as torch_npu documents it",
+        make=_permute_fused_inputs,
+        golden=_permute_fused,
+        grad=lambda tokens, experts, dout: permute_grad(tokens, sort_maps(experts)[0] // TOP_K, dout),
+        call=lambda ms: lambda tokens, experts: ms.ops.moe_token_permute(tokens, experts),
+        counts=lambda tokens, experts: Counts(0, TOP_K),
+    ),
+    UNPERMUTE,
+    replace(
+        UNPERMUTE,
+        name="unpermute.fused",
+        source="the kernel MoeTokenUnpermute, with its weights",
+        call=lambda ms: lambda rows, place, probs: ms.ops.moe_token_unpermute(rows, place, probs),
+        roundings=1,
+    ),
+)

@@ -1,0 +1,137 @@
+"""What both sides start from: seeded weights, and the reference's optimizer and schedule. NumPy only.
+
+The weights are the same on every machine, and chosen so that mistakes show. The optimizer's settings and the schedule
+of the learning rate are computed from the recipe anew, and not read out of MindFormers.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError
+from tools.weights.hugging_face.names import Arrays, hugging_face_shapes
+from tools.weights.hugging_face.sizes import Sizes
+
+SMALL = 0.02  # the recipes' initializer_range, or twice that
+# queries, keys and logits of order 1, so that attention is far from uniform and its scale and positions matter
+_LARGE = ("q_b_proj.weight", "q_proj.weight", "kv_b_proj.weight", "lm_head.weight")
+
+
+def initial_weights(sizes: Sizes, seed: int) -> Arrays:
+    """Hugging Face name -> float32.
+
+    Not quite what training starts from: norms are not 1 and biases not 0, so that leaving one out is seen. Weights
+    are small elsewhere: with unit variance throughout, rounding alone moves the twentieth loss by 1e-3, because
+    tokens change experts.
+    """
+    return {name: draw(name, shape, seed) for name, shape in hugging_face_shapes(sizes).items()}
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """One weight under Hugging Face's name, float32; it depends on name, shape and seed only."""
+    normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
+    if name.endswith("e_score_correction_bias"):
+        values = SMALL * normal
+    elif len(shape) == 1:
+        values = 1 + 0.1 * normal
+    else:
+        values = normal / np.sqrt(shape[1]) if name.endswith(_LARGE) else SMALL * normal
+    return values.astype(np.float32)
+
+
+def nudged(weights: Arrays) -> Arrays:
+    """Every weight changed by one unit in its last place, up or down by chance: what rounding alone may do to a run."""
+    random = np.random.default_rng(0)
+
+    def nudge(array: np.ndarray) -> np.ndarray:
+        towards = np.where(random.random(array.shape) < 0.5, np.inf, -np.inf).astype(np.float32)
+        return np.nextafter(array, towards)
+
+    return {name: nudge(array) for name, array in weights.items()}
+
+
+def checksum(arrays: Arrays) -> int:
+    """CRC-32 over names, shapes and bits, in the order of names."""
+    total = 0
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        total = zlib.crc32(f"{name}{array.shape}{array.dtype}".encode(), total)
+        total = zlib.crc32(array.tobytes(), total)
+    return total
+
+
+SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """AdamW with decoupled decay. rates: learning rate of each step; clip: largest global norm, 0 for none."""
+
+    rates: list[float]
+    betas: tuple[float, float]
+    eps: float
+    decay: float
+    clip: float
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; `Hyper(**data)` gives it back."""
+        return asdict(self)
+
+    @property
+    def first_update(self) -> int:
+        """The first step, from 1, that moves weights: a warm-up from 0 does not in step 1."""
+        return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
+
+
+def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
+    """What the first `steps` steps of a recipe are trained with.
+
+    Raises:
+        RecipeError: an optimizer or a schedule that the reference does not have.
+    """
+    optimizer, wrapper = recipe["optimizer"], recipe["runner_wrapper"]
+    if optimizer["type"] != "AdamW":
+        raise RecipeError(f"optimizer.type: the reference has AdamW, not {optimizer['type']!r}")
+    if recipe.get("grouped_lr_schedule"):
+        raise RecipeError("grouped_lr_schedule: the reference has one learning rate for all weights")
+    if wrapper.get("scale_sense", 1.0) != 1.0:
+        raise RecipeError("runner_wrapper.scale_sense: the reference does not scale the loss: 1.0")
+    schedule = recipe["lr_schedule"]
+    return Hyper(
+        rates=[rate(schedule, step) for step in range(steps)],
+        betas=(float(optimizer["betas"][0]), float(optimizer["betas"][1])),
+        eps=float(optimizer.get("eps", 1e-8)),
+        decay=float(optimizer.get("weight_decay", 0.0)),
+        clip=float(wrapper.get("max_grad_norm", 1.0)) if wrapper.get("use_clip_grad") else 0.0,
+    )
+
+
+def rate(schedule: Mapping[str, Any], step: int) -> float:
+    """Learning rate of a step, counted from 0: linear warm-up from `warmup_lr_init`, then constant or half a cosine.
+
+    Raises:
+        RecipeError: another kind of schedule.
+    """
+    kind = schedule["type"]
+    if kind not in SCHEDULES:
+        raise RecipeError(f"lr_schedule.type: the reference has {' and '.join(SCHEDULES)}, not {kind!r}")
+    peak, start = float(schedule["learning_rate"]), float(schedule.get("warmup_lr_init") or 0.0)
+    total = schedule.get("total_steps") or 0
+    ratio = schedule.get("warmup_ratio")
+    warmup = int(total * ratio) if ratio is not None else schedule.get("warmup_steps") or 0
+    if step < warmup:
+        return start + (peak - start) * step / warmup
+    if kind == "ConstantWarmUpLR":
+        return peak
+    last = float(schedule.get("lr_end") or 0.0)
+    if step >= (schedule.get("decay_steps") or total):
+        return last
+    turns = float(schedule.get("num_cycles") or 0.5)
+    cosine = 0.5 * (1 + math.cos(2 * math.pi * turns * (step - warmup) / max(1, total - warmup)))
+    return last + (peak - last) * max(0.0, cosine)
