@@ -36,9 +36,9 @@ from plugins.attention_balance.plan import (
 )
 from plugins.attention_balance.schedule.baselines import BASELINES
 from plugins.attention_balance.schedule.context_parallel import balanced, contiguous, head_tail
-from tools.auto.sample_cost import sample_cost
 from tools.data.index import IndexReader
 from tools.data.synthetic import CORPORA, synthetic_index
+from tools.layout.resolve import sample_cost
 from tools.recipe.load import load_recipe
 
 ATTENTION = Cost(1.0, 0.0, "pair")

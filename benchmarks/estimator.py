@@ -22,11 +22,8 @@ import numpy as np
 import yaml
 
 from tools.estimate.efficiency import FILE, NAMES, Efficiency, clear_cache, cluster
-from tools.estimate.published.calibrate import calibrate
-from tools.estimate.published.contradictions import contradictions, floor
-from tools.estimate.published.device_types import TYPES, type_of
-from tools.estimate.published.fit import Judged, cross_validated, fit, usable
-from tools.estimate.published.groups import group_of
+from tools.estimate.published.calibrate import TYPES, calibrate, type_of
+from tools.estimate.published.fit import Judged, contradictions, cross_validated, fit, floor, group_of, usable
 from tools.estimate.published.rows import Row, read_rows
 from tools.estimate.published.validate import predict, summary
 

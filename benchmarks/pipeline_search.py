@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tools.layout.instance import judge, read_instance
 from tools.pipeline.simulate import Durations, makespans, simulate
 from tools.pipeline.timetable import timetable
-from tools.placement.instance_file import judge, read_instance
 
 STAGES, CHUNKS, MICRO_BATCHES, PLANS = 16, 4, 256, 64
 SEARCH = "from tools.search.cli import search; search(prog_name='tc3 search')"

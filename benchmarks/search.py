@@ -15,16 +15,13 @@ import time
 from dataclasses import replace
 
 from tools.estimate.time_model import TimeModel
-from tools.placement.budget import EFFORTS, Budget
+from tools.layout.budget import EFFORTS, Budget
 from tools.recipe.load import load_recipe
-from tools.search.ranking.entry import entry_of
-from tools.search.ranking.place_best import place_all
+from tools.search.doubt import doubt_of
 from tools.search.ranking.rank import rank
-from tools.search.ranking.run import search
-from tools.search.report.text import HEADS, cells, reasons
-from tools.search.sensitivity.of_search import doubt_of
-from tools.search.space.limits import read_limit
-from tools.search.space.request import request_of
+from tools.search.ranking.run import entry_of, place_all, search
+from tools.search.report import HEADS, cells, reasons
+from tools.search.request import read_limit, request_of
 
 RECIPE, CLUSTER = "recipes/telechat3_438b/pretrain_4k.yaml", "atlas_800t_a2"
 REPORT_S = 39.969  # Table 5, "Tool-Generated"; experts' layouts 40.076 and 40.147

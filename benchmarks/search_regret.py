@@ -18,14 +18,12 @@ from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import cluster
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
+from tools.layout.budget import Budget
 from tools.model.architecture import Model, pattern_of
-from tools.placement.budget import Budget
-from tools.search.ranking.chances import Chances
-from tools.search.ranking.place_best import place_all
-from tools.search.ranking.run import search
-from tools.search.space.candidates import RECOMPUTE
-from tools.search.space.limits import PLANNED, read_limit
-from tools.search.space.request import Request
+from tools.search.candidates import RECOMPUTE
+from tools.search.ranking.rank import Chances
+from tools.search.ranking.run import place_all, search
+from tools.search.request import PLANNED, Request, read_limit
 
 MODEL = Model(
     pattern=pattern_of(17, 32, 1),

@@ -38,7 +38,7 @@ from plugins.errors import StoppedError, TC3Error  # noqa: E402
 from plugins.operator_fusion import adapter as operator_fusion  # noqa: E402
 from plugins.sealed_checkpoint.plan import ATTEMPT  # noqa: E402
 from plugins.semi_auto_cpu.chosen import chosen  # noqa: E402
-from tools.auto.resolve import resolve  # noqa: E402
+from tools.layout.resolve import resolve  # noqa: E402
 from tools.process import light_nltk  # noqa: E402
 from tools.recipe.dump import dump_recipe  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402

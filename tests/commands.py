@@ -100,7 +100,7 @@ _WORDS = {
     "--bind-file": Way("by", "tests/tools/affinity"),  # wants NPUs
     "executed": Way("by", "tests/training/test_executed_equivalence.py"),
     "output/mine": Way("by", "tests/launch/run/test_conversations.py"),  # wants enough conversations
-    "output/profile": Way("by", "tests/tools/search/test_profile_cli.py"),
+    "output/profile": Way("by", "tests/tools/search/test_cli.py"),
     "imbalance.svg": Way("by", "tests/tools/imbalance"),  # samples of 131,072 tokens
     "hf": Way("by", "tests/tools/weights/convert/test_run.py"),
     "checkpoint.load_path=hf": Way("by", "tests/training/test_finetune.py"),

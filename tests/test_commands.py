@@ -235,8 +235,8 @@ def stop_at_long_work(monkeypatch):
     monkeypatch.setattr(os, "execv", start)
     monkeypatch.setattr("launch.agent.loop.Agent.run", start)  # of `tc3 train`, too; it would wait for other nodes
     monkeypatch.setattr("tools.search.ranking.run.search", start)
-    monkeypatch.setattr("tools.placement.optimise.optimise", start)
-    monkeypatch.setattr("tools.search.layout_cli.make_layout", start)
+    monkeypatch.setattr("tools.layout.optimise.optimise", start)
+    monkeypatch.setattr("tools.search.cli.make_layout", start)
 
 
 @pytest.mark.parametrize("command", BENCHMARKS, ids=str)

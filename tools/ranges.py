@@ -79,7 +79,7 @@ RANGES = {
     "file_gb": Range(0.001, 10_000, whole=False),  # of a file of weights
     "files": Range(1, 256),  # written at once
     "stage": Range(0, 999),
-    "effort": Range(1, 100_000),  # of a placement, tools.placement.budget
+    "effort": Range(1, 100_000),  # of a placement, tools.layout.budget
     "memory_gib": Range(0.001, 10_000, whole=False),
     "share": Range(0, 1, whole=False),
     "margin": Range(0, 0.9, whole=False),  # of a limit, that is to stay free

@@ -88,7 +88,7 @@ def predicted(name: str, cluster: Path, data: str) -> tuple[float, float]:
     from tools.estimate.efficiency import cluster as load
     from tools.estimate.from_recipe import from_recipe
     from tools.estimate.time_model import TimeModel
-    from tools.profile.match import flops
+    from tools.profile.study import flops
     from tools.recipe.load import load_recipe
     from tools.recipe.override import apply_overrides
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.device_time import DeviceTimes
-from tools.estimate.efficiency import cluster
+from tools.estimate.efficiency import DeviceTimes, cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.layer_model import Matmul
 from tools.files.figure import new_figure, save_figure

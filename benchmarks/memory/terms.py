@@ -16,7 +16,7 @@ import numpy as np
 import yaml
 
 from tools.estimate.configuration import Configuration
-from tools.estimate.memory.error import ROWS
+from tools.estimate.memory.room import ROWS
 from tools.estimate.published.rows import Row, read_rows
 from tools.estimate.published.validate import predict
 

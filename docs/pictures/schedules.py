@@ -15,8 +15,12 @@ FOLDER = Path(__file__).with_suffix("")
 sys.path.insert(0, str(FOLDER.parents[2]))
 
 from tools.files.figure import new_figure, save_figure  # noqa: E402
-from tools.pipeline.picture import draw_timeline  # noqa: E402
-from tools.pipeline.simulate import Durations, Simulation, simulate  # noqa: E402
+from tools.pipeline.simulate import (  # noqa: E402
+    Durations,
+    Simulation,
+    draw_timeline,  # noqa: E402
+    simulate,
+)
 
 STAGES, MICRO_BATCHES = 4, 8
 # schedule -> (chunks of a stage, parts of a sequence)

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from plugins.errors import CheckpointError, RecipeError
-from tools.auto.resolve import resolve
 from tools.checkpoint.names import kind_of
 from tools.checkpoint.scan import scan_checkpoints
+from tools.layout.resolve import resolve
 from tools.model.architecture import model_of
 from tools.model.weights import parameters
 from tools.recipe.load import Recipe, load_recipe

@@ -18,7 +18,6 @@ from launch.resume.skipped import is_on
 from plugins.errors import CheckpointError, did_you_mean
 from plugins.sealed_checkpoint.plan import SAVING, fault, made, number_of
 from plugins.spike_guard.ledger import read_ledger
-from tools.auto.sample_cost import keep_sample_cost
 from tools.checkpoint.scan import (
     CheckpointInfo,
     is_sealed,
@@ -30,6 +29,7 @@ from tools.checkpoint.scan import (
 )
 from tools.checkpoint.slot_order import TRACKER, refuse_moved
 from tools.files.paths import real_path
+from tools.layout.resolve import keep_sample_cost
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import read_attempts

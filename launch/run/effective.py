@@ -14,8 +14,8 @@ from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss.plan import KEY as HELD_OUT
 from plugins.packed_labels.plan import KEY as PACKED
 from plugins.packed_labels.plan import LOADER, PACKING
-from tools.auto.resolve import resolve
 from tools.data.instructions import count_samples, read_tokenizer
+from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe
 from tools.recipe.override import also_changed, apply_overrides, dotted
 from tools.recipe.view import RUNNER, View

@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.parallel_mini import in_float32, one_process
 from tests.tools.recipe.test_parallel_mini import family
-from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
+from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.view import View

@@ -12,8 +12,8 @@ from launch.run import preflight
 from launch.run.supervise import Outcome
 from plugins.attention_balance.plan import Cost
 from plugins.sealed_checkpoint.plan import write_seal
-from tools.auto import sample_cost
 from tools.data.index import IndexWriter
+from tools.layout import resolve
 
 RECIPE = """\
 output_dir: ./elsewhere
@@ -38,7 +38,7 @@ seed: 1
 def workplace(tmp_path, monkeypatch):
     """A working folder with a toy recipe, too small for `tc3 check`, and its dataset: 1,012 samples an epoch."""
     monkeypatch.setattr(preflight, "check_sound", lambda recipe: None)
-    monkeypatch.setattr(sample_cost, "sample_cost", lambda recipe: Cost(2.0, 3.0, "FLOP"))
+    monkeypatch.setattr(resolve, "sample_cost", lambda recipe: Cost(2.0, 3.0, "FLOP"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mini").mkdir()
     (tmp_path / "mini" / "toy.yaml").write_text(RECIPE)

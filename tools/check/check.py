@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tools.auto.resolve import UnresolvedError, resolve_for_check
 from tools.check.arithmetic import check_arithmetic
 from tools.check.arrival import check_arrival
 from tools.check.conflicts import check_conflicts
@@ -14,6 +13,7 @@ from tools.check.data_files import check_files
 from tools.check.differences import check_differences
 from tools.check.plugins import check_plugins
 from tools.check.table import table_of
+from tools.layout.resolve import UnresolvedError, resolve_for_check
 from tools.recipe.findings import ERROR, SEVERITIES, Finding, Findings, Report, refused
 from tools.recipe.load import Recipe, read_recipe
 from tools.recipe.numbers import bad_numbers

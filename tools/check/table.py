@@ -7,8 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from tools.model.architecture import Model, model_of
-from tools.model.flops import FORMULA, flops_per_token
-from tools.model.weights import active_parameters, parameters, stage_parameters
+from tools.model.weights import FORMULA, active_parameters, flops_per_token, parameters, stage_parameters
 from tools.recipe.view import View
 from tools.schema.converter import Built
 from tools.schema.stages import Layers, layers_of, runs_back, stage_layers_of

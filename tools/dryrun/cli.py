@@ -12,7 +12,6 @@ from typing import Any
 import click
 from rich.console import Console
 
-from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
 from tools.dryrun.compiles import compile_all
@@ -21,10 +20,10 @@ from tools.dryrun.jobs import plan_jobs, resized, without_files
 from tools.dryrun.picture import draw
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
-from tools.estimate.memory.draw import check_form, write_line
-from tools.estimate.memory.time_line import TimeLine
+from tools.estimate.memory.time_line import TimeLine, check_form, write_line
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
+from tools.layout.resolve import resolve
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.recipe.load import load_recipe

@@ -18,7 +18,7 @@ from tools.dryrun.order import check_order, count_groups, programs_of
 from tools.dryrun.quick import ERROR, compose
 from tools.dryrun.stages import Stage
 from tools.dryrun.traffic import traffic_of
-from tools.estimate.memory.advice import checked_advice
+from tools.estimate.memory.changes import checked_advice
 from tools.estimate.memory.time_line import TimeLine
 from tools.pipeline.schedules import operations, schedule_of
 from tools.recipe.load import Recipe

@@ -11,12 +11,12 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.auto.advise import advise
-from tools.auto.resolve import resolve
 from tools.estimate.configuration import DEFAULT_SKEW
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.files.figure import check_ending
 from tools.hardware import DEFAULT_HARDWARE
+from tools.layout.advise import advise
+from tools.layout.resolve import resolve
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides

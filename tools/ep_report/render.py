@@ -13,9 +13,9 @@ from rich.table import Table
 
 from plugins.ep_overlap.plan import WHOLE, Passes
 from plugins.ep_overlap.timeline import STREAMS, Timeline
-from tools.auto.advise import Advice, ModeReport
 from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.files.figure import new_figure, save_figure
+from tools.layout.advise import Advice, ModeReport
 
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
 

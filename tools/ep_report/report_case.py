@@ -14,13 +14,13 @@ from pathlib import Path
 import click
 
 from plugins.errors import RecipeError
-from tools.auto.advise import Advice, ModeReport, advise
 from tools.ep_report.render import arrow, assumptions
 from tools.estimate.configuration import DEFAULT_SKEW, Cut
 from tools.estimate.efficiency import UNKNOWN, known_error
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware
+from tools.layout.advise import Advice, ModeReport, advise
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides

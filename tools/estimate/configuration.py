@@ -2,17 +2,32 @@
 
 Made from a MindFormers recipe (`tools.estimate.from_recipe`) or from a row of a measurements file
 (`tools.estimate.published.rows`); everything that predicts memory or time reads this and nothing else.
+
+Groups of a layer's operators are what MindFormers recomputes by pattern (`recompute_config.select_recompute`).
+
+Which operators a pattern must name for memory to be freed was found by compiling (`tc3 dryrun --quick` of the 105B,
+MindFormers 1.9.0). A cell's name recomputes what is inside of it and keeps its result, so that a projection's own name
+frees nothing; operators are named one by one, the last one whose result attention or activation keeps included. An
+operator that two patterns name, or that MindFormers recomputes anyway (`reshape` of linear layers), ends the build with
+"'bool' object is not callable".
+
+`Recompute.select` with "norms" is a group of its own; the groups here come beside it. An option that a layer has is
+the names that apply to it, joined: "select+attention".
+
+`weight_cut` and the functions beside it say how a run cuts one weight over its devices, and which of them share the
+optimizer's state for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.model.architecture import Model
+from tools.model.weights import Weight
 from tools.pipeline.schedules import is_v_shaped
 
 Table = tuple[tuple[int, ...], ...]  # [chunks][stages]
@@ -43,7 +58,7 @@ class Recompute:
             the core of "attention" (Megatron's), or half of all "operators" (torchtitan's).
         communication: what tensor-parallel AllGathers made (`select_comm_recompute`).
         replay_tp: full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
-        operators: groups of `tools.estimate.operators` beside norms, each with its layers.
+        operators: groups of `tools.estimate.configuration` beside norms, each with its layers.
     """
 
     full: Table | None = None
@@ -316,3 +331,81 @@ def _dealt(want: int | bool, own: Sequence[int]) -> list[int]:
             taken[chunk] += 1
             left -= 1
     return taken
+
+
+ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
+NORMS = "select"
+PATTERNS = {
+    # queries, keys and values from what MLA compresses; flash attention and its result are not repeated
+    ATTENTION: (
+        r"self_attention\.linear_(q_up_proj|kv_up_proj|qb|kvb)\.(cast|matmul)",
+        r"self_attention\.apply_rotary_emb2?\.(add|mul|mul_mscale|neg|cast|rope)",
+        r"self_attention\.apply_rotary_emb2?\.(split|cat|stack|slice|strideslice|reshape)",
+        r"self_attention\.(split|pe_concat|tile_kv|reshape|expand_dims|cast)",
+        r"self_attention\.core_attention\.(bnsd_transpose|bsh_transpose)",
+    ),
+    # the first product of a dense MLP and of the shared expert, and what the second takes; SwiGLU repeats itself anyway
+    MLP: (
+        r"mlp\.linear_fc1\.(cast|matmul)",
+        r"mlp\.transpose",
+        r"mlp\.linear_fc2\.cast",
+        r"mlp\.shared_experts\.linear_fc1\.(cast|matmul)",
+        r"mlp\.shared_experts\.transpose",
+        r"mlp\.shared_experts\.linear_fc2\.cast",
+    ),
+    # dispatch, routed experts and combine, their communication included
+    EXPERTS: (r"mlp\.experts",),
+}
+
+
+def offered(config: Configuration) -> tuple[str, ...]:
+    """The groups whose bytes are known for a run.
+
+    None outside of MindFormers' training_graph. Attention's are those of MLA without context parallelism, which keeps
+    keys and values as gathered; the MLP's those of gated ones; experts' those that `plugins.ep_overlap` does not cut.
+    """
+    model = config.model
+    if not config.training_graph:
+        return ()
+    known = {
+        ATTENTION: model.latent is not None and config.cp == 1,
+        MLP: model.gated,
+        EXPERTS: bool(model.experts) and config.ep_cut is None,
+    }
+    return tuple(name for name, fits in known.items() if fits)
+
+
+def joined(names: Iterable[str]) -> str:
+    """The option of a layer that has several."""
+    return "+".join(names) or "none"
+
+
+def parts_of(option: str) -> tuple[str, ...]:
+    """The names that an option joins; () of "none"."""
+    return () if option == "none" else tuple(option.split("+"))
+
+
+def weight_cut(weight: Weight, config: Configuration) -> int:
+    """Over how many ranks the weight itself is cut."""
+    if weight.split == "experts":
+        return config.ep * (config.tp if config.expert_tp else 1)
+    return config.tp if weight.split else 1
+
+
+def weight_copies(weight: Weight, config: Configuration) -> int:
+    """Ranks of a stage that hold the same part of it."""
+    return config.dp * config.tp * config.cp // weight_cut(weight, config)
+
+
+def shard_group(weight: Weight, config: Configuration) -> int:
+    """How many of these share shards; MindSpore shards nothing where `shard_size` does not divide them."""
+    held, size = weight_copies(weight, config), config.shard_size
+    return held if not config.shard_optimizer or not size else 1 if held % size else size
+
+
+def weight_shards(weight: Weight, config: Configuration) -> int:
+    """Over how many the optimizer spreads it: its group, or none where it does not divide or is small."""
+    sharing = shard_group(weight, config)
+    rows = weight.rows // (1 if weight.split == "columns" else weight_cut(weight, config))
+    small = 4 * weight.size // weight_cut(weight, config) < config.shard_threshold
+    return 1 if not config.shard_optimizer or small or rows % sharing else sharing

@@ -1,27 +1,86 @@
-"""The run that a MindFormers recipe describes, as a `Configuration`."""
+"""The run that a MindFormers recipe describes, as a `Configuration`, and the recompute keys of a recipe, read and
+written.
+
+`recompute_config` has flags, counts of layers, and either of them for patterns of operators. Where activations are
+swapped (`model_config.swap`), MindFormers wants the numbers of the layers in the place of counts.
+
+`LayerSetting` (parallel_core/training_graph/transformer/utils.py) takes a flag or a list of layers, by operator pattern
+in a mapping; a list of patterns is refused. Elsewhere a table [chunks][stages] counts layers from a chunk's first one.
+
+Context parallelism by exchanging heads (`ulysses_degree_in_cp`) is compiled by MindFormers 1.9.0 for some models
+only; `require_ulysses` refuses the others.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from plugins.ep_overlap import settings as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
-from tools.estimate.configuration import Configuration, Cut, Recompute, Table, spread
-from tools.estimate.layer_numbers import table_by_numbers
-from tools.estimate.operators import PATTERNS
+from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread
 from tools.hardware.units import short_dtype
 from tools.model.architecture import Model, model_of
+from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
+from tools.recipe.override import dotted
 from tools.recipe.unresolved import CHUNKS, MODE, OFFSET, OVERLAP, require_resolved
 from tools.recipe.view import MODEL, PARALLEL, View
 from tools.schema.converter import Built, convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema
 from tools.schema.stages import stage_layers_of, swaps
+
+
+def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
+    """(chunk, stage, number in the chunk) of each layer in the model's order."""
+    found = []
+    for chunk, row in enumerate(layers):
+        order = range(len(row))
+        for stage in reversed(order) if is_v_shaped(schedule) and chunk % 2 else order:
+            found += [(chunk, stage, place) for place in range(row[stage])]
+    return found
+
+
+def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
+    """The layers that a table of counts names."""
+    if table is None:
+        return []
+    where = places(layers, schedule)
+    return [number for number, (chunk, stage, place) in enumerate(where) if place < table[chunk][stage]]
+
+
+def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
+    """How many of a list's layers each chunk and stage holds.
+
+    Raises:
+        ValueError: one of them is no layer of the model.
+    """
+    where, counts = places(layers, schedule), Counter[tuple[int, int]]()
+    for number in set(numbers):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(where):
+            raise ValueError(f"{number!r} is not the number of one of the {len(where)} layers")
+        counts[where[number][:2]] += 1
+    return tuple(tuple(counts[chunk, stage] for stage in range(len(row))) for chunk, row in enumerate(layers))
+
+
+def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
+    """A recompute key's value as a table; of a mapping of operator patterns the one that names most layers.
+
+    Raises:
+        ValueError, TypeError: it is neither a flag, nor such a list or mapping.
+    """
+    if isinstance(value, dict):
+        tables = [table for table in (table_by_numbers(inner, layers, schedule) for inner in value.values()) if table]
+        return max(tables, key=lambda table: sum(map(sum, table)), default=None)
+    if not value:
+        return None
+    return layers if value is True else table_of_numbers(value, layers, schedule)
+
 
 _SHARD = ("parallel", "parallel_optimizer_config")
 _OPTIMIZER = ("optimizer",)
@@ -231,3 +290,128 @@ def of_norms(pattern: str) -> bool:
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
         for path in (("input_layernorm",), ("input_layernorm", "norm"))
     )
+
+
+_SELECT = "select_recompute"
+# the operators of a `select_recompute` that saves memory: MindFormers' default leaves the norms out, all that a fused
+# SwiGLU has
+SELECTED = (r".*\.norm", r"mlp\.mul", r"mlp\.activation_func\.silu", r"mlp\.shared_experts\.activation_func\.silu")
+
+
+def table_of(key: str, value: Any, layers: Table, read: Reader = spread) -> Table | None:
+    """Layers by chunk and stage of what stands at a recompute key; None of none, () where its patterns disagree."""
+    if key == _SELECT and select_of(value, layers, read) is None:
+        return None
+    if isinstance(value, dict):
+        tables = {not_empty(read(inner, layers)) for inner in value.values()}
+        return tables.pop() if len(tables) == 1 else ()
+    return not_empty(read(value, layers))
+
+
+def swapped_value(key: str, table: Table | None, config: Configuration, now: Any) -> Any:
+    """What a recompute key becomes where activations are swapped: numbers of layers, for the patterns `now` there.
+
+    Patterns stand in a mapping: MindFormers refuses a list of them then, and False for one of them.
+    """
+    layers = config.layers
+    value: Any = True if table == layers else numbers_of(table, layers, config.schedule)
+    written = with_patterns(key, value, now)
+    if isinstance(written, list) and patterns_of(written):
+        return dict.fromkeys(written, value)
+    return False if written == [] else written
+
+
+def named_layers(value: Any, layers: Table) -> set[int]:
+    """The layers that a key names where activations are swapped."""
+    if isinstance(value, dict):
+        return set().union(*(named_layers(inner, layers) for inner in value.values()))
+    return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
+
+
+def not_empty(table: Table | None) -> Table | None:
+    """The table, None where it names no layer."""
+    return table if table and any(map(any, table)) else None
+
+
+def has_counts(value: Any) -> bool:
+    """Whether numbers of layers stand at a recompute key: they are for one number of stages and chunks."""
+    if isinstance(value, dict):
+        return any(map(has_counts, value.values()))
+    return isinstance(value, list) and not patterns_of(value)
+
+
+def plain_value(table: Table | None, layers: Table) -> Any:
+    """A table as a flag, or as numbers of layers in offset's shape."""
+    if table == layers:
+        return True
+    return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
+
+
+def with_patterns(key: str, value: Any, now: Any) -> Any:
+    """What a recompute key becomes: a plain value, for the patterns that stand there `now`.
+
+    A `select_recompute` whose patterns, or MindFormers' own, would save nothing gets those that do. Patterns of all
+    layers stay, or become, a list where there is no mapping: a child cannot turn a plain value into one.
+    """
+    patterns = patterns_of(now)
+    if key == _SELECT and value and not any(map(of_norms, patterns)):
+        patterns += [pattern for pattern in SELECTED if pattern not in patterns]
+    if isinstance(now, dict) or (patterns and value and (now is None or value is not True)):
+        return dict.fromkeys(patterns, value)
+    return patterns if patterns and value else value
+
+
+def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any] | None:
+    """What `select_recompute` becomes where groups of operators are named, or stand there `now`; None: nothing changes.
+
+    Every other pattern but those of the norms is switched off, not left out (a child's mapping is merged with its
+    base's): MindFormers cannot build an operator that two patterns name.
+    """
+    select = not_empty(recompute.select)
+    same = (not_empty(select_of(now, layers)), operators_of(now, layers)) == (select, recompute.operators)
+    known = {*SELECTED, *(one for patterns in PATTERNS.values() for one in patterns)}
+    if same and all(one in known or (isinstance(now, dict) and now[one] is False) for one in patterns_of(now)):
+        return None
+    norms = dict.fromkeys(SELECTED if select else (), plain_value(select, layers))
+    tables = dict(recompute.operators)
+    groups = {
+        one: plain_value(tables.get(name), layers)
+        for name, patterns in PATTERNS.items()
+        for one in patterns
+        if name in tables or one in patterns_of(now)
+    }
+    return {**dict.fromkeys(patterns_of(now), False), **norms, **groups}
+
+
+def names_groups(value: Any) -> bool:
+    """Whether patterns of groups of operators stand at a recompute key."""
+    return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
+
+
+def without_counts(value: Any) -> Any:
+    """A key's patterns without their layers, which were counted for other stages."""
+    return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value
+
+
+DEGREE = (*PARALLEL, "ulysses_degree_in_cp")
+
+
+def not_compiled(model: Model) -> tuple[str, str] | None:
+    """Why a degree above 1 does not compile for a model, and the rule that names MindFormers' line; None if it does."""
+    if not model.latent:
+        return "MindFormers 1.9.0 cuts heads along the batch outside of MLA, and does not compile", "ulysses_grouped"
+    if model.qk_dim != model.v_dim:
+        widths = f"values of {model.v_dim} numbers as if they had the {model.qk_dim} of queries"
+        return f"MindFormers 1.9.0 cuts {widths}, and does not compile", "ulysses_latent"
+    return None
+
+
+def require_ulysses(recipe: Recipe, model: Model, degree: int) -> None:
+    """Refuse a degree above 1 where MindFormers 1.9.0 does not compile it, as `tc3 dryrun` shows.
+
+    Raises:
+        RecipeError: heads are cut, and the attention has other widths for queries and values, or is not MLA.
+    """
+    if degree > 1 and (refused := not_compiled(model)):
+        why, rule = refused
+        raise RecipeError(f"{recipe.source}: {dotted(DEGREE)}: {why}: write 1 [{load_schema().line(rule)}]")

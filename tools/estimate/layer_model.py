@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tools.estimate.configuration import Configuration
-from tools.estimate.operators import ATTENTION, EXPERTS, MLP
+from tools.estimate.configuration import ATTENTION, EXPERTS, MLP, Configuration
 from tools.model.weights import attention_weights
 
 ITEM = 2  # bytes of an activation in compute precision
@@ -124,7 +123,7 @@ def work(config: Configuration, kind: str) -> Work:
 
 
 def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
-    """What each group of `tools.estimate.operators` computes and moves when it runs again in a layer of a kind."""
+    """What each group of `tools.estimate.configuration` computes and moves when it runs again in a layer of a kind."""
     model, tokens = config.model, config.rank_tokens
     up = [weight for weight in attention_weights(model) if weight.name in ("kv_up", "q_up", "q") and weight.multiplies]
     products = tuple(Matmul(tokens, weight.rows / config.tp, weight.columns) for weight in up)

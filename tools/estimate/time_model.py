@@ -4,26 +4,260 @@ The only model of a step's time: `tc3 search`, `tc3 ep-report`, `mode: auto` and
 
 A stage's micro-batch is the sum over its layers (`layer_time`); the step is the slowest stage's work for all
 micro-batches, filling and draining by schedule, then gradients and weights as far as nothing hides them
-(`gradient_time`), and the optimizer. `simulated` replays the schedule instead. Data stalls are taken as zero.
+(below), and the optimizer. `simulated` replays the schedule instead. Data stalls are taken as zero.
+
+Gradients and weights travel once a step, and so does the optimizer's work.
+
+Weights travel during the first forward and gradients during the last backward, FSDP's all the time. With
+`gradient_accumulation_shard` every micro-batch's gradients are reduced to the shards as they are added up (MindSpore's
+documentation of the key: "additional communication (ReduceScatter) at each step when accumulate the gradients"), not
+once a step, as published runs of others are taken to. As of other communication that overlaps, the share
+`Efficiency.hidden` of it is taken to run beside the micro-batch that made them (assumed: no published run has it).
+Where `optimizer_weight_shard_size` makes groups, the groups' shards are summed once a step.
+
+A pair is the forward of one micro-batch and the backward of another, run together through a chunk's layers.
+
+An MoE layer alternates computation and expert parallel communication: attention, dispatch, experts, combine; a backward
+runs through it the other way round. Alone, each waits for its own communication. Side by side, one's communication runs
+under the other's computation (DeepSeek-V3, arXiv 2412.19437, figure 4; report section 4.1; Pangu Ultra MoE's adaptive
+pipe overlap). Two streams, each in its order of issue, as in `plugins.ep_overlap.timeline`: the two passes take turns,
+and weight gradients, on which no other operator waits, come last.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from plugins.ep_overlap.timeline import Key, Op
+from plugins.ep_overlap.timeline import simulate as run_timeline
+from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
-from tools.estimate.gradient_time import GradientTimes
-from tools.estimate.layer_time import Parts
+from tools.estimate.layer_time import LayerTimes, Parts
 from tools.estimate.memory.activations import mtp_option
-from tools.estimate.memory.model import layer_options
-from tools.estimate.step_time import COMMUNICATION, StepTime
-from tools.model.flops import flops_per_token
-from tools.pipeline.pair import LayerSeconds, hidden_seconds
+from tools.estimate.memory.model import layer_options, stage_weights
+from tools.model.weights import Weight, flops_per_token
 from tools.pipeline.schedules import pairs_up
 from tools.pipeline.simulate import Durations, simulate
+
+PARTS = {  # where a step's time goes, by name: in words
+    "compute": "matmuls, attention, other operators",
+    "recompute": "recomputation",
+    "tp": "tensor-parallel communication",
+    "cp": "context-parallel communication",
+    "ep": "expert-parallel communication",
+    "send": "pipeline sends",
+    "bubble": "pipeline bubble",
+    "data": "weights and gradients not hidden",
+    "rest": "optimizer and fixed",
+}
+COMMUNICATION = ("tp", "cp", "ep")  # of a layer; what recomputation repeats of it counts here
+_COMPUTE = ("matmul", "attention", "elementwise", "fixed", "cut")
+_EXPOSED = (*COMMUNICATION, "send", "data")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step.
+
+    Args:
+        pipeline: all micro-batches through the pipeline.
+        bubble: the share of `pipeline` in which the slowest stage waits.
+        data_parallel: gradients and weights that nothing hides.
+        optimizer: the update.
+        fixed: beside all that.
+        parts: the slowest stage's work by kind.
+        sending: what a stage's sends to its neighbours take; in a tight schedule some fall into the waiting.
+    """
+
+    pipeline: float
+    bubble: float
+    data_parallel: float
+    optimizer: float
+    fixed: float
+    parts: Mapping[str, float]
+    sending: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return self.pipeline + self.data_parallel + self.optimizer + self.fixed
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        """The step's seconds by `PARTS`, on the slowest stage; they add up to it."""
+        waiting = self.pipeline - sum(self.parts.values())
+        send = min(self.sending, waiting)
+        return {
+            "compute": sum(self.parts[part] for part in _COMPUTE),
+            **{part: self.parts[part] for part in ("recompute", *COMMUNICATION)},
+            "send": send,
+            "bubble": waiting - send,
+            "data": self.data_parallel,
+            "rest": self.optimizer + self.fixed,
+        }
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return exposed_of(self.by_part)
+
+
+def exposed_of(parts: Mapping[str, float]) -> float:
+    """Seconds of communication that nothing hides, of a step by `PARTS`."""
+    return sum(parts[name] for name in _EXPOSED)
+
+
+_STEPS = ("attention", "dispatch", "experts", "combine")
+_SENDS = ("dispatch", "combine")
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one micro-batch's forward, or backward, through one MoE layer.
+
+    Args:
+        attention: all computation before dispatch, the router included; of a backward its input gradients.
+        dispatch: communication that brings tokens to their experts; of a backward that takes their gradients back.
+        experts: computation of the experts; of a backward the input gradients, recomputation included.
+        combine: communication that brings results back; of a backward that takes their gradients to the experts.
+        weights: weight gradients of attention and experts (a backward's).
+    """
+
+    attention: float
+    dispatch: float
+    experts: float
+    combine: float
+    weights: float = 0.0
+
+    @property
+    def alone(self) -> float:
+        """Seconds when nothing hides anything."""
+        return self.computation + self.communication
+
+    @property
+    def computation(self) -> float:
+        """Seconds of the compute stream."""
+        return self.attention + self.experts + self.weights
+
+    @property
+    def communication(self) -> float:
+        """Seconds of the links."""
+        return self.dispatch + self.combine
+
+
+def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
+    """Seconds of a pair through `layers` layers.
+
+    At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
+    at most both one after the other.
+    """
+    chains = _chain(forward, layers, 0), _chain(backward, layers, 1)
+    weights = Op("weights", 1, "compute", layers * backward.weights, (chains[1][-1].key,))
+    return run_timeline([*(op for both in zip(*chains, strict=True) for op in both), weights]).makespan
+
+
+def _chain(seconds: LayerSeconds, layers: int, chunk: int) -> list[Op]:
+    """The operators of one pass in order, each after the one before; a backward's begin at combine."""
+    chain: list[Op] = []
+    for layer in range(layers):
+        for step in _STEPS if chunk == 0 else _STEPS[::-1]:
+            after: tuple[Key, ...] = (chain[-1].key,) if chain else ()
+            stream = "inter" if step in _SENDS else "compute"
+            chain.append(Op(f"{step} {layer}", chunk, stream, getattr(seconds, step), after))
+    return chain
+
+
+def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.ndarray) -> np.ndarray:
+    """[chunks, chunks, stages] for `Durations.hidden`: what pairs save, of `layers` [chunks, stages] MoE layers.
+
+    Of two chunks with unequally many layers the fewer are paired.
+    """
+    fewer = np.minimum(layers[:, None], layers[None])
+    saved = [0.0]
+    alone = forward.alone + backward.alone
+    saved += [count * alone - pair_seconds(forward, backward, count) for count in range(1, int(fewer.max()) + 1)]
+    return np.array(saved)[fewer]
+
+
+def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
+    """Share of the pair's communication that is hidden, 0 to 1; 1 without any."""
+    sent = layers * (forward.communication + backward.communication)
+    saved = layers * (forward.alone + backward.alone) - pair_seconds(forward, backward, layers)
+    return saved / sent if sent else 1.0
+
+
+_OPTIMIZER_BYTES = 28  # of a number: gradient, weight and two moments read, weight and moments written
+
+
+class GradientTimes(LayerTimes):
+    """Weights, gradients and the optimizer on one cluster."""
+
+    def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
+        """Seconds of a stage's weights and gradients: once a step, and again for each micro-batch.
+
+        FSDP's weights, which travel for each pass, count to the first.
+        """
+        runs = config.micro_batches if config.shard_weights else 1
+        gather = 2 * (2 * runs if config.shard_weights else 1) if config.shard_optimizer else 0
+        apart = config.training_graph and config.shard_gradients and not config.shard_weights
+        scattered = apart or config.shard_optimizer  # else an AllReduce
+        reduce = (4 if config.wide_gradients else 2) * (1 if scattered else 2) * runs
+        once = each = 0.0
+        for weight, count in _counted(config, stage):
+            cut, group = configuration.weight_cut(weight, config), configuration.shard_group(weight, config)
+            local, groups = weight.size / cut, configuration.weight_copies(weight, config) // group
+            if apart:
+                once += count * 2 * self._collective(2 * local, group, cut)
+                each += count * self._collective(reduce * local, group, cut)
+            else:
+                once += count * self._collective(local * (gather + reduce), group, cut)
+            # sums of the groups' shards
+            once += count * 2 * self._collective(local / group * reduce, groups, cut * group)
+        return once, each
+
+    def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
+        """Seconds of `once_and_each` that nothing hides; numbers or arrays.
+
+        Args:
+            work: seconds of a micro-batch on the stage, beside which all this runs.
+            rounds: of the pipeline, beside which what travels once a step does.
+        """
+        beside = work * np.where(np.asarray(each) > 0, micro_batches, rounds)
+        every = each * micro_batches
+        return np.maximum((1 - self.reached.hidden) * every, once + every - beside)
+
+    def _data(self, config: Configuration, stage: int, work: float) -> float:
+        """Exposed seconds of gradients and weights."""
+        once, each = self.once_and_each(config, stage)
+        if not config.overlap_dp:
+            return once + each * config.micro_batches
+        # a chunk of several is done with its micro-batches, and waits for its first, as long as a round takes
+        rounds = min(config.pp, config.micro_batches) if config.chunks > 1 else 1
+        rounds = config.micro_batches if config.shard_weights else rounds
+        return float(self.waited(once, each, work, config.micro_batches, rounds))
+
+    def optimizer(self, config: Configuration, stage: int) -> float:
+        """Seconds of the update: its bytes, and the host's time for each weight."""
+        counted = _counted(config, stage)
+        held = sum(
+            count * weight.size / configuration.weight_cut(weight, config) / configuration.weight_shards(weight, config)
+            for weight, count in counted
+        )
+        speed = self.hardware.hbm_bytes_per_s * self.reached.memory * self.reached.update
+        return _OPTIMIZER_BYTES * held / speed + self.reached.weight_s * sum(count for _, count in counted)
+
+
+@lru_cache(maxsize=4096)
+def _counted(config: Configuration, stage: int) -> tuple[tuple[Weight, int], ...]:
+    """The different weights of a stage, with how many of each it holds."""
+    return tuple(Counter(stage_weights(config, stage)).items())
+
 
 _CLOSED = ("gpipe", "1f1b", "interleaved_1f1b", "seqpipe", "seqvpp", "seqsmartvpp")  # `closed_form` holds for these
 

@@ -10,7 +10,7 @@ from plugins.errors import DataError
 from plugins.expert_balance.record import Record, load_file, read
 from plugins.expert_balance.settings import KEY, Settings
 from plugins.expert_balance.settings import read as read_settings
-from tools.auto.resolve import resolve
+from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 

@@ -13,14 +13,13 @@ from rich.console import Console
 
 from plugins.errors import RecipeError
 from plugins.operator_fusion.plan import LEVELS, Fusion
-from tools.auto.resolve import resolve
 from tools.check.check import require_sound
 from tools.dryrun.compile.cache import text_of
 from tools.dryrun.compiles import compile_all
 from tools.dryrun.diagnose import refusal_of
 from tools.dryrun.jobs import plan_jobs, resized, without_files
 from tools.dryrun.quick import quick_plan
-from tools.estimate.device_time import DeviceTimes
+from tools.estimate.efficiency import DeviceTimes
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.files.atomic import check_writable
@@ -31,6 +30,7 @@ from tools.fusion.pieces import Pieces, quick_pieces, stage_pieces
 from tools.fusion.render import render
 from tools.fusion.report import report_of
 from tools.hardware import DEFAULT_HARDWARE
+from tools.layout.resolve import resolve
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.recipe.load import Recipe, load_recipe

@@ -7,9 +7,8 @@ from typing import Any
 
 from plugins.operator_fusion.plan import Fusion
 from tools.estimate.configuration import Configuration
-from tools.estimate.device_time import DeviceTimes
 from tools.estimate.efficiency import UNKNOWN as NO_RUN
-from tools.estimate.efficiency import known_error
+from tools.estimate.efficiency import DeviceTimes, known_error
 from tools.estimate.layer_model import work
 from tools.fusion.count.tally import Tally
 from tools.fusion.pieces import ONCE, Pieces

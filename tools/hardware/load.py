@@ -1,18 +1,106 @@
-"""Read a hardware file. Each number is `{value, certainty, source}`; whoever passes an own file must say both too."""
+"""Read hardware files: what the devices and links of a cluster can do.
+
+Each number of a file is `{value, certainty, source}`, and whoever passes a file of their own must give all three.
+Publications call devices by many names ("Atlas 800T A2", "DGX-H100", "910B"); `name_of` and `device_in` find the
+device that is meant. `read_yaml` reads any YAML file that a user wrote, a cluster or measurements.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plugins.errors import RecipeError, did_you_mean, refuse_unknown
-from tools.hardware.names import name_of
-from tools.hardware.own_yaml import read_yaml
+import yaml
+
+from plugins.errors import RecipeError, TC3Error, did_you_mean, refuse_unknown
+from tools.files.small_yaml import SmallLoader, small_text
 from tools.hardware.units import LONG
 from tools.ranges import Range
+
+# words -> name of a hardware file or a cluster; the first that fits
+_KNOWN_AS = (
+    ("A100", "a100_80g"),
+    ("96GB HBM2e", "h100_96g"),
+    ("H800", "h800"),
+    ("GB300", "gb300"),
+    ("GB200", "gb200"),
+    ("B300", "b300"),
+    ("B200", "b200"),
+    ("H100", "h100"),
+    ("Atlas 900 A2", "atlas_900_a2"),
+    ("Atlas 900 A3", "atlas_900_a3"),
+    ("910C", "atlas_900_a3"),
+    ("Atlas 800T A2", "atlas_800t_a2"),
+    ("910B", "atlas_800t_a2"),
+)
+NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
+
+
+def name_of(text: str) -> str:
+    """The name that `text` is, or stands for as a whole; `text` itself where it is none.
+
+    Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
+    """
+    plain = _plain(text)
+    return next((name for words, name in _KNOWN_AS if plain in (_plain(words), name)), text)
+
+
+def device_in(text: str) -> str:
+    """The name of the device in a description such as "H100-80GB SXM, 8 a node"; "" where none is known."""
+    name = name_of(text)
+    if name in NAMES:
+        return name
+    return next((name for words, name in _KNOWN_AS if words.lower() in text.lower()), "")
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", text.lower()).strip("_")
+
+
+class _Loader(SmallLoader):
+    """Refuses a key that stands twice in a mapping, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if isinstance(key, yaml.ScalarNode) and key.value in lines and key.value != "<<":
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} is already set in line {lines[key.value]}", problem_mark=key.start_mark
+                )
+            lines[key.value if isinstance(key, yaml.ScalarNode) else ""] = line
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
+    """What is in a file.
+
+    Args:
+        error: to raise; shown: the file's name in it, `path` by default.
+
+    Raises:
+        error: it cannot be read, is no YAML, or of a size that no such file has.
+    """
+    name = shown or str(path)
+    try:
+        return yaml.load(small_text(path, error), _Loader)
+    except OSError as wrong:
+        raise error(f"{name}: cannot be read: {wrong.strerror}") from None
+    except yaml.MarkedYAMLError as wrong:
+        mark = wrong.problem_mark or wrong.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise error(f"{name}{line}: cannot be read: {wrong.problem or wrong.context}") from None
+    except (yaml.YAMLError, RecursionError) as wrong:
+        raise error(f"{name}: cannot be read: {' '.join(str(wrong).split()) or 'nested too deep'}") from None
+    except TC3Error:
+        raise
+    except ValueError as wrong:  # a date or a number that is none
+        raise error(f"{name}: cannot be read: {' '.join(str(wrong).split())}") from None
+
 
 FOLDER = Path(__file__).parent
 CERTAINTIES = ("quoted", "derived", "assumed")

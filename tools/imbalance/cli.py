@@ -43,10 +43,10 @@ def imbalance_command(
     """
     from rich.console import Console
 
-    from tools.auto.resolve import resolve
     from tools.data.reporter import CountingReporter
     from tools.imbalance import render as imbalance_render
     from tools.imbalance.measure import imbalance
+    from tools.layout.resolve import resolve
     from tools.recipe.load import load_recipe
     from tools.recipe.override import apply_overrides
     from tools.schema.keys import refuse_keys

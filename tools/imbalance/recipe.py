@@ -15,9 +15,9 @@ from plugins.attention_balance.plan import Layout
 from plugins.attention_balance.samples.cost import Cost
 from plugins.attention_balance.samples.eod import check_apart
 from plugins.errors import DataError, RecipeError
-from tools.auto.sample_cost import sample_cost
 from tools.data.index import Blend, read_blend
 from tools.data.outputs import read_sidecar
+from tools.layout.resolve import sample_cost
 from tools.recipe.findings import refusal
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted

@@ -20,7 +20,7 @@ from tools.estimate.memory.room import Room
 from tools.estimate.time_model import TimeModel
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
-from tools.search.overlay.write import changed, overlay
+from tools.search.overlay import changed, overlay
 
 PAIRS = 10  # pairs that are written, read again and checked
 

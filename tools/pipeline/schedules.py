@@ -1,12 +1,15 @@
-"""Pipeline schedules by name: what each stage runs in which order, what a schedule wants, who can run it.
+"""Pipeline schedules by name: what each stage runs in which order, what a schedule wants, and who can run it.
 
-MindSpore's (`SCHEDULES`, see `tools.pipeline.mindspore_orders`) are what a recipe can ask for. The others
+MindSpore's (`SCHEDULES`, see `tools.pipeline.orders`) are what a recipe can ask for. The others
 (`PAPER_SCHEDULES`) are published by leaders, and only simulated here:
 
-zb_h1, zb_h2             `tools.pipeline.zero_bubble`: weight gradients fill the bubble (arXiv 2401.10241)
-zb_v, v_half, v_min      `tools.pipeline.v_schedules`: the model in a V, memory as one likes (arXiv 2405.15362)
-dual_pipe, dual_pipe_v   `tools.pipeline.dual_pipe`: a forward and a backward as one overlapped pair (DeepSeek)
+zb_h1, zb_h2             `orders`: weight gradients fill the bubble (arXiv 2401.10241)
+zb_v, v_half, v_min      `orders`: the model in a V, memory as one likes (arXiv 2405.15362)
+dual_pipe, dual_pipe_v   `tools.pipeline.orders`: a forward and a backward as one overlapped pair (DeepSeek)
 interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (report section 4.1, Pangu Ultra MoE)
+
+`why_not` says which schedules MindFormers 1.9.0 on MindSpore 2.9.0 cannot run (docs/schedules.md). All others are
+simulated only; one is asked for by the environment.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from typing import NamedTuple
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
-from tools.pipeline import dual_pipe, mindspore_orders, v_schedules, zero_bubble
-from tools.pipeline.operation import BOTH_WAYS, KINDS, LOOP, Op, V, widened
+from tools.pipeline import orders
+from tools.pipeline.orders import BOTH_WAYS, KINDS, LOOP, Op, V, widened
 
 
 class _Schedule(NamedTuple):
@@ -35,24 +38,24 @@ class _Schedule(NamedTuple):
 
 
 _MINDSPORE = {
-    "gpipe": _Schedule(mindspore_orders.gpipe),
-    "1f1b": _Schedule(mindspore_orders.plain_1f1b),
-    "interleaved_1f1b": _Schedule(mindspore_orders.interleaved_1f1b),
-    "interleaved_1f1b_less_memory": _Schedule(mindspore_orders.interleaved_1f1b_less_memory),
-    "seqpipe": _Schedule(mindspore_orders.seqpipe, splits=True),
-    "seqvpp": _Schedule(mindspore_orders.seqvpp, splits=True),
-    "seqsmartvpp": _Schedule(mindspore_orders.seqsmartvpp, splits=True),
-    "zero_bubble_v": _Schedule(mindspore_orders.zero_bubble_v, V, weights=True),
+    "gpipe": _Schedule(orders.gpipe),
+    "1f1b": _Schedule(orders.plain_1f1b),
+    "interleaved_1f1b": _Schedule(orders.interleaved_1f1b),
+    "interleaved_1f1b_less_memory": _Schedule(orders.interleaved_1f1b_less_memory),
+    "seqpipe": _Schedule(orders.seqpipe, splits=True),
+    "seqvpp": _Schedule(orders.seqvpp, splits=True),
+    "seqsmartvpp": _Schedule(orders.seqsmartvpp, splits=True),
+    "zero_bubble_v": _Schedule(orders.zero_bubble_v, V, weights=True),
 }
 _PAPERS = {
-    "zb_h1": _Schedule(zero_bubble.zb_h1, weights=True),
-    "zb_h2": _Schedule(zero_bubble.zb_h2, weights=True),
-    "zb_v": _Schedule(v_schedules.zb_v, V, weights=True),
-    "v_half": _Schedule(v_schedules.v_half, V, weights=True),
-    "v_min": _Schedule(v_schedules.v_min, V, weights=True),
-    "dual_pipe": _Schedule(dual_pipe.dual_pipe, BOTH_WAYS, weights=True),
-    "dual_pipe_v": _Schedule(dual_pipe.dual_pipe_v, V, weights=True),
-    "interleaved_1f1b_pairs": _Schedule(dual_pipe.interleaved_1f1b_pairs),
+    "zb_h1": _Schedule(orders.zb_h1, weights=True),
+    "zb_h2": _Schedule(orders.zb_h2, weights=True),
+    "zb_v": _Schedule(orders.zb_v, V, weights=True),
+    "v_half": _Schedule(orders.v_half, V, weights=True),
+    "v_min": _Schedule(orders.v_min, V, weights=True),
+    "dual_pipe": _Schedule(orders.dual_pipe, BOTH_WAYS, weights=True),
+    "dual_pipe_v": _Schedule(orders.dual_pipe_v, V, weights=True),
+    "interleaved_1f1b_pairs": _Schedule(orders.interleaved_1f1b_pairs),
 }
 _ORDERS = _MINDSPORE | _PAPERS
 SCHEDULES = tuple(_MINDSPORE)
@@ -74,7 +77,7 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
-    """Return `operations` as numbers [operations, COLUMNS] (see `tools.pipeline.operation`), pairs included.
+    """Return `operations` as numbers [operations, COLUMNS] (see `tools.pipeline.orders`), pairs included.
 
     Raises:
         RecipeError: as `operations`.
@@ -173,3 +176,27 @@ def pairs_up(schedule: str) -> bool:
 def is_v_shaped(schedule: str) -> bool:
     """Say whether odd chunks run from the last stage to the first (the model's order then makes a V)."""
     return schedule in _ORDERS and shape_of(schedule) == V
+
+
+BY_ENVIRONMENT = "interleaved_1f1b_less_memory"
+_REFUSED = {
+    BY_ENVIRONMENT: "the environment asks for it (ENABLE_LESS_MEM_VPP=1), no key of a recipe does",
+    "seqvpp": "MindFormers refuses it without seq_split_num, and seq_split_num in graph mode",
+    "interleaved_1f1b_pairs": "MindSpore has pp_1f1b_overlap, but which pairs it builds was not seen",
+    "dual_pipe": "it holds the model twice, which no recipe can say",
+    **dict.fromkeys(("zb_h1", "zb_h2"), "MindSpore splits weight gradients off in zero_bubble_v alone"),
+    **dict.fromkeys(
+        ("zb_v", "v_half", "v_min", "dual_pipe_v"), "of pipelines in a V MindSpore has zero_bubble_v alone"
+    ),
+}
+
+
+def why_not(schedule: str) -> str:
+    """Why no recipe can ask for a schedule; "" where MindFormers runs it."""
+    assert set(PAPER_SCHEDULES) <= set(_REFUSED)
+    return _REFUSED.get(schedule, "")
+
+
+def interleaves(schedule: str, chunks: int) -> bool:
+    """What `pipeline_interleave` must say: MindFormers takes schedulers other than 1f1b only with it."""
+    return chunks > 1 or not (schedule == "1f1b" or schedule.startswith("interleaved_1f1b"))

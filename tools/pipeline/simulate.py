@@ -1,4 +1,4 @@
-"""Simulate a pipeline schedule: how long a step takes, who waits, and how much memory each stage holds when.
+"""Simulate a pipeline schedule: how long a step takes, who waits, how much memory each stage holds when, as a picture.
 
 Rules of the simulation, all stated here:
 * a stage runs its operations one after the other in the schedule's order, each as soon as what it needs is there;
@@ -8,24 +8,33 @@ Rules of the simulation, all stated here:
   keeps both stages busy, the sender after its operation and the receiver before its own; a sender does not wait for its
   receiver. With "1f1b" (report section 4.1; MindSpore's 1b1f overlap) a backward and the forward right after it
   are run together, so that neither that backward's sending nor that forward's receiving keeps the stage busy;
-* a pair (see `tools.pipeline.dual_pipe`) starts when both its inputs are there, ends once for both, and takes what its
+* a pair (see `tools.pipeline.orders`) starts when both its inputs are there, ends once for both, and takes what its
   two operations take less what they hide of each other (`hidden`); its transfers run beside it;
 * parts of a sequence are operations of their own; a stage's order keeps forwards before the later parts that need their
   keys and values, and backwards the other way round;
 * activations of a chunk are held from the start of its forward to the end of its backward, or of its weight gradients
   where these are split off.
 No contention between transfers, no variation between micro-batches. Times and memory are in the caller's units.
+
+How many activations are in flight is counted from the orders only, without times.
+
+An operation counts from its start: a chunk's activations are there while its forward runs, and until its backward ends
+(its weight gradients, where they are split off).
+
+The picture has a row for each stage and shows who runs what when, as in the papers' figures of pipeline schedules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
-from tools.pipeline.operation import Op
+from tools.pipeline.orders import Op
 from tools.pipeline.timetable import PAIR, Timetable, timetable
 
 OVERLAPS = ("none", "1f1b", "full")
@@ -206,3 +215,129 @@ def _run(table: Timetable, cost: np.ndarray, lags: list[np.ndarray]) -> np.ndarr
         np.maximum(ready, free[level], out=ready)
         np.add(ready, cost[level], out=free[level + 1])
     return free[1:]
+
+
+_IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
+
+
+def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
+    """Return [operations, chunks]: micro-batches whose activations are held while each operation runs.
+
+    Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
+    forward comes first.
+    """
+    split = {op[1:] for op in order if op.kind == "W"}
+    parts = 1 + max(op.part for op in order)
+    taken, freed = np.zeros((len(order), chunks), int), np.zeros((len(order) + 1, chunks), int)
+    for index, op in enumerate(order):
+        if op.kind == "F":
+            taken[index, op.chunk] += 1
+        elif op.kind == "W" or op[1:] not in split:
+            freed[index + 1, op.chunk] += 1
+    held = taken.cumsum(axis=0) - freed[:-1].cumsum(axis=0)
+    return held if parts == 1 else held / parts
+
+
+def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
+    """Micro-batches of a run (a number or an array) that is as full as one of `micro_batches`, but short.
+
+    What does not fill a round of most schedules is added to their first round, and later ones repeat the second. GPipe
+    has one round; seqpipe, seqvpp and seqsmartvpp spread the rest over rounds: the first depends on their number.
+    """
+    if schedule in _IRREGULAR:
+        return micro_batches
+    return np.minimum(micro_batches, 4 * stages + micro_batches % stages)
+
+
+def peak_vectors(order: Sequence[Op], chunks: int) -> np.ndarray:
+    """Return [vectors, chunks]: the moments of `in_flight` that no other moment exceeds in every chunk.
+
+    Whatever a chunk's activation takes, the stage's peak is at one of them: one memory row each makes a solver's
+    memory exact.
+    """
+    distinct = np.unique(in_flight(order, chunks), axis=0)
+    exceeds = (distinct[:, None] <= distinct[None]).all(axis=2) & (distinct[:, None] != distinct[None]).any(axis=2)
+    return distinct[~exceeds.any(axis=1)]
+
+
+def memory_over_time(
+    simulation: Simulation, stage: int, static: float, activation: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (times, memory) of a stage: memory[i] is held from times[i] to times[i + 1] or the end of the step.
+
+    `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
+    """
+    order, held = simulation.orders[stage], np.asarray(activation, float)
+    split = {op[1:] for op in order if op.kind == "W"}
+    share = 1 / (1 + max(op.part for op in order))
+    events = [(0.0, 0, 0.0)]
+    for op, start, end in zip(order, simulation.starts[stage], simulation.ends[stage], strict=True):
+        if op.kind == "F":
+            events.append((float(start), 1, share * held[op.chunk]))
+        elif op.kind == "W" or op[1:] not in split:
+            events.append((float(end), 0, -share * held[op.chunk]))
+    # at one moment memory is freed before the next operation takes some
+    events.sort(key=lambda event: event[:2])
+    return np.array([event[0] for event in events]), static + np.cumsum([event[2] for event in events])
+
+
+NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
+_PALETTES = {"F": "Blues", "B": "Greens", "W": "Oranges"}
+_HEIGHT = 0.84
+
+
+def draw_timeline(axes: Any, simulation: Simulation, numbers: bool = False) -> None:
+    """Draw on matplotlib's `axes`: later chunks darker, the two operations of a pair above each other in a frame.
+
+    `numbers` writes each operation's micro-batch in it.
+    """
+    from matplotlib.patches import Patch
+
+    chunks = simulation.table.chunks
+    colours = _colours(chunks)
+    for stage, order in enumerate(simulation.orders):
+        joined = simulation.table.tables[stage][:, -1]
+        second = joined > 0
+        paired = second | np.append(second[1:], False)
+        starts, ends = simulation.starts[stage], simulation.ends[stage]
+        for row, mask, bottom, height in (
+            (stage, ~paired, -_HEIGHT / 2, _HEIGHT),
+            (stage, paired & ~second, -_HEIGHT / 2, _HEIGHT / 2),
+            (stage, second, 0.0, _HEIGHT / 2),
+        ):
+            at = np.flatnonzero(mask)
+            spans = np.column_stack([starts, ends - starts])[at]
+            shades = [colours[order[index].kind][order[index].chunk] for index in at]
+            axes.broken_barh(spans, (row + bottom, height), facecolors=shades, edgecolor="white", linewidth=0.2)
+            for index in at if numbers else ():
+                _number(axes, simulation, stage, index, row + bottom + height / 2, height < _HEIGHT)
+        frames = np.column_stack([starts, ends - starts])[second]
+        axes.broken_barh(frames, (stage - _HEIGHT / 2, _HEIGHT), facecolors="none", edgecolor="black", linewidth=0.7)
+    axes.set_yticks(range(len(simulation.orders)), [f"stage {stage}" for stage in range(len(simulation.orders))])
+    axes.invert_yaxis()
+    kinds = [kind for kind in NAMES if any(op.kind == kind for order in simulation.orders for op in order)]
+    handles = [
+        Patch(color=colours[kind][chunk], label=NAMES[kind] + (f", chunk {chunk}" if chunks > 1 else ""))
+        for kind in kinds
+        for chunk in range(chunks)
+    ]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, 1.1), ncols=len(handles), fontsize="small")
+
+
+def _colours(chunks: int) -> dict[str, np.ndarray]:
+    """[chunks, 4] of each kind."""
+    from matplotlib import colormaps
+
+    shades = 0.35 + 0.5 * np.arange(chunks) / max(1, chunks - 1)
+    return {kind: colormaps[palette](shades) for kind, palette in _PALETTES.items()}
+
+
+def _number(axes: Any, simulation: Simulation, stage: int, index: int, height: float, small: bool) -> None:
+    """The micro-batch of an operation, with its part where sequences are split, in the middle of its bar."""
+    op = simulation.orders[stage][index]
+    middle = (simulation.starts[stage][index] + simulation.ends[stage][index]) / 2
+    text = f"{op.micro_batch}" + (f"{'abcdefgh'[op.part % 8]}" if simulation.table.parts > 1 else "")
+    dark = op.chunk and op.kind != "W"
+    axes.text(
+        middle, height, text, ha="center", va="center", fontsize=5 if small else 6, color="white" if dark else "black"
+    )

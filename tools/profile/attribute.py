@@ -1,4 +1,7 @@
-"""A profiled step by the estimator's terms: every second of it has one, and they add up to the step.
+"""A profiled step by the estimator's terms, beside the predicted step by the same terms, and the gap between them by
+name.
+
+Every second of the profile has one term, and they add up to the step:
 
 1. *computing*: a kernel's own time; where two run at once the second's is what it goes on alone.
 2. *communication*: its exposed time, in which nothing is computed; what is hidden is kept beside it.
@@ -6,18 +9,29 @@
    (on a CPU, where it is many kernels a weight), or none of these.
 
 What fits no term is "not attributed", by type.
+
+`modelled` gives the estimator's step by these terms, for the stage that was profiled; `gap_lines` puts the two beside
+each other.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from rich.table import Table
 
+from plugins.errors import RecipeError
 from tools.estimate.configuration import Configuration
-from tools.profile.kernels import Kernel, Profile
-from tools.profile.kinds import COMMUNICATION, COMPUTE, OTHER, communicates, expanded, place, term_of
+from tools.estimate.efficiency import Efficiency
+from tools.estimate.layer_time import Parts
+from tools.estimate.memory.activations import mtp_option
+from tools.estimate.memory.model import layer_options
+from tools.estimate.time_model import TimeModel
+from tools.hardware import Hardware
+from tools.profile.kernels import COMMUNICATION, COMPUTE, OTHER, Kernel, Profile, communicates, expanded, place, term_of
 
 HOST = ("host of layers", "host of experts", "host of the optimizer", "host of the step")
 TERMS = (*COMPUTE, *COMMUNICATION, *HOST, OTHER)
@@ -145,3 +159,165 @@ def _untimed(profile: Profile, kernels: list[Kernel]) -> tuple[np.ndarray, float
         shown = 0.0
     length = max(profile.step.seconds, float(own.sum()))
     return own, length, {_PLACES["step"]: length - float(own.sum())}
+
+
+_LAYER = {"matmul": ("matmul", "cut"), "attention": ("attention",), "elementwise": ("elementwise",)}
+
+
+def stage_of(config: Configuration, rank: int | None) -> int | None:
+    """The pipeline stage of a rank; None where the rank is not known and there are several."""
+    if config.pp == 1:
+        return 0
+    if rank is None:
+        return None
+    if not 0 <= rank < config.devices:
+        raise RecipeError(f"rank {rank}: the recipe has {config.devices} devices; is this profile of another recipe?")
+    return rank // (config.devices // config.pp)
+
+
+def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
+    """`TERMS` -> seconds; what recomputation repeats counts to its own term, and the sum is the step.
+
+    Args:
+        stage: of the pipeline; None: the slowest.
+    """
+    times = TimeModel(hardware, efficiency)
+    step = times.step(config)
+    if stage is None:
+        forward, backward, _ = times.chunks(config)
+        stage = int((forward + backward).sum(axis=0).argmax())
+    parts = stage_parts(times, config, stage)
+    lean = TimeModel(hardware, replace(efficiency, moe_s=0.0, weight_s=0.0))
+    layers = stage_parts(lean, config, stage).fixed
+    found = dict.fromkeys(TERMS, 0.0)
+    for term, names in _LAYER.items():
+        found[term] = sum(getattr(parts, name) for name in names)
+    found.update({term: getattr(parts, term) for term in ("tp", "cp", "ep")})
+    update = 0.0 if config.layer_only else times.optimizer(config, stage)
+    found["optimizer"] = 0.0 if config.layer_only else lean.optimizer(config, stage)
+    found["data"] = step.data_parallel
+    found.update(zip(HOST, (layers, parts.fixed - layers, update - found["optimizer"], step.fixed), strict=True))
+    found["pipeline"] = step.total - sum(found.values())
+    return found
+
+
+def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
+    """Seconds of all micro-batches of a stage by part, recomputation added to the part that it repeats."""
+    total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
+    layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
+    for chunk, every in enumerate(config.stage_kinds(stage)):
+        options = iter(layer_options(config, chunk, stage, len(every)))
+        for kind in every:
+            layer = layers[kind]
+            option = next(options) if kind in ("dense", "moe") else mtp_option(config)
+            for name in total:
+                runs = (layer.forward, layer.backward, layer.again(option))
+                total[name] += config.micro_batches * sum(getattr(part, name) for part in runs)
+    return Parts(**total)
+
+
+def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
+    """Seconds of layers' communication with what is hidden included, as far as the model tells it.
+
+    Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
+    """
+    parts = stage_parts(TimeModel(hardware, replace(efficiency, hidden=0.0)), config, stage or 0)
+    found = {"tp": parts.tp, "cp": parts.cp}
+    if not (config.ep_cut or config.shared_beside or config.overlap_ep):
+        found["ep"] = parts.ep
+    return found
+
+
+WORDS = {  # term -> in words, and what to look at where it takes longer than predicted, or less long
+    "matmul": ("matmuls, recomputation included", "their shapes and dtypes: small dimensions, padding, casts"),
+    "attention": ("attention", "is it the fused kernel, with the mask compressed; the sequence of the profiled rank"),
+    "elementwise": ("other operators", "what is not fused (tc3 fusion), casts, transposes, copies"),
+    "optimizer": ("optimizer", "the sharding of its state, fused AdamW, the norm of gradients"),
+    "tp": ("tensor-parallel communication", "whether the group lies inside a node; a slow link"),
+    "cp": ("context-parallel communication", "its algorithm, and what hides it"),
+    "ep": ("expert-parallel communication", "uneven experts (tc3 experts), the dispatch mode (tc3 ep-report)"),
+    "data": ("gradients and weights", "overlap with the backward pass; the groups of the optimizer's shards"),
+    "pipeline": ("pipeline: bubble, sends, waiting", "the schedule, uneven stages, a rank that is late (stragglers)"),
+    "host of layers": ("host: gaps in layers", "cores of the worker (tc3 affinity), jit_level, launches"),
+    "host of experts": ("host: gaps in experts", "host synchronisation on routed sizes"),
+    "host of the optimizer": ("host: gaps in the optimizer", "the number of weights, fused AdamW, jit_level"),
+    "host of the step": ("host: gaps beside layers", "data loading, callbacks, logging"),
+    OTHER: ("not attributed", "the kernels named below"),
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A term; measured is None where only the step's length is known.
+
+    Args:
+        factor: by which the term alone would have to be off to explain the whole gap; None where it cannot.
+    """
+
+    term: str
+    predicted: float
+    measured: float | None
+    factor: float | None = None
+
+    @property
+    def gap(self) -> float | None:
+        """Measured less predicted seconds."""
+        return None if self.measured is None else self.measured - self.predicted
+
+
+def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
+    """The terms that either side has, the largest gap first; the host's in one where names do not split it."""
+    terms = dict(measured.terms)
+    expected = {term: predicted.get(term, 0.0) for term in TERMS}
+    if not measured.scoped:
+        last = HOST[-1]
+        for side in (terms, expected):
+            side[last] = sum(side.pop(name) for name in HOST)
+    found = [Line(term, expected[term], terms[term]) for term in terms if terms[term] or abs(expected[term]) > 1e-9]
+    return sorted(found, key=lambda line: -abs(line.gap or 0.0))
+
+
+def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
+    """The terms of the prediction, the largest first, where only a step's seconds are known."""
+    gap = seconds - sum(predicted.values())
+    found = []
+    for term, part in predicted.items():
+        factor = (part + gap) / part if part > 1e-9 and part + gap > 0 else None
+        if part > 1e-9:
+            found.append(Line(term, part, None, factor))
+    return sorted(found, key=lambda line: -line.predicted)
+
+
+def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
+    """The terms as a table; the last row is their sum."""
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("term", no_wrap=True)
+    known = all(line.measured is not None for line in rows)
+    for name in (head, "measured s", "gap s", "of the gap" if known else "alone"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    every = sum(line.gap or 0.0 for line in rows)
+    for line in rows:
+        shown.add_row(WORDS[line.term][0], *_cells(line, every))
+    if known:
+        total = Line("", sum(line.predicted for line in rows), sum(line.measured or 0.0 for line in rows))
+        shown.add_row("step", *_cells(total, every))
+    return shown
+
+
+def _cells(line: Line, every: float) -> list[str]:
+    if line.measured is None or line.gap is None:
+        alone = f"x {line.factor:.2f}" if line.factor else "cannot be it"
+        return [f"{line.predicted:.4g}", "unknown", "unknown", alone]
+    share = f"{line.gap / every:+.0%}" if abs(every) > 1e-9 else "-"
+    return [f"{line.predicted:.4g}", f"{line.measured:.4g}", f"{line.gap:+.4g}", share]
+
+
+def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
+    """The gaps of more than a hundredth of the step by name, the largest first, and where to look."""
+    found = []
+    for line in rows:
+        if line.gap is not None and abs(line.gap) > 0.01 * total:
+            way = "longer" if line.gap > 0 else "shorter"
+            words, look = WORDS[line.term]
+            found.append(f"{words}: {abs(line.gap):.4g} s {way} than predicted; look at {look}")
+    return found

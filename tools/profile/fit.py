@@ -1,4 +1,4 @@
-"""Efficiencies from one profiled step, each from the terms that speak of it.
+"""Efficiencies from one profiled step, each from the terms that speak of it, and the cluster file that a fit makes.
 
 1. *operators*: how a matmul's speed falls with its smallest dimension, from the kernels' shapes (only their ratios);
 2. *terms*: least squares (SciPy) on the terms of `attribute`, in shares of the step: matmul, attention, elementwise and
@@ -8,16 +8,22 @@
    their derivatives). The others keep their values, and it is said why.
 
 The pipeline's waiting follows from the others. What is not attributed stands in `step_s`, so that the step is whole.
+
+Of a CPU that nobody has described, a cluster file is made from what the best kernels of its profile reach: they are
+taken as its peaks.
 """
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
+import yaml
 from scipy.linalg import qr
 from scipy.optimize import least_squares
 
@@ -28,11 +34,8 @@ from tools.estimate.layer_model import Matmul
 from tools.estimate.published.calibrate import BOUNDS
 from tools.estimate.time_model import TimeModel
 from tools.hardware import Hardware
-from tools.profile.attribute import HOST, Measured
-from tools.profile.kernels import Profile
-from tools.profile.kinds import COMPUTE, OTHER, term_of
-from tools.profile.modelled import modelled, whole
-from tools.profile.shapes import matmul_of
+from tools.profile.attribute import HOST, Measured, modelled, whole
+from tools.profile.kernels import COMPUTE, OTHER, Profile, matmul_of, term_of
 
 TELLING = 1e-3  # of the step: a parameter that is a factor e off must move the terms by that much
 APART = 0.02  # of its own movement, which no other parameter can imitate
@@ -256,3 +259,86 @@ def _solve(
         max_nfev=300,
     )
     return _with(start, names, found.x, bounds)
+
+
+CPU_START = Efficiency(
+    matmul=0.9, matmul_fp8=0.5, half_size=64.0, attention=0.3, memory=0.05, unfused=1.0, link=1.0, hidden=0.5,
+    hidden_ep=0.5, layer_s=1e-3, moe_s=1e-3, burst=1.0, step_s=1e-2,
+    weight_s=1e-4,
+)  # fmt: skip
+_LARGE = 1e-4  # seconds: shorter kernels are mostly their own start
+_ITEM = 4
+
+
+def host_content(profile: Profile, config: Configuration, name: str) -> dict[str, Any]:
+    """What a hardware file of the profiled CPU holds.
+
+    The peak is that of the fastest matmul, bandwidth that of the fastest elementwise operator, of those that take more
+    than 0.1 ms. A model of one device sends nothing, so links are assumed.
+
+    Raises:
+        DataError: the profile has no shapes, so nothing tells FLOPs.
+    """
+    rates, bytes_ = [], []
+    for kernel in profile.step.kernels:
+        if kernel.seconds / kernel.count < _LARGE:
+            continue
+        term = term_of(kernel, config)
+        matmul = matmul_of(kernel) if term == "matmul" else None
+        if matmul:
+            rates.append(matmul.flops * kernel.count / kernel.seconds)
+        elif kernel.inputs and term == "elementwise":
+            sizes = [prod(shape) for shape in kernel.inputs]
+            bytes_.append(_ITEM * (sum(sizes) + max(sizes)) * kernel.count / kernel.seconds)
+    if not rates or not bytes_:
+        raise DataError(f"{profile.source}: no shapes of matmuls and other operators: a CPU's peaks cannot be measured")
+    peak = _figure(max(rates), "derived", "fastest matmul of the profile")
+    link = {
+        "bytes_per_s": _figure(1e10, "assumed", "one device sends nothing"),
+        "latency_s": _figure(0.0, "assumed", "one device sends nothing"),
+        "efficiency": _figure(1.0, "assumed", "one device sends nothing"),
+    }
+    # of bf16, too, for fused attention is counted against it
+    return {
+        "name": name,
+        "device": "CPU",
+        "peak_flops": {"fp32": peak, "bf16": _figure(max(rates), "derived", "as fp32, which it is computed in")},
+        "hbm_bytes": _figure(float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), "derived", "this host"),
+        "hbm_bytes_per_s": _figure(
+            max(bytes_), "derived", "fastest elementwise operator of the profile, caches included"
+        ),
+        "devices_per_node": _figure(1, "assumed", "one process"),
+        "intra_node": link,
+        "inter_node": link,
+        "launch_s": _figure(1e-5, "assumed", "gaps between operators stand in layer_s and step_s"),
+    }
+
+
+def _figure(value: float, certainty: str, source: str) -> dict[str, Any]:
+    return {"value": float(f"{value:.5g}"), "certainty": certainty, "source": source}
+
+
+class _Whole(yaml.SafeDumper):
+    """Writes what stands twice twice."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profile, like: str) -> str:
+    """The file of a cluster under a name, with the efficiencies that were found.
+
+    Args:
+        content: of the hardware's own file.
+        like: what that file is called.
+    """
+    values = {key: value if isinstance(value, bool) else float(f"{value:.5g}")
+              for key, value in asdict(found.efficiency).items()}  # fmt: skip
+    measured, after = found.measured.seconds, sum(found.after.values())
+    head = [
+        f"{name}: {like} with efficiencies fitted to one profiled step of {measured:.4g} s ({profile.device}).",
+        f"Fitted: {', '.join(found.fitted)}; the model's step is {after / measured - 1:+.1%} off it. Others:",
+        *(f"  {key}: {why}" for key, why in found.kept.items()),
+    ]
+    body = yaml.dump({**content, "name": name, "efficiency": values}, Dumper=_Whole, sort_keys=False, width=110)
+    return "".join(f"# {line}\n" for line in head) + body

@@ -1,4 +1,4 @@
-"""What a recipe may leave open: values that `tools.auto.resolve` puts in, and the refusal of a recipe without them.
+"""What a recipe may leave open: values that `tools.layout.resolve` puts in, and the refusal of a recipe without them.
 
 Such a recipe is for people: MindFormers cannot read it, and no number can be told from it.
 """

@@ -16,20 +16,20 @@ from tools.files.atomic import keep_existing, write_atomically
 from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
-from tools.placement.budget import LATE, Budget
+from tools.layout.budget import LATE, Budget
 from tools.process.signals import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import choice_options, effort_option, effort_within, margin_option, schedule_option
-from tools.search.space.limits import read_limit
+from tools.search.request import read_limit
 
 if TYPE_CHECKING:  # imported where they are used: `tc3 search --help` is instant
     from tools.estimate.time_model import TimeModel
     from tools.recipe.load import Recipe
-    from tools.search.ranking.by_schedule import BySchedule
+    from tools.search.ranking.alternatives import BySchedule
     from tools.search.ranking.rank import Ranking
     from tools.search.ranking.run import Found
-    from tools.search.space.request import Request
+    from tools.search.request import Request
 
 _RESERVE = 10.0  # seconds of the time limit for pictures and files
 _WIDTH = 200  # of tables in a file or pipe
@@ -115,9 +115,9 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
 
     With the same effort the answer is the same on every machine, unless the time limit ends the search, which is said.
     """
-    from tools.search.progress import SpaceProgress
+    from tools.search.options import SpaceProgress
+    from tools.search.ranking.alternatives import add_swapping
     from tools.search.ranking.run import search
-    from tools.search.ranking.swap_price import add_swapping
 
     with terminate_as_interrupt(), SpaceProgress() as progress:
         try:
@@ -150,12 +150,11 @@ def _asked(
     path: Path, cluster_name: str, limits: tuple[str, ...], options: dict[str, Any]
 ) -> tuple[Recipe, Request, TimeModel]:
     """The recipe as written, of which overlays are children, and what is asked; errors now rather than at the end."""
+    from tools.estimate.from_recipe import require_ulysses
     from tools.estimate.time_model import TimeModel
-    from tools.model.ulysses import require_ulysses
     from tools.recipe.load import load_recipe
-    from tools.search.overlay.files import keep_files_of
-    from tools.search.overlay.write import require_layouts
-    from tools.search.space.request import request_of, with_choices
+    from tools.search.overlay import keep_files_of, require_layouts
+    from tools.search.request import request_of, with_choices
 
     if options["verified"]:
         require_verified()
@@ -180,7 +179,7 @@ def _asked(
 
 def _require_schedules(options: dict[str, Any]) -> None:
     """Refuse what cannot be answered for `--schedule`, before the search takes its minutes."""
-    from tools.search.ranking.by_schedule import asked_schedules, require_writable
+    from tools.search.ranking.alternatives import asked_schedules, require_writable
 
     options["schedules"] = asked_schedules(options["schedules"])
     if options["write"]:
@@ -193,7 +192,7 @@ def _others(
     request: Request, found: Found, budget: Budget, times: TimeModel, options: dict[str, Any], tell: Callable[..., None]
 ) -> BySchedule:
     """The layouts of `--schedule`; nothing where none was asked for, or where 1F1B has no layout."""
-    from tools.search.ranking.by_schedule import BySchedule, search_schedules
+    from tools.search.ranking.alternatives import BySchedule, search_schedules
 
     if not found.whole or not found.entries:
         return BySchedule()
@@ -204,7 +203,7 @@ def _others(
 
 
 def _infeasible(request: Request, ranking: Ranking, as_json: bool) -> NoReturn:
-    from tools.search.ranking.infeasible import explain
+    from tools.search.ranking.rank import explain_infeasible as explain
 
     click.echo("no strategy; looking for the nearest request that has one", err=True)
     lines = explain(request, ranking)
@@ -251,12 +250,10 @@ def _tell(
     found: Found, others: BySchedule, times: TimeModel, recipe: Recipe, options: dict[str, Any], as_json: bool
 ) -> None:
     """Print and write everything that was asked for."""
-    from tools.search.overlay.write import write_overlay
-    from tools.search.report.frontier import draw
-    from tools.search.report.html import html
-    from tools.search.report.schedules import print_schedules, to_write
-    from tools.search.report.text import as_json as content
-    from tools.search.report.text import print_text
+    from tools.search.overlay import write_overlay
+    from tools.search.page import draw, html
+    from tools.search.report import as_json as content
+    from tools.search.report import print_schedules, print_text, to_write
 
     name = Path(recipe.source).name
     if as_json:

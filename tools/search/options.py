@@ -1,13 +1,16 @@
-"""Options that several commands of `tc3 search` have."""
+"""Options that several commands of `tc3 search` have, and the progress that they show while they search."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from tools.placement.budget import EFFORTS
+from tools.layout.budget import EFFORTS, Budget
+from tools.layout.ilp import Incumbent
+from tools.process.waiting import Progressing
 from tools.ranges import Number
 
 margin_option = click.option(
@@ -52,7 +55,7 @@ def choice_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Effort(click.ParamType):
-    """A click type: `low`, `normal`, `high`, or units of `tools.placement.budget`."""
+    """A click type: `low`, `normal`, `high`, or units of `tools.layout.budget`."""
 
     name = "effort"
 
@@ -86,3 +89,32 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
     """Units that were asked for, else the default, or what would take about `seconds` if that is less."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
+
+
+_WORDS = {"ranking": "ranking the space", "placing": "placing layers", "bounding": "bounding the others"}
+
+
+class SpaceProgress(Progressing):
+    """Of `tc3 search RECIPE`: one phase after the other."""
+
+    def __init__(self) -> None:
+        super().__init__("looking at every mesh of the devices")
+
+    def tell(self, phase: str, done: int, of: int, best: float) -> None:
+        """Tell how far a phase is, and the best step seconds so far (infinite: none)."""
+        found = f", best step {best:.2f} s" if math.isfinite(best) else ""
+        self.show(f"{_WORDS[phase]}, {done:,} of {of:,}{found}", done, of)
+
+
+class PlanProgress(Progressing):
+    """Of the pipeline optimiser: the best plan, and how far it may be from the best there is."""
+
+    def __init__(self, budget: Budget):
+        super().__init__("looking for a first plan", budget.effort)
+        self._budget = budget
+
+    def tell(self, incumbent: Incumbent) -> None:
+        """Tell of a better plan or bound."""
+        if math.isfinite(incumbent.time):
+            found = f"best step {incumbent.time:.6g}, gap {100 * incumbent.gap:.2f} %"
+            self.show(f"{found}; effort {self._budget.spent:.0f} of {self._budget.effort:.0f}", self._budget.spent)

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tools.auto.resolve import resolve
+from tools.layout.resolve import resolve
 from tools.ranges import Number
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import Recipe, load_recipe

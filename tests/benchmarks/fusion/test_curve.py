@@ -3,8 +3,7 @@
 import pytest
 
 from benchmarks.fusion.curve import REPORTED, ROWS, crossing, point
-from tools.estimate.device_time import DeviceTimes
-from tools.estimate.efficiency import cluster
+from tools.estimate.efficiency import DeviceTimes, cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.recipe.load import load_recipe
 

@@ -10,7 +10,7 @@ from launch.on_cluster import run as script_run
 from plugins.attention_balance.plan import Cost
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored
-from tools.auto import sample_cost
+from tools.layout import resolve
 from tools.recipe.load import load_recipe
 
 
@@ -137,7 +137,7 @@ WORDS = "plugins.attention_balance: the samples keep the order in which this run
 def test_a_run_weighs_its_samples_as_it_began_however_flops_are_counted_now(train, trained, monkeypatch):
     assert balance(trained) == AS_BEGUN
     assert WORDS not in train(TOY, "--resume", "auto", "--steps", "60")[2]
-    monkeypatch.setattr(sample_cost, "sample_cost", lambda recipe: Cost(7.0, 8.0, "FLOP"))
+    monkeypatch.setattr(resolve, "sample_cost", lambda recipe: Cost(7.0, 8.0, "FLOP"))
     code, _, err = train(TOY, "--resume", "auto", "--steps", "60")
     assert code == 0 and WORDS in err and balance(trained) == AS_BEGUN
     assert WORDS in train(TOY, "--resume", "auto", "--steps", "60", "--dry-run")[2]
@@ -149,7 +149,7 @@ def test_a_run_weighs_its_samples_as_it_began_however_flops_are_counted_now(trai
 
 
 def test_so_do_the_workers_of_a_launch_script(monkeypatch, trained):
-    monkeypatch.setattr(sample_cost, "sample_cost", lambda recipe: Cost(7.0, 8.0, "FLOP"))
+    monkeypatch.setattr(resolve, "sample_cost", lambda recipe: Cost(7.0, 8.0, "FLOP"))
     checkpoint = trained / "checkpoint" / "iteration_00000050"
     for run_dir in (trained, Path("output/another")):
         assert worker.build_config(Path(TOY), (), run_dir, checkpoint)["plugins"]["attention_balance"] == AS_BEGUN

@@ -10,8 +10,8 @@ import yaml
 from click.testing import CliRunner
 
 from plugins.errors import TC3Error
-from tests.tools.auto.test_advise import sent_forward
 from tests.tools.check.test_mutations import ROOT
+from tests.tools.layout.test_advise import sent_forward
 from tools.ep_report.cli import ep_report
 from tools.ep_report.report_case import DEGREES, MODELS, cases, main, markdown
 from tools.hardware import load_hardware

@@ -11,23 +11,22 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.hierarchical_ep.plan import MODES
-from tools.auto.advise import advise
-from tools.auto.resolve import resolve
 from tools.ep_report.cli import ep_report
 from tools.estimate.configuration import Cut
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE, load_hardware
 from tools.imbalance.measure import seconds_of
+from tools.layout.advise import advise
+from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View
-from tools.search.ranking.entry import entry_of
+from tools.search.candidates import Block
+from tools.search.ranking.predict import TimeTable
 from tools.search.ranking.rank import rank
-from tools.search.ranking.time import TimeTable
-from tools.search.space.candidates import Block
-from tools.search.space.limits import POLICIES, SHARDS, read_limit
-from tools.search.space.request import request_of
+from tools.search.ranking.run import entry_of
+from tools.search.request import POLICIES, SHARDS, read_limit, request_of
 
 ROOT = Path(__file__).resolve().parents[3]
 CARDS = {"card.yaml"}

@@ -16,10 +16,10 @@ from plugins.expert_balance.record import append, load_file
 from plugins.expert_balance.settings import Settings
 from tests.plugins.expert_balance.drifting import live
 from tests.tools.check.test_mutations import ROOT
-from tools.auto.advise import advise
 from tools.experts.cli import experts
 from tools.experts.seconds import seconds_of
 from tools.experts.source import open_run
+from tools.layout.advise import advise
 from tools.recipe.load import load_recipe
 
 LARGE = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"

@@ -12,8 +12,7 @@ from tests.tools.fusion.small_graphs import node, text_of
 from tests.tools.fusion.test_named_passes import grouped
 from tools.dryrun.jobs import plan_jobs
 from tools.dryrun.quick import quick_plan
-from tools.estimate.device_time import DeviceTimes
-from tools.estimate.efficiency import cluster
+from tools.estimate.efficiency import DeviceTimes, cluster
 from tools.fusion import cli
 from tools.fusion.count.tally import Tally
 from tools.fusion.pieces import Pieces, quick_pieces, stage_pieces

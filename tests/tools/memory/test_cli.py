@@ -4,8 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from tools.hardware.units import GIB, MIB
-from tools.memory.cli import memory
-from tools.memory.render import pass_in_words, unit_of
+from tools.memory.cli import memory, pass_in_words, unit_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 

@@ -1,9 +1,34 @@
 """Parameter counts against numbers that MindFormers' own parameters gave (full shapes of a compiled graph)."""
 
-import pytest
+import copy
+from itertools import chain
+from pathlib import Path
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.recipes.counted import counted
+from tools.check.table import table_of
+from tools.dryrun.stages import stages_of
+from tools.estimate.from_recipe import from_recipe
+from tools.imbalance.recipe import setting_of
+from tools.layout.resolve import sample_cost
 from tools.model.architecture import model_of
-from tools.model.weights import KINDS, active_parameters, layer_size, parameters, stage_parameters
+from tools.model.weights import (
+    KINDS,
+    active_parameters,
+    flops_per_token,
+    layer_size,
+    multiplied,
+    parameters,
+    stage_parameters,
+)
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import load_recipe
+from tools.recipe.view import View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
 
 MLA = {
     "vocab_size": 131072, "multi_latent_attention": True, "q_lora_rank": 1536, "kv_lora_rank": 512,
@@ -67,3 +92,139 @@ def test_a_dense_model_with_grouped_queries():
 def test_every_second_layer_is_moe():
     pattern = model_of({**M105, "first_k_dense_replace": 0, "moe_layer_freq": 2, "num_layers": 4}).pattern
     assert pattern == ("moe", "dense", "moe", "dense")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+MOE, GROUPED = (
+    ROOT / "recipes" / name for name in ("telechat3_105b/pretrain_4k.yaml", "telechat3_36b/pretrain_8k.yaml")
+)
+SMALL = {
+    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 192,
+    "num_hidden_layers": 4, "seq_length": 4096, "offset": 0, "pp_interleave_num": 1,
+}  # fmt: skip
+SMALL_MOE = {
+    **SMALL, "n_routed_experts": 8, "moe_intermediate_size": 48, "num_experts_per_tok": 2, "q_lora_rank": 32,
+    "moe_shared_expert_intermediate_size": 48, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_head_dim": 16,
+    "qk_rope_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+VARIANTS = {
+    "plain": (MOE, {}),
+    "tied": (MOE, {"tie_word_embeddings": True}),
+    "every second layer": (MOE, {"first_k_dense_replace": 0, "moe_layer_freq": 2}),
+    "a list, MTP of a dense layer": (MOE, {"first_k_dense_replace": 0, "moe_layer_freq": [1, 0, 1, 0]}),
+    "no MTP": (MOE, {"num_nextn_predict_layers": 0}),
+    "queries not compressed": (MOE, {"q_lora_rank": None}),
+    "joint matrix with biases": (MOE, {"attention_bias": True, "mla_qkv_concat": True}),
+    "biases that no matrix takes": (MOE, {"attention_bias": True}),
+    "LayerNorm": (MOE, {"normalization": "LayerNorm"}),
+    "gate of the shared expert": (MOE, {"use_shared_expert_gating": True}),
+    "no shared expert, but its width": (MOE, {"n_shared_experts": 0}),
+    "two shared experts": (MOE, {"n_shared_experts": 2, "moe_shared_expert_intermediate_size": None}),
+    "grouped queries": (GROUPED, {"num_key_value_heads": 2}),
+    "grouped, tied": (GROUPED, {"tie_word_embeddings": True}),
+    "grouped, biases": (GROUPED, {"add_bias_linear": True}),
+    "grouped, bias of the second matrix": (GROUPED, {"add_mlp_fc2_bias_linear": True}),
+    "grouped, normed queries": (GROUPED, {"qk_layernorm": True, "attention_bias": True}),
+    "grouped, no gate": (GROUPED, {"gated_linear_unit": False, "hidden_act": "gelu"}),
+}
+
+
+def variant(base, changes):
+    recipe = copy.deepcopy(load_recipe(base))
+    recipe["model"]["model_config"].update({**(SMALL_MOE if base == MOE else {**SMALL, "head_dim": 16}), **changes})
+    return recipe
+
+
+@pytest.mark.slow
+def test_mindformers_builds_as_many_weights_as_we_count(tmp_path):
+    paths = {name: tmp_path / f"{index}.yaml" for index, name in enumerate(VARIANTS)}
+    for name, path in paths.items():
+        path.write_text(recipe_text(variant(*VARIANTS[name])))
+    built = counted(paths.values())
+    ours = {name: parameters(model_of(fields_of(variant(*VARIANTS[name])))) for name in VARIANTS}
+    assert ours == {name: built[str(path)] for name, path in paths.items()}
+
+
+def fields_of(recipe):
+    return convert(View(recipe), load_schema()).fields
+
+
+@st.composite
+def recipes(draw):
+    """Legal recipes of small models: MLA or grouped queries, patterns, ties, MTP, shared experts, pipelines."""
+    mla = draw(st.booleans())
+    stages, chunks = draw(st.sampled_from([(2, 1), (4, 1), (2, 2)]))
+    layers = draw(st.integers(1, 3)) * stages * chunks
+    changes = {"num_hidden_layers": layers, "pp_interleave_num": chunks, "tie_word_embeddings": draw(st.booleans())}
+    if mla:
+        pattern = draw(st.lists(st.integers(0, 1), min_size=layers, max_size=layers).filter(any))
+        dense = draw(st.integers(1, layers - 1)) if layers > 1 else 0
+        patterns = [(dense, 1), (0, 1), (0, 2), (0, pattern)]
+        first, frequency = draw(st.sampled_from(patterns))
+        changes |= {"first_k_dense_replace": first, "moe_layer_freq": frequency}
+        shared = draw(st.integers(0, 2))
+        changes |= {"n_shared_experts": shared, "moe_shared_expert_intermediate_size": 48 * shared or None}
+        changes |= {
+            "num_nextn_predict_layers": draw(st.integers(0, 1)),
+            "q_lora_rank": draw(st.sampled_from([32, None])),
+        }
+    else:
+        changes |= {"num_key_value_heads": draw(st.sampled_from([1, 2, 4])), "qk_layernorm": draw(st.booleans())}
+    recipe = variant(MOE if mla else GROUPED, changes)
+    recipe["parallel_config"].update(
+        {"data_parallel": 4, "model_parallel": 2, "pipeline_stage": stages, "context_parallel": 1, "micro_batch_num": 8}
+    )
+    recipe["parallel_config"]["expert_parallel"] = 4 if mla else 1
+    recipe["recompute_config"] = {"recompute": False}
+    return recipe
+
+
+@given(recipe=recipes())
+@settings(max_examples=60)
+def test_every_reader_counts_the_same(recipe):
+    view, fields = View(recipe), fields_of(recipe)
+    table = table_of(view, convert(view, load_schema()))
+    config = from_recipe(recipe)
+    assert config.model == model_of(fields)
+    assert table["parameters_total"] == parameters(config.model) == sum(table["stage_parameters"])
+    assert table["flops_per_token"] == flops_per_token(config.model, config.sequence)
+
+    stages = stages_of(view)
+    held = [[*stage.kinds, *["mtp"] * (config.model.mtp * ("head" in stage.ends)), *stage.ends] for stage in stages]
+    assert [sum(layer_size(config.model, kind) for kind in kinds) for kinds in held] == table["stage_parameters"]
+    assert [sorted(kinds) for kinds in held] == [
+        sorted(chain(*config.stage_kinds(stage))) for stage in range(config.pp)
+    ]
+
+
+@given(recipe=recipes(), recompute=st.sampled_from([False, True]))
+@settings(max_examples=40)
+def test_imbalance_weighs_samples_by_the_flops_of_tc3_check(recipe, recompute):
+    """What `tc3 data imbalance` predicts with, and what a launch writes for the plugin."""
+    recipe["recompute_config"] = {"recompute": recompute}
+    cost = setting_of(recipe, "nowhere", None).cost
+    view = View(recipe)
+    table = table_of(view, convert(view, load_schema()))
+    # a token of a sequence of n attends to n / 2 tokens on average; of four passes one is forward again
+    flops = cost.per_token + cost.per_pair * recipe["model"]["model_config"]["seq_length"] / 2
+    assert 3 * flops == (4 if recompute else 3) * table["flops_per_token"]
+    assert cost == sample_cost(recipe)
+
+
+def test_half_of_the_438b_in_experts_is_one_number_everywhere():
+    """`tc3 check --build` said 234 B and `tc3 search` 446 B."""
+    recipe = load_recipe(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml")
+    recipe["model"]["model_config"].update({"first_k_dense_replace": 0, "moe_layer_freq": 2})
+    assert parameters(from_recipe(recipe).model) == 234_088_576_000
+    assert table_of(View(recipe), convert(View(recipe), load_schema()))["parameters_total"] == 234_088_576_000
+
+
+def test_flops_by_module_add_up():
+    """Six for each weight that multiplies; by hand for one MoE layer, one dense layer and a head."""
+    model = model_of(fields_of(variant(MOE, {"num_hidden_layers": 2, "num_nextn_predict_layers": 0})))
+    attention = 64 * 32 + 32 * 4 * 24 + 64 * 24 + 16 * 4 * 28 + 4 * 12 * 64
+    assert multiplied(model) == {
+        "attention": 2 * attention, "mlp": 3 * 64 * 192 + 3 * 64 * 48, "experts": 2 * 3 * 64 * 48, "router": 64 * 8,
+        "mtp": 0, "head": 512 * 64,
+    }  # fmt: skip
+    assert flops_per_token(model, 100) == 6 * sum(multiplied(model).values()) + 3 * 100 * 4 * (24 + 12) * 2

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from tools.pipeline.operation import BOTH_WAYS, LOOP, Op
+from tools.pipeline.orders import BOTH_WAYS, LOOP, Op
 
 
 def model_paths(stages, chunks, shape=LOOP):

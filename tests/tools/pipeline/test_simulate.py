@@ -1,5 +1,8 @@
 """The simulator against a step-by-step one, closed forms, published bubbles, and what must hold for all times."""
 
+import runpy
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,11 +10,21 @@ from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
 from tests.tools.pipeline.reference_simulator import random_orders, reference, together, with_pairs
-from tools.pipeline.critical_path import critical_path
-from tools.pipeline.operation import BOTH_WAYS, LOOP, Op, V
-from tools.pipeline.schedules import PAPER_SCHEDULES, SCHEDULES, check_schedule, shape_of
-from tools.pipeline.simulate import OVERLAPS, Durations, makespans, simulate, simulate_timetable
-from tools.pipeline.timetable import lay_out, timetable
+from tools.files.figure import new_figure
+from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V
+from tools.pipeline.schedules import PAPER_SCHEDULES, SCHEDULES, check_schedule, operations, shape_of
+from tools.pipeline.simulate import (
+    OVERLAPS,
+    Durations,
+    draw_timeline,
+    in_flight,
+    makespans,
+    memory_over_time,
+    peak_vectors,
+    simulate,
+    simulate_timetable,
+)
+from tools.pipeline.timetable import critical_path, lay_out, timetable
 
 many = settings(max_examples=60)
 
@@ -168,3 +181,77 @@ def test_orders_that_wait_for_each_other_are_named():
 def test_unknown_overlap():
     with pytest.raises(RecipeError, match="did you mean '1f1b'"):
         simulate("1f1b", 4, equal(1, 2, overlap="1f1"))
+
+
+def test_1f1b_holds_one_micro_batch_for_each_stage_after_it():
+    for stage in range(4):
+        assert peak_vectors(operations("1f1b", stage, 4, 1, 8), 1).tolist() == [[4 - stage]]
+
+
+def test_fewer_micro_batches_than_the_warm_up():
+    assert peak_vectors(operations("1f1b", 0, 8, 1, 3), 1).tolist() == [[3]]
+
+
+@many
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4))
+def test_peak_is_at_one_of_the_vectors_and_equals_the_curve(seed, stages, chunks, micro_batches):
+    rng = np.random.default_rng(seed)
+    orders = random_orders(seed, stages, chunks, micro_batches, split=0.3)
+    activation = rng.integers(1, 9, chunks)
+    times = Durations(
+        rng.integers(1, 9, (chunks, stages)), rng.integers(3, 9, (chunks, stages)), np.full((chunks, stages), 2)
+    )
+    simulation = simulate_timetable(lay_out(orders, chunks), times)
+    for stage, order in enumerate(orders):
+        peak = (in_flight(order, chunks) @ activation).max()
+        assert (peak_vectors(order, chunks) @ activation).max() == peak
+        moments, memory = memory_over_time(simulation, stage, 100, activation)
+        assert memory.max() == 100 + peak
+        assert memory[0] == memory[-1] == 100
+        assert (np.diff(moments) >= 0).all()
+
+
+@many
+@given(st.integers(0, 10**6))
+def test_no_vector_exceeds_another(seed):
+    vectors = peak_vectors(random_orders(seed, 2, 3, 3)[0], 3)
+    for index, one in enumerate(vectors):
+        for other in np.delete(vectors, index, axis=0):
+            assert (one > other).any()
+
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dual_pipe_v", "interleaved_1f1b_pairs"])
+def test_each_operation_is_drawn_once(schedule):
+    chunks = 1 if schedule in ("1f1b", "zb_h1") else 2
+    ones = np.ones((chunks, 4))
+    found = simulate(schedule, 8, Durations(ones, 2 * ones, ones, hidden=np.full((chunks, chunks, 4), 0.5)))
+    axes = new_figure(8, 2).subplots()
+    draw_timeline(axes, found)
+    boxes = [path.get_extents() for bars in axes.collections for path in bars.get_paths()]
+    pairs = sum(int(table[:, -1].sum()) for table in found.table.tables)
+    # a pair is two halves of a row, and a frame around both
+    assert len(boxes) == sum(map(len, found.orders)) + pairs
+    heights = np.array([box.height for box in boxes])
+    assert np.isclose(heights, heights.max() / 2).sum() == 2 * pairs
+    drawn = sum(box.width * box.height for box in boxes) / heights.max()
+    assert drawn == pytest.approx(found.busy.sum() + _framed(found))
+
+
+def _framed(found):
+    """Time of all pairs, whose frames cover them once more."""
+    return sum(
+        float((ends - starts)[table[:, -1] > 0].sum())
+        for starts, ends, table in zip(found.starts, found.ends, found.table.tables, strict=True)
+    )
+
+
+def test_the_page_shows_every_schedule_that_only_papers_have():
+    drawn = runpy.run_path(str(DOCS / "pictures" / "schedules.py"))["DRAWN"]
+    assert set(PAPER_SCHEDULES) <= set(drawn)
+    page = (DOCS / "schedules.md").read_text("utf-8")
+    for schedule in drawn:
+        assert f"(pictures/schedules/{schedule}.png)" in page
+        assert (DOCS / "pictures" / "schedules" / f"{schedule}.png").is_file()

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.profile.test_recovery import run_of
+from tests.tools.profile.test_fit import run_105b
 from tools.profile.attribute import TERMS, attribute
-from tools.profile.kernels import Kernel, Profile, Step
-from tools.profile.kinds import OTHER, communicates, term_of
+from tools.profile.kernels import OTHER, Kernel, Profile, Step, communicates, term_of
 
-CONFIG = run_of()
+CONFIG = run_105b()
 LAYER = "Default/network/layers-CellList/3-TransformerLayer/"
 
 

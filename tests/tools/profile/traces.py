@@ -14,7 +14,7 @@ from tools.estimate.layer_model import work
 from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import layer_options
 from tools.estimate.time_model import TimeModel
-from tools.profile.modelled import modelled, whole
+from tools.profile.attribute import modelled, whole
 
 COLUMNS = ["Step ID", "Name", "Type", "Accelerator Core", "Start Time(us)", "Duration(us)", "Wait Time(us)",
            "Block Num", "Input Shapes", "Output Shapes"]  # fmt: skip

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.errors import RecipeError
-from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
+from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.parallel_mini import Degrees, scale_degrees

@@ -1,9 +1,9 @@
 import pytest
 
 from tools.estimate.memory.model import all_stages
-from tools.placement.place import Placement
-from tools.search.ranking import place_best as search_place
+from tools.layout.place import Placement
 from tools.search.ranking import run
+from tools.search.ranking import run as search_place
 
 
 def stand_in(config, model, cap, budget, seed=0):

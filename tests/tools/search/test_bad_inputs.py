@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,16 @@ import yaml
 from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError, TC3Error
+from tests.tools.search.test_search import RECIPE, run
 from tools.ep_report.cli import ep_report
+from tools.estimate.from_recipe import from_recipe
 from tools.estimate.published.rows import read_rows
 from tools.hardware.load import FOLDER
-from tools.placement.instance_file import read_instance
+from tools.layout.instance import read_instance
+from tools.recipe.load import load_recipe
 from tools.search.cli import search
 
-RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
+PRETRAIN_4K = "recipes/telechat3_105b/pretrain_4k.yaml"
 INSTANCE = Path(__file__).parents[3] / "tools" / "search" / "examples" / "pipeline.json"
 
 
@@ -136,7 +140,7 @@ def test_a_file_of_which_no_row_can_be_predicted_is_refused(tmp_path):
 )
 def test_options_of_a_search(monkeypatch, option, value):
     monkeypatch.setattr("tools.search.ranking.run.search", None)  # refused before it
-    refused(CliRunner().invoke(search, [RECIPE, option, value]), option if option != "--cluster" else "cluster")
+    refused(CliRunner().invoke(search, [PRETRAIN_4K, option, value]), option if option != "--cluster" else "cluster")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_options_of_a_search(monkeypatch, option, value):
     [("--skew", "nan"), ("--skew", "0.5"), ("--skew", "1e9"), ("--ep", "0"), ("--ep", "9" * 12), ("--ep", "16,,")],
 )
 def test_options_of_ep_report(option, value):
-    refused(CliRunner().invoke(ep_report, [RECIPE, option, value]), option)
+    refused(CliRunner().invoke(ep_report, [PRETRAIN_4K, option, value]), option)
 
 
 def test_nothing_is_replaced_unasked(monkeypatch, tmp_path):
@@ -152,7 +156,7 @@ def test_nothing_is_replaced_unasked(monkeypatch, tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("mine", "utf-8")
     with pytest.raises(DataError, match=r"--write .*mine\.yaml: exists; .*--force"):
-        CliRunner().invoke(search, [RECIPE, "--write", str(file)], catch_exceptions=False)
+        CliRunner().invoke(search, [PRETRAIN_4K, "--write", str(file)], catch_exceptions=False)
     assert file.read_text("utf-8") == "mine"
 
 
@@ -164,4 +168,125 @@ def test_clusters(tmp_path, value):
     file.write_text(yaml.safe_dump(content), "utf-8")
     for command in (search, ep_report):
         with pytest.raises(RecipeError, match=r"mine\.yaml: hbm_bytes\.value: "):
-            CliRunner().invoke(command, [RECIPE, "--cluster", str(file)], catch_exceptions=False)
+            CliRunner().invoke(command, [PRETRAIN_4K, "--cluster", str(file)], catch_exceptions=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_verify_drops_what_fails(monkeypatch):
+    from tools.search.ranking import verify
+
+    seen = []
+
+    def dry_run(path, full):
+        seen.append(from_recipe(load_recipe(path)))
+        return verify.DryRun(["stage 3 does not compile"] if len(seen) == 1 else [], [], [])
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    answer = json.loads(run("--top", 3, "--json", "--verify", 2).stdout)
+    assert answer["verified"] == len(seen) == 2
+    assert [one["problems"] for one in answer["failed"]] == [["stage 3 does not compile"]]
+    assert len(answer["strategies"]) == 2
+    assert answer["failed"][0]["step_s"] <= answer["strategies"][0]["step_s"]
+
+
+def judged(monkeypatch, *good):
+    """Dry runs that find something wrong, but for those of these numbers; returns the layouts tried."""
+    from tools.search.ranking import verify
+
+    seen = []
+
+    def dry_run(path, full):
+        seen.append(from_recipe(load_recipe(path)))
+        return verify.DryRun([] if len(seen) in good else ["does not compile"], [], [])
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    return seen
+
+
+@pytest.mark.usefixtures("alone")
+def test_when_all_fail_the_next_are_verified(monkeypatch, tmp_path):
+    seen, overlay = judged(monkeypatch, 3), tmp_path / "best.yaml"
+    answer = json.loads(run("--top", 4, "--json", "--verify", 2, "--write", overlay).stdout)
+    assert len(seen) == answer["verified"] == 3 and answer["best_is_verified"]
+    assert from_recipe(load_recipe(overlay)) == seen[2]
+    assert "# Its dry run compiles and fits." in overlay.read_text("utf-8")
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_is_written_when_no_dry_run_passes(monkeypatch, tmp_path):
+    judged(monkeypatch)
+    result = run("--top", 3, "--verify", 1, "--write", tmp_path / "best.yaml")
+    assert result.exit_code == 1 and "dry runs: 0 of 3" in result.stdout
+    assert not (tmp_path / "best.yaml").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_interrupted_dry_run_is_said(monkeypatch, tmp_path):
+    from tools.search.ranking import verify
+
+    def dry_run(path, full):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    result = run("--top", 2, "--verify", 1, "--write", tmp_path / "best.yaml")
+    assert result.exit_code == 130 and "the best is not verified" in result.stderr
+    assert "# NOT VERIFIED" in (tmp_path / "best.yaml").read_text("utf-8")
+
+
+@pytest.fixture
+def family(tmp_path):
+    """A recipe, its base and the base's base."""
+    for name, base in (("oldest", os.path.abspath(RECIPE)), ("parent", "oldest.yaml"), ("recipe", "parent.yaml")):
+        (tmp_path / f"{name}.yaml").write_text(f"base_config: {base}\n", "utf-8")
+    (tmp_path / "other").symlink_to(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("target", ["recipe.yaml", "parent.yaml", "oldest.yaml", "other/recipe.yaml"])
+@pytest.mark.parametrize("option", ["--write", "--html"])
+def test_no_file_of_the_recipe_is_written_over(monkeypatch, family, option, target):
+    monkeypatch.setattr("tools.search.ranking.run.search", None)  # it is refused before the search
+    before = {file: file.read_bytes() for file in family.glob("*.yaml")}
+    words = [str(family / "recipe.yaml"), option, str(family / target)]
+    with pytest.raises(RecipeError, match=f"{option} .*: is (the recipe itself|what .* inherits)"):
+        CliRunner().invoke(search, words, catch_exceptions=False)
+    assert {file: file.read_bytes() for file in family.glob("*.yaml")} == before
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("words", [["--write", "best.yaml"], ["--verify", "1"]])
+def test_a_recipe_without_layouts_is_refused_before_the_search(monkeypatch, words):
+    monkeypatch.setattr("tools.search.ranking.run.search", None)
+    command = ["recipes/mini/pretrain_dp2.yaml", "--devices", "8", *words]
+    with pytest.raises(RecipeError, match=r"use_parallel: True and parallel.parallel_mode: 1"):
+        CliRunner().invoke(search, command, catch_exceptions=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_file_that_cannot_be_written_costs_no_other(tmp_path):
+    (tmp_path / "file").write_text("", "utf-8")
+    words = ["--top", 1, "--write", tmp_path / "file" / "best.yaml", "--html", tmp_path / "report.html"]
+    with pytest.raises(DataError, match=r"best\.yaml: cannot be written"):
+        run(*words)
+    assert (tmp_path / "report.html").is_file()
+
+
+@pytest.mark.usefixtures("alone")
+def test_memory_of_the_command_line_is_written(tmp_path):
+    overlay = tmp_path / "best.yaml"
+    assert run("--top", 1, "--memory", 50, "--write", overlay).exit_code == 0
+    written = load_recipe(overlay)["context"]
+    assert (written["max_device_memory"], written["mempool_block_size"]) == ("50GB", "50GB")
+
+
+@pytest.mark.usefixtures("alone")
+def test_interrupted_dry_runs_keep_the_answer(monkeypatch):
+    from tools.search.ranking import verify
+
+    def dry_run(path, full):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verify.verify, "__defaults__", (False, dry_run))
+    result = run("--top", 2, "--json", "--verify", 2)
+    assert result.exit_code == 130 and len(json.loads(result.stdout)["strategies"]) == 2

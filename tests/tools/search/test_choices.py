@@ -7,13 +7,14 @@ import pytest
 from click.testing import CliRunner
 
 from tools.check.check import check_recipe
+from tools.estimate.configuration import PATTERNS
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import peak_memory
-from tools.estimate.operators import PATTERNS
 from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
 from tools.search.cli import search
-from tools.search.ranking import place_best, run
+from tools.search.ranking import run
+from tools.search.ranking import run as place_best
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k_searched.yaml"
 LIMITS = ("tp=1", "pp=8", "vpp=1", "cp=1", "ep=8", "mbs=1", "shard=optimizer", "recompute=planned")

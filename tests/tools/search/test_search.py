@@ -9,42 +9,45 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plugins.errors import DataError, RecipeError
+from tests.recipes.oracles import RECIPES
 from tests.tools.search.conftest import stand_in
-from tests.tools.search.space.test_candidates import request
+from tests.tools.search.test_candidates import request
 from tools.check.check import check_recipe
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
+from tools.files.figure import new_figure
+from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware.load import load_hardware
 from tools.hardware.units import GIB
-from tools.placement.budget import LATE, Budget
-from tools.placement.place import Placement
+from tools.layout.budget import LATE, Budget
+from tools.layout.place import Placement
 from tools.recipe.load import load_recipe
+from tools.search import page as report
 from tools.search.cli import search
-from tools.search.ranking import infeasible
-from tools.search.ranking import place_best as search_place
+from tools.search.doubt import Doubt
+from tools.search.page import draw_timeline, frontier
+from tools.search.ranking import rank as infeasible
+from tools.search.ranking import run as search_place
 from tools.search.ranking import run as search_run
-from tools.search.ranking.entry import entry_of, why_faster
-from tools.search.ranking.infeasible import explain, more_memory
-from tools.search.ranking.rank import feasible, rank
-from tools.search.ranking.run import Found
-from tools.search.report import html as report
-from tools.search.report.text import placed_words
-from tools.search.sensitivity.doubt import Doubt
-from tools.search.space.limits import read_limit
+from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
+from tools.search.ranking.run import Found, entry_of, why_faster
+from tools.search.report import placed_words
+from tools.search.request import read_limit
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 NARROW = [word for limit in ("tp=2,4", "pp=4,8", "vpp<=2", "cp=1", "ep=8,16", "mbs<=2") for word in ("--limit", limit)]
 FEW = ["--limit", "vpp=1", "--limit", "mbs=1"]  # with NARROW: still more than three layouts
 
 
-pytestmark = pytest.mark.usefixtures("alone")
-
-
 def run(*words):
     return CliRunner().invoke(search, [RECIPE, *NARROW, *map(str, words)], catch_exceptions=False)
 
 
+@pytest.mark.usefixtures("alone")
 def test_answer_as_json_and_as_an_overlay(tmp_path):
     overlay = tmp_path / "best.yaml"
     result = run("--json", "--top", 4, "--write", overlay)
@@ -66,6 +69,7 @@ def test_answer_as_json_and_as_an_overlay(tmp_path):
     assert f"{best['step_s']:.2f} s per step" in overlay.read_text("utf-8")
 
 
+@pytest.mark.usefixtures("alone")
 def test_table_and_report(tmp_path):
     page, picture = tmp_path / "new" / "report.html", tmp_path / "p.svg"
     result = run("--top", 3, "--html", page, "--picture", picture, *FEW)
@@ -80,6 +84,7 @@ def test_table_and_report(tmp_path):
     assert ElementTree.parse(picture).getroot().tag.endswith("svg")
 
 
+@pytest.mark.usefixtures("alone")
 def test_options_may_stand_before_the_recipe():
     words = ["--limit", "tp=8", "--limit", "pp=8", "--limit", "vpp=1", "--top", "1", "--json", RECIPE]
     result = CliRunner().invoke(search, words, catch_exceptions=False)
@@ -87,6 +92,7 @@ def test_options_may_stand_before_the_recipe():
     assert {json.loads(result.stdout)["strategies"][0][name] for name in ("tp", "pp")} == {8}
 
 
+@pytest.mark.usefixtures("alone")
 def test_help_explains_both_ways():
     text = CliRunner().invoke(search, ["--help"]).stdout
     assert "search RECIPE [OPTIONS]" in text and "pipeline" in text and "validate" in text
@@ -96,12 +102,14 @@ def test_help_explains_both_ways():
     assert CliRunner().invoke(search, ["pipeline", "--help"]).stdout.count("INSTANCE.json")
 
 
+@pytest.mark.usefixtures("alone")
 def test_uniform_recomputation_is_not_placed(monkeypatch):
     monkeypatch.setattr(search_place, "place", None)
     answer = json.loads(run("--json", "--top", 2, "--limit", "recompute=full").stdout)
     assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -119,6 +127,7 @@ def test_infeasible_requests_say_what_would_be_feasible(monkeypatch, words, expe
         assert text in result.stdout
 
 
+@pytest.mark.usefixtures("alone")
 def test_nearest_memory_is_enough(monkeypatch):
     for others in ("_without_limits", "_more_devices"):  # the other advice, for which whole spaces are looked at
         monkeypatch.setattr(infeasible, others, lambda *_: [])
@@ -127,13 +136,15 @@ def test_nearest_memory_is_enough(monkeypatch):
     assert run("--memory", problems[1].split()[2], "--top", "1").exit_code == 0
 
 
+@pytest.mark.usefixtures("alone")
 def test_nearest_memory_keeps_the_limits():
     asked = request(devices=8, batch=16, cap=0.01 * GIB, limits=["recompute=none"])
-    nearest = explain(asked, rank(asked))[1]
+    nearest = explain_infeasible(asked, rank(asked))[1]
     assert nearest.endswith("recompute: none")
     assert feasible(replace(asked, cap=float(nearest.split()[2]) * GIB))
 
 
+@pytest.mark.usefixtures("alone")
 def test_no_device_has_more_memory_than_it_has():
     least = rank(request()).least
     assert more_memory(request(), replace(least, peak=59.5 * GIB)).startswith("nearest: --memory 59.5 (GiB)")
@@ -142,6 +153,7 @@ def test_no_device_has_more_memory_than_it_has():
     )
 
 
+@pytest.mark.usefixtures("alone")
 def test_wrong_inputs():
     with pytest.raises(RecipeError, match="atlas_800t_a3"):
         run("--cluster", "atlas_800t_a3")
@@ -154,6 +166,7 @@ def test_wrong_inputs():
     assert run("--top", "0").exit_code == 2
 
 
+@pytest.mark.usefixtures("alone")
 def test_interrupted_it_shows_the_best_so_far(monkeypatch):
     placed = []
 
@@ -171,6 +184,7 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
     assert not early["whole"] and len(early["strategies"]) == 2
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     def refused(config, *rest):
         return stand_in(config, *rest) if config.tp == 2 else Placement(None, float("inf"), 0.0, why="too tight")
@@ -180,6 +194,7 @@ def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     assert result.exit_code == 0 and "too tight" in result.stdout
 
 
+@pytest.mark.usefixtures("alone")
 def test_parts_explain_the_difference():
     asked = request(limits=["pp>1"])
     times = TimeModel(asked.hardware)
@@ -192,11 +207,12 @@ def test_parts_explain_the_difference():
 
 
 def stand_in_config(asked, one):
-    from tools.search.space.candidates import configuration
+    from tools.search.candidates import configuration
 
     return configuration(asked, one.candidate)
 
 
+@pytest.mark.usefixtures("alone")
 def test_placing_in_two_processes(monkeypatch):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "tp=1", "cp=1", "shard=optimizer")]
@@ -213,6 +229,7 @@ def test_placing_in_two_processes(monkeypatch):
         assert placement.step_s <= 1.05 * one.seconds  # layers that cannot be cut cost a little
 
 
+@pytest.mark.usefixtures("alone")
 def test_one_process_and_two_find_the_same(monkeypatch):
     monkeypatch.undo()
     limits = [read_limit(text) for text in ("pp=2", "vpp=2", "cp=1", "shard=optimizer", "mode=global")]
@@ -224,6 +241,7 @@ def test_one_process_and_two_find_the_same(monkeypatch):
     assert answers[0] == answers[1] and not answers[0][-1]
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     monkeypatch.setattr(search_place, "place", lambda *rest: replace(stand_in(*rest), cut=True))
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
@@ -234,6 +252,7 @@ def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
     assert json.loads(run("--top", 2, "--json").stdout)["ended_by_time_limit"]
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("changes", "holds", "words"),
     [
@@ -257,6 +276,7 @@ def test_a_choice_holds_of_a_space_only_where_nothing_was_left_unplaced(changes,
         assert words in placed_words(found)
 
 
+@pytest.mark.usefixtures("alone")
 def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     page = tmp_path / "r.html"
     answer = json.loads(run("--top", 3, "--json", "--html", page, *FEW).stdout)
@@ -272,6 +292,7 @@ def test_what_cannot_be_told_apart_is_in_text_json_and_page(tmp_path):
     assert 0 < answer["bound_s"] <= answer["strategies"][0]["step_s"] and answer["placed"] >= 3
 
 
+@pytest.mark.usefixtures("alone")
 def test_the_page_marks_the_rows_that_cannot_be_told_apart(monkeypatch, tmp_path):
     page = tmp_path / "r.html"
     for shares, marked in (((0.5, 0.02, 0.48), ["1", "3"]), ((0.98, 0.02, 0.0), [])):
@@ -279,3 +300,55 @@ def test_the_page_marks_the_rows_that_cannot_be_told_apart(monkeypatch, tmp_path
         run("--top", 3, "--html", page, *FEW)
         rows = page.read_text("utf-8").split('<tr class="alike">')[1:]
         assert [row.split("</td>")[0][-1] for row in rows] == marked
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=30)
+
+
+@given(POINTS)
+def test_frontier_is_what_nobody_beats(points):
+    seconds, peaks = np.array(points, float).T
+    found = {(seconds[index], peaks[index]) for index in frontier(seconds, peaks)}
+    expected = {(s, p) for s, p in points if not any((t <= s and q <= p) and (t, q) != (s, p) for t, q in points)}
+    assert found == expected
+    assert list(peaks[frontier(seconds, peaks)]) == sorted(p for _, p in expected)
+
+
+@pytest.mark.parametrize(("micro_batches", "drawn"), [(8, 8), (16, 16), (64, 16)])
+def test_of_many_micro_batches_as_many_are_drawn_as_can_be_seen(micro_batches, drawn):
+    config = replace(from_recipe(load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")), micro_batches=micro_batches)
+    entry, axes = entry_of(config, times := TimeModel(load_hardware(DEFAULT_HARDWARE))), new_figure(4, 3).subplots()
+    draw_timeline(axes, entry, times)
+    bars = sum(len(bars.get_paths()) for bars in axes.collections)
+    assert config.pp == 8 and bars == 2 * drawn * config.pp * config.chunks
+    shown = "one step" if micro_batches == drawn else f"{drawn} micro-batches of the step's {micro_batches}"
+    assert axes.get_xlabel() == f"seconds, {shown}" and axes.get_title().endswith(f"drawn: {shown}")
+
+
+WINNERS = {  # folder: seconds a step as searched and as in pretrain_4k.yaml, GiB on the fullest stage
+    "telechat3_105b": (7.38, 20.09, 50.5),
+    "telechat3_438b": (36.72, 37.67, 38.1),
+    "telechat3_1119b": (25.93, 35.37, 47.2),
+}
+
+
+def predicted(folder, file):
+    return entry_of(from_recipe(load_recipe(RECIPES / folder / file)), TimeModel(load_hardware(DEFAULT_HARDWARE)))
+
+
+@pytest.mark.parametrize("folder", WINNERS)
+def test_predictions_are_those_it_was_chosen_by(folder):
+    seconds, before, memory = WINNERS[folder]
+    chosen = predicted(folder, "pretrain_4k_searched.yaml")
+    assert chosen.seconds == pytest.approx(seconds, rel=0.005)
+    assert chosen.peak / GIB == pytest.approx(memory, rel=0.005)
+    assert predicted(folder, "pretrain_4k.yaml").seconds == pytest.approx(before, rel=0.005)
+
+
+@pytest.mark.parametrize("folder", WINNERS)
+def test_it_is_the_same_run_in_another_layout(folder):
+    ours, other = (load_recipe(RECIPES / folder / f"pretrain_4k{end}.yaml") for end in ("_searched", ""))
+    tables = [check_recipe(recipe).table for recipe in (ours, other)]
+    for key in ("parameters_total", "global_batch_samples", "devices"):
+        assert tables[0][key] == tables[1][key]
+    assert ours["lr_schedule"] == other["lr_schedule"] and ours["train_dataset"] == other["train_dataset"]

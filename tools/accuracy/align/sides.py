@@ -23,7 +23,7 @@ import numpy as np
 from plugins.errors import ClusterError, RecipeError
 from tools.accuracy.reference.run import MISSING
 from tools.accuracy.reference.start import Hyper, nudged
-from tools.auto.resolve import resolve
+from tools.layout.resolve import resolve
 from tools.process import child
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe

@@ -17,7 +17,7 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.accuracy.equivalence.sharding import CLIP, EXECUTED_ROWS, TWO_STAGES, Sharding
-from tools.auto.resolve import resolve
+from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
 

@@ -23,9 +23,9 @@ from plugins.errors import ClusterError, RecipeError
 from plugins.operator_fusion.plan import VARIABLE
 from tools.accuracy.equivalence.runs import launch, make_corpus, read_steps
 from tools.accuracy.fusion.kernels import Argument, Kernel, Step
-from tools.auto.resolve import resolve
 from tools.dryrun.graph.text import GraphText
 from tools.fusion.oracle import read_text
+from tools.layout.resolve import resolve
 from tools.process import child
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import CORPUS, load_mini

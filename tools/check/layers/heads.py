@@ -7,8 +7,8 @@ exchange of heads on top; and most models do not compile.
 
 from __future__ import annotations
 
+from tools.estimate.from_recipe import DEGREE, not_compiled
 from tools.model.architecture import Model, model_of
-from tools.model.ulysses import DEGREE, not_compiled
 from tools.recipe.findings import Findings
 from tools.recipe.view import MODEL, PARALLEL, View
 from tools.schema.converter import Built

@@ -22,7 +22,7 @@ _CODE = (
     "tools/schema/defaults.py",
     *("tools/dryrun/compile/rank.py", "tools/dryrun/compile/virtual_cluster.py", "tools/dryrun/layout.py"),
     *("tools/dryrun/graph/text.py", "tools/dryrun/graph/collectives.py", "tools/dryrun/graph/activations.py"),
-    "tools/estimate/memory/modules.py",
+    "tools/estimate/memory/training_graph.py",
 )
 _PACKAGES = ("mindspore", "mindformers")
 

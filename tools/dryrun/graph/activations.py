@@ -18,7 +18,7 @@ from tools.dryrun.graph.collectives import attributes_of
 from tools.dryrun.graph.passes import chunks_of
 from tools.dryrun.graph.text import GraphText, Node, TensorType, arguments_of
 from tools.dryrun.layout import BYTES
-from tools.estimate.memory.modules import LAYER_INPUT, of_path
+from tools.estimate.memory.training_graph import LAYER_INPUT, module_of_path
 
 POINTS = 16  # of a curve
 _PARAMETER = re.compile(r"%(para\d+)_")
@@ -118,7 +118,7 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, dict
     found: dict[str, dict[str, int]] = {}
     for number in kept:
         own = found.setdefault(owner_place(places[number], readers[number]), {})
-        module = of_path(nodes[number].scope)
+        module = module_of_path(nodes[number].scope)
         own[module] = own.get(module, 0) + output_bytes(nodes[number], rows)
     return found
 

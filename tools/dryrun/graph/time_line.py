@@ -12,8 +12,8 @@ from typing import Any
 
 from tools.dryrun.graph.passes import Pass
 from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held
-from tools.estimate.memory.modules import OTHER, of_path
 from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch
+from tools.estimate.memory.training_graph import OTHER, module_of_path
 from tools.pipeline.schedules import Op
 
 _PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}
@@ -28,10 +28,10 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
     """
     constant: dict[Owner, float] = {}
     for item in held:
-        owner = Owner(_PARTS[item.kind], of_path(item.name))
+        owner = Owner(_PARTS[item.kind], module_of_path(item.name))
         constant[owner] = constant.get(owner, 0.0) + item.bytes
     for name, size in graph["kept"].items():
-        owner = Owner("gathered", of_path(name))
+        owner = Owner("gathered", module_of_path(name))
         constant[owner] = constant.get(owner, 0.0) + size
     chunks = graph["activations"]
     order = [Op(*item) for item in passes] or [Op("B", 0, chunk) for chunk in range(len(chunks))]

@@ -2,15 +2,28 @@
 
 Counted tensor by tensor as Korthikanti et al. (arXiv 2205.05198) do; without gates, with dropout and unfused attention
 this is their s b h (10 / t + 24 / t + 5 a s / (h t)) with sequence parallelism, and 10 instead of 10 / t without it.
+
+Beside kept activations Megatron holds more where the weights that compute are whole.
+
+Read in the sources, not fitted:
+
+* Transformer Engine keeps one spare gradient, in the precision that computes, of every shape that a matmul's weight
+  has (`get_dummy_wgrad` in its pytorch/module/base.py; linear layers since 2.3, grouped ones since 2.10). Megatron Core
+  takes the output layer's from there as well (core/tensor_parallel/layers.py). They are never freed.
+* Without it that gradient is made anew for each weight and is gone once it is added up.
+* In a layer's backward most is there when the MLP's activation is differentiated: gradients of the first products and
+  of the activation's result, while the result itself is gone.
+* In the loss's backward the output layer makes the gradient of its input and gathers that input again.
 """
 
 from __future__ import annotations
 
-from tools.estimate import sharding
+from collections.abc import Iterable
+
+from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.layer_model import ITEM, work
-from tools.estimate.memory import megatron
-from tools.estimate.memory.modules import (
+from tools.estimate.memory.training_graph import (
     ATTENTION,
     DISPATCH,
     EMBEDDING,
@@ -22,10 +35,63 @@ from tools.estimate.memory.modules import (
     NORMS,
     ROUTER,
     SHARED,
+    kept_parts,
+    layer_pass,
+    loss_pass,
 )
-from tools.estimate.memory.training_graph import kept_parts, layer_pass, loss_pass
-from tools.model.weights import weights
+from tools.model.weights import Weight, weights
 from tools.pipeline.schedules import is_v_shaped
+
+
+def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
+    """Bytes of Transformer Engine's spare gradients of a stage's weights: each shape counts once."""
+    if not config.spare_gradients:
+        return 0.0
+    shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
+    return ITEM * sum(rows * columns for rows, columns in shapes)
+
+
+def megatron_layer_pass(config: Configuration, kind: str) -> float:
+    """Most bytes of gradients while a layer's backward runs."""
+    model, done, tokens = config.model, work(config, kind), config.rank_tokens
+    held = tokens / config.tp if config.sequence_parallel else tokens
+    gates = 2 if model.gated else 1
+    if kind == "dense":
+        units = tokens * model.ffn / config.tp
+    else:
+        width = model.expert_ffn / (config.tp if config.expert_tp else 1)
+        units = done.copies * width + tokens / config.tp * model.shared_ffn
+    sent = 2 * done.copies * model.hidden  # rows of the experts, permuted and sent back
+    gathered = (1 if config.overlap_tp else 2) * done.gathered if config.tp > 1 else 0.0
+    return ITEM * (gates * units + held * model.hidden + sent) + gathered + _made_anew(config, kind)
+
+
+def megatron_loss_pass(config: Configuration) -> float:
+    """Bytes of the logits, of the gradient of the output layer's input and of that input gathered again."""
+    tokens, model = config.rank_tokens, config.model
+    rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
+    return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
+
+
+def _shape(weight: Weight, config: Configuration) -> tuple[float, float]:
+    """Rows and columns that a device holds of a weight; of experts those of one."""
+    if weight.split == "experts":
+        return weight.rows / config.model.experts, weight.columns / (config.tp if config.expert_tp else 1)
+    rows = weight.rows / (config.tp if weight.split == "rows" else 1)
+    return rows, weight.columns / (config.tp if weight.split == "columns" else 1)
+
+
+def _made_anew(config: Configuration, kind: str) -> float:
+    """Bytes of the largest weight's gradient where none is spare; each expert has its own."""
+    if config.spare_gradients:
+        return 0.0
+    found = [0.0]
+    for weight in weights(config.model, kind, config.shared_whole):
+        if weight.multiplies:
+            parts = config.model.experts // config.ep if weight.split == "experts" else 1
+            found.append(weight.size / configuration.weight_cut(weight, config) / parts)
+    return ITEM * max(found)
+
 
 _WORDS = {"dense": "a dense layer", "moe": "a MoE layer", "mtp": "the MTP layer"}
 _WIDE = 4  # bytes of a gradient that adds up in fp32
@@ -39,7 +105,7 @@ def saved(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def saved_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Module of `tools.estimate.memory.modules` -> bytes that one layer keeps of it."""
+    """Module of `tools.estimate.memory.training_graph` -> bytes that one layer keeps of it."""
     if config.training_graph:
         return kept_parts(config, kind, option)
     model = config.model
@@ -124,7 +190,7 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
     """Bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are sent."""
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
-    return (ITEM + wide) * sum(weight.size / sharding.cut(weight, config) for weight in own)
+    return (ITEM + wide) * sum(weight.size / configuration.weight_cut(weight, config) for weight in own)
 
 
 def buffers(config: Configuration, kind: str) -> float:
@@ -180,11 +246,11 @@ def _layer_pass(config: Configuration, kind: str, again: bool) -> float:
     layer = saved(config, kind) if again else 0.0
     if config.shard_weights:
         return layer + saved(config, kind) + _gathered_gradients(config, kind) + buffers(config, kind)
-    return layer + megatron.layer_pass(config, config.model.last_kind if kind == "mtp" else kind)
+    return layer + megatron_layer_pass(config, config.model.last_kind if kind == "mtp" else kind)
 
 
 def _loss_pass(config: Configuration) -> float:
     if not config.shard_weights:
-        return megatron.loss_pass(config)
+        return megatron_loss_pass(config)
     logits = config.logit_bytes * config.rank_tokens * config.model.vocab / config.tp
     return logits + _gathered_gradients(config, "head") + buffers(config, "head")

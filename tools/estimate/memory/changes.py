@@ -1,7 +1,10 @@
-"""What could be changed of a run to make it need less memory on a device, each change alone or two together.
+"""What could be changed of a run to make it need less memory on a device, each change by itself or two together.
 
 A change keeps the devices and the global batch. What it frees is not a matter of opinion: the changed run's memory is
 predicted anew. `tools.memory` says which keys of a recipe it is and what it costs in step time.
+
+`tc3 dryrun` advises with the same function where a recipe does not fit: what the memory model finds, not a rule of
+thumb.
 """
 
 from __future__ import annotations
@@ -13,8 +16,12 @@ from itertools import combinations
 
 from plugins.errors import RecipeError
 from tools.estimate.configuration import Configuration, Recompute, Table, even_layers
+from tools.estimate.from_recipe import compiles_sharded_gradients, from_recipe
 from tools.estimate.memory.model import all_stages, stage_memory
+from tools.estimate.memory.room import known_errors, require_known
+from tools.hardware.units import GIB
 from tools.pipeline.schedules import is_v_shaped
+from tools.recipe.load import Recipe
 
 Apply = Callable[[Configuration, float], Configuration | None]  # of a run and its limit; None: not for this run
 
@@ -207,3 +214,34 @@ def _one_more(table: Table, chunk: int, stage: int, more: int = 1) -> Table:
     rows = [list(row) for row in table]
     rows[chunk][stage] += more
     return tuple(map(tuple, rows))
+
+
+_SHOWN = 3  # changes of each sort
+
+
+def checked_advice(recipe: Recipe, limit: int) -> str:
+    """One line: which single changes that compile fit by the model, less its known error, and what the others leave."""
+    try:
+        require_known(recipe)
+        own = from_recipe(recipe)
+        found = [change for change in single_changes(own, limit) if _compiles(change.config, own)]
+        changes = sorted(found, key=lambda change: change.peak)
+    except RecipeError as error:
+        return f"what would make it fit is unknown: {error}"
+    room = limit * (1 - known_errors().margin)
+    enough = [change for change in changes if change.peak <= room]
+    short = [change for change in changes if change.peak > room]
+    words = (
+        f"fits by the memory model: {_named(enough[::-1])}" if enough else "no single change fits by the memory model"
+    )
+    rest = f"; not enough alone: {_named(short)}" if short else ""
+    return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
+
+
+def _compiles(config: Configuration, own: Configuration) -> bool:
+    """Whether a change leaves sharded gradients out where MindSpore would not finish compiling them."""
+    return config.shard_gradients == own.shard_gradients or compiles_sharded_gradients(config.pp)
+
+
+def _named(changes: list[Change]) -> str:
+    return ", ".join(f"{change.name} ({change.peak / GIB:.1f} GiB)" for change in changes[:_SHOWN])

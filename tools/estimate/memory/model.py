@@ -20,15 +20,13 @@ from functools import lru_cache
 
 import numpy as np
 
-from tools.estimate import sharding
-from tools.estimate.configuration import Configuration
-from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts
-from tools.estimate.memory.megatron import spare_gradients
-from tools.estimate.memory.modules import SPARE, of_weight
-from tools.estimate.operators import joined, parts_of
+from tools.estimate import configuration
+from tools.estimate.configuration import Configuration, joined, parts_of
+from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
+from tools.estimate.memory.training_graph import SPARE, module_of_weight
 from tools.model.weights import Weight, weights
-from tools.pipeline.in_flight import enough, peak_vectors
 from tools.pipeline.schedules import operations
+from tools.pipeline.simulate import enough, peak_vectors
 
 _STATIC = ("weights", "state", "accumulated", "gathered")
 _LOW, _WIDE = 2, 4  # bytes of a number in half precision and in fp32
@@ -90,7 +88,7 @@ def static_memory(config: Configuration, stage: int) -> tuple[float, float, floa
 
 
 def static_modules(config: Configuration, stage: int) -> dict[tuple[str, str], float]:
-    """(part, module of `tools.estimate.memory.modules`) -> bytes; they add up to `static_memory`."""
+    """(part, module of `tools.estimate.memory.training_graph`) -> bytes; they add up to `static_memory`."""
     every, _ = _static_rows(config, stage)
     found = {(part, name): size for name, row in every.items() for part, size in zip(_STATIC, row, strict=True)}
     if spare := spare_gradients(config, stage_weights(config, stage)):
@@ -110,12 +108,15 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     # MindSpore has no accumulator without accumulation: gradients are reduced to the optimizer's shards as they come
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
-        local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
+        local, shards = (
+            weight.size / configuration.weight_cut(weight, config),
+            configuration.weight_shards(weight, config),
+        )
         # in a pipeline FSDP adds gradients up whole and reduces them after the last micro-batch
         waiting = config.shard_weights and config.pp > 1
         summed = local / (shards if at_once or (config.shard_gradients and not waiting) else 1)
         held = local / shards
-        row = rows.setdefault(of_weight(weight.name), [0.0] * len(_STATIC))
+        row = rows.setdefault(module_of_weight(weight.name), [0.0] * len(_STATIC))
         parts = (held * config.weight_item, held * _state(weight, config), summed * wide, _computing(weight, config))
         for place, size in enumerate(parts):
             row[place] += size
@@ -132,7 +133,7 @@ def _state(weight: Weight, config: Configuration) -> int:
 
 def _computing(weight: Weight, config: Configuration) -> float:
     """Bytes of a weight as it computes, where it is there beside the optimizer's for the whole step."""
-    local, shards = weight.size / sharding.cut(weight, config), sharding.shards(weight, config)
+    local, shards = weight.size / configuration.weight_cut(weight, config), configuration.weight_shards(weight, config)
     # in MindFormers norms, router and embedding are used as they are; others are cast before they are gathered where
     # that makes them narrower, and by each pass where it makes them wider (`Configuration.copies_weights`)
     as_stored = config.weight_item <= config.item or (weight.wide and config.keep_gathered)
@@ -157,7 +158,7 @@ def _layer_weights(config: Configuration) -> float:
     """Weights of the largest layer on a device that gathers them."""
     kinds = set(config.model.pattern)
     return max(
-        sum(w.size / sharding.cut(w, config) for w in weights(config.model, kind, config.shared_whole))
+        sum(w.size / configuration.weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole))
         for kind in kinds
     )
 
@@ -181,7 +182,7 @@ def chunk_activations(config: Configuration, stage: int) -> list[float]:
 
 
 def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
-    """[chunks] module of `tools.estimate.memory.modules` -> bytes that one micro-batch leaves for backward."""
+    """[chunks] module of `tools.estimate.memory.training_graph` -> bytes that one micro-batch leaves for backward."""
     found = []
     for chunk, kinds in enumerate(config.stage_kinds(stage)):
         layers = [kind for kind in kinds if kind in ("dense", "moe")]
@@ -199,7 +200,7 @@ def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> 
     """What each of a chunk's layers recomputes: the first ones fully, the next selectively, then communication.
 
     MindFormers counts each option from the chunk's first layer and lets the stronger one win. Groups of operators come
-    beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.operators`).
+    beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.configuration`).
     """
     recompute = config.recompute
     full = recompute.layers("full", chunk, stage)

@@ -1,17 +1,98 @@
-"""How many bytes a prediction may reach on a device: the limit of the recipe or of the device, less a margin."""
+"""How many bytes a prediction may reach on a device: the limit of the recipe or of the device, less a margin.
+
+The margin follows from how far predicted memory was off published runs, and so does how likely a prediction fits.
+
+`errors.yaml` holds the errors of the runs of `rows.yaml`, as `tc3 search validate` computes them. None of
+the runs is one of MindFormers or on Ascend; nobody has published one with its memory.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from plugins.errors import RecipeError
 from tools.estimate.from_recipe import LEVEL
-from tools.estimate.memory.error import known_errors
+from tools.files.atomic import write_atomically
 from tools.hardware import Hardware
 from tools.hardware.units import GIB
 from tools.recipe.view import limit_of, look
+
+ROWS = Path(__file__).parent / "rows.yaml"
+FILE = Path(__file__).parent / "errors.yaml"
+# The most of its memory that a run took beyond the prediction of a model without the terms that were found on runs of
+# its own group (docs/memory.md). The errors of errors.yaml are smaller, for the terms were found on those very runs.
+LEFT_OUT = 0.0732
+_DIGITS = 4
+_ROUNDED = 1e-9
+_HEAD = """\
+# Predicted over measured memory - 1 of published runs. Written by `tc3 search validate {rows} --record`.
+# `tc3 search` takes its margin from these, and how likely a strategy fits.
+"""
+
+
+@dataclass(frozen=True)
+class MemoryErrors:
+    """Known errors.
+
+    Args:
+        errors: run -> predicted over measured memory - 1.
+    """
+
+    errors: Mapping[str, float]
+
+    @property
+    def missed(self) -> float:
+        """The most that a known run took beyond its prediction, as a share of what it took."""
+        return max(0.0, -min(self.errors.values()))
+
+    @property
+    def margin(self) -> float:
+        """The share of a limit that predictions must leave free: every known run would have fit, and unseen ones as
+        far as runs of other groups tell.
+        """
+        return max(LEFT_OUT, self.missed)
+
+    def fitting(self, predicted: float, limit: float) -> int:
+        """Known runs that would fit: measured over predicted memory is at most `limit` over `predicted`."""
+        return sum(predicted <= limit * (1 + error) * (1 + _ROUNDED) for error in self.errors.values())
+
+    def fits(self, predicted: float, limit: float) -> str:
+        """``"15 of 24"``."""
+        return f"{self.fitting(predicted, limit)} of {len(self.errors)}"
+
+    def differences(self, found: Mapping[str, float]) -> list[str]:
+        """Runs whose error is another one than what is recorded, in words."""
+        return [
+            f"{name}: its memory error is {found[name]:+.2%}, {FILE.name} has {error:+.2%}"
+            for name, error in self.errors.items()
+            if name in found and abs(found[name] - error) > 10**-_DIGITS
+        ]
+
+
+@lru_cache(maxsize=1)
+def known_errors() -> MemoryErrors:
+    """What errors.yaml records."""
+    return MemoryErrors(yaml.safe_load(FILE.read_text(encoding="utf-8"))["errors"])
+
+
+def write_errors(path: Path, errors: Mapping[str, float], rows: Path) -> None:
+    """Record errors in a file such as errors.yaml; they are rounded down, which makes a margin no smaller.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    scale = 10**_DIGITS
+    rounded = {name: math.floor(error * scale) / scale for name, error in errors.items()}
+    body = yaml.safe_dump({"errors": rounded}, sort_keys=False)
+    write_atomically(path, _HEAD.format(rows=rows.name) + body)
+
 
 # of HBM for a job where nobody says: the driver, HCCL's buffers and the allocator's fragments take the rest (assumed;
 # MindFormers' public recipes for 64 GB devices write 54 to 59 GB, of 2^30)

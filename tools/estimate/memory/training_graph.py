@@ -10,7 +10,7 @@ fused kernels; it is more than the mathematics needs:
 * of the routed copies every permutation and exchange is kept: their number is known to the routing alone, and the
   backward of each asks the tensor for its shape;
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other
-  operators save stands in `tools.estimate.operators`.
+  operators save stands in `tools.estimate.configuration`.
 
 * what `compute_dtype` names is the type of all that is not fp32 here; in fp32 nothing is cast to it and kept twice. The
   grouped-query attention gives its flash kernel fp16 then (attention.py:332), MLA gives it fp32;
@@ -22,30 +22,58 @@ In backward the gradient of the largest weight is there in the type that compute
 What is kept is within 1 % of the graphs of the 438B recipe, what a pass needs beside it within -15 and +14 % of
 those of 36B, 105B, 438B and 1119B. MindFormers' alltoall pads the copies (105B's by 38 %), which is not counted: 6
 to 9 % of a layer's bytes.
+
+The modules to which memory belongs (`MODULES`) have the same names for the model's bytes and for those of a compiled
+graph.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
-from tools.estimate import operators, sharding
-from tools.estimate.configuration import Configuration
-from tools.estimate.memory.modules import (
-    ATTENTION,
-    DISPATCH,
-    EMBEDDING,
-    EXPERTS,
-    HEAD,
-    LAYER_INPUT,
-    MLP,
-    MTP,
-    NORMS,
-    ROUTER,
-    SHARED,
-    of_weight,
-)
-from tools.estimate.operators import joined, parts_of
+from tools.estimate import configuration
+from tools.estimate.configuration import Configuration, joined, parts_of
 from tools.model.weights import Weight, weights
+
+ATTENTION, MLP, EXPERTS, SHARED, ROUTER = "attention", "dense MLP", "experts", "shared experts", "router"
+DISPATCH, NORMS, EMBEDDING, HEAD, MTP = "dispatch", "norms", "embedding", "head and logits", "MTP"
+LAYER_INPUT, SPARE, OTHER = "inputs of recomputed layers", "spare gradients", "other"
+MODULES = (ATTENTION, MLP, EXPERTS, SHARED, ROUTER, DISPATCH, NORMS, EMBEDDING, HEAD, MTP, LAYER_INPUT, SPARE, OTHER)
+
+_WEIGHTS = (  # of `tools.model.weights`, first match
+    (r"expert", EXPERTS),
+    (r"shared", SHARED),
+    (r"router", ROUTER),
+    (r"final_norm|output", HEAD),
+    (r"mtp_norm|projection", MTP),
+    (r"norm", NORMS),
+    (r"embedding", EMBEDDING),
+    (r"mlp", MLP),
+)
+_PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first match
+    (r"shared_expert", SHARED),
+    (r"router", ROUTER),
+    (r"token_dispatcher", DISPATCH),
+    (r"\bexperts\b|experts-", EXPERTS),
+    (r"self_attention|core_attention", ATTENTION),
+    (r"\bmtp\b|mtp[-.]|eh_proj|enorm|hnorm", MTP),
+    (r"final_layernorm|output_layer|loss", HEAD),
+    (r"layernorm", NORMS),
+    (r"embedding", EMBEDDING),
+    (r"\bmlp\b|mlp-", MLP),
+)
+
+
+def module_of_weight(name: str) -> str:
+    """The module of a weight of `tools.model.weights`; what no pattern names is attention's."""
+    return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
+
+
+def module_of_path(path: str) -> str:
+    """The module of a parameter's name, or of an operator's path of cells, in MindFormers."""
+    return next((module for pattern, module in _PARAMETERS if re.search(pattern, path)), OTHER)
+
 
 _WIDE = 4  # bytes of an element in fp32
 _FLASH = 2  # of what the grouped-query attention hands to its flash kernel, whatever computes
@@ -63,12 +91,12 @@ def kept(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Module of `tools.estimate.memory.modules` -> bytes of one micro-batch and device."""
+    """Module of `tools.estimate.memory.training_graph` -> bytes of one micro-batch and device."""
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
     for weight in () if option == "full" and kind != "head" else _weights(config, kind):
         if size := _copied(config, weight):
-            parts[of_weight(weight.name)] = parts.get(of_weight(weight.name), 0.0) + size
+            parts[module_of_weight(weight.name)] = parts.get(module_of_weight(weight.name), 0.0) + size
     return parts
 
 
@@ -80,9 +108,9 @@ def _copied(config: Configuration, weight: Weight) -> float:
     """Bytes of a matmul's weight that each pass casts or copies (`Configuration.copies_weights`)."""
     if not config.copies_weights or not weight.multiplies or weight.wide:
         return 0.0
-    if config.weight_item == config.item and sharding.shards(weight, config) > 1:
+    if config.weight_item == config.item and configuration.weight_shards(weight, config) > 1:
         return 0.0  # gathered once for the step
-    return config.item * weight.size / sharding.cut(weight, config)
+    return config.item * weight.size / configuration.weight_cut(weight, config)
 
 
 def _activations(config: Configuration, kind: str, option: str) -> dict[str, float]:
@@ -102,10 +130,10 @@ def _activations(config: Configuration, kind: str, option: str) -> dict[str, flo
     if option == "full":
         return {LAYER_INPUT: (_WIDE if config.fp32_residual else item) * rows}
     again = parts_of(option)
-    norms = (2 if operators.NORMS in again else 4) * _WIDE * rows + _cast(config) * rows
+    norms = (2 if configuration.NORMS in again else 4) * _WIDE * rows + _cast(config) * rows
     mlp = _routed(config, tokens, held) if kind == "moe" else {MLP: _dense(config, tokens)}
     every = {NORMS: norms, ATTENTION: _attention(config, tokens, held), **mlp}
-    for group in set(again) & set(operators.PATTERNS):
+    for group in set(again) & set(configuration.PATTERNS):
         for module, size in _freed(config, kind, group, tokens, held).items():
             every[module] -= size
     return every
@@ -124,14 +152,14 @@ def _flash_item(config: Configuration) -> int:
 def _freed(config: Configuration, kind: str, group: str, tokens: float, held: float) -> dict[str, float]:
     """Module -> bytes that a layer of a kind does not keep where a group of its operators runs again."""
     model = config.model
-    if group == operators.ATTENTION:
+    if group == configuration.ATTENTION:
         heads = model.heads * (2 * model.qk_dim + model.v_dim)
         return {ATTENTION: _flash_item(config) * tokens / config.tp * heads}
-    if group == operators.MLP and kind != "moe":
+    if group == configuration.MLP and kind != "moe":
         # the cast of what a product takes runs again with it: what was gathered is then kept in fp32
         return {MLP: _dense(config, tokens) - (_WIDE * tokens * model.hidden if config.tp > 1 else 0)}
     routed = _routed(config, tokens, held) if kind == "moe" else {}
-    if group == operators.MLP:
+    if group == configuration.MLP:
         return {SHARED: routed[SHARED], ROUTER: _WIDE * held * model.hidden} if model.shared_ffn else {}
     return {module: routed[module] for module in (DISPATCH, EXPERTS) if module in routed}
 
@@ -142,7 +170,9 @@ def layer_pass(config: Configuration, kind: str, again: bool) -> float:
     What groups of operators make again is there then, too, whether this layer has all of the run's groups or not.
     """
     gradients = config.item + config.weight_item
-    largest = max(weight.size / sharding.cut(weight, config) for weight in _weights(config, kind) if weight.multiplies)
+    largest = max(
+        weight.size / configuration.weight_cut(weight, config) for weight in _weights(config, kind) if weight.multiplies
+    )
     own = _own(config, kind, "none") - (_own(config, "head", "none") if kind == "mtp" else 0.0)
     copies = sum(_copied(config, weight) for weight in _weights(config, kind) if again and not _second(weight))
     if again or kind == "mtp" or not config.recompute.operators:

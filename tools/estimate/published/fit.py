@@ -9,23 +9,76 @@ as the square root of their number, for they are one observation of the model an
 
 Groups are left out one at a time, whole. A fold starts from the fit of all and moves with that fit's derivatives, which
 are made anew where it goes far; what it minimises knows nothing of the group left out.
+
+A group is one model on one device.
+
+A model is its sizes without its depth, so truncated models of one kind are one group, whatever their layout, precision
+or release. Leaving out rows instead would leave the same configuration of another release in the fit.
+
+Runs of one configuration that were measured to differ are contradictions.
+
+Most are one configuration under several releases of its software. A model gives one number for all of them; what it
+misses then at least is a floor under its errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from tools.estimate.configuration import Configuration
 from tools.estimate.efficiency import NAMES, Efficiency, cluster
-from tools.estimate.published.calibrate import coordinates, limits, with_coordinates
-from tools.estimate.published.device_types import FOLLOWS, SPREAD, START, TYPES, type_of
-from tools.estimate.published.groups import Group, grouped, sizes
+from tools.estimate.published.calibrate import (
+    FOLLOWS,
+    SPREAD,
+    START,
+    TYPES,
+    coordinates,
+    limits,
+    type_of,
+    with_coordinates,
+)
 from tools.estimate.published.rows import Row
 from tools.estimate.published.validate import measured_seconds
 from tools.estimate.time_model import TimeModel
+from tools.model.architecture import Model
+
+
+class Group(NamedTuple):
+    """A model, by its sizes, on a cluster."""
+
+    model: str
+    cluster: str
+
+    def __str__(self) -> str:
+        return f"{self.model} on {self.cluster}"
+
+
+def sizes(model: Model) -> str:
+    """What tells one model from another, but for its depth."""
+    attention = f"{model.heads}/{model.kv_heads} heads"
+    if not model.experts:
+        return f"{model.hidden} wide, {attention}, MLP {model.ffn}, vocabulary {model.vocab}"
+    experts = f"{model.experts} experts of {model.expert_ffn}, top {model.top_k}"
+    return f"{model.hidden} wide, {attention}, {experts}, vocabulary {model.vocab}"
+
+
+def group_of(row: Row) -> Group:
+    """The group of a row that has a configuration."""
+    assert row.config is not None
+    return Group(sizes(row.config.model), row.cluster)
+
+
+def grouped(rows: Iterable[Row]) -> dict[Group, list[Row]]:
+    """Rows by their group, in the order in which groups first occur."""
+    found: dict[Group, list[Row]] = {}
+    for row in rows:
+        found.setdefault(group_of(row), []).append(row)
+    return found
+
 
 NOISE = 0.05  # of a measured step: what the same configuration differs by from one release to the next
 OUTLIER = 2.0  # in NOISE; beyond it a run pulls no harder
@@ -239,3 +292,64 @@ def cross_validated(rows: Iterable[Row], start: Mapping[str, Efficiency] | None 
         sets, own = problem.sets(problem.solve(whole, kept).x), by_group[group]
         judged += [Judged(row, group, error) for row, error in zip(own, errors_of(own, sets), strict=True)]
     return judged
+
+
+TELLING = 0.10  # a spread below it is what runs differ by
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Rows of one configuration on one cluster, from the fastest to the slowest.
+
+    Args:
+        seconds: of each row's step.
+    """
+
+    rows: tuple[Row, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def spread(self) -> float:
+        """The slowest over the fastest - 1."""
+        return self.seconds[-1] / self.seconds[0] - 1
+
+    @property
+    def floor(self) -> float:
+        """The least that the worst of them can be off, whatever is predicted."""
+        fast, slow = self.seconds[0], self.seconds[-1]
+        return (slow - fast) / (slow + fast)
+
+    @property
+    def least_errors(self) -> list[float]:
+        """Absolute errors of the one number that is least off on average."""
+        every = np.array(self.seconds)
+        errors = [np.abs(candidate / every - 1) for candidate in every]
+        return [float(error) for error in min(errors, key=lambda found: found.sum())]
+
+
+def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
+    """Rows with a step time, those of one configuration together; a configuration measured once stands alone."""
+    found: dict[object, list[tuple[float, Row]]] = {}
+    for row in rows:
+        seconds = measured_seconds(row)
+        if row.config is not None and seconds is not None:
+            seconds *= row.config.global_batch / row.samples
+            found.setdefault((row.cluster, row.config), []).append((seconds, row))
+    ordered = (sorted(own, key=lambda pair: pair[0]) for own in found.values())
+    return [Contradiction(tuple(row for _, row in own), tuple(seconds for seconds, _ in own)) for own in ordered]
+
+
+def contradictions(rows: Iterable[Row]) -> list[Contradiction]:
+    """Those that differ by more than `TELLING`, the widest first."""
+    wide = [found for found in same_configuration(rows) if found.spread > TELLING]
+    return sorted(wide, key=lambda found: -found.spread)
+
+
+def floor(rows: Iterable[Row]) -> tuple[float, float]:
+    """(mean, worst) absolute error that no model of configurations can go below.
+
+    The mean is of predictions that make it least, the worst of those that make that least.
+    """
+    every = same_configuration(rows)
+    errors = [error for found in every for error in found.least_errors]
+    return float(np.mean(errors)), max(found.floor for found in every)

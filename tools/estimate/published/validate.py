@@ -10,11 +10,11 @@ from plugins.errors import RecipeError
 from tools.estimate.efficiency import Efficiency
 from tools.estimate.layer_model import work
 from tools.estimate.memory.model import peak_memory, stage_memory, static_modules
-from tools.estimate.memory.modules import EMBEDDING
+from tools.estimate.memory.training_graph import EMBEDDING
 from tools.estimate.published.rows import Row
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.model.flops import flops_per_token
+from tools.model.weights import flops_per_token
 
 QUANTITIES = ("step_time_s", "tokens_per_s_per_device", "tflops_per_device", "mfu", "peak_memory_gb")
 

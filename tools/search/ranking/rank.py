@@ -1,24 +1,34 @@
 """Rank the whole space by predicted step time: every legal candidate that fits, with its memory and time.
 
-A candidate is ranked with balanced layers (`space.layers`) and the closed form of the pipeline. For "planned"
+A candidate is ranked with balanced layers (`candidates`) and the closed form of the pipeline. For "planned"
 recomputation each stage takes the cheapest mix of two uniform policies that keeps the cap: memory is convex in the
 mix, so the mix fits if the line between both does. It is what per-layer recomputation can reach with layers that may
 be cut at will; whole layers come close.
+
+`Chances` says which candidates could still beat the best that is placed, and what no layout of the space is under.
+
+Every candidate has a bound that costs nothing (`Ranking.bounds`). Where that leaves it a chance it gets a closer one,
+the smallest first (`least_seconds`: the pipeline with layers that may be cut at will, under every stage's memory).
+Those that could be fastest by it are placed as well; a candidate whose bound is over the best is proven not to be
+better, by the estimator.
+
+Where a request has no answer, `explain_infeasible` says why and names the nearest request that has one: a smaller
+margin, no limit, other devices, more memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tools.search.ranking.memory import MemoryTable
-from tools.search.ranking.time import TimeTable
-from tools.search.space.candidates import RECOMPUTE, Block, Candidate, blocks
-from tools.search.space.funnel import Funnel
-from tools.search.space.limits import PLANNED, POLICIES
-from tools.search.space.request import Request
+from tools.estimate.memory.room import known_errors
+from tools.hardware.units import GIB
+from tools.search.candidates import RECOMPUTE, Block, Candidate, Funnel, blocks
+from tools.search.ranking.predict import MemoryTable, TimeTable
+from tools.search.request import PLANNED, POLICIES, Request
 
 _A_MESH = 2  # candidates of one tp, pp, cp, ep in a short list
 
@@ -183,3 +193,153 @@ def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, n
             best = np.where(able, taken, best)
             best_peak = np.where(able, cap if low != high else peaks[:, low], best_peak)
     return best, best_peak
+
+
+BOUNDS = 4  # closer bounds for a unit of effort
+EFFORT = 0.5  # of each, at most
+
+
+class Chances:
+    """Bounds of the candidates that are placed by the optimiser.
+
+    Args:
+        best: seconds of the best layout so far.
+    """
+
+    def __init__(self, ranking: Ranking, best: float):
+        self.best = best
+        self._known: dict[Candidate, float] = {}
+        planned = ranking.places[:, 2] == RECOMPUTE.index(PLANNED)
+        under = np.flatnonzero(planned & (ranking.bounds < best))
+        under = under[np.lexsort((ranking.seconds[under], ranking.bounds[under]))]
+        self.open = [ranking.at(int(index)) for index in under]
+        self._plain = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
+
+    def next(self, count: int) -> list[Ranked]:
+        """The candidates with the smallest bounds that have no closer one."""
+        return [one for one in self.open if one.candidate not in self._known][:count]
+
+    def learn(self, ranked: Sequence[Ranked], bounds: Iterable[float]) -> None:
+        """Take closer bounds, or the time of what is proven best."""
+        for one, bound in zip(ranked, bounds, strict=True):
+            self._known[one.candidate] = max(bound, self._known.get(one.candidate, 0.0))
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that no layout of it is under."""
+        return max(self._plain.get(candidate, 0.0), self._known.get(candidate, 0.0))
+
+    def promising(self, placed: Iterable[Candidate], count: int) -> list[Ranked]:
+        """Those with closer bounds under the best, of each layout one, that are not placed: by bound, then by rank."""
+        taken = {_layout(candidate) for candidate in placed}
+        found = []
+        for one in sorted(self.open, key=lambda one: (self.bound(one.candidate), one.seconds)):
+            known = one.candidate in self._known and self.bound(one.candidate) < self.best
+            if known and _layout(one.candidate) not in taken:
+                taken.add(_layout(one.candidate))
+                found.append(one)
+        return found[:count]
+
+    @property
+    def least(self) -> float:
+        """Seconds that no layout of the space is under, or those of the best where nothing can be better."""
+        return min([self.best, *(self.bound(one.candidate) for one in self.open)])
+
+    @property
+    def left(self) -> list[Ranked]:
+        """Candidates that could be better by their bounds; placed ones by another placement."""
+        return [one for one in self.open if self.bound(one.candidate) < self.best]
+
+
+def _layout(candidate: Candidate) -> tuple[int, ...]:
+    return (candidate.tp, candidate.pp, candidate.cp, candidate.ep, candidate.vpp, candidate.mbs)
+
+
+_MULTIPLES = (2, 3, 4, 6, 8, 16, 32)
+_NEAR = 256  # numbers of devices tried in each direction,
+_MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strategies, which takes some seconds
+
+
+def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
+    """What is missing, and the nearest feasible changes, one a line."""
+    if ranking.least is None:
+        return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
+    least = ranking.least
+    short = [
+        f"nothing fits: the least memory of any strategy is {least.peak / GIB:.1f} GiB per device, it may be "
+        f"{request.room_words}; the limit is {request.cap_source}",
+        more_memory(request, least),
+        *_less_margin(request, least),
+    ]
+    return [*short, *_without_limits(request), *_more_devices(request)]
+
+
+def more_memory(request: Request, least: Ranked) -> str:
+    """The memory that would be enough, where a device has it."""
+    gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
+    device = request.hardware.hbm_bytes / GIB
+    if gib > device:
+        return f"no --memory is enough: a device has {device:.1f} GiB; the least is {least.candidate.words}"
+    return f"nearest: --memory {gib:.1f} (GiB), with {least.candidate.words}"
+
+
+def _less_margin(request: Request, least: Ranked) -> list[str]:
+    """The margin with which the strategy that needs least would be taken, and how likely it then fits."""
+    if least.peak > request.cap:
+        return []
+    margin = math.floor(1000 * (1 - least.peak / request.cap)) / 1000
+    odds = known_errors().fits(least.peak, request.cap)
+    return [f"nearest: --memory-margin {margin:g}; {odds} published runs would fit then, had they so little left"]
+
+
+def _nothing_legal(ranking: Ranking) -> str:
+    limits = {reason: ranking.funnel.dropped[reason] for reason in ranking.funnel.excluded_by_limits()}
+    if limits:
+        words = "; ".join(f"{reason} drops {count:,}" for reason, count in limits.items())
+        return f"no strategy is left: {words} that are legal"
+    dropped = sorted(ranking.funnel.dropped.items(), key=lambda item: -item[1])
+    most = "; ".join(f"{reason} ({count:,})" for reason, count in dropped[:4])
+    return f"none of {ranking.funnel.total:,} strategies is legal; most break: {most}"
+
+
+def _without_limits(request: Request) -> list[str]:
+    """Limits that alone stand in the way."""
+    lines = []
+    for limit in request.limits:
+        others = tuple(other for other in request.limits if other is not limit)
+        if feasible(replace(request, limits=others)):
+            lines.append(f"without --limit {limit.text!r} there are strategies that fit")
+    if not lines and len(request.limits) > 1 and feasible(replace(request, limits=())):
+        lines.append("without all of the limits there are strategies that fit")
+    return lines
+
+
+def _other_devices(request: Request) -> list[str]:
+    """The nearest numbers of devices, below and above, that some legal strategy uses."""
+    lines = []
+    for step, word in ((-1, "fewer"), (1, "more")):
+        tried = range(request.devices + step, max(0, request.devices + step * (_NEAR + 1)), step)
+        devices = _first_legal(request, tried)
+        if devices is not None:
+            lines.append(f"nearest with {word}: --devices {devices}")
+    return lines
+
+
+def _first_legal(request: Request, numbers: Iterable[int]) -> int | None:
+    """The first number of devices that some legal strategy uses, as long as the spaces looked at are not too large."""
+    seen = 0
+    for number in numbers:
+        funnel = Funnel()
+        if blocks(replace(request, devices=number), funnel):
+            return number
+        seen += funnel.total
+        if seen > _CANDIDATES and request.devices > _MANY:
+            return None
+    return None
+
+
+def _more_devices(request: Request) -> list[str]:
+    """The least multiple of the devices on which something fits."""
+    for times in _MULTIPLES:
+        if feasible(replace(request, devices=times * request.devices)):
+            return [f"--devices {times * request.devices} is the least multiple tried on which a strategy fits"]
+    return [f"nothing fits on up to {_MULTIPLES[-1]} times the devices either"]

@@ -1,23 +1,232 @@
-"""A whole search: rank the space, place the best, judge them beside the recipe's own layout."""
+"""A whole search: rank the space, place the best, judge them beside the recipe's own layout.
+
+An `Entry` is one line of the result: a run with its predicted step, its memory, and where its time goes. Candidates'
+layers are placed by the pipeline optimiser, several at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from plugins.errors import RecipeError
-from tools.estimate.time_model import TimeModel
-from tools.placement.budget import Budget
-from tools.placement.place import Placement
+from tools.estimate.configuration import PATTERNS, Configuration, parts_of
+from tools.estimate.memory.model import layer_options, peak_memory
+from tools.estimate.time_model import PARTS, TimeModel, exposed_of
+from tools.hardware.units import GIB
+from tools.layout.budget import Budget
+from tools.layout.place import Placement, least_seconds, place
 from tools.process.signals import terminate_as_interrupt
-from tools.search.ranking.chances import BOUNDS, EFFORT, Chances
-from tools.search.ranking.entry import Entry, entry_of
-from tools.search.ranking.place_best import bounds_of, place_all
-from tools.search.ranking.rank import Ranked, Ranking, rank
+from tools.search.candidates import Candidate, candidate_of, configuration
+from tools.search.ranking.rank import BOUNDS, EFFORT, Chances, Ranked, Ranking, rank
 from tools.search.ranking.swapping import Swapping
-from tools.search.space.candidates import configuration
-from tools.search.space.limits import PLANNED
-from tools.search.space.request import Request
+from tools.search.request import PLANNED, Request
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run and what is predicted for it.
+
+    Args:
+        name: "recipe" for the recipe's own, "" for the search's.
+        seconds: of a step, the schedule simulated; parts: the same by `PARTS`, which add up to it.
+        peak: bytes of the heaviest stage.
+        bound: no placement of this strategy is under these seconds; 0 where none was looked for.
+        mfu: model FLOPs (no recomputation, causal attention) over the devices' peak.
+    """
+
+    name: str
+    config: Configuration
+    seconds: float
+    parts: Mapping[str, float]
+    peak: float
+    bound: float
+    mfu: float
+
+    @property
+    def candidate(self) -> Candidate:
+        """Its place in the space."""
+        return candidate_of(self.config)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole run."""
+        return self.config.tokens / self.seconds
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of communication that nothing hides."""
+        return exposed_of(self.parts)
+
+    @property
+    def layout(self) -> str:
+        """``dp256 tp2 pp8 vpp2 ep16, 64 x 1``: as `tc3 check` writes it, number and samples of micro-batches."""
+        c = self.config
+        stages = f"pp{c.pp}" + (f" vpp{c.chunks}" if c.chunks > 1 else "")
+        sizes = {f"dp{c.dp}": c.dp, f"tp{c.tp}": c.tp, stages: c.pp, f"cp{c.cp}": c.cp, f"ep{c.ep}": c.ep}
+        words = " ".join(word for word, size in sizes.items() if size > 1)
+        return f"{words or 'one device'}, {c.micro_batches} x {c.batch}"
+
+    @property
+    def recompute(self) -> str:
+        """Layers that recompute, by option: ``full 16, select 30 of 54``."""
+        config, counts = self.config, Counter[str]()
+        for chunk, row in enumerate(config.layers):
+            for stage, count in enumerate(row):
+                for option in layer_options(config, chunk, stage, count):
+                    counts.update(parts_of(option))
+        words = [f"{name} {counts[name]}" for name in ("full", "select", *PATTERNS, "communication") if counts[name]]
+        return f"{', '.join(words)} of {config.model.layers}" if words else "none"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`: degrees, tables, seconds, GiB."""
+        c, recompute = self.config, self.config.recompute
+        return {
+            "name": self.name,
+            **self.candidate._asdict(),
+            "schedule": c.schedule,
+            "layers": c.layers,
+            "recompute": {name: getattr(recompute, name) for name in ("full", "select", "communication")}
+            | dict(recompute.operators),
+            "step_s": self.seconds,
+            "bound_s": self.bound or None,
+            "parts_s": dict(self.parts),
+            "exposed_communication_s": self.exposed,
+            "bubble": self.parts["bubble"] / self.seconds,
+            "mfu": self.mfu,
+            "tokens_per_s": self.tokens_per_s,
+            "peak_gib": self.peak / GIB,
+        }
+
+
+def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: float = 0.0) -> Entry:
+    """What is predicted for a run.
+
+    Raises:
+        RecipeError: its schedule has no model, or cannot run with these numbers.
+    """
+    step = times.step(config, simulated=True)
+    return Entry(name, config, step.total, step.by_part, peak_memory(config), bound, times.mfu(config, step.total))
+
+
+def why_faster(first: Entry, second: Entry) -> str:
+    """The largest differences of two entries' times, in words: what the first saves, then what it pays."""
+    saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
+    least = 0.02 * abs(second.seconds - first.seconds) + 1e-3
+    gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
+    costs = [name for name in sorted(PARTS, key=lambda name: saved[name]) if saved[name] < -least][:2]
+    words = [f"{saved[name]:.2f} s less {PARTS[name]}" for name in gains]
+    paid = [f"{-saved[name]:.2f} s more {PARTS[name]}" for name in costs]
+    total = f"{second.seconds - first.seconds:.2f} s per step"
+    if not words:
+        return f"{total}: the same within a hundredth"
+    return f"{total}: {', '.join(words)}" + (f"; it pays {', '.join(paid)}" if paid else "")
+
+
+_LEAST = 2.0  # seconds for a candidate, however many there are
+Told = Callable[[Ranked, Placement], None]
+
+
+def processes() -> int:
+    """Placements at a time: the solver uses one core each."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def place_all(
+    request: Request,
+    ranked: Sequence[Ranked],
+    times: TimeModel,
+    budget: Budget,
+    told: Told,
+    at_once: int | None = None,
+) -> bool:
+    """Place every "planned" candidate and tell of each as it is done; False when Ctrl-C or SIGTERM ended it early.
+
+    The others stay as they were ranked: their recomputation is what the user's limits ask for. Each candidate gets
+    the effort of `budget`, however many run at a time, and the same share of its seconds as a deadline.
+    """
+    todo = [one for one in ranked if one.candidate.recompute == PLANNED]
+    at_once = min(at_once or processes(), max(1, len(todo)))
+    rounds = -(-len(todo) // at_once)
+    seconds = max(_LEAST, budget.seconds_left / max(1, rounds))
+    jobs = [
+        (configuration(request, one.candidate), times, request.room, budget.effort, seconds, request.groups)
+        for one in todo
+    ]
+    try:
+        with terminate_as_interrupt():
+            for index, placement in _results(_place, jobs, at_once):
+                told(todo[index], placement)
+    except KeyboardInterrupt:
+        return False
+    return True
+
+
+def bounds_of(
+    request: Request, ranked: Sequence[Ranked], times: TimeModel, effort: float, at_once: int | None = None
+) -> list[float]:
+    """Seconds that no placement of each candidate is under (`least_seconds`); Ctrl-C raises KeyboardInterrupt."""
+    jobs = [(configuration(request, one.candidate), times, request.room, effort, request.groups) for one in ranked]
+    found = [0.0] * len(jobs)
+    for index, bound in _results(_bound, jobs, min(at_once or processes(), max(1, len(jobs)))):
+        found[index] = bound
+    return found
+
+
+Job = tuple[Any, ...]
+Answer = TypeVar("Answer")
+
+
+def _results(work: Callable[..., Answer], jobs: Sequence[Job], at_once: int) -> Iterator[tuple[int, Answer]]:
+    """(number of the job, its result) as they come, in processes of their own unless one at a time is enough."""
+    if at_once == 1 or len(jobs) <= 1:
+        for index, job in enumerate(jobs):
+            yield index, work(*job)
+        return
+    with _pool(at_once) as pool:
+        futures = {pool.submit(work, *job): index for index, job in enumerate(jobs)}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+
+
+def _place(
+    config: Configuration, times: TimeModel, cap: float, effort: float, seconds: float, groups: bool
+) -> Placement:
+    if not groups:
+        return place(config, times, cap, Budget(effort, seconds))
+    return place(config, times, cap, Budget(2 * effort, seconds), groups=True)  # half of it as without them
+
+
+def _bound(config: Configuration, times: TimeModel, cap: float, effort: float, groups: bool) -> float:
+    return least_seconds(config, times, cap, Budget(effort), groups)
+
+
+@contextmanager
+def _pool(at_once: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes that leave Ctrl-C to their parent, and end with it."""
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(at_once, multiprocessing.get_context("spawn"), initializer=_deaf)
+    try:
+        yield pool
+    except BaseException:
+        for process in set(multiprocessing.active_children()) - before:
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _deaf() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
 
 Progress = Callable[[str, int, int, float], None]  # phase, done, of how many, best seconds so far (infinite: none)
 

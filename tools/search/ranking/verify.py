@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.errors import ClusterError, RecipeError
-from tools.auto.resolve import resolve
 from tools.check.check import check_recipe
 from tools.dryrun.compiles import compile_all
 from tools.dryrun.diagnose import diagnose
@@ -26,11 +25,12 @@ from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.estimate.memory.model import all_stages
 from tools.hardware.units import GIB
+from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
-from tools.search.overlay.write import write_overlay
-from tools.search.ranking.entry import Entry
-from tools.search.space.request import Request
+from tools.search.overlay import write_overlay
+from tools.search.ranking.run import Entry
+from tools.search.request import Request
 
 _MEMORY = "context.max_device_memory"  # what `tools.dryrun` says of it is judged here, against the search's cap
 _SAME = 0.005  # of the room: plans fill it to the last byte, and the graph's weights are not counted to the last one

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from plugins.errors import CheckpointError, RecipeError
 from plugins.hugging_face_weights.plan import EMBEDDING, HEAD, copies
-from tools.auto.resolve import resolve
 from tools.checkpoint.headers import Header
 from tools.checkpoint.names import kind_of
 from tools.checkpoint.types import TYPES
+from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import LOADER, View
 from tools.schema.converter import convert

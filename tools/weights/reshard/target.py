@@ -1,6 +1,6 @@
 """How a recipe lays out each tensor: what the estimator knows of cuts and shards, under MindFormers' names.
 
-Over how many ranks a weight is cut and its optimizer's state spread stands only in `tools.estimate.sharding`.
+Over how many ranks a weight is cut and its optimizer's state spread stands only in `tools.estimate.configuration`.
 Here it is said which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for
 experts one of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
 """
@@ -17,11 +17,11 @@ import numpy as np
 
 from plugins.errors import RecipeError
 from plugins.sealed_checkpoint.router_state import STATE
-from tools.auto.resolve import resolve
 from tools.checkpoint.names import ADAM
-from tools.estimate import sharding
+from tools.estimate import configuration
 from tools.estimate.configuration import Configuration
 from tools.estimate.from_recipe import from_recipe
+from tools.layout.resolve import resolve
 from tools.model.weights import Weight, weights
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
@@ -260,7 +260,7 @@ def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int,
         cutting = ()
     copies = tuple(axis for axis in every if axis not in cutting)
     rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
-    devices, rows, columns = _shard(devices, rows, columns, copies, sharding.shards(weight, config))
+    devices, rows, columns = _shard(devices, rows, columns, copies, configuration.weight_shards(weight, config))
     return tuple(devices), (rows, columns)[: len(_shape(weight))]
 
 

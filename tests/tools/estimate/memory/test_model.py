@@ -1,11 +1,12 @@
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.estimate.configuration import Configuration, Recompute, even_layers
+from tools.estimate.configuration import Configuration, Recompute, even_layers, weight_copies, weight_cut, weight_shards
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.activations import saved
 from tools.estimate.memory.model import (
@@ -18,11 +19,11 @@ from tools.estimate.memory.model import (
     stage_weights,
     static_memory,
 )
-from tools.estimate.sharding import copies, cut, shards
 from tools.hardware.units import GIB
 from tools.model.architecture import Model, pattern_of
 from tools.pipeline.schedules import operations
 from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
 
 MODEL = Model(pattern_of(16), hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=192, vocab=512)
 
@@ -146,12 +147,16 @@ def test_shard_size_bounds_what_the_optimizer_spreads():
     whole = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
     config = replace(whole, shard_size=8)
     (held, state, summed, _), (all_held, *_) = static_memory(config, 1), static_memory(whole, 1)
-    local = sum(weight.size / cut(weight, config) / shards(weight, config) for weight in stage_weights(config, 1))
+    local = sum(
+        weight.size / weight_cut(weight, config) / weight_shards(weight, config) for weight in stage_weights(config, 1)
+    )
     assert held == 4 * local and state == 2 * held and summed == static_memory(whole, 1)[2]
     assert 1 < held / all_held <= 512 / 8
     for weight in stage_weights(config, 1):
-        assert shards(weight, config) in (1, 8) and shards(weight, replace(config, shard_size=3)) == 1
-        assert shards(weight, replace(config, shard_size=copies(weight, config))) == shards(weight, whole)
+        assert weight_shards(weight, config) in (1, 8) and weight_shards(weight, replace(config, shard_size=3)) == 1
+        assert weight_shards(weight, replace(config, shard_size=weight_copies(weight, config))) == weight_shards(
+            weight, whole
+        )
 
 
 def test_shard_size_is_read_from_the_recipe():
@@ -186,3 +191,81 @@ def test_options_of_layers():
     both = replace(config, recompute=Recompute(full=((1,),), select=((2,),), communication=((3,),)))
     assert layer_options(both, 0, 0, 4) == ["full", "select", "communication", "none"]
     assert layer_options(config, 0, 0, 2) == ["none", "none"]
+
+
+RECIPES = Path(__file__).parents[4] / "recipes"
+NAMES = {"36b": "telechat3_36b/pretrain_8k.yaml", "105b": "telechat3_105b/pretrain_4k.yaml"}
+DENSE, MOE = "36b", "105b"
+COMPUTE, PARAMS = "model.model_config.compute_dtype", "model.model_config.params_dtype"
+WIDE, LOW, BOTH = (f"{COMPUTE}=float32",), (f"{PARAMS}=bfloat16",), (f"{COMPUTE}=float32", f"{PARAMS}=bfloat16")
+HALF = (f"{COMPUTE}=float16", f"{PARAMS}=float16")
+
+
+def run(name, changes):
+    return from_recipe(apply_overrides(load_recipe(RECIPES / NAMES[name]), changes))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "stage", "static", "total"),
+    [
+        (DENSE, (), 0, (8.439, 16.878, 8.439, 4.031), 46.363),
+        (DENSE, WIDE, 0, (8.439, 16.878, 8.439, 0.0), 49.316),  # was 41.96
+        (DENSE, WIDE, 1, (8.439, 16.878, 8.439, 0.0), 45.508),
+        (DENSE, LOW, 0, (4.219, 16.878, 4.219, 0.0), 35.152),  # was 46.0
+        (DENSE, LOW, 1, (4.219, 16.878, 4.219, 0.0), 33.489),
+        (DENSE, HALF, 0, (4.219, 16.878, 4.219, 0.0), 35.152),
+        (DENSE, BOTH, 0, (4.219, 16.878, 4.219, 0.0), 41.059),
+        (MOE, (), 5, (1.880, 3.760, 7.923, 3.968), 18.779),
+        (MOE, WIDE, 5, (1.880, 3.760, 7.923, 7.923), 23.223),
+        (MOE, LOW, 0, (0.696, 2.784, 2.937, 2.937), 10.327),
+        (MOE, LOW, 7, (0.308, 1.234, 1.313, 1.312), 6.223),
+        (MOE, BOTH, 5, (0.940, 3.760, 3.962, 3.961), 14.774),
+        (MOE, BOTH, 7, (0.308, 1.234, 1.313, 1.312), 7.803),
+    ],
+)
+def test_what_the_compiled_graph_holds(name, changes, stage, static, total):
+    config = run(name, changes)
+    assert [size / GIB for size in static_memory(config, stage)] == pytest.approx(static, abs=2e-3)
+    assert stage_memory(config, stage).peak / GIB == pytest.approx(total, rel=0.055)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_"),
+    [
+        ((), 8),
+        ((f"{PARAMS}=bfloat16",), 8),  # two moments in fp32, whatever the weights are in
+        (("optimizer.type=PmaAdamW",), 12),  # and the averages
+        (("optimizer.swap=True",), 0),  # on the host
+    ],
+)
+def test_the_optimizers_state(changes, bytes_):
+    recipe = load_recipe(RECIPES / NAMES[DENSE])
+    for change in changes:
+        key, _, value = change.rpartition("=")
+        if key.startswith("optimizer."):
+            recipe["optimizer"][key.partition(".")[2]] = value == "True" or value
+        else:
+            recipe = apply_overrides(recipe, [change])
+    config = from_recipe(recipe)
+    weights, state, *_ = static_memory(config, 0)
+    assert state / (weights / config.weight_item) == pytest.approx(bytes_)
+
+
+def test_the_fused_adamw_keeps_a_third_tensor_with_amsgrad_and_the_other_has_none():
+    recipe = load_recipe(RECIPES / NAMES[DENSE])
+    recipe["optimizer"].update(use_fused=True, amsgrad=True)
+    assert from_recipe(recipe).state_item == 12
+    recipe["optimizer"]["type"] = "PmaAdamW"
+    assert from_recipe(recipe).state_item == 16
+    recipe["optimizer"].update(type="AdamW", use_fused=False)
+    assert from_recipe(recipe).state_item == 8
+
+
+def test_muon_has_one_moment_for_a_layers_matrices_in_the_type_of_the_weights():
+    recipe = load_recipe(RECIPES / NAMES[MOE])
+    recipe["optimizer"] = {"type": "Muon"}
+    config = from_recipe(recipe)
+    adam = from_recipe(load_recipe(RECIPES / NAMES[MOE]))
+    assert static_memory(config, 3)[1] == pytest.approx(static_memory(adam, 3)[1] / 2, rel=1e-3)  # norms have two
+    ends = static_memory(config, 7)[1] / static_memory(adam, 7)[1]
+    assert 0.5 < ends < 0.75  # embedding and output layer have two

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from tools.estimate.configuration import Configuration, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
-from tools.estimate.memory.draw import bands, draw
 from tools.estimate.memory.model import stage_memory, static_memory, static_modules
-from tools.estimate.memory.time_line import KEPT, WORKING, Owner, Timed, simulated, stitch, time_line
+from tools.estimate.memory.time_line import KEPT, WORKING, Owner, Timed, bands, draw, simulated, stitch, time_line
 from tools.model.architecture import Model, pattern_of
 from tools.pipeline.schedules import Op
 from tools.recipe.load import load_recipe

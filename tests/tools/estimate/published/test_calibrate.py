@@ -14,7 +14,7 @@ from tools.estimate.published.calibrate import BOUNDS, calibrate, cluster_text
 from tools.estimate.published.rows import express
 from tools.estimate.published.validate import predict
 from tools.hardware import load_hardware
-from tools.search.calibrate_cli import calibrate_command
+from tools.search.measured import calibrate_command
 
 CLUSTER = "h100"
 START = efficiency_of(cluster(CLUSTER))

@@ -2,22 +2,26 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tools.search.space.reference import cheapest_mix, predicted
-from tests.tools.search.space.test_candidates import MODEL, request
+from tests.tools.search.reference import cheapest_mix, predicted
+from tests.tools.search.test_candidates import BASE, MODEL, request
+from tools.estimate.efficiency import cluster
 from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
-from tools.model.architecture import pattern_of
+from tools.layout.budget import Budget
+from tools.layout.place import least_seconds, place
+from tools.model.architecture import Latent, pattern_of
 from tools.pipeline.schedules import check_schedule
 from tools.pipeline.simulate import filling
 from tools.recipe.load import load_recipe
-from tools.search.ranking.rank import feasible, mix, rank
-from tools.search.space.candidates import RECOMPUTE, configuration
-from tools.search.space.limits import PLANNED, read_limit
-from tools.search.space.request import request_of
+from tools.search.candidates import RECOMPUTE, configuration, schedule_of
+from tools.search.ranking import run
+from tools.search.ranking.rank import Chances, feasible, mix, rank
+from tools.search.ranking.run import search
+from tools.search.request import PLANNED, Request, read_limit, request_of
 
 
 def judge(asked, ranking, draws, seed=0):
@@ -141,3 +145,124 @@ def test_mix(points, cap):
 def test_feasible_is_whether_something_is_ranked(cap):
     asked = request(cap=cap * GIB, limits=["pp<=3"])
     assert feasible(asked) == (len(rank(asked).seconds) > 0)
+
+
+SMALL = replace(MODEL, pattern=pattern_of(5, 8, 1), experts=8)
+
+
+def planned(asked):
+    ranking = rank(asked)
+    found = [(ranking.at(index), ranking.bounds[index]) for index in range(len(ranking.seconds))]
+    return ranking, [(one, bound) for one, bound in found if one.candidate.recompute == PLANNED]
+
+
+@given(
+    st.sampled_from([{}, {"mtp": 1}, {"pattern": pattern_of(5), "experts": 0, "top_k": 0, "shared_ffn": 0}]),
+    st.sampled_from([0.6, 0.9, 50]),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=6, derandomize=True)
+def test_no_placement_is_under_its_bounds(changes, cap, draw):
+    """Of both bounds, whatever is placed: also where memory is tight."""
+    asked = request(4, 8, limits=["pp>1", "cp=1"], model=replace(SMALL, **changes), cap=cap * GIB)
+    times, (_, every) = TimeModel(asked.hardware), planned(asked)
+    if not every:
+        return
+    for index in np.random.default_rng(draw).integers(len(every), size=3):
+        one, plain = every[index]
+        config = configuration(asked, one.candidate)
+        found = place(config, times, asked.room, Budget(1))
+        closer = least_seconds(config, times, asked.room, Budget(0.5))
+        assert plain <= found.step_s * (1 + 1e-9)
+        assert closer <= found.step_s * (1 + 1e-6)
+        assert found.least_s <= found.step_s
+
+
+def test_the_bound_of_a_space_is_under_all_its_placements(monkeypatch):
+    """Everything placed: none is under the bound that a search of two placements tells, and it is not far away."""
+    monkeypatch.setattr(run, "processes", lambda: 1)
+    asked = request(4, 8, limits=["pp=2", "cp=1", "shard=optimizer", "mode=global"], model=SMALL, cap=0.9 * GIB)
+    times, (_, every) = TimeModel(asked.hardware), planned(asked)
+    best = min(place(configuration(asked, one.candidate), times, asked.room, Budget(1)).step_s for one, _ in every)
+    found = search(asked, 2, Budget(1), times, lambda *_: None)
+    assert 2 <= found.placed < len(every)
+    assert 0.5 * best < found.least <= best <= found.entries[0].seconds
+    assert not found.cut and found.effort == 1
+
+
+def chances(best):
+    asked = request(8, 16, limits=["pp>1"], model=SMALL)
+    ranking = rank(asked)
+    return ranking, Chances(ranking, best)
+
+
+def test_only_candidates_under_the_best_are_open():
+    ranking, some = chances(np.inf)
+    best = float(np.median(ranking.bounds))
+    _, few = chances(best)
+    assert 0 < len(few.open) < len(some.open)
+    assert all(few.bound(one.candidate) < best for one in few.open)
+    assert few.least == min(few.bound(one.candidate) for one in few.open)
+
+
+def test_closer_bounds_close_the_space_and_choose_what_is_placed():
+    _, found = chances(np.inf)
+    first, second, third = found.next(3)
+    found.learn([first, second], [1e6, 2e6])
+    assert found.next(1) == [third] and found.bound(first.candidate) == 1e6
+    found.best = 1.5e6
+    assert found.promising([], 5) == [first]  # the second's is over the best, the third has none
+    assert found.promising([first.candidate], 5) == []
+    found.learn(found.open, [2e6] * len(found.open))
+    assert found.least == found.best and not found.left
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_plain_bound_is_near_for_equal_stages(chunks):
+    """Within what the pipeline's filling and draining may be."""
+    asked = request(8, 64, limits=["pp=2", f"vpp={chunks}", "cp=1"], model=replace(SMALL, pattern=pattern_of(6, 8)))
+    _, every = planned(asked)
+    assert every
+    for one, bound in every:
+        assert 0.5 * one.seconds < bound < one.seconds
+
+
+LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "seen"),
+    [
+        # logits are exchanged among dp and cp, with a base that depends on both; gathered keys
+        ({}, ["cp>1", "tp<=2"], lambda c: c.cp > 1 and c.dp > 1),
+        ({"shard_size": 2}, [], lambda c: c.shard != "none" and c.dp * c.cp > 2),
+        ({"shard_size": 3, "overlap_dp": False}, [], lambda c: c.shard != "none"),
+        # passes copy or cast weights: what is kept depends on ep and on sharding, too
+        ({"dtype": "fp32"}, [], lambda c: c.shard == "none" and c.pp > 1),
+        ({"dtype": "fp32", "weight_item": 2}, [], lambda c: c.ep > 1),
+        ({"weight_item": 2, "shard_size": 2}, [], lambda c: c.pp == 1),
+        # 22 micro-batches on 4 stages: two rounds of 5, three of 4
+        ({"schedule": "seqsmartvpp"}, ["pp=2,4", "vpp>1"], lambda c: c.m % c.pp and c.m > 4 * c.pp),
+    ],
+)
+def test_training_graphs_agree_with_the_reference(changes, limits, seen):
+    model = replace(MODEL, pattern=pattern_of(9, 48, 1), mtp=1, latent=LATENT)
+    base = replace(BASE, model=model, layers=((9,),), training_graph=True, fp32_residual=True, **changes)
+    devices, batch = (16, 88) if base.schedule == "seqsmartvpp" else (12, 48) if base.shard_size == 3 else (16, 48)
+    asked = Request(
+        base, cluster("atlas_800t_a2"), devices, batch, 2 * GIB, "test", limits=tuple(map(read_limit, limits))
+    )
+    ranking = rank(asked)
+    known = {tuple(map(int, place)): index for index, place in enumerate(ranking.places)}
+    rng, met = np.random.default_rng(1), 0
+    for _ in range(400):
+        block = int(rng.integers(len(ranking.blocks)))
+        row, recompute = int(rng.integers(len(ranking.blocks[block]))), int(rng.integers(len(RECOMPUTE)))
+        candidate = ranking.blocks[block].candidate(row, RECOMPUTE[recompute])
+        expected, index = predicted(asked, candidate), known.get((block, row, recompute))
+        assert (expected is None) == (index is None), candidate
+        if index is not None:
+            assert (ranking.seconds[index], ranking.peaks[index]) == pytest.approx(expected, rel=1e-9), candidate
+            assert base.schedule == "1f1b" or schedule_of(asked, candidate.pp, candidate.vpp) == base.schedule
+            met += bool(seen(candidate))
+    assert met > 10

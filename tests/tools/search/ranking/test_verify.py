@@ -11,10 +11,10 @@ from tools.estimate.memory.model import all_stages
 from tools.estimate.time_model import TimeModel
 from tools.hardware.units import GIB
 from tools.recipe.load import load_recipe
-from tools.search.ranking.entry import entry_of
+from tools.search.candidates import candidate_of, configuration
+from tools.search.ranking.run import entry_of
 from tools.search.ranking.verify import DryRun, Verdict, dry_run, judge, verify
-from tools.search.space.candidates import candidate_of, configuration
-from tools.search.space.request import request_of
+from tools.search.request import request_of
 
 RECIPE = "recipes/telechat3_105b/pretrain_4k.yaml"
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tests.training.runs import ROOT
-from tools.auto.resolve import resolve
-from tools.estimate import sharding
+from tools.estimate import configuration
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.model import static_memory
+from tools.layout.resolve import resolve
 from tools.model.weights import parameters
 from tools.recipe.load import load_recipe
 from tools.weights.convert.plan import model_of
@@ -57,7 +57,7 @@ def test_shards_over_some_copies_lie_on_neighbours(monkeypatch):
     """optimizer_weight_shard_size 4 of dp 4 x cp 2: the inner half of dp, and cp."""
     config = from_recipe(load_recipe(ROOT / "tests" / "training" / "sharded_zero.yaml"))
     config = replace(config, dp=4, cp=2, tp=1, ep=1, shard_size=4)
-    monkeypatch.setattr(sharding, "shards", lambda weight, config: 4)
+    monkeypatch.setattr(configuration, "weight_shards", lambda weight, config: 4)
     name, weight = next(target._held(config, 0))
     devices, axes = target._cut(weight, config)
     lying = target.Layout(devices, axes, 0).lying(target._shape(weight))
@@ -67,7 +67,7 @@ def test_shards_over_some_copies_lie_on_neighbours(monkeypatch):
 
 def test_shards_that_are_no_part_of_the_matrix_are_left_whole(monkeypatch):
     config = from_recipe(load_recipe(ROOT / "tests" / "training" / "sharded_zero.yaml"))
-    monkeypatch.setattr(sharding, "shards", lambda weight, config: 3)
+    monkeypatch.setattr(configuration, "weight_shards", lambda weight, config: 3)
     _, weight = next(target._held(config, 0))
     assert target._cut(weight, config)[1] == ((2,), ())
 

@@ -1,0 +1,438 @@
+"""The instance against the estimator; what `place` returns keeps the cap by the estimator's own word."""
+
+import functools
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tools.estimate.configuration import PATTERNS, Configuration, Recompute, even_layers, joined, offered
+from tools.estimate.efficiency import cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.activations import mtp_option, saved
+from tools.estimate.memory.model import all_stages, held_micro_batches, layer_options, peak_memory, stage_memory
+from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
+from tools.layout.budget import Budget
+from tools.layout.place import (
+    configuration_of,
+    eased,
+    group_ways,
+    in_order,
+    last_full,
+    order_of,
+    place,
+    recomputed_table,
+    with_table,
+)
+from tools.layout.problem import by_price, kind_count, may_hold_first, pipeline_instance, table_of
+from tools.model.architecture import Latent, Model, pattern_of
+from tools.pipeline.schedules import pairs_up
+from tools.pipeline.simulate import Durations, simulate
+from tools.recipe.load import load_recipe
+
+TIMES = TimeModel(cluster("atlas_800t_a2"))
+LATENT = Latent(query_rank=48, kv_rank=32, nope=16, rope=8, value=16)
+DENSE = Model(pattern_of(9), hidden=256, heads=8, kv_heads=8, head_dim=32, ffn=768, vocab=4096)
+MOE = replace(DENSE, pattern=pattern_of(9, 16, 2), latent=LATENT, experts=16, top_k=4, expert_ffn=256, shared_ffn=256)
+
+
+def configuration(model=MOE, pp=2, chunks=2, micro_batches=8, layers=None, **more):
+    more = {"schedule": "interleaved_1f1b" if chunks > 1 else "1f1b", **more}
+    fixed = {"dp": 4, "tp": 2, "ep": 4 if model.experts else 1, "keep_gathered": True, "shared_whole": True}
+    table = layers or even_layers(model.layers, pp, chunks)
+    return Configuration(model, pp=pp, layers=table, micro_batches=micro_batches, **{**fixed, "sequence": 512, **more})
+
+
+@st.composite
+def planned(draw):
+    """A configuration and a plan of it: layers in model order, options in MindFormers' order."""
+    model = draw(
+        st.sampled_from(
+            [DENSE, MOE, replace(MOE, mtp=1), replace(MOE, pattern=pattern_of(9, 16)), replace(DENSE, mtp=1)]
+        )
+    )
+    pp, chunks = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (2, 3)]))
+    every = ["interleaved_1f1b", "seqpipe", "zero_bubble_v", "zb_v", "v_half", "interleaved_1f1b_pairs"]
+    schedule = draw(st.sampled_from(every)) if pp > 1 and chunks == 2 else None
+    config = configuration(
+        model,
+        pp,
+        chunks,
+        schedule=schedule or ("interleaved_1f1b" if chunks > 1 else "1f1b"),
+        micro_batches=draw(st.sampled_from([8, 10] if schedule else [4, 6, 8])),
+        overlap_pp=draw(st.booleans()),
+        fp32_residual=draw(st.booleans()),
+        shard_optimizer=draw(st.booleans()),
+        ep_mode=draw(st.sampled_from(["global", "hierarchical"])),
+        sequence_parallel=draw(st.booleans()),
+        batch=draw(st.sampled_from([1, 2])),
+    )
+    full, mtp = draw(st.sampled_from([(False, False), (True, False), *[(True, True)] * model.mtp]))
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full, mtp)
+    size, spare = pp * chunks, model.layers - pp * chunks
+    cuts = sorted(draw(st.lists(st.integers(0, spare), min_size=size - 1, max_size=size - 1)))
+    counts = [1 + b - a for a, b in zip([0, *cuts], [*cuts, spare], strict=True)]
+    names = [[option.name for option in kind.options] for kind in instance.types]
+    plan, first = np.zeros((len(instance.columns), size), int), 0
+    for chunk, count in enumerate(counts):
+        kinds = model.pattern[first : first + count]
+        first += count
+        order = ["full", "select", "communication", "none"]
+        options = sorted(
+            draw(st.lists(st.sampled_from(order[not full :]), min_size=count, max_size=count)), key=order.index
+        )
+        for kind, option in zip(kinds, options, strict=True):
+            index = [kind.name for kind in instance.types].index(kind)
+            if option not in names[index]:
+                option = "none"
+            plan[instance.type_columns(index).start + names[index].index(option), chunk] += 1
+    plan = in_order(instance, last_full(instance, plan) if mtp else plan)
+    return config, instance, plan, counts, (full, mtp)
+
+
+@settings(max_examples=60)
+@given(planned())
+def test_the_instance_is_the_estimator(case):
+    config, instance, plan, counts, (full, mtp) = case
+    found = configuration_of(config, instance, plan)
+    assert found.layers == table_of(config, counts)
+    forward, backward, _ = TIMES.chunks(found)
+    arrival = instance.by_stage(instance.ends - type(instance).__mro__[1].ends.func(instance))
+    expected = np.stack([forward.ravel(), backward.ravel()]) * 1000 + arrival
+    times = instance.by_stage(instance.times(plan))
+    # a plan that repeats its last layer where the instance takes MTP as kept: less memory, more time than it says
+    exact = not config.model.mtp or (mtp_option(found) == "full") == mtp
+    if exact:
+        np.testing.assert_allclose(times[:2], expected)
+        if len(times) == 3:
+            np.testing.assert_allclose(times[2], TIMES.weight_gradients(found).ravel() * 1000)
+    else:
+        assert not mtp and (times[:2] <= expected * (1 + 1e-9)).all()
+    pipeline = TIMES.step(found, simulated=True).pipeline * 1000
+    if pairs_up(config.schedule):  # what pairs hide the instance leaves out; what a repeated MTP takes, too
+        assert pipeline <= instance.step_times(plan[None])[0] * (1 + 1e-9) or not config.overlap_pp or not exact
+        exact = False
+    if (config.overlap_pp or config.pp == 1) and exact:
+        assert instance.step_times(plan[None])[0] == pytest.approx(pipeline)
+    elif not pairs_up(config.schedule):
+        assert instance.step_times(plan[None])[0] <= pipeline * (1 + 1e-9)
+    if full and not found.recompute.full:
+        zeros = table_of(config, [0] * len(counts))
+        found = replace(found, recompute=replace(found.recompute, full=zeros))
+    peaks = np.array([memory.peak for memory in all_stages(found)]) / GIB
+    assert (instance.peak_memory(plan[None])[0] >= peaks * (1 - 1e-12)).all()
+    # equal, unless a stage lacks what needs most or the ends' fullest moment is not the layers'
+    alike = [set(itertools.chain(*found.stage_kinds(stage))) >= held(config, stage) for stage in range(config.pp)]
+    if config.chunks == 1 and exact:
+        np.testing.assert_allclose(instance.peak_memory(plan[None])[0][alike], peaks[alike])
+
+
+def held(config, stage):
+    kinds = {"dense", "moe"} if config.model.experts else {"dense"}
+    kinds = {kind for kind in kinds if kind_count(config, kind)}
+    return kinds if may_hold_first(config, stage) else kinds - {config.model.pattern[0]}
+
+
+def test_options_come_back_as_mindformers_reads_them():
+    config = configuration(layers=((3, 2), (2, 2)))
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full=True)
+    plan = np.zeros((len(instance.columns), 4), int)
+    for name, chunk, count in [
+        (("dense", "full"), 0, 2),
+        (("moe", "select"), 0, 1),
+        (("moe", "none"), 1, 2),
+        (("moe", "select"), 2, 1),
+        (("moe", "communication"), 2, 1),
+        (("moe", "communication"), 3, 1),
+        (("moe", "none"), 3, 1),
+    ]:
+        names = [(instance.types[t].name, instance.types[t].options[o].name) for t, o in instance.columns]
+        plan[names.index(name), chunk] = count
+    found = configuration_of(config, instance, plan)
+    assert found.layers == ((3, 2), (2, 2))
+    assert found.recompute.full == ((2, 0), (0, 0))
+    assert found.recompute.select == ((3, 0), (1, 0))
+    assert found.recompute.communication == ((0, 0), (2, 1))
+    assert layer_options(found, 0, 0, 3) == ["full", "full", "select"]
+    assert layer_options(found, 1, 0, 2) == ["select", "communication"]
+    assert layer_options(found, 1, 1, 2) == ["communication", "none"]
+
+
+def test_an_order_that_mindformers_cannot_express_is_replaced():
+    config = configuration(pp=2, chunks=1)
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full=True)
+    names = [(instance.types[t].name, instance.types[t].options[o].name) for t, o in instance.columns]
+    plan = np.zeros((len(instance.columns), 2), int)
+    # dense layers come first, so MoE layers alone cannot recompute
+    plan[names.index(("dense", "none")), 0] = 2
+    plan[names.index(("moe", "full")), 0] = 2
+    plan[names.index(("moe", "none")), 1] = 5
+    ordered = in_order(instance, plan)
+    assert ordered[:, 1].tolist() == plan[:, 1].tolist()
+    found = configuration_of(config, instance, ordered)
+    assert TIMES.step(found, True).pipeline * 1000 >= instance.step_times(ordered[None])[0] * (1 - 1e-9)
+    assert found.recompute == Recompute()  # all fits: nothing recomputes
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_a_placement_keeps_the_cap_and_beats_the_even_one(pp, chunks):
+    config = configuration(pp=pp, chunks=chunks, recompute=Recompute())
+    free = peak_memory(config)
+    everything = replace(config, recompute=Recompute(full=config.layers))
+    least = peak_memory(everything)
+    cap = (free + least) / 2
+    found = place(config, TIMES, cap, Budget(1.5))
+    assert max(found.peak_bytes) <= cap
+    assert found.peak_bytes == tuple(memory.peak for memory in all_stages(found.configuration))
+    assert found.bound_s <= found.step_s == TIMES.step(found.configuration, simulated=True).total
+    if peak_memory(everything) <= cap:
+        assert found.step_s <= TIMES.step(everything, simulated=True).total
+    assert found.configuration.recompute != Recompute()
+
+
+def test_no_placement_of_a_tiny_model_is_faster():
+    config = configuration(replace(DENSE, pattern=pattern_of(5)), pp=2, chunks=1, micro_batches=4)
+    cap = peak_memory(config) * 0.93
+    found = place(config, TIMES, cap, Budget(6))
+    best = min(step for step, peak in every_placement(config) if peak <= cap)
+    assert found.step_s == pytest.approx(best, rel=1e-6)
+
+
+def every_placement(config):
+    for first in range(6):
+        layers = ((first, 5 - first),)
+        tables = [tuple(itertools.product(*[range(count + 1) for count in layers[0]]))] * 2
+        for full, select in itertools.product(*tables):
+            recompute = Recompute(full=(full,) if any(full) else None, select=(select,) if any(select) else None)
+            one = replace(config, layers=layers, recompute=recompute)
+            yield TIMES.step(one, simulated=True).total, peak_memory(one)
+
+
+def test_what_cannot_fit_says_what_is_missing():
+    found = place(configuration(), TIMES, 0.01 * GIB, Budget(4))
+    assert found.configuration is None
+    assert found.step_s == float("inf")
+    assert "the least cap that any plan keeps is 0.0549" in found.why
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_v", "zb_v"])
+def test_a_v_is_placed_as_every_placement_tried_one_by_one_says(schedule):
+    config = configuration(
+        replace(MOE, pattern=pattern_of(5, 16), vocab=16384), chunks=2, micro_batches=4, schedule=schedule
+    )
+    cap = 0.97 * peak_memory(config) / GIB
+    found = place(config, TIMES, cap * GIB, Budget(0.3))
+    fastest = float("inf")
+    for layers in itertools.product(range(6), repeat=4):
+        if sum(layers) != 5 or 0 in layers[1:3]:  # chunks inside of the model hold a layer each
+            continue
+        every = replace(config, layers=(layers[:2], (layers[3], layers[2])))
+        for full in itertools.product(*(range(count + 1) for row in every.layers for count in row)):
+            table = (full[:2], full[2:])
+            tried = replace(every, recompute=Recompute(full=table if any(full) else None))
+            if peak_memory(tried) <= cap * GIB:
+                fastest = min(fastest, TIMES.step(tried, simulated=True).total)
+    assert found.configuration is not None and max(found.peak_bytes) <= cap * GIB
+    assert found.least_s <= found.step_s <= fastest * (1 + 1e-9)
+
+
+def test_the_layers_of_a_v_go_down_and_up_again():
+    config = configuration(pp=3, chunks=2, schedule="zero_bubble_v")
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full=False)
+    assert instance.stage_of.tolist() == [0, 1, 2, 2, 1, 0]
+    plan = np.zeros((len(instance.columns), 6), int)
+    plan[0, 0], plan[-1] = 2, [0, 1, 1, 2, 2, 1]
+    assert configuration_of(config, instance, plan).layers == ((2, 1, 1), (1, 2, 2))
+    assert (instance.from_solution(instance.to_solution(plan)) == plan).all()
+
+
+def test_the_438b_case_fits_its_45_gb():
+    config = from_recipe(load_recipe("recipes/telechat3_438b/pretrain_4k.yaml"))
+    found = place(config, TIMES, 45 * GIB, Budget(3))
+    assert max(found.peak_bytes) <= 45 * GIB
+    assert found.step_s < TIMES.step(config, simulated=True).total
+
+
+NAMES = ("select", *PATTERNS)
+
+
+def run(model=MOE, **more):
+    return configuration(model, training_graph=True, sequence=4096, **more)
+
+
+@st.composite
+def planned_groups(draw):
+    """A run and a plan of it whose chunks name groups in MindFormers' order."""
+    model = draw(st.sampled_from([MOE, DENSE, replace(MOE, mtp=1)]))
+    pp, chunks = draw(st.sampled_from([(2, 1), (4, 1), (2, 2)]))
+    config = run(model, pp=pp, chunks=chunks, tp=draw(st.sampled_from([1, 2])), ep=1 if model is DENSE else 4)
+    full = draw(st.booleans())
+    instance = pipeline_instance(config, TIMES, 64 * GIB, full, False, by_price(config, TIMES))
+    order = order_of(instance)
+    plan, first = np.zeros((len(instance.columns), pp * chunks), int), 0
+    for chunk, count in enumerate(itertools.chain(*config.layers)):
+        kinds = model.pattern[first : first + count]
+        first += count
+        for kind, option in zip(
+            kinds,
+            sorted(draw(st.lists(st.sampled_from(order), min_size=count, max_size=count)), key=order.index),
+            strict=True,
+        ):
+            index = [one.name for one in instance.types].index(kind)
+            names = [one.name for one in instance.types[index].options]
+            plan[instance.type_columns(index).start + names.index(option), chunk] += 1
+    return config, instance, plan
+
+
+@settings(max_examples=40)
+@given(planned_groups())
+def test_the_instance_with_groups_is_the_estimator(case):
+    config, instance, plan = case
+    np.testing.assert_array_equal(in_order(instance, plan), plan)
+    found = configuration_of(config, instance, plan)
+    assume(not config.model.mtp or mtp_option(found) == "none")  # the instance is that of MTP kept
+    forward, backward, _ = TIMES.chunks(found)
+    arrival = instance.by_stage(instance.ends - type(instance).__mro__[1].ends.func(instance))
+    expected = np.stack([forward.ravel(), backward.ravel()]) * 1000 + arrival
+    np.testing.assert_allclose(instance.by_stage(instance.times(plan)), expected)
+    peaks = [memory.peak for memory in all_stages(found)]
+    assert (instance.peak_memory(plan[None])[0] * GIB >= np.array(peaks) * (1 - 1e-9)).all()
+
+
+def test_each_group_frees_at_a_higher_price_than_those_before():
+    config = run()
+    groups = by_price(config, TIMES)
+    assert set(groups) == set(NAMES)
+    instance = pipeline_instance(config, TIMES, GIB, False, False, groups)
+    whole = instance.types[-1].options
+    assert [option.name for option in whole] == ["none", *("+".join(groups[:n]) for n in range(1, len(groups) + 1))]
+    steps = [
+        (more.extra_backward - less.extra_backward) / (less.activation - more.activation)
+        for less, more in itertools.pairwise(whole)
+    ]
+    assert steps == sorted(steps)
+    assert whole[-1].extra_backward < 1000 * TIMES.layer(config, "moe").recomputed["full"].total
+
+
+def best_of_all_tables(config, cap):
+    """(Seconds of the pipeline, tables) of the fastest of all counts of all groups, layers as they are (1F1B)."""
+    best = (float("inf"), None)
+    layer = {kind: TIMES.layer(config, kind) for kind in ("dense", "moe")}
+    forward = TIMES.chunks(replace(config, recompute=Recompute()))[0]
+
+    @functools.cache
+    def price(kind, option):
+        return saved(config, kind, option), layer[kind].backward.total + layer[kind].again(option).total
+
+    outside = TIMES.chunks(replace(config, recompute=Recompute()))[1][0] - [
+        sum(price(kind, "none")[1] for kind in kinds if kind in layer)
+        for kinds in map(kinds_of(config), range(config.pp))
+    ]
+    for used in itertools.chain.from_iterable(itertools.combinations((*NAMES, "full"), n) for n in range(6)):
+        none = (tuple(0 for _ in range(config.pp)),)
+        operators = tuple((name, none) for name in PATTERNS if name in used)
+        empty = replace(config, recompute=Recompute(none if "full" in used else None, operators=operators))
+        chosen = []
+        for stage in range(config.pp):
+            kinds = [kind for kind in kinds_of(config)(stage) if kind in layer]
+            # a name that no layer has counts in what a pass works with
+            room = cap - stage_memory(empty, stage).peak
+            held, found = int(held_micro_batches(config, stage).max()), [(float("inf"), None)]
+            for counts in itertools.product(*(range(len(kinds) + 1) if n in used else [0] for n in (*NAMES, "full"))):
+                tables = dict(zip((*NAMES, "full"), counts, strict=True))
+                options = [
+                    "full" if n < tables["full"] else joined(name for name in NAMES if n < tables[name])
+                    for n in range(len(kinds))
+                ]
+                prices = [price(*pair) for pair in zip(kinds, options, strict=True)]
+                more = held * sum(size - price(kind, "none")[0] for kind, (size, _) in zip(kinds, prices, strict=True))
+                if more <= room:
+                    found.append((outside[stage] + sum(seconds for _, seconds in prices), tables))
+            chosen.append(min(found, key=lambda pair: pair[0]))
+        if all(tables for _, tables in chosen):
+            backward = np.array([[seconds for seconds, _ in chosen]])
+            times = Durations(forward, backward, backward / 2, TIMES.transfer(config), "none")
+            best = min(
+                best,
+                (simulate("1f1b", config.micro_batches, times).makespan, [tables for _, tables in chosen]),
+                key=lambda pair: pair[0],
+            )
+    return best
+
+
+def kinds_of(config):
+    return lambda stage: [kind for chunk in config.stage_kinds(stage) for kind in chunk]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.35, 0.6])
+def test_no_tables_are_much_faster(share):
+    config = run(
+        replace(MOE, pattern=MOE.pattern[:6]), pp=2, chunks=1, ep=1, dp=1, tp=1, micro_batches=4, layers=((3, 3),)
+    )
+    most, least = (
+        max(m.peak for m in all_stages(replace(config, recompute=one)))
+        for one in (Recompute(), Recompute(full=config.layers))
+    )
+    cap = least + share * (most - least)
+    found = place(config, TIMES, cap, Budget(8.0), groups=True)
+    reference, tables = best_of_all_tables(replace(config, layers=found.configuration.layers), cap)
+    reached = TIMES.step(found.configuration, simulated=True).pipeline
+    assert reference * (1 - 1e-9) <= reached <= 1.003 * reference, (found.configuration.recompute, tables)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.7])
+def test_groups_keep_the_cap_and_never_cost_time(share):
+    config = run(pp=4, chunks=1)
+    most, least = (
+        max(m.peak for m in all_stages(replace(config, recompute=one)))
+        for one in (Recompute(), Recompute(full=config.layers))
+    )
+    cap = least + share * (most - least)
+    without, found = place(config, TIMES, cap, Budget(1.0)), place(config, TIMES, cap, Budget(2.0), groups=True)
+    assert found.step_s <= without.step_s
+    assert found.bound_s <= found.step_s
+    assert max(m.peak for m in all_stages(found.configuration)) <= cap
+    assert found.configuration.recompute.operators  # else this compares nothing
+    assert eased(found.configuration, TIMES, cap) == found.configuration
+
+
+def test_easing_leaves_out_what_is_not_needed():
+    config = run(pp=2, chunks=1)
+    every = replace(
+        config, recompute=Recompute(select=config.layers, operators=tuple((n, config.layers) for n in PATTERNS))
+    )
+    cap = max(m.peak for m in all_stages(replace(every, recompute=replace(every.recompute, select=None))))
+    found = eased(every, TIMES, cap)
+    assert max(m.peak for m in all_stages(found)) <= cap
+    assert TIMES.chunks(found)[1].sum() < TIMES.chunks(every)[1].sum()
+    for name in NAMES:
+        table = recomputed_table(found, name)
+        for stage, count in enumerate(table[0]):
+            if count:
+                fewer = with_table(found, name, (tuple(c - (s == stage) for s, c in enumerate(table[0])),))
+                assert max(stage_memory(fewer, stage).peak, 0) > cap, (name, stage)
+
+
+def test_a_layer_has_all_groups_that_count_it():
+    config = run(pp=2, chunks=1, layers=((5, 4),))
+    recompute = Recompute(
+        full=((1, 0),), select=((2, 0),), operators=(("attention", ((3, 0),)), ("experts", ((4, 1),)))
+    )
+    config = replace(config, recompute=recompute)
+    assert layer_options(config, 0, 0, 5) == [
+        "full",
+        "select+attention+experts",
+        "attention+experts",
+        "experts",
+        "none",
+    ]
+    assert layer_options(config, 0, 1, 4) == ["experts", "none", "none", "none"]
+
+
+def test_where_nothing_is_known_there_is_no_choice():
+    assert offered(configuration()) == () and group_ways(configuration(), TIMES) == []
+    assert "attention" not in offered(run(cp=2)) and "experts" not in offered(run(DENSE, ep=1))

@@ -1,0 +1,357 @@
+"""What an overlay writes, read back: the configuration it was made from, in a recipe that `tc3 check` accepts."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.errors import RecipeError
+from plugins.hierarchical_ep.plan import MODES
+from tools.check.check import check_recipe
+from tools.dryrun.stages import stages_of
+from tools.estimate.configuration import PATTERNS, Recompute, even_layers
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.memory.training_graph import kept
+from tools.hardware.units import GIB
+from tools.layout.resolve import resolve
+from tools.model.architecture import model_of
+from tools.model.weights import layer_size
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import View, limit_of
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.search.overlay import Site, changed, dispatch_values, overlay, write_overlay
+
+LARGE = "recipes/telechat3_438b/pretrain_4k.yaml"
+PLUGGED = "recipes/telechat3_438b/pretrain_4k_ep_overlap.yaml"
+DENSE = "recipes/telechat3_36b/pretrain_8k.yaml"
+MTP = "recipes/telechat3_105b/pretrain_4k.yaml"
+
+
+def read_back(recipe, config, folder, notes=(), site=None):
+    path = folder / "child.yaml"
+    write_overlay(recipe, config, path, notes, site)
+    return path, load_recipe(path)
+
+
+@pytest.mark.parametrize("file", [LARGE, DENSE, MTP])
+def test_a_recipe_as_it_is_needs_no_key(file):
+    recipe = load_recipe(file)
+    assert overlay(recipe, from_recipe(recipe)) == {}
+
+
+@pytest.mark.parametrize("ep", [8, 16, 32, 64])
+def test_auto_is_written_as_a_launch_resolves_it(ep):
+    recipe = apply_overrides(load_recipe(PLUGGED), [f"parallel_config.expert_parallel={ep}"])
+    resolved = resolve(recipe)
+    mode = resolved["plugins"]["hierarchical_ep"]["mode"]
+    config = from_recipe(resolved)
+    assert config.ep_mode == mode and recipe["plugins"]["hierarchical_ep"]["mode"] == "auto"
+    assert overlay(recipe, config) == {"plugins": {"hierarchical_ep": {"mode": mode}}}
+    assert overlay(resolved, config) == {}
+
+
+PER_STAGE = "[5, 4, 5, 5, 5, 6, 6, 0]"
+SELECTIONS = [None, "False", "True", PER_STAGE, r"['.*\.norm']", r"['mlp\.mul']", r"{'.*\.norm': True}"]
+SELECTIONS += [r"{'mlp\.mul': True, '.*\.norm': " + PER_STAGE + "}", r"{'mlp\.mul': True}"]
+
+
+def with_selection(recipe_file, value, folder):
+    """A child of a recipe with another `select_recompute`; its path."""
+    path = folder / "recipe.yaml"
+    if value is not None:
+        value = value.replace(PER_STAGE, str([5, 4, 5, 5, 5, 6, 6, 0][: View(load_recipe(recipe_file)).pp]))
+    section = "" if value is None else f"recompute_config: {{select_recompute: {value}}}\n"
+    path.write_text(f"base_config: {os.path.abspath(recipe_file)}\n{section}", "utf-8")
+    return path
+
+
+@st.composite
+def configured(draw, folder):
+    """A recipe and another configuration of its devices' model that it can express, and a machine."""
+    file = draw(st.sampled_from([LARGE, PLUGGED, DENSE, MTP]))
+    recipe = load_recipe(with_selection(file, draw(st.sampled_from(SELECTIONS)), folder))
+    now = from_recipe(resolve(recipe))
+    node = draw(st.sampled_from([8, 16]))
+    site = Site(node, "atlas_900_a3" if node == 16 else "atlas_800t_a2", draw(st.sampled_from([None, 50.5 * GIB])))
+    tp, dp = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([4, 16, 64]))
+    pp, chunks = draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (4, 2), (8, 2), (2, 3)]))
+    if not now.model.experts:
+        ep = 1
+    else:
+        ep = draw(st.sampled_from([width for width in (1, 2, 4, 8, 16, 32) if width <= dp * tp]))
+    modes = ["global"] if ep == 1 else ["global", "deduplicated"] + (["hierarchical"] if ep >= node else [])
+    layers = even_layers(now.model.layers, pp, chunks)
+    layers = draw(shifted(layers))
+    v_shaped = (pp, chunks) in ((4, 2), (8, 2)) and draw(st.booleans())
+    config = replace(
+        now,
+        tp=tp,
+        dp=dp,
+        pp=pp,
+        ep=ep,
+        layers=layers,
+        schedule="zero_bubble_v" if v_shaped else "interleaved_1f1b" if chunks > 1 else "1f1b",
+        batch=draw(st.sampled_from([1, 2])),
+        micro_batches=draw(st.sampled_from([16, 17, 32] if v_shaped else [8, 9, 32])),
+        sequence_parallel=tp > 1,
+        ep_mode=draw(st.sampled_from(modes)) if now.model.experts else now.ep_mode,
+        ep_cut=now.ep_cut if ep > 1 else None,
+        recompute=Recompute(
+            full=draw(tables(layers)),
+            select=draw(tables(layers)),
+            communication=draw(tables(layers)),
+            replay_tp=now.recompute.replay_tp,
+            operators=draw(groups(layers)),
+        ),
+        shard_optimizer=draw(st.booleans()),
+        shard_gradients=draw(st.booleans()),
+    )
+    return recipe, config, site
+
+
+@st.composite
+def shifted(draw, layers):
+    rows = [list(row) for row in layers]
+    for _ in range(draw(st.integers(0, 3))):
+        chunk, stage, other = (draw(st.integers(0, len(rows[0]) * len(rows) - 1)) for _ in range(3))
+        (a, b), (c, d) = divmod(stage, len(rows[0])), divmod(other, len(rows[0]))
+        if rows[a][b] > 1 and chunk % 2:
+            rows[a][b] -= 1
+            rows[c][d] += 1
+    return tuple(map(tuple, rows))
+
+
+@st.composite
+def tables(draw, layers):
+    if draw(st.booleans()):
+        return draw(st.sampled_from([None, layers]))
+    return tuple(tuple(draw(st.integers(0, count)) for count in row) for row in layers)
+
+
+@st.composite
+def groups(draw, layers):
+    """Layers of some groups of operators; those without any are none."""
+    names = draw(st.sampled_from([(), (), ("attention",), ("mlp", "experts"), tuple(PATTERNS)]))
+    return tuple((name, table) for name in names if (table := draw(tables(layers))) and any(map(any, table)))
+
+
+def without_zeros(config):
+    """A table of no layers is none."""
+    tables = {name: getattr(config.recompute, name) for name in ("full", "select", "communication")}
+    kept = {name: table if table and any(map(any, table)) else None for name, table in tables.items()}
+    return replace(config, recompute=replace(config.recompute, **kept))
+
+
+def dispatch_of(recipe):
+    """How tokens travel."""
+    return recipe.get("plugins", {}).get("hierarchical_ep"), recipe["model"]["model_config"].get(
+        "moe_token_dispatcher_type"
+    )
+
+
+@settings(max_examples=24)
+@given(st.data())
+def test_a_written_overlay_is_the_configuration(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("overlay")
+    recipe, config, site = data.draw(configured(folder))
+    path, child = read_back(recipe, config, folder, site=site)
+    again = from_recipe(resolve(child))
+    # chunks that the recipe leaves to auto are those of the strategy, not the recipe's own
+    assert bool(again.ep_cut) == bool(config.ep_cut)
+    assert without_zeros(replace(again, ep_cut=None)) == without_zeros(replace(config, ep_cut=None))
+    assert dispatch_of(resolve(child)) == dispatch_of(child)
+    if config.ep > 1 and config.ep_mode != "global":
+        assert child["model"]["model_config"]["npu_nums_per_device"] == site.node
+    if site.memory:
+        assert limit_of(child) == site.memory
+    errors = [finding for finding in check_recipe(path).findings if finding.severity == "error"]
+    # what the space does not have: sharded gradients of a pipeline, weights without a copy under accumulation
+    outside = {load_schema().line(rule) for rule in ("endless_compile", "lost_gradients")}
+    # batches that no layout of these degrees can help
+    assert not [one for one in errors if "plugins" not in one.key and one.source not in outside], errors
+
+
+def test_only_what_differs_is_written(tmp_path):
+    recipe = load_recipe(LARGE)
+    config = from_recipe(recipe)
+    layers = ((4, 4, 4, 4, 3, 3, 3, 3), (3, 3, 3, 3, 4, 4, 3, 3))
+    full = ((1,) * 8, (0,) * 8)
+    config = replace(config, layers=layers, recompute=replace(config.recompute, full=full))
+    path, _ = read_back(recipe, config, tmp_path, ["a first line", "and two\nmore"])
+    lines = path.read_text().splitlines()
+    assert lines[:3] == ["# a first line", "# and two", "# more"]
+    written = yaml.safe_load(path.read_text())
+    base = written.pop("base_config")
+    assert os.path.samefile(tmp_path / base, LARGE)
+    assert written == {
+        "model": {"model_config": {"offset": [[1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0]]}},
+        "recompute_config": {"recompute": [[1] * 8, [0] * 8]},
+    }
+    assert [file.name for file in tmp_path.iterdir()] == ["child.yaml"]
+
+
+def test_shared_values_change_together(tmp_path):
+    recipe = load_recipe(LARGE)
+    config = from_recipe(recipe)
+    child = overlay(recipe, replace(config, dp=128, tp=4))
+    assert child == {
+        "parallel_config": {"data_parallel": 128, "model_parallel": 4},
+        "parallel": {"dataset_strategy": [[128, 1]] * 4},
+    }
+
+
+def test_shared_values_of_other_sections_change_too(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(
+        f"base_config: {os.path.abspath(LARGE)}\n"
+        "runner_config: {batch_size: &batch 1}\n"
+        "train_dataset: {batch_size: *batch}\n"
+        "parallel_config: {micro_batch_num: &micro 64}\n"
+        "callbacks: [{type: TopkBiasBalanceCallback, micro_batch_num: *micro}]\n"
+    )
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    child = overlay(recipe, replace(from_recipe(recipe), batch=2, micro_batches=32))
+    assert child == {
+        "runner_config": {"batch_size": 2},
+        "train_dataset": {"batch_size": 2},
+        "parallel_config": {"micro_batch_num": 32},
+        "callbacks": [{"type": "TopkBiasBalanceCallback", "micro_batch_num": 32}],
+    }
+
+
+def test_the_callback_of_routers_biases_counts_the_steps_of_accumulation():
+    recipe = load_recipe(LARGE)
+    piped = from_recipe(recipe)
+    layers = ((sum(map(sum, piped.layers)),),)
+    alone = replace(piped, pp=1, dp=piped.dp * piped.pp, micro_batches=8, layers=layers, recompute=Recompute())
+    child = overlay(recipe, replace(alone, schedule="1f1b"))
+    assert child["runner_config"]["gradient_accumulation_steps"] == 8
+    (callback,) = [each for each in child["callbacks"] if each["type"] == "TopkBiasBalanceCallback"]
+    assert callback["gradient_accumulation_steps"] == 8
+
+
+def test_a_pipeline_that_runs_back_up(tmp_path):
+    layers = ((4,) * 8, (4, 4, 3, 3, 3, 3, 1, 1))
+    recipe = load_recipe(LARGE)
+    config = replace(from_recipe(recipe), layers=layers, schedule="zero_bubble_v")
+    _, child = read_back(recipe, config, tmp_path)
+    assert child["model"]["model_config"]["offset"] == [[1] * 8, [1, 1, 0, 0, 0, 0, -2, -2]]
+    stages = stages_of(View(child))
+    columns = list(zip(*layers, strict=True))
+    assert [tuple(len(kinds) for _, kinds in stage.chunks) for stage in stages] == columns
+    assert from_recipe(child).layers == layers
+    table = check_recipe(tmp_path / "child.yaml").table
+    assert table["stage_layers"] == [8, 8, 7, 7, 7, 7, 5, 5]
+    assert table["stage_chunk_layers"] == [list(row) for row in layers]
+    model = model_of(convert(View(child), load_schema()).fields)
+    kinds = [(*stage.kinds, *stage.ends) for stage in stages]
+    assert table["stage_parameters"] == [sum(layer_size(model, kind) for kind in stage) for stage in kinds]
+
+
+def test_a_recipe_is_not_written_over(tmp_path):
+    path = with_selection(LARGE, None, tmp_path)
+    recipe = load_recipe(path)
+    with pytest.raises(RecipeError, match="is the recipe itself"):
+        write_overlay(recipe, from_recipe(recipe), path, [])
+
+
+def test_what_was_set_on_the_command_line_is_written_too(tmp_path):
+    recipe = load_recipe(LARGE)
+    recipe["seed"] = 7
+    _, child = read_back(recipe, from_recipe(recipe), tmp_path)
+    assert child["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"schedule": "interleaved_1f1b_less_memory"}, "no key of a recipe does"),
+        ({"schedule": "zb_h1"}, "no recipe can ask for it"),
+        ({"ep_mode": "deepep"}, "want one of global"),
+    ],
+)
+def test_what_mindformers_cannot_say(changes, words):
+    recipe = load_recipe(LARGE)
+    with pytest.raises(RecipeError, match=words):
+        overlay(recipe, replace(from_recipe(recipe), **changes))
+
+
+def test_one_device_has_no_layout():
+    recipe = load_recipe("recipes/mini/pretrain.yaml")
+    with pytest.raises(RecipeError, match="use_parallel"):
+        overlay(recipe, replace(from_recipe(recipe), dp=2))
+
+
+@pytest.mark.parametrize(("now", "wanted"), [("level1", "level2"), ("level2", "level1")])
+def test_where_a_level_says_what_is_sharded_the_flag_is_not_written(now, wanted):
+    """MindSpore refuses gradient_accumulation_shard beside level1, and takes level2 for True whatever it says."""
+    recipe = load_recipe(LARGE)
+    section = recipe["parallel"]["parallel_optimizer_config"]
+    del section["gradient_accumulation_shard"]
+    section["optimizer_level"] = now
+    config = from_recipe(recipe)
+    assert config.shard_gradients == (now == "level2") and overlay(recipe, config) == {}
+    other = replace(config, shard_gradients=not config.shard_gradients)
+    assert overlay(recipe, other) == {"parallel": {"parallel_optimizer_config": {"optimizer_level": wanted}}}
+    wrong = [error.source for error in check_recipe(changed(recipe, other)).errors]
+    assert wrong == [load_schema().line("endless_compile")] * (wanted == "level2")  # the recipe is a pipeline
+    section["gradient_accumulation_shard"] = False
+    assert from_recipe(recipe).shard_gradients == (now == "level2")
+
+
+def test_the_machine_is_written():
+    recipe = load_recipe(LARGE)
+    config, a3 = from_recipe(recipe), Site(16, "atlas_900_a3", 54 * GIB)
+    assert overlay(recipe, config, Site(8, "atlas_800t_a2")) == {}
+    memory = {"max_device_memory": "54GB", "mempool_block_size": "54GB"}
+    wide = replace(config, ep=32, ep_mode="hierarchical")
+    assert overlay(recipe, wide, a3) == {
+        "context": memory,
+        "parallel_config": {"expert_parallel": 32},
+        "model": {"model_config": {"npu_nums_per_device": 16}},
+    }
+    assert overlay(recipe, replace(config, ep=1, ep_mode="global"), a3)["context"] == memory
+    recipe["context"]["mempool_block_size"] = "1GB"
+    del memory["mempool_block_size"]
+    assert overlay(recipe, wide, a3)["context"] == memory
+
+
+def test_a_group_that_straddles_nodes_is_not_for_the_plugin(tmp_path):
+    recipe = load_recipe(PLUGGED)
+    recipe["model"]["model_config"]["n_routed_experts"] = 240
+    config = replace(from_recipe(resolve(recipe)), dp=48, ep=12, ep_mode="global", ep_cut=None)
+    path, child = read_back(recipe, config, tmp_path, site=Site(16, "atlas_900_a3"))
+    assert child["plugins"] == {"hierarchical_ep": False, "ep_overlap": False}
+    assert not [finding for finding in check_recipe(path).errors if "plugins" in finding.key]
+
+
+def test_chunks_that_a_launch_resolves_are_for_the_same_machine(tmp_path):
+    recipe = load_recipe(PLUGGED)
+    config = replace(from_recipe(resolve(recipe)), ep=32, ep_mode="deduplicated")
+    _, child = read_back(recipe, config, tmp_path, site=Site(16, "atlas_900_a3"))
+    assert child["plugins"]["hierarchical_ep"] == {"mode": "deduplicated", "hardware": "atlas_900_a3"}
+    said = []
+    resolve(child, said.append)
+    assert said[0].startswith("plugins.ep_overlap: auto -> ")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_comes_back_from_the_recipe(mode):
+    recipe = load_recipe(LARGE)
+    config = replace(from_recipe(recipe), ep_mode=mode)
+    for (*section, last), value in dispatch_values(View(recipe), config).items():
+        place = recipe
+        for key in section:
+            place = place.setdefault(key, {})
+        place[last] = value
+    assert from_recipe(recipe).ep_mode == mode
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_keeps_activations(mode):
+    config = replace(from_recipe(load_recipe(LARGE)), ep_mode=mode)
+    assert kept(config, "moe") > kept(config, "dense") / config.tp > 0

@@ -1,1 +1,0 @@
-"""What `auto` of a recipe stands for."""

@@ -1,0 +1,423 @@
+"""How each publisher's rows become runs, and what their software is taken to do where a row does not say.
+
+Every source has one set of settings; what a row leaves unsaid is decided by rules that know no measurement.
+
+Sources of the settings: the papers of Megatron-LM (arXiv 2104.04473, 2205.05198), the defaults of Megatron Core and
+Megatron-Bridge, the Llama 3 and DeepSeek-V3 reports; all recalled but for what the rows themselves note.
+
+Rows of torchtitan ("FSDP32 TP8") and of Megatron Core's benchmark of one MoE layer are read from their words, rows of
+MindFormers model cards from what the card links: `model`, `moe`, `parallel`, `recompute`.
+
+Megatron-Bridge's performance recipes set more for MoE models than its tables of results show.
+
+Read in its repository (perf_recipes of deepseek, qwen and gpt_oss, and the configurations before them, releases r0.1.0
+to r0.6.0 of October 2025 to August 2026): dispatcher, overlap, recomputed operators, CUDA graphs. Rules by device,
+release and model only. Its token drop has a capacity factor of 1 and pads to it: experts get their average rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tools.estimate.configuration import Configuration, Recompute, Table, even_layers, spread
+from tools.hardware.units import short_dtype
+from tools.model.architecture import Latent, Model, pattern_of
+from tools.pipeline.schedules import schedule_of
+
+MODELS = Path(__file__).parent / "models.yaml"
+
+
+class Unexpressed(Exception):
+    """Why a row cannot be a configuration."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of a source.
+
+    Args:
+        masked: published FLOPs count the masked half of attention, too.
+        recompute, selective: what is recomputed where the row does not say; see `configuration.Recompute`.
+        mindformers: graph mode's layout (whole shared experts, gathered activations kept, fp32 residual).
+        node_limit: see `configuration.Model`.
+        overlap_tp_backward, wide_gradients: see `configuration.Configuration`.
+        interleaved: a row without vpp is interleaved all the same (its source leaves the column out).
+        logit_bytes, spare_gradients, cp_exchanges_heads: see `configuration.Configuration`.
+        overlap: tensor-, data- and pipeline-parallel communication runs beside computation (MindFormers: data only).
+    """
+
+    masked: bool = False
+    recompute: str = "none"
+    selective: str = "attention"
+    precision: str = "bf16"
+    dropout: bool = False
+    tied: bool = False
+    sequence_parallel: bool = True
+    shard_optimizer: bool = True
+    shard_gradients: bool = False
+    flash: bool = True
+    schedule: str = ""
+    ep_mode: str = "deepep"
+    overlap: bool = True
+    overlap_ep: bool = False
+    mindformers: bool = False
+    node_limit: int = 0
+    overlap_tp_backward: bool = False
+    wide_gradients: bool = True
+    interleaved: bool = True
+    logit_bytes: int = 6
+    spare_gradients: bool = False
+    cp_exchanges_heads: bool = False
+
+
+_GPT3 = Settings(
+    masked=True,
+    precision="fp16",
+    dropout=True,
+    tied=True,
+    sequence_parallel=False,
+    shard_optimizer=False,
+    flash=False,
+    overlap=False,
+)
+_ASCEND = Settings(recompute="full", selective="norms", ep_mode="hierarchical", overlap=False, mindformers=True)
+_GROUPS = {
+    "megatron_sc21": replace(_GPT3, wide_gradients=False),
+    "korthikanti22": replace(_GPT3, overlap_tp_backward=True),
+    "mcore_h100_r0.8": Settings(masked=True),
+    "megatron_bridge": Settings(precision="bf16", interleaved=False, wide_gradients=False, spare_gradients=True),
+    # the flags of SimuMax's own Megatron scripts: no overlap, All-to-All dispatch, no interleaving, CP by All-to-All;
+    # Transformer Engine 2.11, whose fused cross entropy (the rows' "cef") writes gradients over the bf16 logits
+    "simumax_b200": Settings(
+        precision="bf16",
+        overlap=False,
+        ep_mode="global",
+        interleaved=False,
+        logit_bytes=2,
+        spare_gradients=True,
+        cp_exchanges_heads=True,
+    ),
+    # GPT with dropout, without sequence parallelism and without gradients added up inside matmuls
+    "megatron_tests": Settings(dropout=True, sequence_parallel=False, interleaved=False),
+    "llama3_405b": Settings(shard_gradients=True),
+    "deepseek_v3": Settings(
+        selective="norms", recompute="selective", schedule="zero_bubble_v", overlap_ep=True, node_limit=4
+    ),
+    "ascend_reports": _ASCEND,
+}
+
+
+def settings_of(group: str, cluster: str) -> Settings:
+    """The settings of a group, or of what usually runs on the cluster."""
+    return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
+
+
+@lru_cache(maxsize=1)
+def _models() -> dict[str, Any]:
+    return yaml.safe_load(MODELS.read_text(encoding="utf-8"))
+
+
+def public_model(name: str) -> Model:
+    """A public model by the name that a row writes.
+
+    Raises:
+        Unexpressed: models.yaml has no such model, or it cannot be expressed.
+    """
+    for entry in _models()["models"]:
+        if re.search(entry["match"], name.lower().replace("_", " ").replace("llama 3", "llama3")):
+            if "unsupported" in entry:
+                raise Unexpressed(f"model {name}: {entry['unsupported']} is not modelled")
+            return _model(entry)
+    raise Unexpressed(f"model {name}: its dimensions are not given, and models.yaml does not know it")
+
+
+def public_class(kind: str, layers: int, hidden: int) -> dict[str, Any]:
+    """Dimensions that a MindFormers card leaves out; {} where they are not known."""
+    for entry in _models()["classes"]:
+        if (entry["type"], entry["layers"], entry["hidden"]) == (kind, layers, hidden):
+            return entry
+    return {}
+
+
+def _model(entry: dict[str, Any]) -> Model:
+    sizes = {key: value for key, value in entry.items() if key not in ("match", "parameters", "type")}
+    if "latent" in sizes:
+        sizes["latent"] = Latent(**sizes["latent"])
+    pattern = pattern_of(sizes.pop("layers"), sizes.get("experts", 0), sizes.pop("dense_layers", 0))
+    return Model(pattern, **sizes)
+
+
+def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
+    """Samples of a micro-batch where the row gives none."""
+    if micro_batches:
+        return max(1, samples // micro_batches)
+    batch = 1
+    while pp == 1 and batch < 4 and samples % (2 * batch) == 0:
+        batch *= 2
+    assumed.append(f"micro-batch {batch} (1 in a pipeline, else up to 4)")
+    return batch
+
+
+def interleaved(layers: int, pp: int, micro_batches: int, assumed: list[str]) -> int:
+    """Interleaved chunks where the row gives none: the fewest above 1 that divide a stage's layers."""
+    if pp == 1:
+        return 1
+    each = -(-layers // pp)
+    chunks = next((count for count in range(2, each + 1) if each % count == 0), 1)
+    chunks = chunks if micro_batches >= pp else 1
+    assumed.append(f"vpp {chunks} (fewest above 1 that divide a stage's layers)")
+    return chunks
+
+
+def recomputation(words: str, layers: Table, selective: str) -> Recompute:
+    """From words such as "full_recompute_no_sp"; unknown means none."""
+    if words.startswith("full"):
+        return Recompute(full=layers)
+    return Recompute(select=layers, selective=selective) if "selective" in words else Recompute()
+
+
+def titan_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
+    """torchtitan: "FSDP32 TP8", samples of a data-parallel rank, technique."""
+    degrees = {name: int(size) for name, size in re.findall(r"([A-Za-z]+)[ =]*(\d+)", config["parallel"])}
+    unknown = sorted(set(degrees) - {"FSDP", "TP", "PP", "CP", "HSDP", "DP"})
+    if unknown:
+        raise Unexpressed(f"parallel: {', '.join(unknown)} is not known")
+    tp, pp, cp = (degrees.get(name, 1) for name in ("TP", "PP", "CP"))
+    model = public_model(str(config["model"]))
+    technique = f"{config.get('technique', '')} {config.get('precision', '')}".lower()
+    assumed = [] if config.get("seq") else ["sequence 8,192, torchtitan's default"]
+    dp, samples = config["devices"] // (tp * pp * cp), config["local_batch"]
+    # `pipeline_parallel_microbatches` was the number of stages where nobody said (until April 2025)
+    micro_batches = pp if pp > 1 and samples % pp == 0 else samples if pp > 1 else 1
+    if pp > 1:
+        assumed.append(f"{micro_batches} micro-batches, the number of stages as its default was")
+    chunks = 1
+    if pp > 1 and "interleaved" in f"{technique} {config.get('schedule', '')}".lower():
+        chunks = interleaved(model.layers, pp, micro_batches, assumed)
+    layers = even_layers(model.layers, pp, chunks)
+    made = Configuration(
+        model=model,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        layers=layers,
+        schedule=schedule_of("1f1b", chunks),
+        sequence=config.get("seq") or 8192,
+        batch=samples // micro_batches,
+        micro_batches=micro_batches,
+        dtype="fp8" if "fp8" in technique or "float8" in technique else "bf16",
+        recompute=recomputation(str(config.get("recompute", "")).split()[-1], layers, "operators"),
+        shard_gradients=True,
+        shard_weights=True,
+        # F.cross_entropy of fp32 logits: in compute precision, as fp32, the log-softmax and two gradients, of which the
+        # allocator gives the first one the memory of the fp32 logits; in loss parallel (DTensors) one result more
+        logit_bytes=20 if tp > 1 else 14,
+        fused="eager" not in technique,
+        overlap_tp="async" in technique,
+        overlap_dp=True,
+        contiguous=cp > 1,
+    )
+    return made, dp * samples, assumed
+
+
+def layer_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
+    """One MoE layer's MLP alone, forward and backward."""
+    model = Model(
+        pattern=pattern_of(1, config["experts"]),
+        hidden=config["hidden"],
+        heads=1,
+        kv_heads=1,
+        head_dim=1,
+        ffn=0,
+        vocab=1,
+        experts=config["experts"],
+        top_k=config["topk"],
+        expert_ffn=config["moe_ffn"],
+        shared_ffn=config.get("shared_ffn") or 0,
+    )
+    tp, ep = config.get("tp") or 1, config["ep"]
+    made = Configuration(
+        model=model,
+        dp=max(1, ep // tp),
+        tp=tp,
+        ep=ep,
+        layers=((1,),),
+        sequence=config["seq"],
+        batch=config["micro_batch"],
+        dtype="fp8" if "fp8" in str(config.get("precision")).lower() else "bf16",
+        ep_mode={"a2a": "global", "hybridep": "hybridep"}.get(config["dispatcher"], "deepep"),
+        layer_only=True,
+    )
+    return made, made.global_batch, ["routing is even"]
+
+
+_BLACKWELL = ("b200", "b300", "gb200", "gb300")
+_GRAPHED = "26.06"  # the first release with full-iteration CUDA graphs and fused operators (recipes of June 2026)
+
+
+def release(row: str) -> str:
+    """Release of the software, such as "26.04.01", from a row's id; "" where it names none."""
+    found = re.match(r"[a-z]+_(\d\d\.\d\d(?:\.\d\d)?)_", row)
+    return found[1] if found else ""
+
+
+def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
+    """The configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
+    if not config.model.experts:
+        return config
+    if cluster == "h100" and not config.model.latent and not config.model.biased:
+        return _qwen_on_h100(row, config, assumed)
+    if cluster not in _BLACKWELL:
+        return config
+    if release(row) >= _GRAPHED and cluster in ("gb200", "gb300") and config.dtype == "mxfp8":
+        assumed.append("one CUDA graph a step, fused operators, HybridEP overlapped, as its recipe has it")
+        return replace(config, graphs="step", overlap_ep=True, ep_mode="hybridep")
+    if not config.model.biased:
+        beside = config.overlap_ep and cluster in ("b200", "b300")
+        assumed.append(f"HybridEP, {'' if beside else 'not '}overlapped, as its recipe has it")
+        # DeepSeek-V3's have graphs on GB200, where its dispatch is overlapped and by now on B300, Qwen3's everywhere
+        graphed = cluster == "gb200" or beside or (cluster == "b300" and release(row) >= "26.04.01")
+        graphs = "layers" if graphed or not config.model.latent else ""
+        return replace(config, overlap_ep=beside, ep_mode="hybridep", graphs=graphs)
+    return _gpt_oss(release(row), cluster, config, assumed)
+
+
+def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
+    """Qwen3 235B on H100: All-to-All in every release.
+
+    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication alone; 25.09, with token drop,
+    has it the other way round.
+    """
+    beside = "tokendrop" not in row
+    assumed.append(f"All-to-All dispatch, {'' if beside else 'not '}overlapped, as its recipe has it")
+    return replace(config, ep_mode="global", overlap_ep=beside, overlap_tp=not beside)
+
+
+def _gpt_oss(version: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
+    """GPT-OSS on Blackwell, but for what runs in one graph.
+
+    Until 26.02 its recipes have EP 64 everywhere; the table says EP 8 of 25.11 on B200. 26.02.01 has EP 8 in nodes of 8
+    and names HybridEP, but does not apply it; 26.04 does, and 26.04.01 takes it back on B200 and GB200.
+    """
+    if cluster == "b200" and "" < version < "26.02.01" and config.ep != 64:
+        assumed.append(f"EP 64, as its recipe has it (the table says {config.ep})")
+        config = replace(config, ep=64)
+    hybrid = version >= "26.04" and (version == "26.04" or cluster == "b300")
+    beside = version >= "26.04" and cluster == "gb200"
+    again = Recompute(select=config.layers) if cluster in ("b200", "gb200") else config.recompute
+    assumed.append(
+        f"dispatch {'HybridEP' if hybrid else 'All-to-All'}{', overlapped' if beside else ''}, norms and activations "
+        f"{'' if again.select else 'not '}recomputed, as its recipe has it"
+    )
+    mode = "hybridep" if hybrid else "global"
+    return replace(config, ep_mode=mode, overlap_ep=beside, recompute=again, graphs="" if again.select else "layers")
+
+
+def mindformers_row(config: Mapping[str, Any]) -> tuple[Configuration, int, list[str]]:
+    """(configuration, samples of the row's step, assumptions).
+
+    Raises:
+        Unexpressed: LoRA, or a model whose dimensions are not known.
+    """
+    if config.get("lora"):
+        raise Unexpressed("LoRA trains a few weights only; that is not modelled")
+    parallel, written = config["parallel"], config["model"]
+    assumed: list[str] = []
+    model = _model_of_card(written, config.get("moe") or {}, assumed)
+    dp, tp, pp, cp = (parallel.get(name) or 1 for name in ("dp", "tp", "pp", "cp"))
+    chunks = written.get("pp_interleave_num") or 1
+    layers = _layers(model.layers, written.get("offset") or 0, pp, chunks)
+    runs = parallel.get("micro_batch_num") if pp > 1 else parallel.get("gradient_accumulation")
+    samples = config.get("global_batch") or dp * config["batch_size"] * (runs or 1)
+    made = Configuration(
+        model=model,
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=parallel.get("ep") or 1,
+        layers=layers,
+        schedule=schedule_of("1f1b", chunks if pp > 1 else 1),
+        sequence=written["seq_length"],
+        batch=config["batch_size"],
+        micro_batches=runs or 1,
+        dtype=short_dtype(written.get("compute_dtype"), "bf16"),
+        recompute=_recompute(config.get("recompute") or {}, layers),
+        sequence_parallel=bool(parallel.get("use_seq_parallel")),
+        shard_optimizer=bool(parallel.get("enable_parallel_optimizer")),
+        shard_threshold=64 * 1024,
+        wide_gradients=written.get("param_init_type") == "float32",
+        flash=written.get("use_flash_attention") is not False,
+        fused=False,
+        overlap_dp=True,
+        keep_gathered=True,
+    )
+    if samples != made.global_batch:
+        assumed.append(f"a step of {made.global_batch} samples; the row speaks of {samples}, for the same throughput")
+    return made, samples, assumed
+
+
+def _model_of_card(written: Mapping[str, Any], moe: Mapping[str, Any], assumed: list[str]) -> Model:
+    kind = str(written.get("type"))
+    layers, hidden = written.get("num_layers"), written.get("hidden_size")
+    if not isinstance(layers, int) or not isinstance(hidden, int):
+        raise Unexpressed(f"not given: layers and hidden size of {kind}")
+    known = public_class(kind, layers, hidden)
+    heads = written.get("num_heads") or known.get("heads")
+    vocab = written.get("vocab_size") or known.get("vocab")
+    if not heads or not vocab:
+        raise Unexpressed(f"not given: heads and vocabulary of {kind}")
+    ffn = written.get("intermediate_size") or known.get("ffn") or _llama_width(written, hidden)
+    if known:
+        assumed.append("sizes that the row leaves out are those of the public model")
+    experts = moe.get("expert_num") or 1
+    routed = experts if experts > 1 else 0
+    return Model(
+        pattern=pattern_of(layers, routed),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=written.get("n_kv_heads") or known.get("kv_heads") or heads,
+        head_dim=hidden // heads,
+        ffn=ffn,
+        vocab=vocab,
+        experts=routed,
+        top_k=moe.get("num_experts_chosen") or 1 if routed else 0,
+        expert_ffn=ffn if routed else 0,
+        shared_ffn=(moe.get("shared_expert_num") or 0) * ffn if routed else 0,
+    )
+
+
+def _llama_width(written: Mapping[str, Any], hidden: int) -> int:
+    """Llama's own rule: two thirds of four times the hidden size, rounded up."""
+    width = int(8 * hidden / 3 * (written.get("ffn_dim_multiplier") or 1))
+    step = written.get("multiple_of") or 256
+    return step * -(-width // step)
+
+
+def _layers(total: int, offset: Any, pp: int, chunks: int) -> Table:
+    """[chunks][stages] from MindFormers' offset; as even as can be where it does not fit."""
+    if offset == 0 or offset is None:
+        return even_layers(total, pp, chunks)
+    rows = offset if isinstance(offset[0], list) else [offset]
+    base = total // (pp * chunks)
+    table = tuple(tuple(base + extra for extra in row) for row in rows)
+    if len(table) != chunks or sum(map(sum, table)) != total:
+        raise Unexpressed(f"offset {offset} does not place {total} layers on {pp} stages x {chunks} chunks")
+    return table
+
+
+def _recompute(written: Mapping[str, Any], layers: Table) -> Recompute:
+    return Recompute(
+        full=spread(written.get("recompute"), layers),
+        select=spread(written.get("select_recompute"), layers),
+        communication=spread(written.get("select_comm_recompute"), layers),
+        replay_tp=written.get("mp_comm_recompute") is not False,
+    )

@@ -1,0 +1,368 @@
+"""Which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
+
+Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
+`auto` is resolved with them.
+
+A recipe that has no expert-parallel communication is refused with a `RecipeError` that says what is missing. Where
+`plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks is written in
+its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from plugins.ep_overlap import settings as ep_overlap
+from plugins.ep_overlap.plan import DIGITS, Choice, Chunks
+from plugins.errors import RecipeError, did_you_mean
+from plugins.hierarchical_ep import settings as hierarchical_ep
+from plugins.hierarchical_ep.plan import MODES
+from plugins.hierarchical_ep.topology import DEVICES_PER_NODE, Topology, of_mesh
+from plugins.hierarchical_ep.traffic import BreakEven, backward, break_even, check_routing
+from tools.estimate.configuration import DEFAULT_SKEW, Configuration, Cut
+from tools.estimate.efficiency import cluster
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import StepTime, TimeModel
+from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
+from tools.model.architecture import MOE, model_of
+from tools.recipe.findings import refusal
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
+from tools.recipe.unresolved import AUTO, CHUNKS, DISPATCH, MODE, OVERLAP
+from tools.recipe.view import MODEL, PARALLEL, View, look
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+
+
+def check(recipe: Recipe, hardware: Hardware) -> None:
+    """Refuse a recipe that has no expert-parallel communication to report on, or not on this cluster.
+
+    Raises:
+        RecipeError: no experts, no expert parallelism, degrees that do not divide, or a node of another size.
+    """
+    view = View(recipe)
+    built = convert(view, load_schema())
+    try:
+        model = model_of(built.fields)
+    except (KeyError, TypeError, ValueError) as error:
+        raise refusal(recipe, MODEL, f"its sizes do not make a model ({error}); `tc3 check` says more") from None
+    experts, path = model.experts, (*PARALLEL, "expert_parallel")
+    if MOE not in model.pattern:
+        raise refusal(recipe, (*MODEL, "n_routed_experts"), "the model has no routed experts: nothing to report")
+    if not view.flag(("use_parallel",)):
+        raise refusal(recipe, ("use_parallel",), "one device has nobody to send tokens to; set it to True")
+    if view.ep == 1:
+        raise refusal(recipe, path, f"1 sends no token anywhere; try --ep {_smallest(experts, view.dp * view.tp)}")
+    if experts % view.ep:
+        right = f"use a divisor, for instance {_near(experts, view.ep)}"
+        raise refusal(recipe, path, f"{view.ep} does not divide {experts} experts; {right}")
+    if view.dp * view.tp % view.ep:
+        times = -(-view.dp * view.tp // view.ep)
+        while times * view.ep % view.tp:
+            times += 1
+        right = f"a divisor of {view.dp * view.tp}, or data_parallel: {times * view.ep // view.tp}"
+        text = f"{view.ep} does not divide data_parallel x model_parallel = {view.dp} x {view.tp}; use {right}"
+        raise refusal(recipe, path, text)
+    if built.number("seq_length") % (view.tp * view.cp):
+        text = f"{built.number('seq_length')} tokens cannot be divided over tp {view.tp} x cp {view.cp}"
+        raise refusal(recipe, (*MODEL, "seq_length"), text)
+    node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
+    if node != hardware.devices_per_node:
+        text = f"{node}, but a node of {hardware.name} has {hardware.devices_per_node} devices; set it to that"
+        raise refusal(recipe, (*MODEL, "npu_nums_per_device"), f"{text}, or pass another --cluster")
+
+
+def _smallest(experts: int, ranks: int) -> int:
+    """The largest degree up to 16 that divides both."""
+    return max(degree for degree in range(1, 17) if experts % degree == 0 and ranks % degree == 0)
+
+
+def _near(number: int, wanted: int) -> int:
+    """The divisor of `number` nearest to `wanted`, above 1."""
+    divisors = [divisor for divisor in range(2, number + 1) if number % divisor == 0]
+    return min(divisors, key=lambda divisor: abs(divisor - wanted))
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """One dispatch mode. Bytes and `choice` of the busiest rank, per MoE layer and micro-batch.
+
+    Args:
+        inter_bytes, intra_bytes: over each class of links, forward and backward, with what recomputation repeats.
+        ep_seconds: EP communication of the slowest stage in a step, hidden or not.
+        choice: the best cut of the layer, see `plugins.ep_overlap.plan`.
+        whole, cut: the step without and with overlap.
+    """
+
+    mode: str
+    inter_bytes: float
+    intra_bytes: float
+    ep_seconds: float
+    choice: Choice
+    whole: StepTime = field(repr=False)
+    cut: StepTime = field(repr=False)
+
+    @property
+    def step(self) -> tuple[float, float]:
+        """Seconds of a step without, with overlap."""
+        return self.whole.total, self.cut.total
+
+    @property
+    def exposed(self) -> tuple[float, float]:
+        """Seconds of a step in which the slowest stage waits for EP communication: without, with overlap."""
+        return self.whole.by_part["ep"], self.cut.by_part["ep"]
+
+    @property
+    def share_of_step(self) -> tuple[float, float]:
+        """Exposed EP communication over the step, whose bubble stays in the step: without, with overlap."""
+        return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
+
+    @property
+    def share_of_communication(self) -> tuple[float, float]:
+        """Exposed EP communication over all exposed communication: without, with overlap (report section 4.4)."""
+        return self.exposed[0] / self.whole.exposed, self.exposed[1] / self.cut.exposed
+
+
+@dataclass(frozen=True)
+class Written:
+    """The recipe as it is written, with the best of what it leaves to `auto`."""
+
+    mode: str
+    chunks: Chunks
+    stride: int
+    step: StepTime
+
+    @property
+    def words(self) -> str:
+        """``hierarchical, chunks [1, 2]: 35.70 s``."""
+        chunks = f", chunks {list(self.chunks)}" if self.chunks != (1, 1) else ""
+        return f"{self.mode}{chunks}: {self.step.total:.2f} s per step"
+
+
+@dataclass(frozen=True)
+class Advice:
+    """All modes of one recipe at one EP degree, and the setting to use.
+
+    Args:
+        config: the run, dispatched globally and uncut.
+        modes: dispatch mode -> its report.
+        mode, chunks, stride: the recommendation; chunks (1, 1) means no overlap, stride is the order of issue.
+        why: one sentence.
+        as_1f1b: why the pipeline is taken as 1F1B, where it is not the recipe's own schedule; "" where it is.
+    """
+
+    recipe: Recipe = field(repr=False)
+    config: Configuration
+    hardware: Hardware
+    topology: Topology
+    modes: dict[str, ModeReport]
+    mode: str
+    chunks: Chunks
+    stride: int
+    break_even: BreakEven
+    why: str
+    as_1f1b: str = ""
+
+    @cached_property
+    def written(self) -> Written:
+        """The recipe's own dispatch and chunks."""
+        modes, cuts, stride = left_open(self.recipe)
+        if len(modes) == 1 and cuts:
+            own = replace(from_recipe(self.recipe), skew=self.skew)
+            chunks, order = own.ep_cut or Cut((1, 1), 1)
+            return Written(own.ep_mode, chunks or (1, 1), order or 1, _step(TimeModel(self.hardware), own))
+        found = advise(self.recipe, self.hardware, self.skew, modes, cuts, stride)
+        return Written(found.mode, found.chunks, found.stride, found.best.cut)
+
+    @property
+    def skew(self) -> float:
+        """Load of the busiest rank over the mean."""
+        return self.config.skew
+
+    @property
+    def best(self) -> ModeReport:
+        """The recommended mode."""
+        return self.modes[self.mode]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The `plugins:` section to write; without `ep_overlap` where cutting does not pay, and without stride 1."""
+        settings: dict[str, Any] = {"hierarchical_ep": {"mode": self.mode}}
+        if self.chunks != (1, 1):
+            settings["ep_overlap"] = {"chunks": list(self.chunks)}
+            if self.stride != 1:
+                settings["ep_overlap"]["stride"] = self.stride
+        return settings
+
+
+def advise(
+    recipe: dict[str, Any],
+    hardware: Hardware | str = DEFAULT_HARDWARE,
+    skew: float = DEFAULT_SKEW,
+    modes: Sequence[str] = MODES,
+    cuts: Sequence[Chunks] = (),
+    stride: int | None = None,
+) -> Advice:
+    """Compare dispatch modes and cuts for `recipe` on `hardware`.
+
+    Args:
+        recipe: a loaded recipe.
+        hardware: a hardware file, or its name or path.
+        skew: load of the busiest rank over the mean, at least 1.
+        modes: the modes to choose from; one where the recipe fixes it.
+        cuts: (b, s) to choose from; [(1, 1)] where the recipe does not overlap, empty for all that fit.
+        stride: the order of issue where the recipe writes one; the best by default.
+
+    Raises:
+        RecipeError: there is no expert-parallel communication, sizes do not fit each other, or an argument is wrong.
+    """
+    hardware = hardware if isinstance(hardware, Hardware) else cluster(hardware)
+    for mode in modes:
+        if mode not in MODES:
+            hint = did_you_mean(mode, list(MODES))
+            raise RecipeError(
+                f"plugins.hierarchical_ep.mode: unknown mode {mode!r}, expected auto, {', '.join(MODES)}{hint}"
+            )
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    check(recipe, hardware)
+    config = replace(from_recipe(recipe, ep_mode="global"), skew=skew)
+    model = config.model
+    topology = of_mesh(config.ep, hardware.devices_per_node, model.experts)
+    check_routing(topology, model.top_k, skew)
+    times = TimeModel(hardware)
+    reports = {mode: _report(times, config, mode, cuts, stride) for mode in modes}
+    # min keeps the first of equals: the simplest mode
+    best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
+    even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
+    why = _why(best, topology, even, skew, model.top_k)
+    chosen = best.choice
+    of_best = (best.mode, chosen.chunks, chosen.stride)
+    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, _unsimulated(times, config))
+
+
+def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
+    """The modes, cuts and order that a recipe leaves to `auto`, as `advise` takes them; one mode where it names it.
+
+    Raises:
+        RecipeError: settings that cannot be.
+    """
+    plugins = recipe.get("plugins") or {}
+    dispatch, overlap = plugins.get("hierarchical_ep"), plugins.get("ep_overlap")
+    if not dispatch:
+        return ("",), [(1, 1)], 1
+    hierarchical_ep.check(dispatch)
+    modes = MODES if dispatch["mode"] == "auto" else (dispatch["mode"],)
+    if not overlap:
+        return modes, [(1, 1)], 1
+    chunks, stride = ep_overlap.read(overlap)
+    return (modes, [], overlap.get("stride")) if chunks == "auto" else (modes, [chunks], stride)
+
+
+def _report(
+    times: TimeModel,
+    config: Configuration,
+    mode: str,
+    cuts: Sequence[Chunks],
+    stride: int | None,
+) -> ModeReport:
+    """One mode, with its best cut."""
+    config = replace(config, ep_mode=mode)
+    choice = times.plan(config, cuts, stride)
+    cut = replace(config, ep_cut=Cut(choice.chunks, choice.stride))
+    forward = times.exchanges(config)
+    sent = [*forward, *backward(forward)]
+    if config.recompute.full:
+        sent += times.repeated(config)
+    whole = _step(times, config)
+    alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
+    return ModeReport(
+        mode,
+        sum(step.inter_bytes for step in sent),
+        sum(step.intra_bytes for step in sent),
+        alone.by_part["ep"],
+        choice,
+        whole,
+        _step(times, cut),
+    )
+
+
+def _unsimulated(times: TimeModel, config: Configuration) -> str:
+    """Why a schedule cannot be simulated; "" where it can."""
+    try:
+        times.step(config, simulated=True)
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def _step(times: TimeModel, config: Configuration) -> StepTime:
+    """The step with its schedule simulated; of a schedule that has no model, as 1F1B, which compares modes as well."""
+    try:
+        return times.step(config, simulated=True)
+    except RecipeError:
+        return times.step(replace(config, schedule="1f1b"))
+
+
+def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top_k: int) -> str:
+    """One sentence: the break-even in closed form, and what overlap hides."""
+    choice = best.choice
+    if topology.nodes == 1:
+        text = f"EP {topology.ep} fits in one node, where every mode is the same All-to-All"
+    else:
+        text = (
+            f"hierarchical moves nodes x (1 + m) / load = {topology.nodes} x {1 + even.metadata_ratio:.3f} / "
+            f"{even.load:.3g} = {even.hierarchical_over_global:.2f} of the global All-to-All's inter-node bytes "
+            f"(m: metadata; load: copies of a token, skew {skew:g} x top-{top_k}; break-even at {even.nodes_limit:.1f} "
+            f"nodes, EP {even.ep_limit:.0f}), deduplicated {even.deduplicated_over_global:.2f}; "
+            f"by time {best.mode} is the fastest"
+        )
+    if choice.chunks == (1, 1):
+        return f"{text}, and chunks would cost more in launches than they hide."
+    hidden = 1 - best.exposed[1] / best.exposed[0]
+    b, s = choice.chunks
+    return f"{text}, and {b * s} chunks (batch {b} x sequence {s}) hide {hidden:.0%} of EP communication."
+
+
+Values = dict[KeyPath, Any]
+_STRIDE = (*OVERLAP, "stride")
+
+
+def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
+    """The values in the place of `auto`, and what to say of them, a line each; nothing where there is no `auto`.
+
+    They depend on the recipe and the hardware file it names alone.
+
+    Args:
+        recipe: its layout is resolved; or even, where it is open.
+
+    Raises:
+        RecipeError: a setting that cannot be, or sizes that do not fit each other.
+    """
+    dispatch = look(recipe, DISPATCH)
+    if not dispatch:
+        if look(recipe, CHUNKS) == AUTO:
+            raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
+        return {}, []
+    modes, cuts, stride = left_open(recipe)
+    if len(modes) == 1 and cuts:
+        return {}, []
+    advice = advise(recipe, _hardware(recipe, dispatch), modes=modes, cuts=cuts, stride=stride)
+    values: Values = {}
+    lines = []
+    if look(recipe, MODE) == AUTO:
+        values[MODE] = advice.mode
+        lines.append(f"{dotted(MODE)}: auto -> {advice.mode} (modelled on {advice.hardware.name}; tc3 ep-report)")
+    if not cuts:
+        values[CHUNKS], values[_STRIDE] = list(advice.chunks), advice.stride if stride is None else stride
+        lines.append(f"plugins.ep_overlap: auto -> chunks {values[CHUNKS]}, stride {values[_STRIDE]}")
+    return values, lines
+
+
+def _hardware(recipe: Recipe, dispatch: dict[str, Any]) -> Hardware:
+    """The cluster that `auto` is for; CPU workers act as its devices, on nodes as large as the recipe says."""
+    hardware = load_hardware(dispatch.get("hardware", DEFAULT_HARDWARE))
+    view = View(recipe)
+    return replace(hardware, devices_per_node=view.node) if view.on_cpu else hardware

@@ -1,0 +1,358 @@
+"""The exact model of a pipeline-balance instance as a mixed-integer program for HiGHS, and what is proven with it.
+
+Unknowns: y[k, c], layers of column k (type and option) in chunk c, and T, the step time.
+
+    minimise T
+    every type's layers are placed; each inner chunk has a layer; types keep the model's order
+    for each stage and each Pareto-maximal moment of its order:   static + layers' parameters + in-flight
+                                                                  activations <= cap      (exact peak memory)
+    for each chain found so far:   T >= (times a chunk's forward or backward is on the chain) x (its duration)
+
+A step's time is the longest of all chains of operations (`tools.pipeline.timetable`), so the last rows, one for
+each chain, would be the simulator itself. There are too many; they are added one by one where the model is still too
+low: the cutting planes of Kelley (1960). With any set of them the model's optimum bounds the true one from below, and a
+best plan whose simulated time the model agrees with is optimal. No proxy for the step time is needed (sum over a
+stage, slowest chunk, slots of the steady state).
+
+`Incumbent` keeps the best plan of a search so far, and what is proven about all others. Bounds say what no plan can
+be faster than.
+
+`work_bound` is the plain one: all work shared evenly, without recomputation or waiting. `path_bound` solves the model
+of the exact model with layers that may be cut at will, adding the longest chain of each answer until the
+simulator agrees: the least step time of any plan, were layers divisible. It respects memory, the schedule's fill and
+drain and the times of head and tail.
+
+`search_near` searches around the best plan with the exact model: it frees a part of the plan and lets HiGHS fill it
+in best.
+
+Annealing changes a few layers at a time; where memory leaves little room, a better plan may need many changes at once.
+Each round frees the chunks of some stages, or counts within one of the best plan's, or only the recompute options,
+and asks the model for a plan that is better than the best. The model is as exact as its chains: when the simulator is
+slower than the model said, the new chain is added and the same part is tried again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from tools.layout.budget import Budget
+from tools.layout.instance import Instance
+
+INFINITE = highspy.kHighsInf
+# of effort (tools.layout.budget), about what they take: a look at the tree with so many nonzeros in the model, an
+# iteration of the simplex with them, and a run
+_LOOK, _ITERATION, _RUN = 1.5e-7, 1e-8, 1e-3
+# relative: a plan must be better by this much to be looked for, and is called optimal within it
+IMPROVEMENT = 1e-6
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a run of the solver found.
+
+    plan    [K, C] layers (not whole numbers from `relaxed`), or None
+    value   the model's T for it, or the excess of `least_excess`
+    bound   what no plan within the searched range can be under; infinite if there is none at all
+    done    the range has been searched to its end
+    """
+
+    plan: np.ndarray | None
+    value: float
+    bound: float
+    done: bool
+
+
+class PathModel:
+    """The model of one instance; grows by `add_chain`, keeps its rows between runs."""
+
+    def __init__(self, instance: Instance):
+        self.instance = instance
+        self.size = instance.chunks * instance.stages
+        self.shape = (len(instance.columns), self.size)
+        self.chains = 0
+        self._budget, self._nonzeros = Budget(0), 0
+        self._solver = highspy.Highs()
+        # one thread: the searcher's other half is NumPy, and users run several
+        # no restarts: with them HiGHS 1.15.1 called plans optimal that were not, about once in 1,500 small instances
+        # fixed seed: an answer that is asked for twice is the same
+        options = {
+            **{"output_flag": False, "threads": 1, "random_seed": 0},
+            **{"mip_rel_gap": IMPROVEMENT, "mip_allow_restart": False},
+        }
+        for option, value in options.items():
+            self._solver.setOptionValue(option, value)
+        self._solver.cbMipInterrupt += self._look
+        self._solver.cbSimplexInterrupt += self._ask
+        self._most = np.repeat([[instance.types[t].count] for t, _ in instance.columns], self.size, axis=1)
+        count = self._most.size
+        self._solver.addVars(count, np.zeros(count), self._most.ravel().astype(float))
+        self._time = self._add_variable(INFINITE)
+        self._excess = self._add_variable(0.0)
+        self._whole = list(range(count))
+        self._place_layers()
+        self._keep_order()
+        self._limit_memory()
+
+    def add_chain(self, visits: np.ndarray) -> None:
+        """Bound T by a chain: `visits` [rows, C] of `Instance.longest_chain`."""
+        layer = np.einsum("ik,ic->kc", self.instance.rows, visits)
+        self._add_row(float((visits * self.instance.fixed).sum()), INFINITE, -layer, {self._time: 1.0})
+        self.chains += 1
+
+    def relaxed(self, budget: Budget) -> Answer:
+        """Solve with layers cut at will."""
+        self._set_whole(False)
+        self._aim(self._time)
+        self._limit(np.zeros(self.shape), self._most, INFINITE)
+        return self._run(budget)
+
+    def best(
+        self,
+        budget: Budget,
+        below: float = INFINITE,
+        low: np.ndarray | None = None,
+        high: np.ndarray | None = None,
+    ) -> Answer:
+        """Solve for whole layers, T at most `below`, and each count from `low` to `high` ([K, C]; default: all)."""
+        self._set_whole(True)
+        self._aim(self._time)
+        self._limit(np.zeros(self.shape) if low is None else low, self._most if high is None else high, below)
+        return self._run(budget)
+
+    def least_excess(self, budget: Budget) -> Answer:
+        """Find whole layers that exceed the cap on no stage by more than the least possible `value`."""
+        self._set_whole(True)
+        self._solver.changeColBounds(self._excess, 0.0, INFINITE)
+        self._aim(self._excess)
+        self._limit(np.zeros(self.shape), self._most, INFINITE)
+        answer = self._run(budget)
+        self._solver.changeColBounds(self._excess, 0.0, 0.0)
+        return answer
+
+    def _look(self, event) -> None:
+        """Count work: HiGHS asks at the same places of its tree whatever the clock says."""
+        self._budget.spend(_LOOK * self._nonzeros)
+        self._ask(event)
+
+    def _ask(self, event) -> None:
+        # said each time: HiGHS keeps the answer of an earlier run
+        event.interrupt(self._budget.over)
+
+    def _run(self, budget: Budget) -> Answer:
+        self._budget, self._nonzeros = budget, self._solver.getNumNz()
+        # not HiGHS's own limit, which counts from the first run in some places and from this run in others
+        self._solver.run()
+        status, info = self._solver.getModelStatus(), self._solver.getInfo()
+        budget.spend(_RUN + _ITERATION * self._nonzeros * max(0, info.simplex_iteration_count))
+        # T is bounded from below, so what HiGHS could not tell apart is infeasible too
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Answer(None, INFINITE, INFINITE, True)
+        done = status == highspy.HighsModelStatus.kOptimal
+        bound = info.mip_dual_bound if self._integral else info.objective_function_value if done else -INFINITE
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Answer(None, INFINITE, bound, done)
+        values = np.array(self._solver.getSolution().col_value[: self._most.size]).reshape(self.shape)
+        plan = np.rint(values).astype(int) if self._integral else values
+        return Answer(plan, info.objective_function_value, bound, done)
+
+    def _set_whole(self, whole: bool) -> None:
+        kind = highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
+        self._solver.changeColsIntegrality(
+            len(self._whole), np.array(self._whole, np.int32), np.array([kind] * len(self._whole))
+        )
+        self._integral = whole
+
+    def _aim(self, variable: int) -> None:
+        for other in (self._time, self._excess):
+            self._solver.changeColCost(other, float(other == variable))
+
+    def _limit(self, low: np.ndarray, high: np.ndarray, below: float) -> None:
+        count = self._most.size
+        which = np.arange(count, dtype=np.int32)
+        self._solver.changeColsBounds(count, which, low.ravel().astype(float), high.ravel().astype(float))
+        self._solver.changeColBounds(self._time, 0.0, below)
+
+    def _place_layers(self) -> None:
+        for index, kind in enumerate(self.instance.types):
+            layers = np.zeros(self.shape)
+            layers[self.instance.type_columns(index)] = 1
+            self._add_row(kind.count, kind.count, layers)
+        for chunk in range(1, self.size - 1) if self.instance.least_layers else ():
+            layers = np.zeros(self.shape)
+            layers[:, chunk] = 1
+            self._add_row(1, INFINITE, layers)
+
+    def _keep_order(self) -> None:
+        """z[t, c] in {0, 1}: all of type t are in chunks up to c, which the next type's first layer must wait for."""
+        for index, (kind, following) in enumerate(zip(self.instance.types, self.instance.types[1:], strict=False)):
+            for chunk in range(self.size):
+                ended = self._add_variable(1.0)
+                self._whole.append(ended)
+                for number, count, low, high in (
+                    (index, kind.count, 0, INFINITE),
+                    (index + 1, following.count, -INFINITE, 0),
+                ):
+                    layers = np.zeros(self.shape)
+                    layers[self.instance.type_columns(number), : chunk + 1] = 1
+                    self._add_row(low, high, layers, {ended: -count})
+
+    def _limit_memory(self) -> None:
+        _, _, parameters, activation = self.instance.costs
+        for stage, peaks in enumerate(self.instance.peaks):
+            for held in peaks:
+                memory = np.zeros(self.shape)
+                own = self.instance.stage_of == stage  # chunk by chunk, whichever way they run
+                memory[:, own] = parameters[:, None] + np.outer(activation, held)
+                self._add_row(-INFINITE, self.instance.cap - self.instance.static[stage], memory, {self._excess: -1.0})
+
+    def _add_variable(self, high: float) -> int:
+        self._solver.addVar(0.0, high)
+        return self._solver.getNumCol() - 1
+
+    def _add_row(self, low: float, high: float, layers: np.ndarray, others: dict[int, float] | None = None) -> None:
+        flat, others = layers.ravel(), others or {}
+        where = np.flatnonzero(flat)
+        index = np.concatenate([where, list(others)]).astype(np.int32)
+        self._solver.addRow(low, high, len(index), index, np.concatenate([flat[where], list(others.values())]))
+
+
+class Incumbent:
+    """Takes plans from anyone, keeps the fastest that keeps every rule by the simulator's word.
+
+    plan    [K, C] or None
+    time    its simulated step time; infinite without a plan
+    bound   no plan is faster than this
+    """
+
+    def __init__(self, instance: Instance, bound: float = 0.0, report: Callable[[Incumbent], None] | None = None):
+        self.instance = instance
+        self.plan: np.ndarray | None = None
+        self.time = np.inf
+        self.bound = bound
+        self._report = report
+
+    @property
+    def gap(self) -> float:
+        """How much of the step time the bound leaves open: (time - bound) / time; infinite without a plan."""
+        return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other plan is better by more than `IMPROVEMENT`."""
+        return self.gap <= IMPROVEMENT
+
+    @property
+    def goal(self) -> float:
+        """What a plan must not exceed to be better."""
+        return self.time * (1 - IMPROVEMENT)
+
+    def offer(self, plan: np.ndarray) -> bool:
+        """Take `plan` if it is faster, well formed and within the cap; say whether it was taken."""
+        one = plan[None]
+        if not (self.instance.well_formed(one)[0] and self.instance.fits(one)[0]):
+            return False
+        time = float(self.instance.step_times(one)[0])
+        if time >= self.time:
+            return False
+        self.plan, self.time = plan.copy(), time
+        self.bound = min(self.bound, time)  # the solver's tolerance may have put it a little above
+        self._tell()
+        return True
+
+    def prove(self, bound: float) -> None:
+        """Take a lower bound of all plans; one over the best plan's time proves that plan the best."""
+        bound = min(bound, self.time)
+        if np.isfinite(bound) and bound > self.bound:
+            self.bound = bound
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._report:
+            self._report(self)
+
+
+AGREED = 1e-4
+_CHAINS_PER_CHUNK = 6
+_CHAIN = 1e-6  # effort of the longest chain, for each micro-batch and chunk
+
+
+def work_bound(instance: Instance) -> float:
+    """Return micro-batches x (work of one without recomputation) / stages."""
+    least = [kind.forward + kind.backward + min(o.extra_backward for o in kind.options) for kind in instance.types]
+    layers = sum(kind.count * work for kind, work in zip(instance.types, least, strict=True))
+    return instance.micro_batches * (layers + float(instance.ends.sum())) / instance.stages
+
+
+def path_bound(instance: Instance, model: PathModel, budget: Budget) -> float:
+    """Return the bound, leaving in `model` the chains it rests on; infinite when no cut layers would fit either.
+
+    Stops early when `budget` does or when chains outnumber the chunks by far (each makes every later solve slower):
+    the bound is then weaker but still one.
+    """
+    bound = work_bound(instance)
+    while not budget.over and model.chains < _CHAINS_PER_CHUNK * model.size:
+        answer = model.relaxed(budget)
+        if answer.plan is None:
+            return answer.bound if answer.done else bound
+        bound = max(bound, answer.bound)
+        budget.spend(_CHAIN * instance.micro_batches * model.size)
+        simulated, visits = instance.longest_chain(answer.plan)
+        if simulated - answer.value <= AGREED * simulated:
+            break
+        model.add_chain(visits)
+    return bound
+
+
+_ROUND = 2.0  # effort
+_REPEATS = 4
+
+
+def search_near(incumbent: Incumbent, model: PathModel, budget: Budget, rng: np.random.Generator) -> None:
+    """Improve `incumbent`, which has a plan, for all of `budget`."""
+    stages = incumbent.instance.stages
+    width = max(2, stages // 4)
+    while not budget.over:
+        low, high = _part(incumbent, width, rng)
+        answer = _fill(incumbent, model, budget, low, high)
+        # as much as HiGHS can search to the end in a round
+        width = min(stages, width + 1) if answer.done else max(2, width - 1)
+
+
+def _fill(incumbent: Incumbent, model: PathModel, budget: Budget, low: np.ndarray, high: np.ndarray) -> Answer:
+    for _ in range(_REPEATS):
+        answer = model.best(budget.part(_ROUND / budget.effort), incumbent.goal, low, high)
+        if answer.plan is None or add_plan(incumbent, model, answer.plan) or not answer.done:
+            break
+    return answer
+
+
+def add_plan(incumbent: Incumbent, model: PathModel, plan: np.ndarray) -> bool:
+    """Offer a plan of the model and add the chain that decides it; say whether it was taken."""
+    _, visits = incumbent.instance.longest_chain(plan)
+    model.add_chain(visits)
+    return incumbent.offer(plan)
+
+
+def _part(incumbent: Incumbent, width: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Least and most layers [K, C] of a randomly chosen part."""
+    plan, instance = incumbent.plan, incumbent.instance
+    assert plan is not None
+    kind = rng.choice(["neighbours", "stages", "by one", "options"])
+    few = width if kind in ("neighbours", "stages") else 2 * width
+    if kind == "neighbours":
+        free = (rng.integers(instance.stages) + np.arange(few)) % instance.stages
+    else:
+        free = rng.permutation(instance.stages)[:few]
+    chunks = np.isin(instance.stage_of, free)
+    most = np.array([[instance.types[t].count] for t, _ in instance.columns])
+    if kind == "by one":
+        low, high = np.maximum(plan - 1, 0), np.minimum(plan + 1, most)
+    elif kind == "options":
+        low, high = np.zeros_like(plan), np.minimum(plan.sum(axis=0), most)
+    else:
+        low, high = np.zeros_like(plan), np.broadcast_to(most, plan.shape)
+    return np.where(chunks, low, plan), np.where(chunks, high, plan)

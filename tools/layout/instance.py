@@ -1,0 +1,385 @@
+"""A pipeline-balance problem in the neutral schema pp-balance/1: its file, its arrays, and what a solution of it costs.
+
+A model's layers go to stages x chunks. Chunk (v, s) is the v-th chunk of stage s; the model's order is v-major: chunk 0
+of all stages, then chunk 1, ...; of V-shaped schedules odd chunks go from the last stage to the first. Layers of one
+type are alike; each has one of its type's recompute options. A solution says n[type][v][s][option], the number of
+layers. Arrays of this module have the types' options in one column each (K of them, `columns`) and the chunks in model
+order (C = V x P; `by_stage` puts chunk (v, s) at v * P + s).
+
+The problem is read from a JSON file.
+
+The file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
+({fwd, bwd} added to the first and the last chunk) and `body`: layer types in model order with `count`, `fwd`, `bwd`,
+`param_mem` and recompute `options` of `extra_bwd` and `act_mem`. The keys of `_NOTES`, and all that begin with `about`,
+are notes; any other key is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import DataError, RecipeError, did_you_mean, not_json, refuse_unknown
+from tools.pipeline.schedules import check_schedule, is_v_shaped, splits_backward
+from tools.pipeline.simulate import makespans, peak_vectors
+from tools.pipeline.timetable import Timetable, critical_path, timetable
+
+CAP_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Option:
+    """A way to recompute a layer: time added to its backward, activation memory of a micro-batch in flight."""
+
+    name: str
+    extra_backward: float
+    activation: float
+
+
+@dataclass(frozen=True)
+class LayerType:
+    """Layers that are alike: how many, times of a micro-batch, memory of parameters (with gradients and so on).
+
+    `weight` is the part of `backward` that is weight gradients, which some schedules split off.
+    """
+
+    name: str
+    count: int
+    forward: float
+    backward: float
+    parameters: float
+    options: tuple[Option, ...]
+    weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One problem. Times and memory in the file's units.
+
+    static      [stages] memory of a stage that no layer causes
+    head, tail  (forward, backward) added to the first and the last chunk
+    """
+
+    name: str
+    stages: int
+    chunks: int
+    micro_batches: int
+    schedule: str
+    cap: float
+    static: np.ndarray
+    head: tuple[float, float]
+    tail: tuple[float, float]
+    types: tuple[LayerType, ...]
+
+    @cached_property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """(type, option) of each column."""
+        return tuple((t, o) for t, kind in enumerate(self.types) for o in range(len(kind.options)))
+
+    @cached_property
+    def costs(self) -> np.ndarray:
+        """[4, K] forward, backward, parameters and activation of a layer in each column."""
+        pairs = [(self.types[t], self.types[t].options[o]) for t, o in self.columns]
+        rows = [(k.forward, k.backward + o.extra_backward, k.parameters, o.activation) for k, o in pairs]
+        return np.array(rows, float).T
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """[2, C] forward and backward of the head and the tail."""
+        fixed = np.zeros((2, self.chunks * self.stages))
+        fixed[:, 0] += self.head
+        fixed[:, -1] += self.tail
+        return fixed
+
+    @cached_property
+    def table(self) -> Timetable:
+        """The schedule's timetable."""
+        return timetable(self.schedule, self.stages, self.chunks, self.micro_batches)
+
+    @cached_property
+    def peaks(self) -> tuple[np.ndarray, ...]:
+        """For each stage [vectors, chunks]: micro-batches in flight that no other moment of the stage exceeds."""
+        return tuple(peak_vectors(order, self.chunks) for order in self.table.orders)
+
+    @cached_property
+    def least_layers(self) -> int:
+        """Layers that each chunk but the first and the last must hold: 1 where the model has enough."""
+        return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """[C] v * P + s of the chunk (v, s) at each place of the model's order."""
+        numbers = np.arange(self.chunks * self.stages).reshape(self.chunks, self.stages)
+        if is_v_shaped(self.schedule):
+            numbers[1::2] = numbers[1::2, ::-1].copy()
+        return numbers.ravel()
+
+    @cached_property
+    def stage_of(self) -> np.ndarray:
+        """[C] stage of each chunk."""
+        return self.places % self.stages
+
+    def by_stage(self, values: np.ndarray) -> np.ndarray:
+        """[..., C] in the model's order as [..., C] by v * P + s, or back again."""
+        return values[..., self.places] if is_v_shaped(self.schedule) else values
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """[2, K] forward and backward of a layer in each column; [3, K] with weight gradients where they are split."""
+        if not splits_backward(self.schedule):
+            return self.costs[:2]
+        return np.vstack([self.costs[:2], [self.types[t].weight for t, _ in self.columns]])
+
+    @cached_property
+    def fixed(self) -> np.ndarray:
+        """[rows, C] of what no layer causes: `ends`, whose weight gradients are not split off."""
+        return np.vstack([self.ends, np.zeros((len(self.rows) - 2, self.ends.shape[1]))])
+
+    def times(self, plans: np.ndarray) -> np.ndarray:
+        """Return [..., rows, C] times of the chunks of plans [..., K, C], as `rows`."""
+        return np.einsum("ik,...kc->...ic", self.rows, plans) + self.fixed
+
+    def step_times(self, plans: np.ndarray) -> np.ndarray:
+        """Return the simulated step time [N] of plans [N, K, C]."""
+        times = self.by_stage(self.times(plans)).reshape(len(plans), -1, self.chunks, self.stages)
+        return makespans(self.table, *times.transpose(1, 0, 2, 3))
+
+    def longest_chain(self, plan: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return (step time, visits [rows, C]) of a plan [K, C] (`tools.pipeline.timetable`)."""
+        time, visits = critical_path(self.table, self.by_stage(self.times(plan)))
+        return time, self.by_stage(visits)
+
+    def peak_memory(self, plans: np.ndarray) -> np.ndarray:
+        """Return [N, stages] peak memory of plans [N, K, C]."""
+        shape = (len(plans), self.chunks, self.stages)
+        every, kept = (self.by_stage(np.einsum("k,nkc->nc", cost, plans)) for cost in self.costs[2:])
+        parameters = every.reshape(shape).sum(axis=1) + self.static
+        activation = kept.reshape(shape)
+        held = [(activation[:, :, s] @ peaks.T).max(axis=1) for s, peaks in enumerate(self.peaks)]
+        return parameters + np.array(held).T
+
+    def fits(self, plans: np.ndarray) -> np.ndarray:
+        """Return [N]: whether no stage of a plan exceeds the cap."""
+        return self.kept(self.peak_memory(plans)).all(axis=1)
+
+    def kept(self, memory: np.ndarray) -> np.ndarray:
+        """Return, for each memory, whether it is within the cap."""
+        return memory <= self.cap + CAP_TOLERANCE
+
+    def well_formed(self, plans: np.ndarray) -> np.ndarray:
+        """Return [N]: whether every layer is placed once, types keep the model's order and no inner chunk is empty."""
+        layers = np.stack([plans[:, self.type_columns(t)].sum(axis=1) for t in range(len(self.types))], axis=1)
+        counts = np.array([kind.count for kind in self.types])
+        good = (plans >= 0).all(axis=(1, 2)) & (layers.sum(axis=2) == counts).all(axis=1)
+        if self.least_layers:
+            good &= (layers.sum(axis=1)[:, 1:-1] > 0).all(axis=1)
+        before = layers[:, 0] > 0
+        for later in layers.transpose(1, 0, 2)[1:]:
+            # none of the earlier types may come after the first layer of this one
+            started = np.cumsum(later, axis=1) - later > 0
+            good &= ~(started & before).any(axis=1)
+            before = before | (later > 0)
+        return good
+
+    def type_columns(self, index: int) -> slice:
+        """Return the columns of a type."""
+        first = sum(len(kind.options) for kind in self.types[:index])
+        return slice(first, first + len(self.types[index].options))
+
+    def from_solution(self, solution: list) -> np.ndarray:
+        """Return the plan [K, C] of n[type][v][s][option]."""
+        size = self.chunks * self.stages
+        return self.by_stage(np.concatenate([np.asarray(part).reshape(size, -1).T for part in solution]))
+
+    def to_solution(self, plan: np.ndarray) -> list:
+        """Return n[type][v][s][option] of a plan [K, C]."""
+        parts = [self.by_stage(plan)[self.type_columns(t)] for t in range(len(self.types))]
+        return [part.T.reshape(self.chunks, self.stages, -1).tolist() for part in parts]
+
+
+SCHEMA = "pp-balance/1"
+_MOST = {"P": 1_000, "V": 100, "M": 100_000}  # more is a slip of the keyboard, and would never end
+_KEYS = ("schema", "name", "P", "V", "M", "schedule", "memory_cap", "static_mem", "head", "tail", "body")
+_NOTES = ("doc", "units", "source", "provenance", "sapp", "best_known", "lower_bound_trivial", "solution_layout")
+_PASSES = 1_000_000
+_LARGEST = 1e15
+# the schema's names; with one chunk all of them are 1F1B
+SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_1f1b_less_memory")
+
+
+def read_instance(path: Path) -> Instance:
+    """Read the instance in `path`.
+
+    Raises:
+        DataError: no such file, not JSON, or a value that is missing or wrong; names file and key path.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"), object_pairs_hook=_once)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: {not_json(error)}") from None
+    root = _Place(path, "", content)
+    schema = root.key("schema")
+    if schema.value != SCHEMA:
+        schema.refuse(f"want {SCHEMA!r}")
+    root.only(*_KEYS, *_NOTES)
+    stages, chunks, micro_batches = (root.key(name).whole(most) for name, most in _MOST.items())
+    if stages * chunks * micro_batches > _PASSES:
+        passes = f"{stages * chunks * micro_batches:,} passes, of which at most {_PASSES:,} can be simulated"
+        root.key("M").refuse(f"P x V x M is {passes}")
+    static = root.key("static_mem").items()
+    if len(static) != stages:
+        root.key("static_mem").refuse(f"{len(static)} stages; P is {stages}")
+    return Instance(
+        name=root.key("name").text(),
+        stages=stages,
+        chunks=chunks,
+        micro_batches=micro_batches,
+        schedule=_schedule(root.key("schedule"), stages, chunks, micro_batches),
+        cap=root.key("memory_cap").number(),
+        # what other stages hold more may stand in the layers: static memory can be negative
+        static=np.array([place.number(least=-math.inf) for place in static]),
+        head=_both(root.key("head")),
+        tail=_both(root.key("tail")),
+        types=tuple(_layer_type(place) for place in root.key("body").items()),
+    )
+
+
+def with_margin(instance: Instance, share: float) -> Instance:
+    """The instance with a share of its cap left free."""
+    return replace(instance, cap=(1 - share) * instance.cap)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping of JSON, of which the parser would keep the last of two values in silence."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in a mapping")
+    return found
+
+
+def _schedule(place: _Place, stages: int, chunks: int, micro_batches: int) -> str:
+    name = place.text()
+    if name not in SCHEDULES:
+        place.refuse(f"want one of {', '.join(SCHEDULES)}{did_you_mean(name, list(SCHEDULES))}")
+    if chunks == 1:
+        return "1f1b"
+    # the schema's warm-up, (V-1)P + ..., says nothing of rounds that are not full
+    if micro_batches % stages:
+        place.refuse(f"with V {chunks} M must be a multiple of P: {micro_batches} is not one of {stages}")
+    try:
+        check_schedule(name, stages, chunks, micro_batches)
+    except RecipeError as error:
+        place.refuse(str(error))
+    return name
+
+
+def _layer_type(place: _Place) -> LayerType:
+    place.only("name", "count", "fwd", "bwd", "param_mem", "options")
+    options = []
+    for option in place.key("options").items():
+        option.only("name", "extra_bwd", "act_mem")
+        numbers = option.key("extra_bwd").number(), option.key("act_mem").number()
+        options.append(Option(option.key("name").text(), *numbers))
+    times = place.key("fwd").number(), place.key("bwd").number()
+    count, memory = place.key("count").whole(10_000), place.key("param_mem").number()
+    return LayerType(place.key("name").text(), count, *times, memory, tuple(options))
+
+
+def _both(place: _Place) -> tuple[float, float]:
+    place.only("fwd", "bwd")
+    return place.key("fwd").number(), place.key("bwd").number()
+
+
+class _Place:
+    """A value of the file and where it stands."""
+
+    def __init__(self, path: Path, where: str, value: Any):
+        self.path, self.where, self.value = path, where, value
+
+    def refuse(self, want: str) -> None:
+        """Raise `DataError` with file, key path, value and what would be right."""
+        shown = json.dumps(self.value)
+        shown = shown if len(shown) < 60 else f"{shown[:60]}..."
+        raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
+
+    def key(self, name: str) -> _Place:
+        """The value of a key, which must be there."""
+        if not isinstance(self.value, dict):
+            self.refuse("want a mapping")
+        where = f"{self.where}.{name}" if self.where else name
+        if name not in self.value:
+            raise DataError(f"{self.path}: {where}: is missing{did_you_mean(name, list(self.value))}")
+        return _Place(self.path, where, self.value[name])
+
+    def only(self, *known: str) -> None:
+        """Refuse keys that are neither `known` nor notes."""
+        keys = [key for key in self.value if not key.startswith("about")] if isinstance(self.value, dict) else []
+        refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
+
+    def items(self) -> list[_Place]:
+        """The values of a list, which must not be empty."""
+        if not isinstance(self.value, list) or not self.value:
+            self.refuse("want a list that is not empty")
+        return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]
+
+    def text(self) -> str:
+        return self._checked(lambda value: isinstance(value, str) and bool(value), "want a text")
+
+    def whole(self, most: int) -> int:
+        want = f"want 1, 2, 3, ... up to {most:,}"
+        return self._checked(lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most, want)
+
+    def number(self, least: float = 0.0) -> float:
+        def good(value: Any) -> bool:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            return number and least <= value <= _LARGEST and value >= -_LARGEST
+
+        return float(self._checked(good, "want a number" if least < 0 else "want a number, 0 or more"))
+
+    def _checked(self, good: Callable[[Any], bool], want: str) -> Any:
+        if not good(self.value):
+            self.refuse(want)
+        return self.value
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A solution's simulated step time, peak memory per stage, and the stages over the cap (stage -> by how much)."""
+
+    time: float
+    peak: np.ndarray
+    over: dict[int, float]
+
+
+def judge(instance: Instance, solution: list) -> Judgement:
+    """Simulate a solution n[type][v][s][option] as the schema's `doc` says.
+
+    Raises:
+        DataError: its shape is wrong, it does not place every layer once, or types leave the model's order.
+    """
+    want = [(instance.chunks, instance.stages, len(kind.options)) for kind in instance.types]
+    try:
+        parts = [np.asarray(part) for part in solution]
+    except (TypeError, ValueError):
+        parts = []
+    if [part.shape for part in parts] != want or any(part.dtype.kind != "i" for part in parts):
+        raise DataError(f"solution of {instance.name}: want whole numbers n[type][v][s][option] of shapes {want}")
+    plan = instance.from_solution(solution)[None]
+    if not instance.well_formed(plan)[0]:
+        raise DataError(
+            f"solution of {instance.name}: want every layer placed once, types in the model's order, "
+            "no inner chunk empty"
+        )
+    peak = instance.peak_memory(plan)[0]
+    over = {int(stage): float(peak[stage] - instance.cap) for stage in np.flatnonzero(~instance.kept(peak))}
+    return Judgement(float(instance.step_times(plan)[0]), peak, over)

@@ -1,0 +1,226 @@
+"""Tables for `model.model_config.offset`: of a Megatron layout string, of the file of `auto`, or an even spread.
+
+A layout string says where the layers run and is translated. `auto` stands for an answer of the pipeline optimiser that
+is kept beside the recipe (`LayoutFile`), with the tables of `recompute_config`, which `auto` takes over.
+
+The layout file beside a recipe says what `offset: auto` stands for. Like a lock file it is made once and read at
+every launch.
+
+`pretrain.yaml` has `pretrain.layout.yaml`. It holds what the answer depends on (`inputs`, and their digest), the answer
+in MindFormers' own shapes, and what the model predicted for it. A launch whose recipe has other inputs refuses it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from plugins.errors import RecipeError, refuse_unknown
+from plugins.pipeline_layout.plan import counts_of, counts_of_offset, offset_of
+from tools.estimate.configuration import Recompute, even_layers, spread
+from tools.estimate.from_recipe import from_recipe, swapped_value, with_patterns
+from tools.files.atomic import write_atomically
+from tools.hardware.load import read_yaml
+from tools.model.architecture import words_of
+from tools.pipeline.schedules import is_v_shaped
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.unresolved import OFFSET
+from tools.recipe.view import View, limit_of
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import RECOMPUTE, swaps
+
+ENDING = ".layout.yaml"
+# of the model of time and memory: raised when its predictions change, or what is asked of them (3: a margin to the
+# limit, Ulysses), so that no launch takes an older one's answer; tests/tools/layout/test_offsets.py notices
+MODEL_VERSION = 4
+
+
+_HEAD = "# What `offset: auto` stands for."
+
+
+@dataclass(frozen=True)
+class LayoutFile:
+    """One answer.
+
+    Args:
+        digest: of `inputs`.
+        inputs: what the answer depends on, by dotted name.
+        cluster: what times were predicted for.
+        offset: of `model.model_config`.
+        recompute, select_recompute, select_comm_recompute: of `recompute_config`.
+        predicted: step_s and bound_s in seconds; stage_gib and cap_gib of memory, memory_margin of it that had to stay
+            free, and how many published runs would fit so near to the limit.
+    """
+
+    digest: str
+    inputs: Mapping[str, Any]
+    cluster: str
+    offset: Any
+    recompute: Any
+    select_recompute: Any
+    select_comm_recompute: Any
+    predicted: Mapping[str, Any]
+
+
+def path_of(recipe: str) -> Path:
+    """The file of a recipe's file."""
+    return Path(recipe).with_suffix(ENDING)
+
+
+def is_layout_file(path: Path) -> bool:
+    """Whether a file is one of these, which may be made anew."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.readline().startswith(_HEAD)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def digest_of(inputs: Mapping[str, Any]) -> str:
+    """Sixteen letters that tell inputs from others."""
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def write_layout(layout: LayoutFile, path: Path, command: str) -> None:
+    """Write the file; `command` made it.
+
+    Raises:
+        DataError: the folder cannot be written to.
+    """
+    head = f"{_HEAD} Made by `{command}`; read at every launch.\n"
+    write_atomically(path, head + recipe_text(asdict(layout)))
+
+
+def read_layout(path: Path) -> LayoutFile:
+    """Read a file.
+
+    Raises:
+        RecipeError: it cannot be read, or a key is missing or unknown.
+    """
+    content = read_yaml(path, RecipeError)
+    wanted = [field.name for field in fields(LayoutFile)]
+    if not isinstance(content, dict) or not set(wanted) <= set(content):
+        raise RecipeError(f"{path}: want a mapping of {', '.join(wanted)}; make it anew")
+    refuse_unknown(f"{path}: ", content, wanted)
+    return LayoutFile(**content)
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between inputs, as "pp 8, was 4"."""
+    names = [*now, *(name for name in before if name not in now)]
+    return [
+        f"{name} {now.get(name, 'absent')}, was {before.get(name, 'absent')}"
+        for name in names
+        if now.get(name) != before.get(name)
+    ]
+
+
+Values = dict[KeyPath, Any]
+_ANSWERS = ("layers", "recompute")  # what of a run is asked for
+_OF_DATA = ("attended",)  # what no recipe says: a corpus does
+# left out at these values, which layout files of before took for granted
+_TAKEN = {"weight_item": 4, "state_item": 8, "matrix_state_item": None}
+
+
+def put(recipe: Recipe, values: Values) -> None:
+    """Set values (in place). Sections on the way become the recipe's own: other keys may share them by an anchor."""
+    for path, value in values.items():
+        section: Any = recipe
+        for key in path[:-1]:
+            inner = section.get(key)
+            section[key] = dict(inner) if isinstance(inner, dict) else {}
+            section = section[key]
+        section[path[-1]] = value
+
+
+def string_values(recipe: Recipe, text: str) -> Values:
+    """The offset that a layout string stands for.
+
+    Raises:
+        RecipeError: it is none, or does not fit the model or the pipeline.
+    """
+    view = View(recipe)
+    built = convert(View(even_layout(recipe)), load_schema())
+    stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
+    if is_v_shaped(view.scheduler):
+        raise RecipeError(
+            f"layout {text!r}: layouts run from the first stage to the last, {view.scheduler} runs back up"
+        )
+    counts, mtp = counts_of(text, stages)
+    if len(counts) != chunks:
+        raise RecipeError(
+            f"layout {text!r}: {len(counts)} chunks on each of {stages} stages, but pp_interleave_num is {chunks} (it "
+            "counts with parallel.pipeline_config.pipeline_interleave: True)"
+        )
+    for name, have, want in (
+        ("decoder layers", sum(map(sum, counts)), built.number("num_layers")),
+        ("MTP layers", mtp, built.number("mtp_num_layers")),
+    ):
+        if have != want:
+            raise RecipeError(f"layout {text!r}: {have} {name}, but the model has {want}")
+    return {OFFSET: offset_of(counts)}
+
+
+def even_values(recipe: Recipe) -> Values:
+    """Layers spread evenly and nothing recomputed."""
+    flat = copy.deepcopy(recipe)
+    put(flat, {OFFSET: 0})
+    view = View(flat)
+    stages, chunks = (view.pp, view.chunks) if view.parallel else (1, 1)
+    layers = even_layers(convert(view, load_schema()).number("num_layers"), stages, chunks)
+    offset = offset_of([list(row) for row in layers])
+    return {OFFSET: offset, **{("recompute_config", name): False for name in RECOMPUTE}}
+
+
+def even_layout(recipe: Recipe) -> Recipe:
+    """A copy with layers spread evenly and nothing recomputed: a recipe that can be read while its layout is open."""
+    even = copy.deepcopy(recipe)
+    put(even, even_values(recipe))
+    return even
+
+
+def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
+    """The offset and recompute tables of an answer.
+
+    Raises:
+        RecipeError: it was made for another run, or places other layers than the model's.
+    """
+    inputs = inputs_of(recipe)
+    if layout.digest != digest_of(inputs):
+        changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
+        raise RecipeError(f"auto: {path_of(recipe.source)} was made for another run ({changed}): {remedy(recipe)}")
+    view, config = View(recipe), from_recipe(even_layout(recipe))
+    counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
+    placed = replace(config, layers=tuple(tuple(row) for row in counts), recompute=Recompute())
+    values: Values = {OFFSET: layout.offset}
+    for name in RECOMPUTE:
+        value, now = getattr(layout, name), view.get(("recompute_config", name))
+        if swaps(view):  # the file counts layers, as launches without swapping read them
+            values["recompute_config", name] = swapped_value(name, spread(value, placed.layers), placed, now)
+        else:
+            values["recompute_config", name] = with_patterns(name, value, now)
+    return values
+
+
+def remedy(recipe: Recipe) -> str:
+    """What to do about a layout file that is missing or another run's."""
+    return f"run tc3 search layout {recipe.source} (with the --set of this run, if any)"
+
+
+def inputs_of(recipe: Recipe) -> dict[str, Any]:
+    """What the answer depends on, but for the cluster: all that the model of time and memory reads, and its version."""
+    config = from_recipe(even_layout(recipe))
+    run = {name: value for name, value in asdict(config).items() if name not in (*_ANSWERS, *_OF_DATA, "model")}
+    run = {name: value for name, value in run.items() if name not in _TAKEN or value != _TAKEN[name]}
+    sizes = {f"model.{name}": value for name, value in asdict(config.model).items() if name != "pattern"}
+    sizes |= {"model.layers": config.model.layers, "model.pattern": words_of(config.model.pattern)}
+    run |= {"chunks": config.chunks, "replay_tp": config.recompute.replay_tp}
+    run["ep_cut"] = [list(config.ep_cut.chunks or ()), config.ep_cut.stride] if config.ep_cut else None
+    return {**run, **sizes, "max_device_memory": limit_of(recipe), "model_version": MODEL_VERSION}

@@ -1,0 +1,330 @@
+"""Layers to stages and chunks, and what each recomputes, for a configuration: the pipeline optimiser's answer.
+
+`place` makes a pipeline-balance instance of the configuration (`problem`), has it optimised and turns the
+plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
+layer, full recomputation first, then selective, then communication. A plan that gives a chunk's options in another
+order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
+judged by the estimator itself: `TimeModel.step` with the schedule simulated, `memory_model` for every stage.
+
+Afterwards groups of operators that a placement recomputes although they would fit are kept (`eased`).
+
+The optimiser gives layers the cheapest groups first (`tools.layout.problem.chain`), and a layer that needs one more
+group of it has all those before. A table of MindFormers counts each group for itself: where the last one frees more
+than is missing, an earlier one can be left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tools.estimate.configuration import NORMS, PATTERNS, Configuration, Recompute, Table, offered, parts_of
+from tools.estimate.memory.model import all_stages, stage_memory
+from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
+from tools.layout.budget import Budget
+from tools.layout.ilp import PathModel, path_bound
+from tools.layout.instance import Instance
+from tools.layout.optimise import Outcome, optimise
+from tools.layout.problem import by_price, pipeline_instance
+from tools.pipeline.schedules import pairs_up
+
+
+def eased(config: Configuration, model: TimeModel, cap_bytes: float) -> Configuration:
+    """`config` with fewer layers of each group, the dearest group first, as long as every stage keeps `cap_bytes`."""
+    kind = config.model.last_kind
+    names = [name for name, _ in config.recompute.operators] + [NORMS] * bool(config.recompute.select)
+    for name in sorted(names, key=lambda name: -model.layer(config, kind).again(name).total):
+        for stage in range(config.pp):
+            if stage_memory(config, stage).peak > cap_bytes:
+                continue
+            for chunk in reversed(range(config.chunks)):
+                config = _fewest(config, name, chunk, stage, cap_bytes)
+    return config
+
+
+def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes: float) -> Configuration:
+    """With as few layers of a chunk and stage in a group as fit; none where only whole layers recompute it."""
+    table = recomputed_table(config, name)
+    most, least = table[chunk][stage], config.recompute.layers("full", chunk, stage)
+    for count in [0, *range(least + 1, most)] if most else []:
+        tried = with_table(config, name, _set(table, chunk, stage, count))
+        if stage_memory(tried, stage).peak <= cap_bytes:
+            return tried
+    return config
+
+
+def recomputed_table(config: Configuration, name: str) -> Table:
+    """The layers of a group, or of norms."""
+    none: Table = tuple((0,) * config.pp for _ in config.layers)
+    return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
+
+
+def with_table(config: Configuration, name: str, table: Table) -> Configuration:
+    """With other layers of a group, or of norms; a group without any is none."""
+    some = table if any(map(any, table)) else None
+    if name == NORMS:
+        return replace(config, recompute=replace(config.recompute, select=some))
+    rest = dict(config.recompute.operators) | {name: some}
+    operators = tuple((group, rows) for group, rows in rest.items() if rows)
+    return replace(config, recompute=replace(config.recompute, operators=operators))
+
+
+def _set(table: Table, chunk: int, stage: int, count: int) -> Table:
+    rows = [list(row) for row in table]
+    rows[chunk][stage] = count
+    return tuple(map(tuple, rows))
+
+
+_SHARE = 0.35  # of effort and time, for each instance but the last
+_MOST_CHOICES, _MOST_OPTIONS = 50_000, 3  # of recomputation in a chunk that are tried; of options beyond that
+_ORDER = ("full", "select", "communication", "none")  # of a chunk's layers, as MindFormers counts them
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What `place` found.
+
+    Args:
+        configuration: with its new layers and recomputation; None where nothing fits.
+        step_s: simulated seconds of a step; infinite without a configuration.
+        bound_s: no placement is faster (what is outside of the pipeline taken as it is in this one).
+        peak_bytes: of each stage.
+        why: without a configuration what is missing, else "".
+        least_s: no placement is faster, whatever is outside of the pipeline.
+        cut: a deadline ended the search before its effort was spent.
+    """
+
+    configuration: Configuration | None
+    step_s: float
+    bound_s: float
+    peak_bytes: tuple[float, ...] = ()
+    why: str = ""
+    least_s: float = 0.0
+    cut: bool = False
+
+
+def place(
+    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, seed: int = 0, groups: bool = False
+) -> Placement:
+    """The fastest placement of `config`'s layers, and recomputation for each, that keeps `cap_bytes` on every stage.
+
+    The configuration's own tables are one of the candidates, and the only one for models whose dense and MoE layers
+    alternate. Of schedules with pairs (`tools.pipeline.orders`) the optimiser does not count what a pair hides,
+    which hangs on two chunks at once; the answer's time does. The bound is then 0.
+
+    Args:
+        groups: layers may recompute groups of operators as well (`tools.estimate.configuration`). Half of the effort is
+            spent without them, so that the answer is never slower than that of half the effort.
+
+    Raises:
+        RecipeError: the schedule cannot run with these numbers.
+    """
+    if config.pp == 1 and config.chunks > 1:
+        config = replace(config, layers=((config.model.layers,),), recompute=Recompute())
+    outcomes: list[Outcome] = []
+    candidates = [config]
+    half = budget.part(0.5, 0.5 * budget.seconds) if groups else budget
+    every = ways(config)
+    for way in every:
+        found = _optimised(config, model, cap_bytes, way, _share(half, way == every[-1]), seed, outcomes)
+        candidates += [] if found is None else [found]
+    every = group_ways(config, model) if groups else []
+    for left, way in zip(range(len(every), 0, -1), every, strict=True):
+        found = _optimised(config, model, cap_bytes, way, _even(budget, left), seed, outcomes)
+        candidates += [] if found is None else [eased(found, model, cap_bytes)]
+    best: Placement | None = None
+    bound = min((_bound(outcome) for outcome in outcomes), default=0.0)
+    bound = 0.0 if pairs_up(config.schedule) else bound
+    for candidate in candidates:
+        peaks = tuple(memory.peak for memory in all_stages(candidate))
+        if max(peaks) > cap_bytes:
+            continue
+        step = model.step(candidate, simulated=True)
+        if best is None or step.total < best.step_s:
+            rest = step.total - step.pipeline
+            best = Placement(candidate, step.total, min(step.total, rest + bound), peaks)
+    best = best or Placement(None, float("inf"), bound, why=_why(config, cap_bytes, outcomes))
+    least = min(best.step_s, bound + model.fixed)
+    return replace(best, least_s=least, cut=any(outcome.cut for outcome in outcomes))
+
+
+def _optimised(
+    config: Configuration,
+    model: TimeModel,
+    cap_bytes: float,
+    way: Way,
+    budget: Budget,
+    seed: int,
+    outcomes: list[Outcome],
+) -> Configuration | None:
+    """What the optimiser makes of one instance, as MindFormers can express it; its outcome is added to `outcomes`."""
+    instance = pipeline_instance(config, model, cap_bytes, *way)
+    outcome = optimise(instance, budget, seed)
+    outcomes.append(outcome)
+    if outcome.plan is None:
+        return None
+    plan = in_order(instance, last_full(instance, outcome.plan) if way.mtp else outcome.plan)
+    return None if plan is None else configuration_of(config, instance, plan)
+
+
+class Way(NamedTuple):
+    """An instance that a configuration is placed by: the last arguments of `pipeline_instance`."""
+
+    full: bool
+    mtp: bool = False
+    groups: tuple[str, ...] = ()
+
+
+def ways(config: Configuration) -> list[Way]:
+    """The instances that a configuration is placed by; [] where nothing is moved.
+
+    No layer recomputes everything; some do; the last one does, and MTP with it.
+    """
+    if config.model.alternates:  # the optimiser keeps layers of a kind side by side
+        return []
+    return [Way(False), Way(True)] + [Way(True, True)] * bool(config.model.mtp)
+
+
+def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
+    """The same where layers may recompute groups of operators as well; [] where none is known.
+
+    Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
+    """
+    if not offered(config) or not ways(config):
+        return []
+    groups = by_price(config, model)
+    some = [Way(False, False, groups[:count]) for count in range(1, len(groups) + 1)]
+    return some + [way._replace(groups=groups) for way in ways(config) if way.full]
+
+
+def least_seconds(
+    config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
+) -> float:
+    """Seconds of a step that nothing which `place` may return for `config` is under.
+
+    The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
+    where nothing is moved, infinite where nothing fits.
+    """
+    every = [*ways(config), *(group_ways(config, model) if groups else [])]
+    if not every or config.pp == 1 or pairs_up(config.schedule):
+        return 0.0
+    bounds = []
+    for way in every:
+        instance = pipeline_instance(config, model, cap_bytes, *way)
+        bounds.append(path_bound(instance, PathModel(instance), budget.part(1 / len(every))) / 1000)
+    if max(memory.peak for memory in all_stages(config)) <= cap_bytes:  # `place` tries its own tables, too
+        bounds.append(model.step(config, simulated=True).pipeline)
+    return min(bounds) + model.fixed
+
+
+def _share(budget: Budget, last: bool) -> Budget:
+    """The effort of one of several instances, and its time: a deadline leaves the later ones theirs."""
+    return budget if last else budget.part(_SHARE, _SHARE * budget.seconds)
+
+
+def _even(budget: Budget, left: int) -> Budget:
+    """What is left of the effort and of the time, shared by so many instances."""
+    return budget.part(budget.left / left / budget.effort, budget.seconds_left / left)
+
+
+def _bound(outcome: Outcome) -> float:
+    """Seconds of the pipeline that no plan is under; infinite when there is proven to be no plan."""
+    proven = outcome.plan is not None or outcome.finished
+    return (outcome.bound if proven else outcome.work_bound) / 1000
+
+
+def _why(config: Configuration, cap_bytes: float, outcomes: list[Outcome]) -> str:
+    if not outcomes:
+        peak = max(memory.peak for memory in all_stages(config))
+        needs = f"the heaviest stage needs {peak / GIB:.1f} GiB of {cap_bytes / GIB:.1f}"
+        return f"{needs}, and nothing is moved or recomputed for layers that alternate between dense and MoE"
+    return f"{outcomes[-1].why or 'no order of recompute options that MindFormers can express fits'} (GiB)"
+
+
+def configuration_of(config: Configuration, instance: Instance, plan: np.ndarray) -> Configuration:
+    """`config` with the layers and recomputation of a plan [K, C] whose options are `in_order`."""
+    layers = _table(instance, plan.sum(axis=0))
+    chunks = [_options_of(instance, plan, chunk) for chunk in range(plan.shape[1])]
+    names = {name for options in chunks for option in options for name in parts_of(option)}
+
+    def table(name: str) -> Table | None:
+        # it counts from the chunk's first layer; where it adds nothing to the stronger ones it stays 0
+        last = [max((n for n, o in enumerate(chunk, 1) if name in parts_of(o)), default=0) for chunk in chunks]
+        return _table(instance, np.array(last)) if name in names else None
+
+    operators = tuple((name, rows) for name in PATTERNS if (rows := table(name)))
+    tables: dict[str, Any] = {name: table(name) for name in _ORDER[:-1]}
+    return replace(config, layers=layers, recompute=replace(config.recompute, **tables, operators=operators))
+
+
+def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
+    """The option of each layer of a chunk, in the model's order and MindFormers' of options."""
+    found: list[str] = []
+    order = order_of(instance)
+    for index, kind in enumerate(instance.types):
+        counts = dict(zip((o.name for o in kind.options), plan[instance.type_columns(index), chunk], strict=True))
+        found += [name for name in order for _ in range(int(counts.get(name, 0)))]
+    return found
+
+
+def order_of(instance: Instance) -> list[str]:
+    """The names of all options, the strongest first, as MindFormers counts them; of groups the most first."""
+    names = {option.name for kind in instance.types for option in kind.options}
+    return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
+
+
+def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
+    """The plan [K, C] with all layers of its last chunk recomputed fully, as far as their types can."""
+    found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
+    for index, kind in enumerate(instance.types):
+        names, columns = [option.name for option in kind.options], instance.type_columns(index)
+        if "full" in names:
+            found[columns, chunk] = 0
+            found[columns.start + names.index("full"), chunk] = plan[columns, chunk].sum()
+    return found
+
+
+def in_order(instance: Instance, plan: np.ndarray) -> np.ndarray | None:
+    """The plan [K, C] with each chunk's options in MindFormers' order: the fastest that fits; None if none does."""
+    order = order_of(instance)
+    for chunk in range(plan.shape[1]):
+        strengths = [order.index(name) for name in _options_of(instance, plan, chunk)]
+        if strengths == sorted(strengths):
+            continue
+        choices = _ordered(instance, plan, chunk)
+        plans = np.repeat(plan[None], len(choices), axis=0)
+        plans[:, :, chunk] = choices
+        plans = plans[instance.fits(plans)]
+        if not len(plans):
+            return None
+        plan = plans[instance.step_times(plans).argmin()]
+    return plan
+
+
+def _ordered(instance: Instance, plan: np.ndarray, chunk: int) -> np.ndarray:
+    """[choices, K] all ways to recompute a chunk's layers that MindFormers can express."""
+    kinds = [
+        index for index, _ in enumerate(instance.types) for _ in range(plan[instance.type_columns(index), chunk].sum())
+    ]
+    names = [[option.name for option in kind.options] for kind in instance.types]
+    wanted = order_of(instance)
+    choices = []
+    if math.comb(len(kinds) + len(wanted) - 1, len(kinds)) > _MOST_CHOICES:
+        wanted = [name for name in wanted if name in _options_of(instance, plan, chunk)][:_MOST_OPTIONS]
+    for options in itertools.combinations_with_replacement(wanted, len(kinds)):
+        if all(option in names[kind] for kind, option in zip(kinds, options, strict=True)):
+            choice = np.zeros(len(instance.columns), int)
+            for kind, option in zip(kinds, options, strict=True):
+                choice[instance.type_columns(kind).start + names[kind].index(option)] += 1
+            choices.append(choice)
+    return np.array(choices)
+
+
+def _table(instance: Instance, counts: np.ndarray) -> Table:
+    rows = instance.by_stage(counts).reshape(instance.chunks, instance.stages)
+    return tuple(tuple(int(count) for count in row) for row in rows)

@@ -1,0 +1,232 @@
+"""A configuration's pipeline as a `tools.layout.instance.Instance`, by the estimator's own times and bytes.
+
+Times in milliseconds, memory in GiB. Layer types: "dense" and "moe". Embedding, head and MTP stay at the ends: their
+times are the instance's head and tail, their memory is static. What a stage needs once whatever it holds (buffers,
+working memory, activations of the ends) is static, too, taken at its largest; so the instance is never below the
+estimator, and equal to it where a stage holds the layer kind that needs most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from tools.estimate.configuration import NORMS, Configuration, Table, joined, offered
+from tools.estimate.layer_time import LayerTime
+from tools.estimate.memory.activations import mtp_option, saved, working
+from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
+from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
+from tools.layout.instance import CAP_TOLERANCE, Instance, LayerType, Option
+from tools.pipeline.schedules import is_v_shaped
+
+OPTIONS = ("none", "communication", "select", "full")
+_MS = 1000
+
+
+@dataclass(frozen=True)
+class PlacedInstance(Instance):
+    """An instance whose chunks wait for what another stage sends.
+
+    receiving   added to each forward but the first chunk's and each backward but the last chunk's. A sender's own time
+                is left out, so that no real plan is faster than the instance says.
+    end_weights weight gradients in the backward of head and tail.
+    """
+
+    receiving: float = 0.0
+    end_weights: tuple[float, float] = (0.0, 0.0)
+
+    @cached_property
+    def fixed(self) -> np.ndarray:
+        """`ends`, with the weight gradients of head and tail where they are split off."""
+        found = super().fixed
+        found[2:, 0] += self.end_weights[0]
+        found[2:, -1] += self.end_weights[1]
+        return found
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """[2, C] forward and backward of what no layer causes."""
+        fixed = np.full((2, self.chunks * self.stages), self.receiving)
+        fixed[:, 0] += self.head
+        fixed[:, -1] += self.tail
+        fixed[0, 0] -= self.receiving
+        fixed[1, -1] -= self.receiving
+        stays = np.flatnonzero(np.diff(self.stage_of) == 0)  # where a V turns round nothing is sent
+        fixed[0, stays + 1] -= self.receiving
+        fixed[1, stays] -= self.receiving
+        return fixed
+
+
+def pipeline_instance(
+    config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
+) -> PlacedInstance:
+    """The problem of placing `config`'s layers anew; its own layers and recomputation are not read.
+
+    Args:
+        full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
+            repetition, whether a stage uses it or not.
+        mtp: MTP layers recompute everything, which holds for plans whose last layer does.
+        groups: layers may recompute these, one more after the other (`by_price`); the working memory of all of them
+            is then there, too.
+    """
+    kinds = [kind for kind in ("dense", "moe") if kind_count(config, kind)]
+    some = table_of(config, [0] * (config.pp * config.chunks)) if full else None
+    some = config.layers if mtp else some
+    recompute = replace(config.recompute, full=some, select=None, communication=None, operators=())
+    probe = replace(config, recompute=recompute)
+    names = tuple(joined(groups[:count]) for count in range(len(groups) + 1)) if groups else OPTIONS[:-1]
+    named = tuple((name, config.layers) for name in groups if name != NORMS)
+    probe = replace(probe, recompute=replace(recompute, operators=named))
+    static, parameters = _parameters(probe, kinds)
+    times = {kind: model.layer(probe, kind) for kind in (*kinds, "embedding", "head")}
+    tail = [times["head"]] + [_mtp(probe, model)] * config.model.mtp
+    ends = [times["embedding"]]
+    if config.pp == 1:
+        ends, tail = ends + tail, []
+    types = tuple(
+        LayerType(
+            kind,
+            kind_count(config, kind),
+            times[kind].forward.total * _MS,
+            times[kind].backward.total * _MS,
+            parameters[kind] / GIB,
+            _options(probe, kind, times[kind], (*names, "full") if full else names, bool(groups)),
+            _weights([times[kind]]),
+        )
+        for kind in kinds
+    )
+    return PlacedInstance(
+        name="placement",
+        stages=config.pp,
+        chunks=config.chunks,
+        micro_batches=config.micro_batches,
+        schedule=config.schedule if config.pp > 1 else "1f1b",
+        cap=cap_bytes / GIB - 2 * CAP_TOLERANCE,  # the solver may go over by its tolerance
+        static=(static + _once(probe, kinds)) / GIB,
+        head=_both(ends),
+        tail=_both(tail),
+        types=types,
+        receiving=0.0 if config.overlap_pp else model.transfer(config) * _MS,
+        end_weights=(_weights(ends), _weights(tail)),
+    )
+
+
+def kind_count(config: Configuration, kind: str) -> int:
+    """Layers of a kind."""
+    return config.model.pattern.count(kind)
+
+
+def table_of(config: Configuration, counts: list[int]) -> Table:
+    """[chunks][stages] of a list in model order, which runs back up where the schedule is V-shaped."""
+    stages, turned = config.pp, is_v_shaped(config.schedule)
+    rows = [tuple(counts[first : first + stages]) for first in range(0, len(counts), stages)]
+    return tuple(row[::-1] if turned and chunk % 2 else row for chunk, row in enumerate(rows))
+
+
+def _both(times: list) -> tuple[float, float]:
+    return sum(t.forward.total for t in times) * _MS, sum(t.backward.total for t in times) * _MS
+
+
+def _weights(times: list) -> float:
+    """Weight gradients, as `TimeModel.weight_gradients` counts them."""
+    return float(sum(t.backward.matmul / 2 for t in times)) * _MS
+
+
+def _mtp(config: Configuration, model: TimeModel) -> LayerTime:
+    """An MTP layer's times, with what it repeats in its backward."""
+    layer = model.layer(config, "mtp")
+    recomputed = layer.recomputed[mtp_option(config)]
+    return replace(layer, backward=replace(layer.backward, fixed=layer.backward.fixed + recomputed.total))
+
+
+def by_price(config: Configuration, model: TimeModel) -> tuple[str, ...]:
+    """Norms and the groups of operators that are known, the one first that costs the least time for a byte.
+
+    MindFormers counts every group from a chunk's first layer, so that of two layers one has all that the other has.
+    Options that add group after group in this order are the lower convex hull of time over memory, here of the kind
+    that has most layers.
+    """
+    kind = max(dict.fromkeys(config.model.pattern), key=config.model.pattern.count)
+    layer, whole = model.layer(config, kind), saved(config, kind)
+    price = {}
+    for name in (NORMS, *offered(config)):
+        freed = whole - saved(config, kind, name)
+        if freed > 0:
+            price[name] = layer.again(name).total / freed
+    return tuple(sorted(price, key=lambda name: price[name]))
+
+
+def _options(
+    config: Configuration, kind: str, layer: LayerTime, names: Sequence[str], every: bool
+) -> tuple[Option, ...]:
+    """The recompute options of a kind, without those that another beats in time and memory unless all are wanted.
+
+    A dense layer has no experts, but where it stands before MoE layers that repeat theirs its option must say so.
+    """
+    found: list[Option] = []
+    for name in names:
+        option = Option(name, layer.again(name).total * _MS, saved(config, kind, name) / GIB)
+        better = (
+            option.activation < other.activation or option.extra_backward < other.extra_backward for other in found
+        )
+        if every or all(better):
+            found.append(option)
+    return tuple(found)
+
+
+def _parameters(config: Configuration, kinds: list[str]) -> tuple[np.ndarray, dict[str, float]]:
+    """Bytes that stay for the whole step: [stages] without any layer, and of a layer of each kind."""
+    if config.pp == 1:  # all layers stay where they are
+        whole = replace(config, layers=((config.model.layers,),))
+        return np.array([sum(static_memory(whole, 0))]), dict.fromkeys(kinds, 0.0)
+    model = config.model
+    # one layer more, which stays at the end: MTP goes where the last layer is
+    more = replace(model, pattern=(*model.pattern, model.last_kind))
+    begin = int(_last_stage(config) == 0)  # of a V both ends are on stage 0: layers are counted on the next one
+
+    def held(first: int) -> np.ndarray:
+        """[stages] with so many layers at the beginning and the others at the end."""
+        counts = [0] * (config.pp * config.chunks - 1) + [more.layers - first]
+        counts[begin] = first
+        laid = replace(config, model=more, layers=table_of(config, counts))
+        return np.array([sum(static_memory(laid, stage)) for stage in range(config.pp)])
+
+    ends, parameters, before = held(0), {}, 0
+    for kind in kinds:
+        parameters[kind] = float((held(before + 1) - held(before))[begin])
+        before += kind_count(config, kind)
+    ends[_last_stage(config)] -= parameters[more.last_kind] + sum(
+        parameters[kind] * kind_count(config, kind) for kind in kinds
+    )
+    return ends, parameters
+
+
+def _once(config: Configuration, kinds: list[str]) -> np.ndarray:
+    """[stages] bytes of buffers, of working memory and of the ends' activations in flight."""
+    buffers = max(stage_memory(config, stage).buffers for stage in range(config.pp))
+    whole, end = mtp_option(config), _last_stage(config)
+    found = []
+    for stage in range(config.pp):
+        ends = ["embedding"] * (stage == 0) + ["head", *["mtp"] * config.model.mtp] * (stage == end)
+        inside = [kind for kind in kinds if kind != kinds[0] or may_hold_first(config, stage)]
+        held = held_micro_batches(config, stage).max(axis=0)
+        first = saved(config, "embedding", whole) * held[0] * (stage == 0)
+        last = sum(saved(config, kind, whole) for kind in ends if kind != "embedding") * held[-1]
+        found.append(buffers + working(config, [*inside, *ends]) + first + last)
+    return np.array(found)
+
+
+def _last_stage(config: Configuration) -> int:
+    """The stage of the model's last chunk."""
+    return 0 if is_v_shaped(config.schedule) and config.chunks % 2 == 0 else config.pp - 1
+
+
+def may_hold_first(config: Configuration, stage: int) -> bool:
+    """Whether a stage can hold layers of the first kind: those before it need one each, but for the first stage."""
+    model = config.model
+    first = kind_count(config, model.pattern[0])
+    return first == model.layers or stage <= first

@@ -1,0 +1,333 @@
+"""`auto` in a recipe becomes values, here and nowhere else: every command calls `resolve` once it has its recipe.
+
+    1. A Megatron layout string at `model.model_config.offset`: the offset that places layers so (`offsets`).
+    2. `plugins.hierarchical_ep.mode: auto` and `plugins.ep_overlap.chunks: auto`: what `tc3 ep-report` advises
+       (`advise`), for an even layout with nothing recomputed where `offset` is `auto`, too.
+    3. `model.model_config.offset: auto`: layout and recompute tables of the file beside the recipe (`LayoutFile`),
+       which is for the dispatch of step 2.
+    4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs (above).
+
+Values depend on the recipe, the hardware file that it names and the layout file alone: every rank, node, day and
+command sees the same ones. `tools.recipe.unresolved` refuses a recipe that has not come by here.
+
+`make_layout` asks the pipeline optimiser for the layout that `offset: auto` of a recipe stands for.
+
+What `plugins.attention_balance` weighs samples by is computed from the model and written into the effective recipe.
+
+A sample of n tokens costs `per_token` x n, and `per_pair` for each pair of its tokens that attend. The plugin deals
+samples to ranks by these two numbers, and with `window` above 1 to steps. They are written down when a run starts and
+taken over when it goes on, so that its samples keep their order, however a later version of this repository counts
+FLOPs. Recipes in recipes/ leave them out: a model's sizes stand once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from plugins.attention_balance.samples.cost import COMPUTED, Cost
+from plugins.attention_balance.settings import COST, KEY, recomputed_share
+from plugins.errors import RecipeError
+from plugins.pipeline_layout.plan import counts_of_offset, is_layout, layout_of, offset_of
+from tools.estimate.efficiency import cluster as load_cluster
+from tools.estimate.from_recipe import DEGREE, from_recipe, plain_value, require_ulysses
+from tools.estimate.memory.room import known_errors, room_of
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware.units import GIB
+from tools.layout.advise import Values, dispatch_values
+from tools.layout.budget import EFFORTS, Budget
+from tools.layout.offsets import (
+    LayoutFile,
+    digest_of,
+    even_layout,
+    even_values,
+    file_values,
+    inputs_of,
+    path_of,
+    put,
+    read_layout,
+    remedy,
+    string_values,
+    write_layout,
+)
+from tools.layout.place import place
+from tools.model.architecture import model_of
+from tools.model.weights import PASSES, linear_flops, pair_flops
+from tools.pipeline.schedules import is_v_shaped
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
+from tools.recipe.unresolved import AUTO, CHUNKS, MODE, OFFSET
+from tools.recipe.view import View, look
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+
+SECTION = ("plugins", "attention_balance")
+
+
+def sample_cost(recipe: Recipe) -> Cost:
+    """FLOPs of training a token, and a pair of tokens that attend; a forward pass that runs again counts again.
+
+    Raises:
+        RecipeError: the recipe's sizes make no model.
+    """
+    try:
+        model = model_of(convert(View(recipe), load_schema()).fields)
+        pair, token = pair_flops(model) // PASSES, linear_flops(model) // PASSES  # forward
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecipeError(
+            f"model.model_config: its sizes make no model ({error}), from which {KEY} computes the cost of a sample; "
+            f"tc3 check says more, or write measured per_pair and per_token under {KEY}"
+        ) from None
+    passes = PASSES + recomputed_share(recipe)
+    return Cost(passes * pair, passes * token, COMPUTED)
+
+
+def sample_cost_values(recipe: Recipe) -> dict[KeyPath, Any]:
+    """Key path -> value for a recipe whose plugin is on and has no costs; none for others.
+
+    Raises:
+        RecipeError: as `sample_cost`.
+    """
+    section = look(recipe, SECTION)
+    if not isinstance(section, dict) or any(name in section for name in COST):
+        return {}  # what else is wrong with it the plugin's reader says
+    cost = sample_cost(recipe)
+    values = {"per_pair": _plain(cost.per_pair), "per_token": _plain(cost.per_token), "unit": cost.unit}
+    return {(*SECTION, name): value for name, value in values.items()}
+
+
+def write_sample_cost(recipe: Recipe) -> None:
+    """Write `sample_cost_values` into `recipe` (in place).
+
+    Call it when layout and recomputation are settled, for what is recomputed counts.
+
+    Raises:
+        RecipeError: as `sample_cost`.
+    """
+    if values := sample_cost_values(recipe):  # a new section: other keys may share the old one by an anchor
+        section = {**look(recipe, SECTION), **{path[-1]: value for path, value in values.items()}}
+        recipe["plugins"] = {**recipe["plugins"], SECTION[1]: section}
+
+
+def keep_sample_cost(recipe: Recipe, first: Recipe) -> list[str]:
+    """Take over (in place) the cost that the run of `first`, its effective recipe, began with; says where it differs.
+
+    A recipe that gives measured costs of its own keeps them, and one without the plugin stays without.
+    """
+    mine, theirs = look(recipe, SECTION), look(first, SECTION)
+    if not isinstance(mine, dict) or not isinstance(theirs, dict) or mine.get("unit") != COMPUTED:
+        return []
+    kept = {name: theirs[name] for name in COST if name in theirs}
+    changed = [name for name in kept if kept[name] != mine.get(name)]
+    if not changed:
+        return []
+    section = {name: value for name, value in mine.items() if name not in COST}
+    recipe["plugins"] = {**recipe["plugins"], SECTION[1]: {**section, **kept}}
+    was = ", ".join(f"{name} {kept[name]}" for name in changed)
+    return [f"{KEY}: the samples keep the order in which this run began ({was}, as {first.source} says)"]
+
+
+def _plain(number: float) -> int | float:
+    """FLOPs are whole but for odd shares of recomputed layers."""
+    return int(number) if number.is_integer() else number
+
+
+EFFORT, TIME_LIMIT = "high", 600.0  # and seconds, where nobody says
+_KEY = dotted(OFFSET)
+
+
+class NothingFits(RecipeError):
+    """No layout keeps the memory limit."""
+
+
+def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, margin: float | None = None) -> LayoutFile:
+    """Ask the pipeline optimiser; the recipe's own offset and recompute tables are not read.
+
+    Args:
+        margin: share of the memory limit to leave free; the estimator's known error by default.
+
+    Raises:
+        NothingFits: and what is missing.
+        RecipeError: there is no such cluster, or the schedule cannot run.
+    """
+    even = _even(recipe)
+    hardware = load_cluster(cluster)
+    try:
+        base, room = from_recipe(even), room_of(even, hardware, margin=margin)
+    except RecipeError as error:
+        raise RecipeError(f"{recipe.source}: {error}") from None
+    require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))
+    found = place(base, TimeModel(hardware), room.bytes, budget, seed)
+    if found.configuration is None:
+        smaller = "; tc3 search layout --memory-margin takes a smaller one" if room.margin else ""
+        raise NothingFits(
+            f"{_KEY}: auto: {found.why}; a stage may hold {room.words}, the limit is {room.source}{smaller}"
+        )
+    inputs, laid = inputs_of(even), found.configuration
+    full, select, again = laid.recompute.full, laid.recompute.select, laid.recompute.communication
+    return LayoutFile(
+        digest=digest_of(inputs),
+        inputs=inputs,
+        cluster=cluster,
+        offset=offset_of([list(row) for row in laid.layers]),
+        recompute=plain_value(full, laid.layers),
+        select_recompute=plain_value(select, laid.layers),
+        select_comm_recompute=plain_value(again, laid.layers),
+        predicted={
+            "step_s": round(found.step_s, 4),
+            "bound_s": round(found.bound_s, 4),
+            "ended_by_time_limit": found.cut,
+            "stage_gib": [round(peak / GIB, 2) for peak in found.peak_bytes],
+            "cap_gib": round(room.cap / GIB, 2),
+            "memory_margin": room.margin,
+            "fits": known_errors().fits(max(found.peak_bytes), room.cap),
+        },
+    )
+
+
+def make_beside(recipe: Recipe, say: Callable[[str], None]) -> LayoutFile:
+    """Make the layout of a recipe, for the default cluster, keep it beside the recipe, and say so."""
+    path = path_of(recipe.source)
+    say(f"{path}: not there; about {EFFORTS[EFFORT]:g} s of search for the layout that `{_KEY}: auto` asks for")
+    layout = make_layout(recipe, DEFAULT_HARDWARE, Budget(EFFORTS[EFFORT], TIME_LIMIT))
+    write_layout(layout, path, f"tc3 train {recipe.source}")
+    return layout
+
+
+def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
+    """A layout as Megatron writes it; None for a pipeline that runs back up."""
+    config = from_recipe(_even(recipe))
+    if is_v_shaped(config.schedule):
+        return None
+    counts = counts_of_offset(found.offset, config.model.layers, config.pp, config.chunks)
+    return layout_of(counts, config.model.mtp)
+
+
+def _even(recipe: Recipe) -> Recipe:
+    """The recipe whatever its layout: an even one, and the dispatch that `auto` stands for with it."""
+    even = even_layout(recipe)
+    put(even, dispatch_values(even)[0])
+    return even
+
+
+Say = Callable[[str], None]
+Layout = Literal["file", "search", "even"]
+Step = Callable[[Recipe], tuple[Values, list[str]]]  # values for what is open, and what to say of them
+_BROKEN = (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError)  # by values that `tc3 check` refuses
+_PLAIN = {MODE: "global", CHUNKS: [1, 1]}
+
+
+class UnresolvedError(RecipeError):
+    """The value at `path` stays open, because of `why`, which may name another key."""
+
+    def __init__(self, source: str, path: KeyPath, why: str):
+        super().__init__(why if why.startswith(f"{source}:") else f"{source}: {why}")
+        self.path, self.why = path, why.removeprefix(f"{source}: ").removeprefix(f"{dotted(path)}: ")
+
+
+def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
+    """A copy of `recipe` in which nothing is `auto`, with the costs of its samples; all else is as it was.
+
+    Args:
+        say: hears what became of each open value, a line each.
+        layout: what `offset: auto` stands for. "file": the layout in the file beside the recipe. "search": the same,
+            and where there is no file, a search makes it. "even": layers spread evenly, nothing recomputed, for who
+            looks for a layout or asks what does not depend on it.
+        dispatch: False leaves mode and chunks open, for who compares what they may be.
+
+    Raises:
+        RecipeError: no layout file, or one for another run; a layout that MindFormers cannot express; settings or
+            sizes that fit no dispatch.
+    """
+    return _resolved(recipe, say, layout, dispatch, None)
+
+
+def resolve_for_check(recipe: Recipe) -> tuple[Recipe, list[UnresolvedError]]:
+    """As `resolve`, with an even layout and the plainest dispatch in the place of what cannot be; and why it cannot."""
+    failed: list[UnresolvedError] = []
+    return _resolved(recipe, lambda line: None, "file", True, failed), failed
+
+
+def _resolved(recipe: Recipe, say: Say, layout: Layout, dispatch: bool, failed: list[UnresolvedError] | None) -> Recipe:
+    resolved = copy.deepcopy(recipe)
+    steps: list[tuple[KeyPath, Step, Callable[[Recipe], Values]]] = [
+        (OFFSET, _string, even_values),
+        *([(MODE, _dispatch, _plain_dispatch)] if dispatch else []),
+        (OFFSET, partial(_auto_layout, layout=layout, say=say), even_values),
+    ]
+    for path, step, plain in steps:
+        try:
+            values, lines = step(resolved)
+        except RecipeError as error:
+            problem = UnresolvedError(recipe.source, path, _why(recipe, path, error))
+            if failed is None:
+                raise problem from None
+            failed.append(problem)
+            values, lines = plain(resolved), []
+        put(resolved, values)
+        for line in lines:
+            say(line)
+    if layout == "even":  # not what a run recomputes, which counts
+        return resolved
+    try:
+        write_sample_cost(resolved)
+    except RecipeError as error:
+        if failed is None:  # `tc3 check` says itself which sizes make no model
+            raise RecipeError(f"{recipe.source}: {error}") from None
+    return resolved
+
+
+def _why(recipe: Recipe, path: KeyPath, error: RecipeError) -> str:
+    text = str(error).removeprefix(f"{recipe.source}: ")
+    return f"{_KEY}: {text.removeprefix(f'{_KEY}: ')}" if path == OFFSET else text
+
+
+def _string(recipe: Recipe) -> tuple[Values, list[str]]:
+    """Step 1."""
+    text = look(recipe, OFFSET)
+    if not is_layout(text):
+        return {}, []
+    values = string_values(recipe, text)
+    return values, [f"{_KEY}: {text} -> {values[OFFSET]}"]
+
+
+def _dispatch(recipe: Recipe) -> tuple[Values, list[str]]:
+    """Step 2."""
+    try:
+        return dispatch_values(even_layout(recipe) if look(recipe, OFFSET) == AUTO else recipe)
+    except RecipeError:
+        raise
+    except _BROKEN:
+        right = f"tc3 check {recipe.source} says what is wrong with it"
+        raise RecipeError(f"{dotted(MODE)}: no value follows from this recipe: {right}") from None
+
+
+def _plain_dispatch(recipe: Recipe) -> Values:
+    return {path: value for path, value in _PLAIN.items() if look(recipe, path) == AUTO}
+
+
+def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list[str]]:
+    """Step 3."""
+    if look(recipe, OFFSET) != AUTO:
+        return {}, []
+    if layout == "even":
+        return even_values(recipe), [f"{_KEY}: auto -> an even layout here, nothing recomputed"]
+    found = _layout_file(recipe, layout == "search", say)
+    values = file_values(recipe, found)
+    return values, [f"{_KEY}: auto -> {found.offset}, recompute_config with it ({path_of(recipe.source)})"]
+
+
+def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
+    """The answer that is kept beside the recipe, made where there is none and `search` says so."""
+    if not recipe.source:
+        raise RecipeError("auto: stands for a file beside the recipe, and this recipe comes from none")
+    path = path_of(recipe.source)
+    if path.is_file():
+        return read_layout(path)
+    if not search:
+        raise RecipeError(f"auto: there is no {path}: {remedy(recipe)}")
+
+    return make_beside(recipe, say)

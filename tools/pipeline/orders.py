@@ -1,0 +1,431 @@
+"""The orders in which pipeline schedules run a stage's work: MindSpore's own, and those of papers.
+
+An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
+list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
+
+MindSpore's schedulers. Where their orders come from
+
+Where they come from (MindSpore's public sources, `ccsrc/frontend/parallel/pipeline_transformer/`, a state of
+2025; "verified" means read there, none was run on a device):
+
+interleaved_1f1b              `pipeline_scheduler.cc`, `InterleavedScheduler::Reorder`: verified, remainders included
+interleaved_1f1b_less_memory  the same file, `MemoryOptimizedReorder` (environment ENABLE_LESS_MEM_VPP=1): verified
+seqpipe, seqvpp, seqsmartvpp  `seqpipe_scheduler.cc`, `MakeExecuteOrder` and the warm-ups: verified, with sequences that
+                              are split into parts, too (MindFormers 1.9.0 refuses `seq_split_num` above 1)
+zero_bubble_v                 `zero_bubble_v.cc`, steps 1 to 8, `detach_backward.cc`, with ZBV_offset unset: verified
+gpipe                         `gpipe_interleave_scheduler.cc`: verified with several chunks, assumed the same with one
+1f1b                          one chunk a stage: assumed to be the order of PipeDream-flush, as in Megatron-LM
+
+seqpipe is 1F1B with one chunk and interleaved 1F1B with several, as long as sequences are whole. seqvpp has the warm-up
+of the interleaved order, seqsmartvpp that of the memory-saving one; all three differ from these in where the
+micro-batches go that do not fill a round of all stages.
+
+ZB-H1 and ZB-H2 are those of Zero Bubble Pipeline Parallelism (arXiv 2401.10241, figure 3): weight gradients fill the
+bubble.
+
+A backward that only makes the input's gradients is short, so the stage before can go on earlier; the weight gradients
+wait until a stage would idle. Stage s of p runs p - s forwards first and lags its weight gradients s micro-batches
+behind (H1: memory of 1F1B), or 2 (p - s) - 1 forwards and 2 s (H2: no bubble when F = B = W, memory 2 p - 1).
+H2's stages begin and end one after the other: that saves time only where the optimizer does not wait for all stages.
+
+V-Min, V-Half and V-ZB are V-shaped schedules with controllable memory (arXiv 2405.15362).
+
+Each stage holds two chunks of the model, which goes from the first stage to the last and back. A schedule is a
+building block, the times at which one micro-batch passes each stage when every forward, backward and weight gradient
+takes one unit, repeated every six units. How long the block keeps activations decides the memory: a third of
+1F1B's (V-Min), a half (V-Half) or all of it (V-ZB, without a bubble).
+
+DualPipe and DualPipeV are DeepSeek's (arXiv 2412.19437, figure 5; the public DualPipe repository); they run pairs.
+
+A pair is a forward and a backward of different micro-batches that run together: the expert parallel communication of
+one hides behind the computation of the other. `tools.estimate.time_model` says how long a pair takes.
+
+DualPipe feeds micro-batches from both ends: stage r holds chunk 0, the r-th of the model for one half of them, and
+chunk 1, the (p - 1 - r)-th for the other, so parameters exist twice. DualPipeV is one half of its stages, where the
+model makes a V; each stage then does what stage r and its mirror did.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from plugins.pipeline_layout.order import by_turns, one_forward_one_backward
+
+KINDS = "FBW"  # by number in a table of operations
+COLUMNS = 5  # of an order: index in `KINDS`, micro-batch, chunk, part, joined
+
+# the way of a micro-batch through the chunks (chunk, stage) of a model
+LOOP, V, BOTH_WAYS = "loop", "v", "both ways"
+
+
+class Op(NamedTuple):
+    """One piece of work of a stage: forward, backward, or the weight gradients split from a backward.
+
+    A "B" without a "W" of the same micro-batch, chunk and part is the whole backward; with one it is the input
+    gradients. `part` is a piece of the sequence (0 where sequences are not split): forwards of a micro-batch go through
+    them from the first to the last, whose attention needs the keys and values of the ones before; backwards in reverse.
+    """
+
+    kind: str  # "F", "B" or "W"
+    micro_batch: int
+    chunk: int
+    part: int = 0
+
+
+def as_table(order: Sequence[Op | Sequence[Op]]) -> np.ndarray:
+    """Return an order as numbers [operations, COLUMNS].
+
+    An item that holds two operations is a pair: a forward and a backward of another micro-batch (in this order) that
+    run together. Its second row has a 1 in the last column.
+    """
+    rows: list[tuple[int, ...]] = []
+    for item in order:
+        together = (item,) if isinstance(item, Op) else item
+        rows += [(KINDS.index(op.kind), *op[1:], int(place > 0)) for place, op in enumerate(together)]
+    return np.array(rows, int).reshape(-1, COLUMNS)
+
+
+def widened(table: np.ndarray) -> np.ndarray:
+    """Return a table of the first columns of an order with the others: part 0, nothing joined."""
+    return np.pad(table, ((0, 0), (0, COLUMNS - table.shape[1])))
+
+
+def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """All forwards, then all backwards."""
+    return np.concatenate([_round("F", range(chunks), 0, micro_batches), _round("B", _back(chunks), 0, micro_batches)])
+
+
+def _round(kind: str, chunks: Iterable[int], first: int, size: int) -> np.ndarray:
+    """All micro-batches of a round through one chunk, then through the next."""
+    chunk = np.repeat(list(chunks), size)
+    micro_batch = np.resize(np.arange(first, first + size), len(chunk))
+    return np.stack([np.full(len(chunk), KINDS.index(kind)), micro_batch, chunk], axis=1)
+
+
+def _back(chunks: int) -> Iterable[int]:
+    return reversed(range(chunks))
+
+
+def _rounds_extra_first(stages: int, micro_batches: int) -> list[int]:
+    """Micro-batches in each round of 1F1B: what does not fill one is added to the first (`SortFuncBetweenMicro`)."""
+    return [stages + micro_batches % stages] + [stages] * (micro_batches // stages - 1)
+
+
+def _rounds_extra_spread(round_size: int, micro_batches: int) -> list[int]:
+    """As above for seqpipe and seqvpp: one more micro-batch for each of the first rounds (`ComputeCycleList`).
+
+    With fewer micro-batches than a round has places, one round takes them all.
+    """
+    rounds = max(1, micro_batches // round_size)
+    whole, extra = divmod(micro_batches, rounds)
+    return [whole + (index < extra) for index in range(rounds)]
+
+
+def _interleaved(rounds: list[int], chunks: int, warm_up: int) -> np.ndarray:
+    """`warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
+
+    A round takes all its micro-batches through chunk 0, then chunk 1, ...; backwards in the reverse order of chunks.
+    """
+    firsts = np.cumsum([0, *rounds[:-1]])
+    forward, backward = (
+        np.concatenate([_round(kind, path(), first, size) for first, size in zip(firsts, rounds, strict=True)])
+        for kind, path in (("F", lambda: range(chunks)), ("B", lambda: _back(chunks)))
+    )
+    return by_turns(forward, backward, warm_up)
+
+
+def interleaved_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Interleaved 1F1B of Megatron-LM (arXiv 2104.04473, figure 4)."""
+    rounds = _rounds_extra_first(stages, micro_batches)
+    return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + 2 * (stages - 1 - stage))
+
+
+def interleaved_1f1b_less_memory(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Interleaved 1F1B with the shorter warm-up of plain 1F1B."""
+    rounds = _rounds_extra_first(stages, micro_batches)
+    return _interleaved(rounds, chunks, (chunks - 1) * rounds[0] + stages - 1 - stage)
+
+
+def seqpipe(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
+    """1F1B, interleaved with several chunks, of parts of sequences."""
+    after = (stages - 1 - stage) * (1 if chunks == 1 else 2)
+    return _by_parts(_rounds_extra_spread(stages, micro_batches), chunks, after, parts)
+
+
+def seqvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
+    """As seqpipe, but a round has as many micro-batches as their parts fill the stages."""
+    return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, 2 * (stages - 1 - stage), parts)
+
+
+def seqsmartvpp(stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
+    """As seqvpp, with the shorter warm-up that holds less memory."""
+    return _by_parts(_rounds_extra_spread(stages // parts, micro_batches), chunks, stages - 1 - stage, parts)
+
+
+def _by_parts(rounds: list[int], chunks: int, after: int, parts: int) -> np.ndarray:
+    """[operations, 4] with the part last: `after` operations of the stages behind, beside the first round's, warm up.
+
+    A round takes its micro-batches, part by part, through chunk 0, then chunk 1, ...; backwards take the micro-batches
+    in the same order, each from its last chunk and part to its first.
+    """
+    firsts = np.cumsum([0, *rounds[:-1]])
+    forward = np.array(
+        [
+            (KINDS.index("F"), first + micro_batch, chunk, part)
+            for first, size in zip(firsts, rounds, strict=True)
+            for chunk in range(chunks)
+            for micro_batch in range(size)
+            for part in range(parts)
+        ]
+    )
+    # backwards mirror the forwards of their micro-batch; within a round, chunk for chunk
+    backward = np.array([KINDS.index("B"), 0, chunks - 1, parts - 1]) + forward * [0, 1, -1, -1]
+    # MindSpore runs one forward before it looks at the warm-up, which must leave one for the steady phase
+    warm_up = min(after + (chunks - 1) * rounds[0] * parts + parts - 1, len(forward) - 1)
+    return by_turns(forward, backward, warm_up)
+
+
+def plain_1f1b(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """PipeDream-flush."""
+    return np.insert(one_forward_one_backward(stage, stages, micro_batches), 2, 0, axis=1)  # chunk 0
+
+
+def zero_bubble_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Eight phases of MindSpore's `ZeroBubbleV` (which is DualPipeV's order with few weight gradients split off)."""
+    after = stages - stage - 1
+    half = (stage + 1) // 2
+    split = {
+        0: list(range(micro_batches - stages + half, micro_batches)),
+        1: [*range(after), *range(micro_batches - half, micro_batches)],
+    }
+    todo = {(kind, v): deque(range(micro_batches)) for kind in "FB" for v in (0, 1)}
+    todo |= {("W", v): deque(split[v]) for v in (0, 1)}
+    order: list[tuple[int, int, int]] = []
+
+    def run(times: int, *work: str) -> None:
+        for _ in range(times):
+            order.extend((KINDS.index(w[0]), todo[w[0], int(w[1])].popleft(), int(w[1])) for w in work)
+
+    run(2 * after, "F0")
+    run(stage + 1, "F0", "F1")
+    run(after, "B1", "W1", "F1")
+    run(micro_batches - 2 * stages + stage + 1, "B1", "F0", "B0", "F1")
+    run(after, "B1", "B0", "F1")
+    run(stage + 1, "B1", "B0")
+    run(after, *(["W0", "B0"] if stage else ["B0"]))
+    run(len(todo["W", 0]), "W0")
+    run(len(todo["W", 1]), "W1")
+    return np.array(order)
+
+
+def zb_h1(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Bubble (p - 1) (F + B - W), with B the input's gradients only; no more in flight than 1F1B."""
+    return _lagging(stages - stage, stage, micro_batches)
+
+
+def zb_h2(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Bubble of a stage between its own first and last operation (p - 1) (F + B - 2 W); 2 p - 1 in flight."""
+    return _lagging(2 * (stages - stage) - 1, 2 * stage, micro_batches)
+
+
+def _lagging(warm_up: int, lag: int, micro_batches: int) -> np.ndarray:
+    """`warm_up` forwards; then by turns a backward, the weight gradients `lag` micro-batches before, and a forward."""
+    order = [Op("F", number, 0) for number in range(min(warm_up, micro_batches))]
+    for number in range(micro_batches):
+        order.append(Op("B", number, 0))
+        if number >= lag:
+            order.append(Op("W", number - lag, 0))
+        if number + warm_up < micro_batches:
+            order.append(Op("F", number + warm_up, 0))
+    left = range(max(0, micro_batches - lag), micro_batches)
+    return as_table([*order, *(Op("W", number, 0) for number in left)])
+
+
+_PERIOD = 6  # forward, backward and weight gradient of two chunks
+_BLOCK = (("F", 0), ("F", 1), ("B", 1), ("B", 0))  # in the order in which a micro-batch comes
+
+
+def v_min(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """A stage's operations one unit after its neighbour's, forth and back: (p + 4) // 3 micro-batches in flight."""
+    turn = 2 if stages % 3 == 0 else 0  # without it two operations of a stage would fall on one time
+    times = (stage, 2 * stages - 1 - stage, 2 * stages + turn + stage, 4 * stages + turn - 1 - stage)
+    return _repeated(times, micro_batches)
+
+
+def v_half(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Two units on the way forth, one on the way back: (p + 2) // 2 micro-batches in flight."""
+    turn = 3 if stages % 2 == 0 else 0
+    there, back = 3 * stages + turn - 1 + 2 * stage, 6 * stages + turn - 2 - stage
+    return _repeated((2 * stage, 3 * stages - 2 - stage, there, back), micro_batches)
+
+
+def _repeated(times: tuple[int, ...], micro_batches: int) -> np.ndarray:
+    """The block again every period; weight gradients where nothing else is."""
+    slots = {
+        time + _PERIOD * number: Op(kind, number, chunk)
+        for (kind, chunk), time in zip(_BLOCK, times, strict=True)
+        for number in range(micro_batches)
+    }
+    order: list[Op] = []
+    waiting: deque[Op] = deque()
+    for slot in range(max(slots) + 1):
+        if slot in slots:
+            order.append(slots[slot])
+            if slots[slot].kind == "B":
+                waiting.append(slots[slot]._replace(kind="W"))
+        elif waiting:
+            order.append(waiting.popleft())
+    return as_table([*order, *waiting])
+
+
+def zb_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Four units forth, two back, warm-up and end filled: p micro-batches in flight."""
+    return _filled(stages, micro_batches)[stage]
+
+
+@lru_cache(maxsize=16)
+def _filled(stages: int, micro_batches: int) -> tuple[np.ndarray, ...]:
+    """All stages' orders: of what can run, what the repeated block has first; else, or when memory is short, weights.
+
+    The paper fills the block's warm-up and end by reordering, too, by rules of its own. With these a stage idles at
+    most one unit between its first and its last operation.
+    """
+    times = _zb_v_times(stages)
+    done: dict[tuple[Op, int], int] = {}
+    counts = dict.fromkeys(times, 0)
+    orders: list[list[Op]] = [[] for _ in range(stages)]
+    waiting: list[deque[Op]] = [deque() for _ in range(stages)]
+    held = [0] * stages
+    time = 0
+    while sum(map(len, orders)) < _PERIOD * micro_batches * stages:
+        chosen = [_choice(stage, micro_batches, time, times, counts, done, held) for stage in range(stages)]
+        for stage, op in enumerate(chosen):
+            short = held[stage] >= 2 * stages - 1
+            if waiting[stage] and (op is None or short):
+                op = waiting[stage].popleft()
+                held[stage] -= 1
+            elif op is not None:
+                counts[op.kind, op.chunk, stage] += 1
+                held[stage] += op.kind == "F"
+                if op.kind == "B":
+                    waiting[stage].append(op._replace(kind="W"))
+            if op is not None:
+                orders[stage].append(op)
+                done[op, stage] = time + 1
+        time += 1
+    return tuple(as_table(order) for order in orders)
+
+
+def _zb_v_times(stages: int) -> dict[tuple[str, int, int], int]:
+    """When the block's operations start, by kind, chunk and stage."""
+    last = stages - 1
+    return {
+        (kind, chunk, stage): time
+        for stage in range(stages)
+        for (kind, chunk), time in zip(
+            _BLOCK,
+            (4 * stage, 6 * last + 1 - 2 * stage, 6 * last + 2 + 4 * stage, 12 * last + 3 - 2 * stage),
+            strict=True,
+        )
+    }
+
+
+def _choice(
+    stage: int, micro_batches: int, time: int, times: dict, counts: dict, done: dict, held: list[int]
+) -> Op | None:
+    """What the block has first of the forwards and backwards that this stage could start now."""
+    ready, stages = [], len(held)
+    for kind, chunk in _BLOCK:
+        number = counts[kind, chunk, stage]
+        if number == micro_batches or (kind == "F" and held[stage] == 2 * stages):
+            continue
+        need = _needed(Op(kind, number, chunk), stage, stages)
+        if need is None or done.get(need, time + 1) <= time:
+            ready.append((times[kind, chunk, stage] + _PERIOD * number, Op(kind, number, chunk)))
+    return min(ready)[1] if ready else None
+
+
+def _needed(op: Op, stage: int, stages: int) -> tuple[Op, int] | None:
+    """The operation, and its stage, that the model has before this one; None for the first."""
+    first, last = 0, stages - 1
+    if op.kind == "F" and op.chunk == 0:
+        return None if stage == first else (op, stage - 1)
+    if op.kind == "F":
+        return (op._replace(chunk=0), last) if stage == last else (op, stage + 1)
+    if op.chunk == 1:
+        return (op._replace(kind="F"), first) if stage == first else (op, stage - 1)
+    return (op._replace(chunk=1), last) if stage == last else (op, stage + 1)
+
+
+def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """The eight steps of the public `dualpipev.py`, read as a figure of its schedule."""
+    return as_table(_steps(stage, stages, micro_batches))
+
+
+def dual_pipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """DualPipe: a stage and its mirror do what DualPipeV of half as many stages does; the far half swaps chunks."""
+    near = stage < stages // 2
+    half, mirror = micro_batches // 2, min(stage, stages - 1 - stage)
+    table = as_table(_steps(mirror, stages // 2, half))
+    table[:, 2] = table[:, 2] if near else 1 - table[:, 2]
+    table[:, 1] += half * table[:, 2]  # micro-batches of chunk 1 are the second half
+    return table
+
+
+def _steps(stage: int, stages: int, micro_batches: int) -> list[Op | tuple[Op, Op]]:
+    counts: Counter[tuple[str, int]] = Counter()
+    waiting: deque[Op] = deque()  # weight gradients that were split off
+    order: list[Op | tuple[Op, Op]] = []
+    after = stages - 1 - stage
+
+    def take(kind: str, chunk: int) -> Op:
+        counts[kind, chunk] += 1
+        return Op(kind, counts[kind, chunk] - 1, chunk)
+
+    def split_backward(chunk: int, split: bool = True) -> Op:
+        op = take("B", chunk)
+        if split:
+            waiting.append(op._replace(kind="W"))
+        return op
+
+    for _ in range(2 * after):  # 1
+        order.append(take("F", 0))
+    for _ in range(stage + 1):  # 2
+        order += [take("F", 0), take("F", 1)]
+    for _ in range(after):  # 3: weight gradients at once, so that the next stage's backward need not wait for them
+        order += [split_backward(1), waiting.popleft(), take("F", 1)]
+    for number in range(micro_batches - 2 * stages + stage + 1):  # 4: the steady phase
+        if number == 0 and stage == stages - 1:  # these two one after the other: the next stage waits for the backward
+            order += [take("F", 0), take("B", 1)]
+        else:
+            order.append((take("F", 0), take("B", 1)))
+        order.append((take("F", 1), take("B", 0)))
+    for _ in range(after):  # 5
+        order += [take("B", 1), (take("F", 1), take("B", 0))]
+    for place in range(1, 2 * stage + 3):  # 6: the second half is split
+        order.append(split_backward(place % 2, split=place > stage + 1))
+    for _ in range(after):  # 7
+        order += [waiting.popleft(), split_backward(0)]
+    return [*order, *waiting]  # 8
+
+
+def interleaved_1f1b_pairs(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
+    """Interleaved 1F1B with its steady phase in pairs: a backward runs together with the forward after it.
+
+    The report (section 4.1) and Pangu Ultra MoE (arXiv 2505.04519) overlap the communication of adjacent forwards
+    and backwards of different micro-batches; which of the two neighbours of a backward is its partner, they do not say.
+    The forward before it is not: on the last stage the backward needs it.
+    """
+    plain = widened(interleaved_1f1b(stage, stages, chunks, micro_batches))
+    backward = plain[:, 0] == KINDS.index("B")
+    # a backward and the forward after it become the forward and, joined to it, the backward
+    firsts = np.flatnonzero(backward[:-1] & ~backward[1:])
+    paired = plain.copy()
+    paired[firsts], paired[firsts + 1] = plain[firsts + 1], plain[firsts]
+    paired[firsts + 1, -1] = 1
+    return paired

@@ -1,1 +1,0 @@
-"""Layers to pipeline stages and what each recomputes: the pipeline optimiser."""

@@ -1,0 +1,367 @@
+"""The space of parallel strategies: every legal candidate, and by which rule each other one was dropped.
+
+A candidate is a mesh dp x tp x pp x cp of all devices, vpp chunks a stage (1 .. layers // pp), ep (a divisor of the
+experts), samples of a micro-batch (a divisor of the global batch; their number follows), a dispatch mode, what
+data-parallel ranks shard, and what is recomputed. Degrees are divisors, powers of two or not.
+
+The rules, in the order in which they are asked; a candidate counts for the first it breaks:
+
+    what MindFormers cannot build (each is an error of `tc3 check`)
+        tp: heads, key-value heads, vocabulary, hidden size, MLP and shared-expert widths; cp: sequence, flash attention
+        the recipe's ulysses_degree_in_cp: divides cp, and heads with tp; its optimizer_weight_shard_size: dp x cp
+        sequence parallelism (on wherever tp > 1: experts need it, and it moves the same bytes and holds fewer) cuts
+        the sequence into tp x cp; pp: layers; vpp: needs a pipeline and a layer for each chunk; ep: dp x tp
+        batch: dp x samples divides it, with a micro-batch for each stage; gradients are sharded without a pipeline only
+    what would say the same twice
+        dispatch modes differ only where an EP group covers several whole nodes
+    what the report excludes (section 5.1: "constraining TP to intra-node communication")
+        tp divides the devices of a node
+    the user's limits
+
+A funnel counts how many candidates each rule dropped: total, legal, within limits, fitting, ranked. For ranking,
+layers go to stages and chunks as evenly as they can, the head and MTP layers counted by their FLOPs; the best
+candidates are placed by the pipeline optimiser afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from plugins.hierarchical_ep.plan import MODES
+from tools.estimate.configuration import Configuration, Table
+from tools.estimate.from_recipe import compiles_sharded_gradients
+from tools.estimate.layer_model import work
+from tools.model.architecture import Model
+from tools.pipeline.schedules import can_run, is_v_shaped
+from tools.search.request import PLANNED, POLICIES, SHARDS, Limit, Request
+
+
+@dataclass
+class Funnel:
+    """Counts of candidates; `dropped` has those whose first broken rule is the reason."""
+
+    total: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, reason: str, count: int) -> None:
+        """Count candidates that a rule drops."""
+        if count:
+            self.dropped[reason] = self.dropped.get(reason, 0) + count
+
+    @property
+    def left(self) -> int:
+        """Candidates remaining."""
+        return self.total - sum(self.dropped.values())
+
+    def excluded_by_limits(self) -> list[str]:
+        """Limits of the user that dropped something."""
+        return [reason for reason in self.dropped if reason.startswith("--limit")]
+
+    def lines(self) -> list[tuple[str, int]]:
+        """For a table: the whole, what each rule dropped (negative), what is left."""
+        return [("all", self.total), *((reason, -count) for reason, count in self.dropped.items()), ("left", self.left)]
+
+
+@lru_cache(maxsize=4096)
+def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turned: bool = False) -> Table:
+    """[chunks][stages] layers; needs `model.layers` >= stages x chunks. `turned`: odd chunks run back up (a V).
+
+    1. Each chunk gets a layer, except the last one where the head alone weighs as much.
+    2. Each other layer goes to the stage with the least load; of equals to the last, which holds the fewest
+       micro-batches. There it goes to the chunk with the least load, of equals to the first.
+    """
+    extra = end_weight(model, sequence)
+    counts = [[1] * stages for _ in range(chunks)]
+    # an MTP layer would move to the place before an empty last chunk
+    end = 0 if turned and chunks % 2 == 0 else stages - 1
+    if extra >= 1 and not model.mtp and stages * chunks > 1:
+        counts[-1][end] = 0
+
+    def load(chunk: int, stage: int) -> float:
+        return counts[chunk][stage] + (extra if (chunk, stage) == (chunks - 1, end) else 0.0)
+
+    for _ in range(model.layers - sum(map(sum, counts))):
+        loads = [round(sum(load(chunk, stage) for chunk in range(chunks)), 6) for stage in range(stages)]
+        stage = max(index for index in range(stages) if loads[index] == min(loads))
+        chunk = min(range(chunks), key=lambda index: (load(index, stage), index))
+        counts[chunk][stage] += 1
+    return tuple(tuple(row) for row in counts)
+
+
+@lru_cache(maxsize=256)
+def end_weight(model: Model, sequence: int) -> float:
+    """FLOPs of the head and the MTP layers, in FLOPs of a layer of the last kind."""
+    config = Configuration(model, layers=((model.layers,),), sequence=sequence)
+    ends = work(config, "head").flops + model.mtp * work(config, "mtp").flops
+    return ends / work(config, model.last_kind).flops
+
+
+RECOMPUTE = (*POLICIES, PLANNED)
+COLUMNS = ("dp", "tp", "cp", "ep", "mbs", "m", "mode", "shard")
+_KEPT_SCHEDULES = ("seqsmartvpp",)  # of a recipe; others run 1f1b, interleaved where there are several chunks
+
+
+class Candidate(NamedTuple):
+    """One strategy; `m` micro-batches of `mbs` samples, words as in `limits.WORDS`."""
+
+    dp: int
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+    mbs: int
+    m: int
+    mode: str
+    shard: str
+    recompute: str
+
+    @property
+    def words(self) -> str:
+        """For a line of text."""
+        degrees = f"dp{self.dp} tp{self.tp} pp{self.pp} vpp{self.vpp} cp{self.cp} ep{self.ep}, {self.m} x {self.mbs}"
+        return f"{degrees}, {self.mode}, sharded: {self.shard}, recompute: {self.recompute}"
+
+
+class Mesh(NamedTuple):
+    """Degrees whose product is the devices."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """Legal candidates of one pp and vpp: {column of `COLUMNS`: [rows] integers}, each with all of `recompute`."""
+
+    pp: int
+    vpp: int
+    columns: dict[str, np.ndarray]
+    recompute: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.columns["dp"])
+
+    def select(self, rows: np.ndarray) -> Block:
+        """The candidates of some rows (indices or mask)."""
+        return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
+
+    def candidate(self, row: int, recompute: str) -> Candidate:
+        """One of them."""
+        values: dict[str, Any] = {name: int(column[row]) for name, column in self.columns.items()}
+        values |= {"mode": MODES[values["mode"]], "shard": SHARDS[values["shard"]]}
+        return Candidate(pp=self.pp, vpp=self.vpp, recompute=recompute, **values)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def meshes(devices: int) -> Iterator[Mesh]:
+    """Every ordered way to write `devices` as dp x tp x pp x cp."""
+    for pp in divisors(devices):
+        for tp in divisors(devices // pp):
+            for cp in divisors(devices // pp // tp):
+                yield Mesh(devices // pp // tp // cp, tp, pp, cp)
+
+
+def blocks(request: Request, funnel: Funnel) -> list[Block]:
+    """All legal candidates by pp and vpp; `funnel` counts the rest."""
+    model, limits = request.base.model, request.limits
+    found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
+    eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
+    recompute = tuple(word for index, word in enumerate(RECOMPUTE) if _all_keep(limits, "recompute", index))
+    for mesh in meshes(request.devices):
+        axes = _Axes(mesh, list(range(1, max(1, model.layers // mesh.pp) + 1)), eps, batches)
+        alive = axes.survivors(request, funnel)
+        if alive is not None:
+            for vpp, columns in axes.columns(alive, request.global_batch):
+                found.setdefault((mesh.pp, vpp), []).append(columns)
+    return [
+        Block(pp, vpp, {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}, recompute)
+        for (pp, vpp), parts in sorted(found.items())
+    ]
+
+
+def _all_keep(limits: Sequence[Limit], name: str, value: int) -> bool:
+    return all(bool(limit.keeps(value)) for limit in limits if limit.name == name)
+
+
+class _Axes:
+    """The candidates of one mesh as an array [vpp, ep, batch, mode, shard, recompute]."""
+
+    def __init__(self, mesh: Mesh, vpps: list[int], eps: list[int], batches: list[int]):
+        self.mesh = mesh
+        self.values = {
+            "vpp": np.array(vpps),
+            "ep": np.array(eps),
+            "mbs": np.array(batches),
+            "mode": np.arange(len(MODES)),
+            "shard": np.arange(len(SHARDS)),
+            "recompute": np.arange(len(RECOMPUTE)),
+        }
+        self.shape = tuple(len(values) for values in self.values.values())
+
+    def along(self, name: str) -> np.ndarray:
+        """The values of an axis, in the shape that broadcasts along it."""
+        place = list(self.values).index(name)
+        return self.values[name].reshape([-1 if axis == place else 1 for axis in range(len(self.shape))])
+
+    def survivors(self, request: Request, funnel: Funnel) -> np.ndarray | None:
+        """Mask of `shape`; None when nothing of the mesh is left."""
+        size = int(np.prod(self.shape))
+        funnel.total += size
+        for reason, kept in mesh_rules(request, self.mesh):
+            if not kept:
+                funnel.drop(reason, size)
+                return None
+        alive = np.ones(self.shape, bool)
+        for reason, mask in (*self._rules(request), *self._limits(request)):
+            before = size
+            alive &= mask
+            size = int(alive.sum())
+            funnel.drop(reason, before - size)
+            if not size:
+                return None
+        return alive
+
+    def _rules(self, request: Request) -> Iterator[tuple[str, np.ndarray]]:
+        dp, tp, pp, _ = self.mesh
+        vpp, ep, mbs, mode = (self.along(name) for name in ("vpp", "ep", "mbs", "mode"))
+        yield "vpp: chunks without a pipeline", (vpp == 1) | np.bool_(pp > 1)
+        yield "ep: does not divide dp x tp", dp * tp % ep == 0
+        aligned = (ep % request.node == 0) | (request.node % ep == 0)
+        yield "ep: straddles nodes, which ep_overlap does not", aligned | np.bool_(not request.base.ep_cut)
+        yield "ep_overlap: more chunks than samples of a micro-batch or tokens of a rank", self._cuts(request)
+        yield "batch: dp x samples of a micro-batch do not divide it", request.global_batch % (dp * mbs) == 0
+        yield "batch: fewer micro-batches than stages", request.global_batch // (dp * mbs) >= pp
+        whole = (ep > request.node) & (ep % request.node == 0)
+        if request.schedule:
+            words = f"schedule: {request.schedule} does not run with these stages, chunks and micro-batches"
+            yield words, self._runs(request)
+        yield "mode: all the same unless an EP group covers several whole nodes", whole | (mode == 0)
+        yield "tp: does not divide a node (report 5.1)", np.array(request.node % tp == 0)
+        whole = self.along("shard") != SHARDS.index("gradients")
+        words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"
+        yield words, whole | np.bool_(compiles_sharded_gradients(pp))
+        words = "shard: accumulated gradients of weights without a copy, which a sharded optimizer never sees"
+        yield words, (self.along("shard") == 0) | ~self._loses_gradients(request)
+
+    def _loses_gradients(self, request: Request) -> np.ndarray:
+        """Where accumulated gradients would be lost with optimizer sharding, as `tc3 check` has it."""
+        dp, tp, pp, cp = self.mesh
+        accumulates = (request.global_batch // (dp * self.along("mbs")) > 1) & np.bool_(pp == 1)
+        experts = (self.along("ep") == dp * tp * cp) & np.bool_(request.base.model.experts > 0)
+        return accumulates & (experts | np.bool_(dp * cp == 1))
+
+    def _cuts(self, request: Request) -> np.ndarray:
+        """Where the chunks that the recipe writes can be."""
+        cut = request.base.ep_cut
+        b, s = cut.chunks if cut and cut.chunks else (1, 1)
+        rows = request.base.sequence // (self.mesh.tp * self.mesh.cp)
+        return (self.along("ep") == 1) | ((self.along("mbs") >= b) & np.bool_(rows >= s))
+
+    def _runs(self, request: Request) -> np.ndarray:
+        """Where the schedule that is asked for can run."""
+        numbers = request.global_batch // (self.mesh.dp * self.values["mbs"])
+        runs = [
+            [self.mesh.pp > 1 and can_run(request.schedule, self.mesh.pp, int(vpp), int(m)) for m in numbers]
+            for vpp in self.values["vpp"]
+        ]
+        return self.along("vpp").astype(bool) & np.array(runs)[:, None, :, None, None, None]
+
+    def _limits(self, request: Request) -> Iterator[tuple[str, np.ndarray]]:
+        fixed = self.mesh._asdict()
+        for limit in request.limits:
+            if limit.name in fixed:
+                numbers = np.array(fixed[limit.name])
+            elif limit.name == "m":
+                numbers = request.global_batch // (self.mesh.dp * self.along("mbs"))
+            else:
+                numbers = self.along(limit.name)
+            yield f"--limit {limit.text}", limit.keeps(numbers)
+
+    def columns(self, alive: np.ndarray, batch: int) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """(vpp, columns) of what is left; recomputation is the same for all rows."""
+        rows = alive.any(axis=-1)
+        for index, vpp in enumerate(self.values["vpp"]):
+            ep, mbs, mode, shard = np.nonzero(rows[index])
+            if len(ep):
+                samples = self.values["mbs"][mbs]
+                values = {"ep": self.values["ep"][ep], "mbs": samples, "m": batch // (self.mesh.dp * samples)}
+                values |= {"mode": mode, "shard": shard}
+                values |= {name: np.full(len(ep), getattr(self.mesh, name)) for name in ("dp", "tp", "cp")}
+                yield int(vpp), values
+
+
+def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
+    """(rule, whether the mesh keeps it), in order."""
+    model, sequence = request.base.model, request.base.sequence
+    dp, tp, pp, cp = mesh
+    size = request.base.shard_size
+    yield "tp: does not divide the heads", model.heads % tp == 0
+    yield "tp: does not divide the key-value heads", bool(model.latent) or model.kv_heads % tp == 0
+    widths = (model.vocab, model.hidden, model.ffn, model.shared_ffn)
+    yield "tp: does not divide vocabulary, hidden size or an MLP's width", all(width % tp == 0 for width in widths)
+    yield "cp: does not divide the sequence, or the part of it that tp cuts", sequence % (cp * tp) == 0
+    yield "cp: needs flash attention", cp == 1 or request.base.flash
+    yield "cp: ulysses_degree_in_cp does not divide it", cp % request.ulysses == 0
+    yield "tp: with ulysses_degree_in_cp does not divide the heads", model.heads % (tp * request.ulysses) == 0
+    yield "pp: more stages than layers", pp <= model.layers
+    yield "dp x cp: optimizer_weight_shard_size does not divide it", not size or dp * cp % size == 0
+
+
+def schedule_of(request: Request, pp: int, vpp: int) -> str:
+    """The schedule that a candidate runs."""
+    if request.schedule and pp > 1:
+        return request.schedule
+    if vpp == 1:
+        return "1f1b"
+    own = request.base.schedule
+    return own if own in _KEPT_SCHEDULES and pp % 2 == 0 else "interleaved_1f1b"
+
+
+def configuration(request: Request, candidate: Candidate) -> Configuration:
+    """The run of a candidate with balanced layers; "planned" recomputes all of them, until it is planned."""
+    schedule = schedule_of(request, candidate.pp, candidate.vpp)
+    turned = is_v_shaped(schedule)
+    layers = balanced_layers(request.base.model, request.base.sequence, candidate.pp, candidate.vpp, turned)
+    word = "full" if candidate.recompute == PLANNED else candidate.recompute
+    tables: dict[str, Any] = {"full": None, "select": None, "communication": None} | (
+        {word: layers} if word != "none" else {}
+    )
+    return replace(
+        request.base,
+        **{name: getattr(candidate, name) for name in ("dp", "tp", "pp", "cp", "ep")},
+        layers=layers,
+        schedule=schedule,
+        batch=candidate.mbs,
+        micro_batches=candidate.m,
+        recompute=replace(request.base.recompute, **tables, operators=()),
+        sequence_parallel=candidate.tp > 1,
+        ep_mode=candidate.mode,
+        shard_optimizer=candidate.shard != "none",
+        shard_gradients=candidate.shard == "gradients",
+        ep_cut=request.base.ep_cut if candidate.ep > 1 else None,
+        ulysses=request.ulysses,
+    )
+
+
+def candidate_of(config: Configuration) -> Candidate:
+    """The candidate nearest to a run: its degrees, and its recomputation where all layers do the same."""
+    given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
+    same = [word for word, table in given.items() if table == config.layers]
+    used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]
+    policy = same[0] if same and used == same[:1] else PLANNED if used else "none"
+    shard = SHARDS[config.shard_optimizer + (config.shard_optimizer and config.shard_gradients)]
+    degrees = (config.dp, config.tp, config.pp, config.chunks, config.cp, config.ep)
+    return Candidate(*degrees, config.batch, config.micro_batches, config.ep_mode, shard, policy)

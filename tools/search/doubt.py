@@ -1,0 +1,266 @@
+"""The layouts that cannot be told apart within the estimator's error, and the cheapest experiment that would tell.
+
+Step times rest on the estimator's terms; each term may be off by a factor that all layouts share.
+
+The estimator's terms are drawn 4,096 times, each draw the same for all layouts: what they have in common
+cancels, what one of them rests on more than another does not. The share of the draws in which a layout is the
+fastest is how likely it is, as far as the terms' errors go; layouts with a share of 5 % belong to the set. A term's
+experiment is worth how much likelier the first choice is right once the term is known: the mean, over its values, of
+the largest share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.efficiency import KnownError, known_error
+from tools.estimate.time_model import TimeModel
+from tools.search.ranking.run import Found
+
+UNKNOWN_ERROR = 0.10  # mean error of step times where no published run tells (assumed)
+_DEVIATION = (np.pi / 2) ** 0.5  # of a normal error, for its mean size
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term.
+
+    Args:
+        name: in a few words.
+        keys: of `Efficiency`, or a link of the hardware, all off by the same factor.
+        deviation: of the factor's logarithm, beside the other terms' (assumed: small for what published Ascend runs
+            fit, large for what is a guess there); `scaled` brings the sum to the estimator's known error.
+        experiment: what would measure it.
+        nodes: on how many nodes; 0 is one device.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    deviation: float
+    experiment: str
+    nodes: int
+
+
+TERMS = (
+    Term("matmul", ("matmul", "matmul_fp8"), 0.1, "time a layer's large matmuls", 0),
+    Term("narrow matmul", ("half_size",), 0.2, "time a layer's matmuls at each layout's tensor-parallel width", 0),
+    Term("attention", ("attention",), 0.15, "time fused attention at the recipe's sequence length", 0),
+    Term("HBM", ("memory",), 0.2, "time a layer's norms, residuals and activations", 0),
+    Term("routing", ("moe_s",), 0.5, "time a MoE layer's routing and sorting beside its matmuls", 0),
+    Term("launch", ("layer_s",), 0.5, "time a layer's gaps between kernels in a profile", 0),
+    Term("links of a node", ("intra_node",), 0.15, "time the tensor- and expert-parallel collectives inside a node", 1),
+    Term("links of nodes", ("inter_node",), 0.25, "time the experts' AlltoAll between nodes", 2),
+    Term("overlap", ("hidden", "hidden_ep"), 0.25, "one step of a few layers with and without its overlaps", 1),
+)
+
+
+def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
+    """The model with a term's efficiencies, bandwidths or seconds times `factor`."""
+    reached, hardware = model.reached, model.hardware
+    for key in term.keys:
+        if hasattr(reached, key):
+            value = getattr(reached, key) * factor
+            reached = replace(reached, **{key: min(1.0, value) if term.name == "overlap" else value})
+        else:
+            hardware = hardware.with_faster(key, factor)
+    return TimeModel(hardware, reached)
+
+
+def slopes(model: TimeModel, configs: Sequence[Configuration], terms: Sequence[Term] = TERMS) -> np.ndarray:
+    """[configs, terms] change of ln(step seconds) for a deviation of each term; closed form of the pipeline."""
+    found = np.zeros((len(configs), len(terms)))
+    for column, term in enumerate(terms):
+        up, down = (perturbed(model, term, float(np.exp(sign * term.deviation))) for sign in (1, -1))
+        for row, config in enumerate(configs):
+            found[row, column] = np.log(up.step(config).total / down.step(config).total) / 2
+    return found
+
+
+def scaled(slope: np.ndarray, known: KnownError | None) -> np.ndarray:
+    """`slopes` with all deviations times one factor, so that step times vary as the known error says."""
+    wanted = _DEVIATION * (known.mean if known else UNKNOWN_ERROR)
+    varies = float(np.sqrt((slope**2).sum(axis=1).mean()))
+    return slope * (wanted / varies) if varies else slope
+
+
+DRAWS, SEED = 4096, 0
+LEAST_SHARE = 0.05  # of the draws, for a layout to be in the set
+_ALIKE = 1e-3  # relative: times this near are equal, and share the draw
+_BINS = 16  # of a term's values
+_WORTH = 0.05  # an experiment that makes the choice less than this likelier to be right tells nothing
+_NEARLY = 0.8  # of the best experiment's worth is as good, where it needs fewer devices
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What would tell.
+
+    Args:
+        right: how likely the choice is right after it.
+        devices: that it needs.
+    """
+
+    term: Term
+    right: float
+    devices: int
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """How sure a choice is.
+
+    Args:
+        names: of the layouts, the fastest first.
+        shares: of the draws in which each is the fastest; they add up to 1.
+        experiment: None where there is no doubt, or where no single term would tell.
+        steps: devices that a step of each of the set needs, with as few data-parallel copies as it can have.
+        error: mean error of step times that was drawn; `known` says whether published runs tell it.
+        whole: whether no other layout of the space can be the fastest, by the estimator's bounds; where some were never
+            placed, nothing is said of the space.
+    """
+
+    names: tuple[str, ...]
+    shares: tuple[float, ...]
+    experiment: Experiment | None
+    error: float
+    known: bool
+    steps: int = 0
+    whole: bool = False
+
+    @property
+    def alike(self) -> list[tuple[str, float]]:
+        """The set that cannot be told apart, (name, share), the likeliest first."""
+        pairs = zip(self.names, self.shares, strict=True)
+        return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
+
+    def lines(self) -> list[str]:
+        """Sentences."""
+        of = f"{'the known error' if self.known else 'an assumed error'} of {100 * self.error:.1f} % on average"
+        alike = ", ".join(f"{name} ({100 * share:.0f} %)" for name, share in self.alike)
+        if len(self.alike) == 1 and self.whole:
+            return [f"the choice holds within {of}, drawn term by term alike for all layouts: fastest is {alike}"]
+        if len(self.alike) == 1:
+            return [
+                f"of the layouts that were placed the fastest is {alike}, within {of}, drawn term by term alike for "
+                "all; this says nothing of layouts that were not placed"
+            ]
+        among = "" if self.whole else " among those that were placed"
+        words = [
+            f"cannot be told apart within {of}{among}: {alike}; shares of {DRAWS:,} draws of the estimator's terms, "
+            "alike for all layouts, in which each is the fastest"
+        ]
+        if self.experiment is None:
+            names = ", ".join(name for name, _ in self.alike)
+            return [
+                *words,
+                f"no single term would tell them apart: the cheapest experiment is one step of each of {names}, with "
+                f"as little data parallelism as their experts need, on {self.steps:,} devices",
+            ]
+        one = self.experiment
+        devices = f"{one.devices} devices" if one.devices > 1 else "one device"
+        return [
+            *words,
+            f"the cheapest experiment that would tell: {one.term.experiment} on {devices} ({one.term.name}); with it "
+            f"the choice{among} is right in {100 * one.right:.0f} % instead of {100 * max(self.shares):.0f} %",
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        one = self.experiment
+        told = one and {"term": one.term.name, "what": one.term.experiment, "devices": one.devices, "right": one.right}
+        return {
+            "error": self.error,
+            "error_is_known": self.known,
+            "draws": DRAWS,
+            "shares": dict(zip(self.names, self.shares, strict=True)),
+            "cannot_be_told_apart": [name for name, _ in self.alike],
+            "of_the_whole_space": self.whole,
+            "experiment": told,
+            "step_devices": self.steps or None,
+        }
+
+
+def doubt(
+    names: Sequence[str],
+    seconds: Sequence[float],
+    slope: np.ndarray,
+    node: int,
+    error: float,
+    known: bool = True,
+    devices: Sequence[int] = (),
+    terms: Sequence[Term] = TERMS,
+    whole: bool = False,
+) -> Doubt:
+    """How sure it is that the fastest is the fastest.
+
+    Args:
+        seconds: predicted, of each layout.
+        slope: [layouts, terms] of ln(seconds), scaled to the error.
+        node: devices of a node.
+        error, known, whole: as `Doubt`.
+        devices: that a step of each layout needs at least.
+    """
+    drawn = np.random.default_rng(SEED).standard_normal((DRAWS, slope.shape[1]))
+    times = np.log(np.asarray(seconds)) + drawn @ slope.T
+    first = times <= times.min(axis=1, keepdims=True) + _ALIKE
+    wins = first / first.sum(axis=1, keepdims=True)
+    shares = wins.mean(axis=0)
+    experiment, steps = None, 0
+    if (shares >= LEAST_SHARE).sum() > 1:
+        right = [_right_after(wins, drawn[:, column]) for column in range(len(terms))]
+        experiment = _cheapest(right, float(shares.max()), node, terms)
+        steps = max((few for few, share in zip(devices, shares, strict=False) if share >= LEAST_SHARE), default=0)
+    return Doubt(tuple(names), tuple(map(float, shares)), experiment, error, known, steps, whole)
+
+
+def _right_after(wins: np.ndarray, values: np.ndarray) -> float:
+    """How often the likeliest layout is the fastest, once a term's value is known to one of some bins."""
+    bins = np.array_split(values.argsort(kind="stable"), _BINS)
+    return float(np.mean([wins[some].mean(axis=0).max() for some in bins]))
+
+
+def _cheapest(right: Sequence[float], before: float, node: int, terms: Sequence[Term]) -> Experiment | None:
+    most = max(right) - before
+    if most < _WORTH:
+        return None
+    good = [
+        Experiment(term, after, max(1, term.nodes * node))
+        for term, after in zip(terms, right, strict=True)
+        if after - before >= _NEARLY * most
+    ]
+    return min(good, key=lambda one: (one.devices, -one.right))
+
+
+def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
+    """How sure the first place is; None without an answer.
+
+    The recipe's own layout takes part where it is the same question and keeps the memory.
+    """
+    entries = {str(number): entry for number, entry in enumerate(found.entries, 1)}
+    if not entries:
+        return None
+    if found.own and not found.request.changed and found.own.peak <= found.request.room:
+        entries["recipe"] = found.own
+    known = known_error(times.hardware)
+    slope = scaled(slopes(times, [entry.config for entry in entries.values()]), known)
+    return doubt(
+        list(entries),
+        [entry.seconds for entry in entries.values()],
+        slope,
+        found.request.node,
+        known.mean if known else UNKNOWN_ERROR,
+        known is not None,
+        [least_devices(entry.config) for entry in entries.values()],
+        whole=found.complete,
+    )
+
+
+def least_devices(config: Configuration) -> int:
+    """Devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need."""
+    return config.pp * math.lcm(config.tp * config.cp, config.ep)

@@ -1,0 +1,324 @@
+"""The commands of `tc3 search` that need measured steps: `validate`, `calibrate` and `explain`.
+
+`validate` predicts published runs, to judge the estimator. `calibrate` fits a device's efficiencies to measured steps
+or to a profile. `explain` says where a measured step differs from the predicted one. Exit code 2 stands for a wrong
+input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from plugins.errors import DataError
+from tools.estimate.efficiency import UNKNOWN, Efficiency, cluster, efficiency_of, known_error
+from tools.estimate.memory.room import known_errors, write_errors
+from tools.estimate.published.calibrate import Calibration, calibrate, cluster_text
+from tools.estimate.published.rows import Row, read_rows
+from tools.estimate.published.validate import Prediction, predict, summary
+from tools.files.atomic import keep_existing, write_atomically
+from tools.hardware import DEFAULT_HARDWARE
+from tools.process.waiting import Progressing
+from tools.profile.attribute import Line, gap_advice, gap_lines, gap_lines_of_total, gap_table, modelled
+from tools.profile.fit import file_text
+from tools.profile.study import Study, fitted, run_of, start_of, study
+from tools.ranges import RANGES, Number
+
+_WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
+
+
+@click.command()
+@click.argument("rows", type=click.Path(path_type=Path), metavar="ROWS.yaml")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE.yaml",
+    help="Write the errors of memory to a file such as tools/estimate/memory/errors.yaml.",
+)
+@click.option("--force", is_flag=True, help="Replace the file of --record, if there is one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
+def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> None:
+    """Predict each run of a measurements file from its configuration alone.
+
+    ROWS.yaml holds `rows`, each with id, hardware and config (tools/search/examples/measurements.yaml is a commented
+    example); where there is a `measured` block, too, errors are shown, with their mean and worst by device and kind
+    over the rows with `use: fit`. A run that cannot be expressed says why.
+
+    Exit codes: 0; 1 where the memory of a run of tools/estimate/memory/rows.yaml is predicted otherwise than
+    errors.yaml beside it records; 2 a wrong input, a device that nobody knows too.
+    """
+    keep_existing("--record", record, force)
+    with Progressing("predicting"):
+        predictions = [predict(row) for row in read_rows(rows)]
+    fitting = [found for found in predictions if found.row.use == "fit"]
+    errors = {found.row.id: found.memory_error for found in fitting if found.memory_error is not None}
+    if as_json:
+        click.echo(json.dumps([prediction.as_json() for prediction in predictions]))
+    else:
+        _print_validation(predictions)
+    _refuse_unknown(rows, [found.row for found in predictions])
+    if not any(found.step_time_s for found in predictions):
+        reasons = "; ".join(f"{found.row.id}: {found.reason}" for found in predictions[:3])
+        raise DataError(f"{rows}: no row can be predicted ({reasons})")
+    if record:
+        if not errors:
+            raise DataError(f"{rows}: no row has a memory that is measured and can be predicted")
+        write_errors(record, errors, rows)
+        click.echo(f"written: {record}", err=True)
+    elif changed := known_errors().differences(errors):
+        for line in changed:
+            click.echo(f"tc3: {line}; --record makes the file anew", err=True)
+        sys.exit(1)
+
+
+def _refuse_unknown(path: Path, rows: list[Row]) -> None:
+    """Raise where a row's device is one that nobody knows, in one line for all of them."""
+    unknown = [(index, row) for index, row in enumerate(rows) if not row.cluster]
+    if unknown:
+        index, row = unknown[0]
+        more = f" (and {len(unknown) - 1} more rows)" if len(unknown) > 1 else ""
+        raise DataError(f"{path}: rows[{index}].hardware: {row.reason}{more}")
+
+
+def _print_validation(predictions: list[Prediction]) -> None:
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, _WIDTH)
+    console.print(_table(predictions))
+    for field, name in (("step_error", "step time"), ("memory_error", "memory")):
+        for group, values in summary(predictions, field).items():
+            mean, worst = 100 * values["mean"], 100 * values["worst"]
+            console.print(f"{name}, {group}: mean {mean:.1f} %, worst {worst:.1f} % of {values['rows']} rows")
+
+
+def _table(predictions: list[Prediction]) -> Table:
+    shown = Table(show_edge=False, pad_edge=False)
+    for name in ("row", "device"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("step s", "error", "tokens/s", "TFLOP/s", "MFU", "GB", "error"):
+        shown.add_column(name, justify="right")
+    shown.add_column("reason")
+    for found in predictions:
+        shown.add_row(
+            found.row.id,
+            found.row.cluster,
+            _number(found.step_time_s, ".4g"),
+            _percent(found.step_error),
+            _number(found.tokens_per_s_per_device, ".4g"),
+            _number(found.tflops_per_device, ".0f"),
+            _number(found.mfu, ".3f"),
+            _number(found.peak_memory_gb, ".1f"),
+            _percent(found.memory_error),
+            found.reason or "",
+        )
+    return shown
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _percent(error: float | None) -> str:
+    return "" if error is None else f"{100 * error:+.1f} %"
+
+
+@click.command("calibrate")
+@click.argument("measured", type=click.Path(path_type=Path), metavar="MEASURED.yaml|PROFILE")
+@click.option("--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="That PROFILE is of.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that RECIPE has.")
+@click.option("--steps", type=Number("steps"), help="That PROFILE holds, where its files do not tell steps apart.")
+@click.option(
+    "--cluster",
+    "cluster_name",
+    metavar="NAME|FILE.yaml",
+    help=f"Default: {DEFAULT_HARDWARE}; of a CPU's profile the host itself, measured by its best kernels.",
+)
+@click.option("--like", metavar="NAME", help="Start from this cluster's efficiencies where FILE.yaml has none.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Cluster file to write.")
+@click.option("--force", is_flag=True, help="Replace the file of --out, if there is one.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def calibrate_command(
+    measured: Path,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    cluster_name: str | None,
+    like: str | None,
+    out: Path,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Fit what the devices of a cluster reach to measured steps or to one profiled step, and write a cluster file.
+
+    MEASURED.yaml has the rows of `tc3 search validate`: id, hardware, config, and measured with a step time or a
+    throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from the one
+    cluster. Only parameters that these steps can tell apart are fitted: a few steps that differ in batch, layout and
+    sequence length tell more than many that are alike.
+
+    PROFILE is a folder that MindSpore's profiler wrote in a run of RECIPE, on an Ascend device or a CPU: operators,
+    links and the host are fitted to their own times, and what it cannot tell apart is said (docs/calibrate.md).
+
+    \b
+    tc3 search calibrate steps.yaml --cluster atlas_800t_a2 --out mine.yaml
+    tc3 search calibrate output/profile --recipe recipes/telechat3_105b/pretrain_4k.yaml --out mine.yaml
+    """
+    keep_existing("--out", out, force)
+    if measured.is_dir():
+        _from_profile(measured, recipe, overrides, steps, cluster_name, like, out, as_json)
+        return
+    if recipe or overrides or steps:
+        raise click.UsageError(f"{measured}: --recipe, --set and --steps belong to the folder of a profile")
+    cluster_name = cluster_name or DEFAULT_HARDWARE
+    with Progressing("fitting"):
+        start = start_of(cluster_name, like)
+        found = calibrate(read_rows(measured), cluster_name, start)
+    write_atomically(out, cluster_text(cluster_name, out.stem, found, measured.name))
+    if as_json:
+        click.echo(json.dumps({**asdict(found), "path": str(out)}))
+    else:
+        _print_fit(found, start)
+    click.echo(f"written: {out}", err=True)
+
+
+def _from_profile(
+    folder: Path,
+    recipe: Path | None,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    cluster_name: str | None,
+    like: str | None,
+    out: Path,
+    as_json: bool,
+) -> None:
+    if recipe is None:
+        raise click.UsageError(f"{folder}: a profile needs the recipe that it is of: --recipe RECIPE.yaml")
+    with Progressing("fitting"):
+        seen = study(folder, run_of(recipe, overrides), steps)
+        if cluster_name is None and seen.profile.device != "CPU":
+            cluster_name = DEFAULT_HARDWARE
+        found, content, called = fitted(seen, cluster_name, like, out.stem)
+    write_atomically(out, file_text(content, out.stem, found, seen.profile, called))
+    if as_json:
+        click.echo(json.dumps({**found.as_json(), "notes": seen.profile.notes, "path": str(out)}))
+    else:
+        console = Console(soft_wrap=True, highlight=False, markup=False)
+        _say(seen, console)
+        console.print(gap_table(gap_lines(found.after, seen.measured), "fitted s"))
+        for name in found.fitted:
+            console.print(f"{name}: {getattr(found.efficiency, name):.4g}{_remark(found.kept.get(name))}")
+        for name in sorted(set(found.kept) - set(found.fitted)):
+            console.print(f"{name}: stays {getattr(found.efficiency, name):.4g}: {found.kept[name]}")
+    click.echo(f"written: {out}", err=True)
+
+
+def _remark(text: str | None) -> str:
+    return f" ({text})" if text else ""
+
+
+def _say(seen: Study, console: Console) -> None:
+    profile = seen.profile
+    console.print(f"{profile.source}: {profile.device}, {profile.steps} steps, one of {profile.step.seconds:.4g} s")
+    for note in profile.notes:
+        console.print(f"note: {note}")
+
+
+def _print_fit(found: Calibration, start: Efficiency) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    rows = Table("row", "error before", "after", show_edge=False, pad_edge=False)
+    for name, (before, after) in found.errors.items():
+        rows.add_row(name, f"{before:+.1%}", f"{after:+.1%}")
+    console.print(rows)
+    for name in found.fitted:
+        console.print(f"{name}: {getattr(start, name):.4g} -> {getattr(found.efficiency, name):.4g}")
+    for name, why in found.kept.items():
+        console.print(f"{name}: stays {getattr(start, name):.4g}: {why}")
+    for name, why in found.skipped.items():
+        console.print(f"left out: {name}: {why}")
+
+
+@click.command("explain")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option(
+    "--measured", required=True, metavar="SECONDS|PROFILE", help="A step's time, or a folder of MindSpore's profiler."
+)
+@click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that RECIPE has.")
+@click.option("--steps", type=Number("steps"), help="That PROFILE holds, where its files do not tell steps apart.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def explain(
+    recipe: Path, measured: str, cluster_name: str, overrides: tuple[str, ...], steps: int | None, as_json: bool
+) -> None:
+    """Put RECIPE's predicted step beside a measured one, term by term, and name the gap.
+
+    Of a profile every second is attributed to a term of the estimator; of a step's time alone the terms stay unknown,
+    and each is told by how much it would have to be off to explain the gap by itself (docs/calibrate.md).
+
+    \b
+    tc3 search explain recipes/telechat3_105b/pretrain_4k.yaml --measured 12.3
+    tc3 search explain recipes/telechat3_105b/pretrain_4k.yaml --measured output/profile --cluster mine.yaml
+    """
+    config = run_of(recipe, overrides)
+    seconds = _seconds(measured)
+    seen = None if seconds else study(Path(measured), config, steps)
+    hardware = cluster(cluster_name)
+    if seen and seen.profile.device == "CPU" != hardware.device:
+        raise DataError(
+            f"--cluster {cluster_name}: {seen.profile.source} is a CPU's profile; make that CPU's file by "
+            f"`tc3 search calibrate {measured} --recipe {recipe} --out FILE.yaml`"
+        )
+    predicted = modelled(config, hardware, efficiency_of(hardware), seen.stage if seen else None)
+    rows = gap_lines(predicted, seen.measured) if seen else gap_lines_of_total(predicted, seconds or 0.0)
+    total = seen.measured.seconds if seen else seconds or 0.0
+    error = known_error(hardware)
+    if as_json:
+        click.echo(json.dumps(_as_json(rows, predicted, total, seen, error.as_json() if error else None)))
+        return
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    step = sum(predicted.values())
+    console.print(f"predicted {step:.4g} s, measured {total:.4g} s: the prediction is {step / total - 1:+.1%} off")
+    console.print(f"such predictions: {error.words if error else UNKNOWN}")
+    console.print(gap_table(rows))
+    for line in _remarks(rows, total, seen):
+        console.print(line)
+
+
+def _seconds(text: str) -> float | None:
+    """A step's time; None where the text is none."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    if refusal := RANGES["seconds"].refusal(number):
+        raise DataError(f"--measured {text}: {refusal}")
+    return number
+
+
+def _remarks(rows: list[Line], total: float, seen: Study | None) -> list[str]:
+    if seen is None:
+        return ["alone: the factor by which this term alone would have to be off; a profile tells which it was"]
+    found = [f"gap: {line}" for line in gap_advice(rows, total)] or ["no term is off by more than 1 % of the step"]
+    if seen.measured.replayed:
+        found.append(f"of matmuls, attention and other operators {seen.measured.replayed:.4g} s are recomputation")
+    kinds = sorted(seen.measured.unknown.items(), key=lambda item: -item[1])
+    found += [f"not attributed: {kind}: {seconds:.4g} s" for kind, seconds in kinds[:10]]
+    return [*found, *(f"note: {note}" for note in seen.profile.notes)]
+
+
+def _as_json(
+    rows: list[Line], predicted: dict[str, float], total: float, seen: Study | None, error: dict[str, float] | None
+) -> dict[str, object]:
+    return {
+        "predicted": sum(predicted.values()),
+        "measured": total,
+        "known_error": error,
+        "terms": [{**asdict(line), "gap": line.gap} for line in rows],
+        "advice": gap_advice(rows, total),
+        "recomputation": seen.measured.replayed if seen else None,
+        "not_attributed": seen.measured.unknown if seen else None,
+        "notes": list(seen.profile.notes) if seen else [],
+    }

@@ -1,0 +1,378 @@
+"""A configuration as a child of the recipe it came from: the MindFormers keys that differ, and the file with them.
+
+Only what differs in effect is written. Values that the recipe shares through anchors change at all their places, and
+lists are written whole: a child cannot change an entry of its base's list.
+
+The keys say how tokens travel to experts (MindFormers' own dispatchers or `plugins.hierarchical_ep`) and what the
+search was told of the machine: devices of a node, memory of a device. No answer may be written over a file that the
+recipe is made of.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from plugins.errors import RecipeError, did_you_mean
+from plugins.hierarchical_ep.plan import MODES
+from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
+from plugins.pipeline_layout.plan import offset_of
+from tools.estimate.configuration import Configuration, Table
+from tools.estimate.from_recipe import (
+    GRADIENTS,
+    LEVEL,
+    has_counts,
+    named_layers,
+    names_groups,
+    not_empty,
+    numbers_of,
+    patterns_of,
+    plain_value,
+    reader_of,
+    shards_gradients,
+    swapped_value,
+    table_of,
+    with_groups,
+    with_patterns,
+    without_counts,
+)
+from tools.files.atomic import write_atomically
+from tools.hardware import DEFAULT_HARDWARE
+from tools.hardware.units import GIB
+from tools.pipeline.schedules import interleaves, scheduler_of, why_not
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
+from tools.recipe.override import shared_paths
+from tools.recipe.unresolved import CHUNKS, DISPATCH, MODE, OFFSET, OVERLAP, unresolved
+from tools.recipe.view import MODEL, PARALLEL, RUNNER, View, limit_of, look
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps
+
+
+def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
+    """The file of a recipe that can be loaded, and all that it inherits."""
+    path = Path(recipe)
+    yield path
+    bases = yaml.safe_load(path.read_text(encoding="utf-8")).get(BASE_CONFIG) or []
+    for base in bases if isinstance(bases, list) else [bases]:
+        yield from files_of(path.parent / base)
+
+
+def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.PathLike[str] | None) -> None:
+    """Refuse to write to a file that the recipe is made of.
+
+    Raises:
+        RecipeError: `target` of the command line's `option` is one, by this name or another.
+    """
+    if target is None or not os.path.exists(target):
+        return
+    for file in files_of(recipe):
+        if os.path.samefile(target, file):
+            own = "is the recipe itself" if os.path.samefile(file, recipe) else f"is what {recipe} inherits"
+            raise RecipeError(f"{option} {target}: {own}, which would be lost; give the answer a file of its own")
+
+
+NODE = (*MODEL, "npu_nums_per_device")
+_LIMIT, _POOL = ("context", "max_device_memory"), ("context", "mempool_block_size")
+_HUNDREDTH = GIB / 100
+
+
+@dataclass(frozen=True)
+class Site:
+    """The machine of an answer.
+
+    Args:
+        node: devices of a node.
+        hardware: its file or name, as `plugins.hierarchical_ep.hardware` takes it.
+        memory: bytes that the job may use on a device, where the recipe's own limit is not what was asked for.
+    """
+
+    node: int
+    hardware: str
+    memory: float | None = None
+
+
+def stays_plugged(view: View, config: Configuration, node: int) -> bool:
+    """Whether `plugins.hierarchical_ep` of a recipe can dispatch: to others, in groups that do not straddle nodes."""
+    aligned = config.ep % node == 0 or node % config.ep == 0
+    return bool(view.get(DISPATCH)) and config.ep > 1 and aligned
+
+
+def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
+    """The keys to change for `config` to run on `site`.
+
+    Node size matters to dispatchers that know nodes; a memory pool as large as the old limit goes with it.
+    """
+    values: dict[KeyPath, Any] = {}
+    plugged = stays_plugged(view, config, site.node)
+    if config.model.experts and config.ep > 1 and (plugged or config.ep_mode != "global"):
+        if view.node != site.node:
+            values[NODE] = site.node
+        hardware = (*DISPATCH, "hardware")
+        # the chunks that `auto` stands for depend on the cluster
+        if plugged and CHUNKS in unresolved(view.recipe) and view.get(hardware, DEFAULT_HARDWARE) != site.hardware:
+            values[hardware] = site.hardware
+    if site.memory is not None and limit_of(view.recipe) != int(site.memory):
+        limit = f"{math.ceil(site.memory / _HUNDREDTH) / 100:g}GB"  # MindSpore's GB are 2^30 bytes
+        pool = view.get(_POOL)
+        values[_LIMIT] = limit
+        if pool is not None and pool == view.get(_LIMIT):
+            values[_POOL] = limit
+    return values
+
+
+_DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
+
+
+def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
+    """The keys to change; none where the recipe sends tokens this way already, or has no experts.
+
+    `node` is the number of devices of a node, where it is not the recipe's. `auto` is written out: it stands for the
+    recipe's own degrees and cluster.
+
+    A recipe with the plugin keeps it, one without gets it for the mode that MindFormers lacks. One device for all
+    experts has nothing to dispatch, and groups that straddle nodes are refused by the plugin, so there it is off.
+
+    Raises:
+        RecipeError: no such mode for MindFormers.
+    """
+    if not config.model.experts:
+        return {}
+    if config.ep_mode not in MODES:
+        near = did_you_mean(config.ep_mode, list(MODES))
+        raise RecipeError(f"EP mode {config.ep_mode!r}: want one of {', '.join(MODES)}{near}")
+    node = node or view.node
+    if stays_plugged(view, config, node):
+        return {} if view.get(MODE) == config.ep_mode else {MODE: config.ep_mode}
+    values: dict[KeyPath, Any] = {}
+    if view.get(DISPATCH):
+        values[DISPATCH] = False
+        values.update({OVERLAP: False} if view.get(OVERLAP) else {})
+    mode = config.ep_mode
+    if config.ep == 1 or (mode == "hierarchical" and config.ep < node):
+        mode = "global"  # MindFormers' hierarchical dispatch wants whole nodes
+    if mode == "deduplicated":
+        values[DISPATCH] = {"mode": mode}
+    dispatcher = DISPATCHER_OF.get(mode, DEFAULT_DISPATCHER)
+    if view.get(_DISPATCHER, DEFAULT_DISPATCHER) != dispatcher:
+        values[_DISPATCHER] = dispatcher
+    return values
+
+
+_PIPELINE = ("parallel", "pipeline_config")
+_SHARD = ("parallel", "parallel_optimizer_config")
+_LISTS = [("recompute_config", key) for key in (*RECOMPUTE, *EXCLUDE)]
+_STRATEGY = ("parallel", "dataset_strategy")
+_SCHEDULER, _INTERLEAVE = (*_PIPELINE, "pipeline_scheduler"), (*_PIPELINE, "pipeline_interleave")
+_CHUNKS = (*MODEL, "pp_interleave_num")
+
+
+def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
+    """The keys, nested, by which a child of `recipe` runs `config`; {} where the recipe does already.
+
+    Raises:
+        RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
+    """
+    return _difference(recipe, changed(recipe, config, site))
+
+
+def write_overlay(
+    recipe: Recipe,
+    config: Configuration,
+    path: str | os.PathLike[str],
+    notes: Sequence[str],
+    site: Site | None = None,
+) -> None:
+    """Write, atomically, a child of the recipe's own file, with `notes` as comments at its head.
+
+    What was changed in `recipe` since it was read is written, too. Where a mapping takes the place of a plain value or
+    list, which no child can say, the file is the whole recipe instead.
+
+    Raises:
+        RecipeError: as `overlay`, or `path` is a file that the recipe is made of.
+        DataError: the folder cannot be written to.
+    """
+    keep_files_of(recipe.source, "overlay", path)
+    target = Path(path)
+    before, after = load_recipe(recipe.source), changed(recipe, config, site)
+    lines = [line for note in notes for line in note.splitlines() or [""]]
+    if (key := _not_for_a_child(before, after)) is not None:
+        lines.append(f"The whole of {os.path.basename(recipe.source)}: a child cannot turn its {key} into a mapping.")
+        text = recipe_text(after)
+    else:
+        base = os.path.relpath(recipe.source, target.parent)
+        text = recipe_text({BASE_CONFIG: base, **_difference(before, after)})
+    write_atomically(target, "".join(f"# {line}\n" for line in lines) + text)
+
+
+def require_layouts(recipe: Recipe, devices: int) -> None:
+    """Refuse a recipe that can be given no layout for so many devices.
+
+    Raises:
+        RecipeError: it does not split its model.
+    """
+    if not View(recipe).parallel and devices > 1:
+        raise RecipeError(f"{recipe.source}: use_parallel: True and parallel.parallel_mode: 1 are what layouts are for")
+
+
+def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
+    """A copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
+    view = View(recipe)
+    require_layouts(recipe, config.devices)
+    if reason := why_not(config.schedule):
+        raise RecipeError(f"schedule {config.schedule}: no recipe can ask for it: {reason}")
+    values = {**_degrees(view, config), **_pipeline(view, config)}
+    values |= dispatch_values(view, config, site.node if site else None)
+    values |= site_values(view, config, site) if site else {}
+    result = copy.deepcopy(recipe)
+    for path, value in values.items():
+        for other in shared_paths(recipe, path)[1:]:
+            if other not in values:
+                _set(result, other, value)
+    for path, value in values.items():
+        _set(result, path, value)
+    return result
+
+
+def _degrees(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Parallel degrees, batch, optimizer sharding."""
+    piped = config.pp > 1
+    wanted: list[tuple[KeyPath, Any, Any]] = [
+        ((*PARALLEL, "data_parallel"), view.dp, config.dp),
+        ((*PARALLEL, "model_parallel"), view.tp, config.tp),
+        ((*PARALLEL, "pipeline_stage"), view.pp, config.pp),
+        ((*PARALLEL, "context_parallel"), view.cp, config.cp),
+        ((*PARALLEL, "expert_parallel"), view.ep, config.ep),
+        ((*RUNNER, "batch_size"), view.batch, config.batch),
+    ]
+    numbers: dict[KeyPath, int] = {
+        (*PARALLEL, "micro_batch_num"): config.micro_batches if piped else 1,
+        (*RUNNER, "gradient_accumulation_steps"): 1 if piped else config.micro_batches,
+    }
+    flags: dict[KeyPath, bool] = {
+        (*PARALLEL, "use_seq_parallel"): config.sequence_parallel and config.tp > 1,
+        ("parallel", "enable_parallel_optimizer"): config.shard_optimizer,
+    }
+    for index, callback in enumerate(view.get(("callbacks",), []) or []):
+        if callback.get("type") == "TopkBiasBalanceCallback":  # it repeats the number
+            numbers["callbacks", index, "gradient_accumulation_steps"] = 1 if piped else config.micro_batches
+    wanted += [(path, view.number(path, 1), value) for path, value in numbers.items()]
+    wanted += [(path, view.flag(path), value) for path, value in flags.items()]
+    wanted.append(_gradients(view, config))
+    threshold = (*_SHARD, "parallel_optimizer_threshold")
+    wanted.append((threshold, view.number(threshold, 64), config.shard_threshold // 1024))
+    rows = view.get(_STRATEGY)
+    if isinstance(rows, list):
+        wanted.append((_STRATEGY, rows, [[config.dp, *row[1:]] for row in rows]))
+    return {path: value for path, now, value in wanted if now != value}
+
+
+def _gradients(view: View, config: Configuration) -> tuple[KeyPath, Any, Any]:
+    """The key that shards accumulated gradients, now and wanted: MindSpore takes the flag beside level2 alone."""
+    both = shards_gradients(view), config.shard_gradients
+    if view.get(LEVEL) is None:
+        return GRADIENTS, *both
+    now, then = ("level2" if sharded else "level1" for sharded in both)
+    return LEVEL, now, then
+
+
+def _pipeline(view: View, config: Configuration) -> dict[KeyPath, Any]:
+    """Schedule, chunks, layers and recomputation."""
+    chunks = config.chunks
+    scheduler = scheduler_of(config.schedule)
+    values: dict[KeyPath, Any] = {}
+    if view.scheduler != scheduler:
+        values[_SCHEDULER] = scheduler
+    turns = interleaves(config.schedule, chunks) if config.pp > 1 else chunks > 1
+    if view.flag(_INTERLEAVE) != turns:
+        values[_INTERLEAVE] = turns
+    if view.number(_CHUNKS, 1) != chunks:
+        values[_CHUNKS] = chunks
+    same_shape = (view.pp, view.chunks) == (config.pp, chunks)
+    kept = same_shape and OFFSET not in unresolved(view.recipe)
+    if not kept or stage_layers_of(view, convert(view, load_schema())) != [list(row) for row in config.layers]:
+        values[OFFSET] = offset_of([list(row) for row in config.layers])
+    for key, wanted in {
+        "recompute": config.recompute.full,
+        "select_recompute": config.recompute.select,
+        "select_comm_recompute": config.recompute.communication,
+    }.items():
+        now, table = view.get(("recompute_config", key)), not_empty(wanted)
+        if key == "select_recompute" and (config.recompute.operators or names_groups(now)):
+            written = with_groups(config.recompute, config.layers, now if same_shape else without_counts(now))
+            values |= {} if written is None else {("recompute_config", key): written}
+        elif swaps(view):
+            if not _swapped_alike(view, key, now, config, table, same_shape and OFFSET not in values):
+                values["recompute_config", key] = swapped_value(key, table, config, now)
+        elif (not same_shape and has_counts(now)) or table_of(key, now, config.layers) != table:
+            values["recompute_config", key] = with_patterns(key, plain_value(table, config.layers), now)
+    for key in EXCLUDE:
+        now = view.get(("recompute_config", key))
+        if not same_shape and has_counts(now):  # of stages that are no more; the model does not count exclusions
+            values["recompute_config", key] = dict.fromkeys(now, False) if isinstance(now, dict) else False
+    if scheduler == "zero_bubble_v":
+        values |= _mapped_alone({**{path: view.get(path) for path in _LISTS}, **values})
+    mp = ("recompute_config", "mp_comm_recompute")
+    if config.recompute.full and view.flag(mp, True) != config.recompute.replay_tp:
+        values[mp] = config.recompute.replay_tp
+    return values
+
+
+def _swapped_alike(
+    view: View, key: str, now: Any, config: Configuration, table: Table | None, same_layers: bool
+) -> bool:
+    """Whether a recompute key of a recipe that swaps says what is wanted: as many layers on each chunk, or those."""
+    if table_of(key, now, config.layers, reader_of(view)) != table:
+        return False
+    return (
+        same_layers
+        or not table
+        or named_layers(now, config.layers) == set(numbers_of(table, config.layers, config.schedule))
+    )
+
+
+def _mapped_alone(values: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
+    """Lists of one operator pattern as mappings: zero_bubble_v turns round the second entry of any list."""
+    lists = {path: value for path, value in values.items() if path in _LISTS and isinstance(value, list)}
+    return {path: {value[0]: True} for path, value in lists.items() if len(patterns_of(value)) == 1}
+
+
+def _set(recipe: Any, path: KeyPath, value: Any) -> None:
+    for key in path[:-1]:
+        if isinstance(recipe, dict) and not isinstance(recipe.get(key), (dict, list)):
+            recipe[key] = {}
+        recipe = recipe[key]
+    recipe[path[-1]] = value
+
+
+def _difference(before: Any, after: Any) -> dict[str, Any]:
+    """What a child must write, nested, to turn `before` into `after`."""
+    found: dict[str, Any] = {}
+    for key, value in after.items():
+        old = look(before, (key,))
+        if isinstance(value, dict) and isinstance(old, dict):
+            inner = _difference(old, value)
+            found.update({key: inner} if inner else {})
+        elif key not in before or type(old) is not type(value) or old != value:
+            found[key] = value
+    return found
+
+
+def _not_for_a_child(before: Any, after: Any, path: KeyPath = ()) -> str | None:
+    """The first key where `after` has a mapping and `before` a plain value or list, which MindFormers cannot merge."""
+    for key, value in after.items():
+        old = look(before, (key,))
+        if isinstance(value, dict) and old is not None:
+            where = (*path, key)
+            found = _not_for_a_child(old, value, where) if isinstance(old, dict) else ".".join(map(str, where))
+            if found is not None:
+                return found
+    return None

@@ -1,1 +1,0 @@
-"""A strategy written as a child of its recipe."""

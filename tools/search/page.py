@@ -1,0 +1,259 @@
+"""The answer as one HTML file that needs nothing else: table, reasons, pictures as inline SVG, the funnel.
+
+Its picture shows memory against time: what the space offers, its frontier, and the candidates that were placed
+(report Figure 8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tools.estimate.time_model import TimeModel
+from tools.files.figure import new_figure, save_figure, svg_text
+from tools.hardware.units import GIB
+from tools.pipeline import simulate as pipeline_picture
+from tools.pipeline.simulate import Durations, simulate
+from tools.search.candidates import RECOMPUTE
+from tools.search.doubt import Doubt, doubt_of
+from tools.search.ranking.rank import Ranking
+from tools.search.ranking.run import PARTS, Entry, Found
+from tools.search.report import HEADS, LEFT, assumptions, lost, reasons, table_rows
+from tools.search.request import PLANNED
+
+_SHOWN = 6000  # points of the space
+_SLOWEST = 2.0  # times the fastest: what is slower is not drawn
+_NEAR, _NEAR_S = 0.4, 0.03  # GiB and share of the seconds within which two marks' numbers would overlap
+_ROUNDS = 2  # micro-batches of a timeline for each stage: filling, steady state and emptying can be seen
+_DENSE = 2000  # operations of a timeline that are drawn as an image inside the picture
+
+
+def frontier(seconds: np.ndarray, peaks: np.ndarray) -> np.ndarray:
+    """Indices of the points that no other beats in both, by memory: each is faster than all that need less."""
+    order = np.lexsort((seconds, peaks))
+    least = np.minimum.accumulate(seconds[order])
+    first = np.ones(len(order), bool)
+    first[1:] = seconds[order][1:] < least[:-1]
+    return order[first]
+
+
+def draw(found: Found, times: TimeModel, path: Path) -> Path:
+    """Both pictures in one file (.svg or .png): the frontier above, the winner's timeline below."""
+    figure = new_figure(13, 11)
+    above, below = figure.subplots(2, 1, height_ratios=(3, 2))
+    draw_frontier(above, found, doubt_of(found, times))
+    draw_timeline(below, found.entries[0], times)
+    return save_figure(figure, path)
+
+
+def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
+    """The `<svg>` element of one picture."""
+    figure = new_figure(*size)
+    paint(figure.subplots())
+    return svg_text(figure)
+
+
+def draw_frontier(axes: Any, found: Found, doubt: Doubt | None = None) -> None:
+    """Candidates that fit as dots coloured by their stages, the frontier as a line, those placed as diamonds.
+
+    Diamonds that `doubt` cannot tell from the fastest are filled and have their number.
+
+    "Planned" ones have no dot: as ranked, all that the limit binds lie on it.
+    """
+    from matplotlib import colormaps
+    from matplotlib.ticker import MaxNLocator, NullLocator
+
+    ranking, request = found.ranking, found.request
+    shown = _sample(ranking)
+    stages = np.array([block.pp for block in ranking.blocks])[ranking.places[shown, 0]]
+    distinct = np.unique(stages)
+    for place, pp in enumerate(distinct):
+        own = shown[stages == pp]
+        colour = colormaps["viridis"](place / max(1, len(distinct) - 1))
+        axes.scatter(
+            ranking.peaks[own] / GIB,
+            ranking.seconds[own],
+            s=5,
+            color=colour,
+            alpha=0.5,
+            label=f"pp {pp}",
+            rasterized=True,
+        )
+    best = frontier(ranking.seconds, ranking.peaks)
+    best = best[ranking.seconds[best] <= _SLOWEST * ranking.seconds.min()]
+    line = {"color": "black", "linewidth": 1, "drawstyle": "steps-post"}
+    axes.plot(ranking.peaks[best] / GIB, ranking.seconds[best], label="frontier, as ranked", **line)
+    _draw_placed(axes, found.entries, {name for name, _ in doubt.alike} if doubt else set())
+    if found.own and not found.request.changed:
+        axes.scatter([found.own.peak / GIB], [found.own.seconds], marker="*", s=130, color="tab:orange", label="recipe")
+    if request.margin:
+        label = f"limit less {100 * request.margin:.1f} %"
+        axes.axvline(request.room / GIB, color="tab:orange", linestyle="--", linewidth=1, label=label)
+    axes.axvline(request.cap / GIB, color="red", linestyle="--", linewidth=1, label="memory limit")
+    axes.set_xlabel("memory of the heaviest stage, GiB")
+    axes.set_yscale("log")  # what is near the fastest has most of the height
+    axes.yaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_ylabel("step, s")
+    axes.set_title(f"{len(ranking.seconds):,} candidates that fit, of {ranking.funnel.total:,}")
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
+
+
+def _draw_placed(axes: Any, entries: Sequence[Entry], alike: Collection[str]) -> None:
+    """A diamond for each; below those that may be the fastest their numbers in the table, one under the other where
+    they are near.
+    """
+    numbered: list[tuple[float, float]] = []
+    for filled, label in ((True, "placed, may be the fastest"), (False, "placed, others")):
+        own = {name: entry for name, entry in enumerate(entries, 1) if (str(name) in alike) == filled}
+        where = [entry.peak / GIB for entry in own.values()], [entry.seconds for entry in own.values()]
+        faces = "tab:red" if filled else "white"
+        if own:
+            axes.scatter(*where, s=28, marker="D", zorder=3, edgecolors="tab:red", facecolors=faces, label=label)
+        for name, place in zip(own, zip(*where, strict=True), strict=True) if filled else ():
+            near = sum(abs(x - place[0]) < _NEAR and abs(y / place[1] - 1) < _NEAR_S for x, y in numbered)
+            numbered.append(place)
+            below = {"xytext": (0, -15 - 11 * near), "textcoords": "offset points", "ha": "center", "fontsize": 9}
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
+            axes.annotate(str(name), place, zorder=4, color="tab:red", bbox=paper, **below)
+
+
+def _sample(ranking: Ranking) -> np.ndarray:
+    """Indices of at most `_SHOWN` candidates with a uniform policy, evenly by time."""
+    uniform = np.flatnonzero(ranking.places[:, 2] != RECOMPUTE.index(PLANNED))
+    order = uniform[ranking.seconds[uniform].argsort()]
+    order = order[: np.searchsorted(ranking.seconds[order], _SLOWEST * ranking.seconds.min(), side="right")]
+    return order[:: max(1, -(-len(order) // _SHOWN))]
+
+
+def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
+    """Who runs what when, a row for each stage; of many micro-batches as many as show how they follow each other."""
+    config = entry.config
+    forward, backward, _ = times.chunks(config)
+    sending = 0.0 if config.overlap_pp else times.transfer(config)
+    durations = Durations(forward, backward, backward / 2, sending, "none" if sending else "full")
+    step = simulate(config.schedule, config.micro_batches, durations)
+    few = min(config.micro_batches, max(_ROUNDS * config.pp, 8))
+    simulation = step if few == config.micro_batches else simulate(config.schedule, few, durations)
+    pipeline_picture.draw_timeline(axes, simulation)
+    if sum(map(len, simulation.orders)) > _DENSE:
+        for bars in axes.collections:
+            bars.set_rasterized(True)
+    # beside the rows: with many chunks the picture's own legend is wider than the picture
+    handles = axes.get_legend().legend_handles
+    axes.legend(handles=handles, fontsize="x-small", loc="center left", bbox_to_anchor=(1.01, 0.5))
+    shown = "one step" if simulation is step else f"{few} micro-batches of the step's {config.micro_batches}"
+    axes.set_xlabel(f"seconds, {shown}")
+    axes.set_title(f"{entry.layout}: the pipeline of a step takes {step.makespan:.2f} s, simulated; drawn: {shown}")
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 92em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
+th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
+td.word, th.word { text-align: left } tr.own { background: #fff4df } tr.alike { background: #e8f4e8 }
+svg { max-width: 100%; height: auto }
+.wide { overflow-x: auto } td, th { white-space: nowrap } dl { display: grid; grid-template-columns: max-content 1fr;
+gap: .1em 1em; margin: .3em 1em; font-size: 90% } dt { font-weight: 600 } dd { margin: 0 }
+"""
+_PICTURES = {  # what is drawn -> what it stands for
+    "dot": "a candidate that fits, as ranked, coloured by its pipeline stages",
+    "line": "the frontier: no candidate is faster with as little memory",
+    "diamond": "placed: the strategies of the table, their layers and recomputation chosen by the pipeline optimiser; "
+    "under the line where candidates recompute alike in all layers. Filled, with their numbers: "
+    "those that cannot be told apart from the fastest",
+    "star": "the recipe as it is written",
+    "dashed": "what a device may hold for the job (red), and the same less the margin (orange)",
+}
+_ALIKE = "the layouts that cannot be told apart: each may be the fastest, within the known error of step times"
+
+
+def html(found: Found, times: TimeModel, title: str) -> str:
+    """The whole file."""
+    request = found.request
+    head = (
+        f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "
+        f"sequence {request.base.sequence:,}"
+    )
+    entries = [*found.entries, *([found.own] if found.own else [])]
+    doubt = doubt_of(found, times)
+    alike = [name for name, _ in doubt.alike] if doubt and len(doubt.alike) > 1 else []
+    body = [
+        f"<h1>{escape(title)}</h1><p>{escape(head)}</p>",
+        _wide(_table(tuple(HEADS), table_rows(found), alike)),
+        _key("How to read the table", HEADS | ({"green": _ALIKE} if alike else {})),
+        _list(reasons(found, doubt)),
+        "<h2>Memory and time</h2>",
+        as_svg(lambda axes: draw_frontier(axes, found, doubt), (12, 6.5)),
+        _key("How to read the picture", _PICTURES),
+        "<h2>Where a step's time goes, in seconds</h2>",
+        _wide(
+            _table(
+                ("", "layout", *PARTS),
+                [_parts(name, entry) for name, entry in zip(_names(found), entries, strict=True)],
+            )
+        ),
+        _key("What the parts are", PARTS),
+        "<h2>The first's pipeline</h2>",
+        "<p>A row is a pipeline stage, a bar a micro-batch's pass through one of the stage's chunks of layers.</p>",
+        as_svg(lambda axes: draw_timeline(axes, found.entries[0], times), (12, 2 + 0.4 * found.entries[0].config.pp)),
+        _layers(found.entries[0]),
+        "<h2>What was dropped</h2>",
+        _wide(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in found.ranking.funnel.lines()])),
+        _list(lost(found)),
+        "<h2>What the numbers rest on</h2>",
+        _list(assumptions(found, times)),
+    ]
+    page = "\n".join(body)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style></head>\n<body>\n{page}\n</body></html>\n"
+    )
+
+
+def _names(found: Found) -> list[str]:
+    return [str(number) for number in range(1, len(found.entries) + 1)] + (["recipe"] if found.own else [])
+
+
+def _parts(name: str, entry: Entry) -> list[str]:
+    return [name, entry.layout, *(f"{entry.parts[part]:.2f}" for part in PARTS)]
+
+
+def _layers(entry: Entry) -> str:
+    """Layers by chunk and stage."""
+    heads = ["", *(f"stage {stage}" for stage in range(entry.config.pp))]
+    rows = [[f"chunk {chunk}", *map(str, row)] for chunk, row in enumerate(entry.config.layers)]
+    return f"<p>Layers of each chunk; recomputation: {escape(entry.recompute)}.</p>" + _wide(_table(heads, rows))
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], alike: Collection[str] = ()) -> str:
+    words = [head in LEFT or (index == 0 and not head) for index, head in enumerate(heads)]
+
+    def line(tag: str, values: Sequence[str], sort: str = "") -> str:
+        marks = (' class="word"' if word else "" for word in words)
+        inner = "".join(f"<{tag}{mark}>{escape(value)}</{tag}>" for mark, value in zip(marks, values, strict=True))
+        return f'<tr class="{sort}">{inner}</tr>' if sort else f"<tr>{inner}</tr>"
+
+    sorts = ("own" if row[0] == "recipe" else "alike" if row[0] in alike else "" for row in rows)
+    body = "\n".join(line("td", row, sort) for row, sort in zip(rows, sorts, strict=True))
+    return f"<table><thead>{line('th', heads)}</thead>\n<tbody>{body}</tbody></table>"
+
+
+def _wide(table: str) -> str:
+    """A table that scrolls by itself where the page is narrower."""
+    return f'<div class="wide">{table}</div>'
+
+
+def _key(title: str, words: Mapping[str, str]) -> str:
+    """A legend, folded away."""
+    rows = "".join(f"<dt>{escape(name or '#')}</dt><dd>{escape(said)}</dd>" for name, said in words.items())
+    return f"<details open><summary>{escape(title)}</summary><dl>{rows}</dl></details>"
+
+
+def _list(lines: Sequence[str]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else ""

@@ -1,0 +1,209 @@
+"""What `tc3 search` shows beside its ranked layouts: the best ones of other pipeline schedules, and swapping.
+
+1F1B and interleaved 1F1B are ranked anyway.
+
+Each schedule is a question of its own: its legal candidates ranked (by its filling of equal stages, see
+`tools.pipeline.simulate.filling`), the best few placed with the same effort as 1F1B's, and judged by simulating it.
+
+What swapping a layer's activations to the host would cost is told beside recomputing them.
+
+Simulated only: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from plugins.errors import RecipeError, did_you_mean
+from tools.estimate.configuration import Configuration
+from tools.estimate.memory.activations import saved
+from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
+from tools.layout.budget import Budget
+from tools.layout.place import Placement
+from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, why_not
+from tools.search.candidates import configuration
+from tools.search.ranking.rank import Ranked, rank
+from tools.search.ranking.run import Entry, entry_of, place_all
+from tools.search.ranking.swapping import Swapping, place_swapping, swapped
+from tools.search.request import PLANNED, Request
+
+ALWAYS = ("1f1b", "interleaved_1f1b")
+OTHERS = tuple(name for name in (*SCHEDULES, *PAPER_SCHEDULES) if name not in (*ALWAYS, "dual_pipe"))
+ALL = "all"
+OF_EACH = 3  # candidates of a schedule that are placed
+Progress = Callable[[str, int, int, float], None]
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What one schedule would bring.
+
+    Args:
+        entry: its fastest layout; None with `why` where it has none.
+        reason: why no recipe can ask for it; "" where MindFormers runs it.
+    """
+
+    schedule: str
+    entry: Entry | None
+    reason: str
+    why: str = ""
+
+    @property
+    def runs(self) -> str:
+        """In words."""
+        if self.schedule == BY_ENVIRONMENT:
+            return f"not by a recipe: {self.reason}"
+        return f"simulated only: {self.reason}" if self.reason else "runnable"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        found = self.entry.as_json() if self.entry else None
+        words = {"schedule": self.schedule, "runnable": not self.reason, "reason": self.reason or None}
+        return {**words, "strategy": found, "why": self.why or None}
+
+
+@dataclass
+class BySchedule:
+    """The answers, in the order of what was asked; `whole`: none was interrupted, `cut`: a deadline ended one."""
+
+    every: list[Scheduled] = field(default_factory=list)
+    whole: bool = True
+    cut: bool = False
+
+    @property
+    def writable(self) -> Scheduled | None:
+        """The fastest of those that a recipe can ask for."""
+        able = [one for one in self.every if one.entry and not one.reason]
+        return min(able, key=lambda one: one.entry.seconds if one.entry else 0.0, default=None)
+
+
+def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
+    """The schedules of `--schedule`, without those that are searched anyway.
+
+    Raises:
+        RecipeError: there is no such schedule, or it is not searched.
+    """
+    names = [name for word in words for name in (OTHERS if word == ALL else (word,))]
+    for name in names:
+        if name == "dual_pipe":
+            raise RecipeError("--schedule dual_pipe: it holds the model twice, which is not searched; try dual_pipe_v")
+        if name not in (*ALWAYS, *OTHERS):
+            known = [ALL, *ALWAYS, *OTHERS]
+            raise RecipeError(f"--schedule {name!r}: want one of {', '.join(known)}{did_you_mean(name, known)}")
+    return tuple(dict.fromkeys(name for name in names if name not in ALWAYS))
+
+
+def require_writable(names: Sequence[str]) -> None:
+    """Refuse to write a recipe for schedules of which none can run.
+
+    Raises:
+        RecipeError: says why.
+    """
+    if names and all(why_not(name) for name in names):
+        raise RecipeError(f"--write: no recipe can ask for --schedule {names[0]}: {why_not(names[0])}")
+
+
+def search_schedules(
+    request: Request,
+    names: Sequence[str],
+    budget: Budget,
+    times: TimeModel,
+    progress: Progress,
+    at_once: int | None = None,
+) -> BySchedule:
+    """The fastest layout of each schedule; Ctrl-C ends it with what is known."""
+    found = BySchedule()
+    for name in names:
+        own = replace(request, schedule=name)
+        ranking = rank(own, lambda done, of, best: progress("ranking", done, of, best))
+        short = ranking.short_list(OF_EACH)
+        entries, whys = _placed(found, own, short, budget, times, at_once)
+        why = "" if entries else whys[0] if whys else "no layout of it is legal and fits"
+        best = min(entries, key=lambda entry: (entry.seconds, entry.peak), default=None)
+        found.every.append(Scheduled(name, best, why_not(name), why))
+        if not found.whole:
+            break
+    return found
+
+
+def _placed(
+    found: BySchedule,
+    request: Request,
+    short: Sequence[Ranked],
+    budget: Budget,
+    times: TimeModel,
+    at_once: int | None,
+) -> tuple[list[Entry], list[str]]:
+    """Entries of what could be placed, and why the others could not."""
+    uniform = [one.candidate for one in short if one.candidate.recompute != PLANNED]
+    entries, whys = [entry_of(configuration(request, one), times) for one in uniform], []
+
+    def told(_: Ranked, placement: Placement) -> None:
+        found.cut |= placement.cut
+        if placement.configuration is None:
+            whys.append(placement.why)
+        else:
+            entries.append(entry_of(placement.configuration, times, bound=placement.bound_s))
+
+    found.whole &= place_all(request, short, times, budget, told, at_once)
+    return entries, whys
+
+
+if TYPE_CHECKING:
+    from tools.search.ranking.run import Found
+
+_LEAST = 2.0  # seconds, whatever the time limit says
+
+
+def swap_words(config: Configuration, times: TimeModel) -> list[str]:
+    """A line for each kind of layer; one that says so where the hardware file has no link to the host."""
+    lines = []
+    for kind in dict.fromkeys(config.model.pattern):
+        layer, whole = times.layer(config, kind), saved(config, kind)
+        moved = whole - saved(config, kind, "full")
+        copied = times.to_host(moved)
+        if copied is None:
+            return [f"swapping instead of recomputing: not known, {times.hardware.name} has no host_link"]
+        found = swapped(whole, moved, copied, layer.forward.total, layer.backward.total)
+        again = layer.recomputed["full"].total
+        lines.append(
+            f"swapping what a {kind} layer keeps ({moved / GIB:.2f} GiB a micro-batch) would add "
+            f"{1e3 * found.extra_backward:.1f} ms to its backward, recomputing all of it {1e3 * again:.1f} ms: host "
+            f"link {times.hardware.host_link}, nothing else on it; swap_config cannot be run by "
+            "MindFormers 1.9.0"
+        )
+    return lines
+
+
+def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
+    """Place the first layout with swapping as a third choice, with twice a placement's effort."""
+    if found.whole and found.entries:
+        twice, seconds = 2 * budget.effort, max(_LEAST, budget.seconds_left)
+        room = found.request.room
+        found.swapping = place_swapping(found.entries[0].config, times, room, Budget(twice, seconds))
+
+
+def swapping_words(found: Swapping) -> list[str]:
+    """What swapping as a third choice would bring to the first layout, in lines."""
+    if found.with_s == float("inf"):
+        return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
+    options = ", ".join(f"{name} {count}" for name, count in found.layers.items())
+    words = f"{found.with_s:.2f} s a step instead of {found.without_s:.2f}"
+    if found.with_s >= found.without_s:
+        words = f"nothing gained over {found.without_s:.2f} s a step"
+    return [
+        f"keep, recompute or swap, in the stages of 1: {words}, {found.peak / GIB:.1f} GiB; layers: {options}; those "
+        f"that swap by stage: {' '.join(map(str, found.by_stage))}",
+        "simulated only: nothing of MindFormers' swapping runs without a device; nobody else is on the link",
+    ]
+
+
+def swapping_json(found: Swapping) -> dict[str, Any]:
+    """For `--json`: seconds are None where nothing fits."""
+    seconds = (found.without_s, found.with_s)
+    without, swapping = (None if one == float("inf") else one for one in seconds)
+    more = {"layers": dict(found.layers), "swapping_by_stage": list(found.by_stage), "peak_gib": found.peak / GIB}
+    return {"step_s_without": without, "step_s": swapping, **more, "runnable": False}

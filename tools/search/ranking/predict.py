@@ -1,0 +1,339 @@
+"""Peak memory of every stage and seconds of a step, for a whole block of candidates at once.
+
+The numbers are those of `tools.estimate.memory.model` and `tools.estimate.time_model`. Memory is a sum whose terms
+depend on few degrees each:
+
+    static        weights, gradients, optimizer state      by stage, tp, ep, sharding (and devices of a stage)
+    activations   kept by micro-batches in flight          by stage, tp, cp, samples, number of micro-batches, policy
+    working       of one pass                              by stage, all degrees, samples, whether layers run again
+                  (both also by ep and sharding where passes copy weights)
+    buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
+
+Each term is computed once by the functions of `memory_model` and looked up for all candidates. The reference is
+`memory_model.all_stages` of a candidate's configuration.
+
+Seconds are looked up in the same way.
+
+A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
+on what it holds and how that is spread; both are computed once by the functions of `time_model` and looked up for all
+candidates. The reference is `TimeModel.step` of a candidate's configuration (the closed form of the pipeline).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.layer_time import LayerTime
+from tools.estimate.memory.activations import saved, working
+from tools.estimate.memory.model import held_micro_batches, stage_memory, static_memory
+from tools.estimate.time_model import TimeModel, has_closed_form, pipeline_of
+from tools.model.weights import KINDS
+from tools.pipeline.simulate import enough, filling
+from tools.search.candidates import Block, configuration
+from tools.search.request import POLICIES, Request
+
+_LAYERS = ("dense", "moe")
+Value = TypeVar("Value")
+
+
+class Memo:
+    """Values by key, computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, object] = {}
+
+    def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
+        """The value of a key, made of the arguments where it is new."""
+        if key not in self._known:
+            self._known[key] = make(*arguments)
+        return self._known[key]  # type: ignore[return-value]
+
+
+def groups(block: Block, *names: str, **more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(first row of each distinct combination of columns, [rows] index of its combination)."""
+    columns = [block.columns[name] for name in names] + list(more.values())
+    codes = np.zeros(len(block), np.int64)
+    for column in columns:
+        distinct, place = np.unique(column, return_inverse=True)
+        codes = codes * len(distinct) + place
+    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    return first, inverse
+
+
+def stage_keys(config: Configuration) -> list[tuple[str, ...]]:
+    """For each stage the kinds that it holds; equal keys mean equal weights."""
+    return [tuple(sorted(kind for chunk in config.stage_kinds(stage) for kind in chunk)) for stage in range(config.pp)]
+
+
+class MemoryTable:
+    """Memory of candidates of one request."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._memo = Memo()
+
+    def peaks(self, block: Block) -> np.ndarray:
+        """[rows, policies, stages] bytes, for the uniform policies of `POLICIES`."""
+        example = self._config(block, 0)
+        at_once = (block.columns["m"] == 1) & np.bool_(block.pp == 1)
+        first, place = groups(block, "tp", "ep", "shard", at_once=at_once)
+        static = np.array([self._static(self._config(block, row)) for row in first])[place]
+        first, place = groups(block, "tp", "cp", "mbs", "mode", spread=block.columns["ep"] > 1)
+        buffers = np.array([self._buffers(block, row, stage_keys(example)) for row in first])[place]
+        more = ("shard",) if example.copies_weights else ()
+        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode", *more)
+        work = self._working(block, first, example)[place]
+        return self._activations(block, example) + work + (static + buffers)[:, None, :]
+
+    def _config(self, block: Block, row: int) -> Configuration:
+        return configuration(self.request, block.candidate(row, "none"))
+
+    def _of(self, function: Callable[..., Value], block: Block, row: int, *more: Any) -> Value:
+        """A function of a row's configuration, which is made only for this."""
+        return function(self._config(block, row), *more)
+
+    def _static(self, config: Configuration) -> list[float]:
+        degrees = (config.pp, config.tp, config.ep, config.shard_optimizer, config.shard_gradients)
+        at_once = config.pp == 1 and config.micro_batches == 1
+        return [
+            self._memo.get(("static", key, *degrees, at_once), _static, config, stage)
+            for stage, key in enumerate(stage_keys(config))
+        ]
+
+    def _buffers(self, block: Block, row: int, keys: list[tuple[str, ...]]) -> list[float]:
+        degrees = (*self._degrees(block, row), block.columns["ep"][row] > 1)
+        each = {
+            kind: self._memo.get(("buffers", kind, *degrees), self._of, _buffers, block, row, kind)
+            for kind in {kind for key in keys for kind in key}
+        }
+        return [max(each[kind] for kind in key) for key in keys]
+
+    def _degrees(self, block: Block, row: int) -> tuple[int, ...]:
+        """What a micro-batch's activations depend on."""
+        return tuple(int(block.columns[name][row]) for name in ("tp", "cp", "mbs", "mode"))
+
+    def _copies(self, block: Block, row: int) -> tuple[int, ...]:
+        """What the copies of weights depend on that a micro-batch's passes make; nothing where they make none."""
+        if not self._config(block, row).copies_weights:
+            return ()
+        return tuple(int(block.columns[name][row]) for name in ("dp", "ep", "shard"))
+
+    def _activations(self, block: Block, example: Configuration) -> np.ndarray:
+        """[rows, policies, stages] kept for backward."""
+        m = block.columns["m"]
+        classes = enough(example.schedule, block.pp, m)
+        more = ("ep", "shard") if example.copies_weights else ()
+        first, place = groups(block, "tp", "cp", "mbs", "mode", *more, m=classes)
+        kinds = np.array([self._saved(block, row) for row in first])
+        found = np.empty((len(first), len(POLICIES), block.pp))
+        for number in np.unique(classes[first]):
+            own = classes[first] == number
+            held = self._memo.get(("held", block.pp, block.vpp, int(number)), _held, example, int(number))
+            for stage, weights in enumerate(held):
+                found[own, :, stage] = (kinds[own] @ weights.T).max(axis=-1)
+        return found[place]
+
+    def _saved(self, block: Block, row: int) -> np.ndarray:
+        """[policies, kinds] bytes of one micro-batch and layer."""
+        degrees = (*self._degrees(block, row), block.pp == 1, *self._copies(block, row))
+        return self._memo.get(("saved", *degrees), self._of, _saved, block, row)
+
+    def _working(self, block: Block, rows: np.ndarray, example: Configuration) -> np.ndarray:
+        """[rows, policies, stages] of the passes of each stage's chunks."""
+        stages = [{frozenset(kinds) for kinds in example.stage_kinds(stage)} for stage in range(block.pp)]
+        distinct = sorted(set().union(*stages), key=sorted)
+        found = np.empty((len(rows), len(POLICIES), block.pp))
+        for place, row in enumerate(rows):
+            degrees = (*self._degrees(block, row), *(int(block.columns[name][row]) for name in ("dp", "ep")))
+            degrees = (*degrees, block.pp == 1, *self._copies(block, row))
+            each = [
+                self._memo.get(("working", kinds, *degrees), self._of, _working, block, row, kinds)
+                for kinds in distinct
+            ]
+            for stage, own in enumerate(stages):
+                found[place, :, stage] = np.max([each[distinct.index(kinds)] for kinds in own], axis=0)
+        return found
+
+
+def _static(config: Configuration, stage: int) -> float:
+    return sum(static_memory(config, stage))
+
+
+def _saved(config: Configuration) -> np.ndarray:
+    """[policies, kinds]; ends, which are no layers, are kept whole unless layers are recomputed fully."""
+    kinds = [kind for kind in KINDS if kind != "moe" or config.model.experts]
+    rows = np.zeros((len(POLICIES), len(KINDS)))
+    for policy, option in enumerate(POLICIES):
+        own = _with_full(config) if option == "full" else config
+        for kind in kinds:
+            used = option if kind in _LAYERS or option == "full" else "none"
+            rows[policy, KINDS.index(kind)] = saved(own, kind, used)
+    return rows
+
+
+def _working(config: Configuration, kinds: frozenset[str]) -> list[float]:
+    """[policies] bytes of a pass of a chunk."""
+    return [
+        working(_with_full(config) if policy == "full" else config, sorted(kinds, key=KINDS.index))
+        for policy in POLICIES
+    ]
+
+
+def _buffers(config: Configuration, kind: str) -> float:
+    """Bytes of communication buffers of a stage that holds one layer of a kind; other kinds have none."""
+    if kind not in _LAYERS:
+        return 0.0
+    model = replace(config.model, pattern=(kind,), mtp=0)
+    return stage_memory(replace(config, model=model, pp=1, layers=((1,),)), 0).buffers
+
+
+def _with_full(config: Configuration) -> Configuration:
+    return replace(config, recompute=replace(config.recompute, full=config.layers))
+
+
+def kind_counts(config: Configuration) -> np.ndarray:
+    """[chunks, stages, kinds] layers of each kind."""
+    counts = np.zeros((config.chunks, config.pp, len(KINDS)), int)
+    for stage in range(config.pp):
+        for chunk, kinds in enumerate(config.stage_kinds(stage)):
+            for kind in kinds:
+                counts[chunk, stage, KINDS.index(kind)] += 1
+    return counts
+
+
+def _held(config: Configuration, micro_batches: int) -> list[np.ndarray]:
+    """For each stage [vectors, kinds]: layers whose activations are held at the schedule's fullest moments."""
+    counts = kind_counts(config)
+    config = replace(config, micro_batches=micro_batches)
+    return [held_micro_batches(config, stage) @ counts[:, stage] for stage in range(config.pp)]
+
+
+_LAYER_COLUMNS = [KINDS.index("dense"), KINDS.index("moe"), KINDS.index("mtp")]
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one micro-batch on each stage of each candidate.
+
+    Args:
+        work: [rows, policies, stages] forward and backward of a stage.
+        sending: [rows] of one activation to the next stage.
+    """
+
+    work: np.ndarray
+    sending: np.ndarray
+
+
+class TimeTable(TimeModel):
+    """Times of candidates of one request."""
+
+    def __init__(self, request: Request):
+        super().__init__(request.hardware)
+        self.request = request
+        self._memo = Memo()
+        model = request.base.model
+        without = {"moe"} if not model.experts else set()
+        without |= set() if model.mtp else {"mtp"}
+        self.kinds = [kind for kind in KINDS if kind not in without]
+
+    def stages(self, block: Block) -> StageTimes:
+        """Times of the stages of each candidate and uniform policy."""
+        example = self._config(block, 0)
+        counts = kind_counts(example).sum(axis=0)
+        layers = np.zeros_like(counts)
+        layers[:, _LAYER_COLUMNS] = counts[:, _LAYER_COLUMNS]
+        first, place = groups(block, "tp", "cp", "ep", "mbs", "mode")
+        found, sending = np.empty((len(first), len(POLICIES), block.pp)), np.empty(len(first))
+        for index, row in enumerate(first):
+            works, recomputed = self._layers(block, row)
+            found[index] = (counts @ works) + recomputed @ layers.T
+            sending[index] = self._sending(block, row)
+        return StageTimes(found[place], sending[place])
+
+    def totals(self, block: Block, work: np.ndarray, sending: np.ndarray) -> np.ndarray:
+        """[rows] seconds of a step.
+
+        Args:
+            work: [rows, stages] forward and backward of one micro-batch.
+            sending: as `StageTimes`.
+        """
+        m = block.columns["m"]
+        pipeline = pipeline_of(work, self._filling(block), m, sending, block.vpp)
+        once, each, optimizer = self._once(block, work.argmax(axis=1))
+        data = once + each * m
+        if self.request.base.overlap_dp:
+            rounds = np.minimum(block.pp, m) if block.vpp > 1 else np.ones_like(m)
+            data = self.waited(once, each, work.max(axis=1), m, rounds)
+        return pipeline + data + optimizer + self.fixed
+
+    def _filling(self, block: Block) -> Any:
+        """What divides the other stages' work in `pipeline_of`: the chunks, or [rows] for what has no closed form."""
+        schedule = self.request.schedule
+        if not schedule or has_closed_form(schedule):
+            return block.vpp
+        m = enough(schedule, block.pp, block.columns["m"])
+        found = {int(one): filling(schedule, block.pp, block.vpp, int(one)) for one in np.unique(m)}
+        return (block.pp - 1) / np.maximum(1e-9, [found[int(one)] for one in m])
+
+    def least(self, block: Block, work: np.ndarray) -> np.ndarray:
+        """[rows] seconds that no layout of these candidates' layers is under, whatever memory a device has.
+
+        Of a stage's own work and of what comes before its first and after its last pass, averaged over the stages so
+        that each layer counts the same wherever it is: with one chunk a stage s needs at least m w_s + sum of w_j of
+        the stages j before it. With several chunks only the stages' work counts. Gradients and optimizer count
+        nothing, for they hang on the layers.
+
+        Args:
+            work: [rows, stages] forward and backward of one micro-batch that recomputes nothing.
+        """
+        m = block.columns["m"]
+        each = m / block.pp if block.vpp > 1 else 1 / (1 - (1 - 1 / m) ** block.pp)
+        return each * work.sum(axis=1) + self.fixed
+
+    def _config(self, block: Block, row: int) -> Configuration:
+        return configuration(self.request, block.candidate(row, "none"))
+
+    def _layers(self, block: Block, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """[kinds] seconds of forward and backward, [policies, kinds] what recomputation adds."""
+        tp, cp, ep, mbs, mode = (int(block.columns[name][row]) for name in ("tp", "cp", "ep", "mbs", "mode"))
+        works, recomputed = np.zeros(len(KINDS)), np.zeros((len(POLICIES), len(KINDS)))
+        for kind in self.kinds:
+            # what has no experts knows neither ep nor mode, what has no logits does not know dp
+            key = (kind, tp, cp, mbs, *((ep, mode) if kind in ("moe", "mtp") else ()))
+            key += (int(block.columns["dp"][row]),) if kind in ("head", "mtp") else ()
+            layer = self._memo.get(key, self._one_layer, block, row, kind)
+            index = KINDS.index(kind)
+            works[index] = layer.forward.total + layer.backward.total
+            recomputed[:, index] = [layer.recomputed[policy].total for policy in POLICIES]
+        return works, recomputed
+
+    def _sending(self, block: Block, row: int) -> float:
+        if self.request.base.overlap_pp:
+            return 0.0
+        key = ("sending", block.pp > 1, *(int(block.columns[name][row]) for name in ("tp", "cp", "mbs")))
+        return self._memo.get(key, self._transfer, block, row)
+
+    def _once(self, block: Block, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[rows] seconds of a stage [rows]: weights and gradients once, again for each micro-batch; the optimizer."""
+        first, place = groups(block, "tp", "ep", "shard", stage=stage)
+        found = np.array([self._stage_once(self._config(block, row), int(stage[row])) for row in first])[place]
+        return found[:, 0], found[:, 1], found[:, 2]
+
+    def _stage_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
+        sharded = (config.shard_optimizer, config.shard_gradients)
+        key = (stage_keys(config)[stage], config.pp, config.tp, config.ep, *sharded)
+        return self._memo.get(key, self._new_once, config, stage)
+
+    def _one_layer(self, block: Block, row: int, kind: str) -> LayerTime:
+        return self.layer(self._config(block, row), kind)
+
+    def _transfer(self, block: Block, row: int) -> float:
+        return self.transfer(self._config(block, row))
+
+    def _new_once(self, config: Configuration, stage: int) -> tuple[float, float, float]:
+        return *self.once_and_each(config, stage), self.optimizer(config, stage)

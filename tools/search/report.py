@@ -1,0 +1,319 @@
+"""The answer for the terminal: table, why the first is first, what was dropped and why, what is assumed.
+
+Other schedules beside 1F1B have a table of their own; `to_write` says which layout `--write` writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tools.estimate.configuration import Configuration
+from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.memory.room import LEFT_OUT, known_errors
+from tools.estimate.time_model import TimeModel
+from tools.hardware.units import GIB
+from tools.layout.budget import LATE
+from tools.search.doubt import Doubt, doubt_of
+from tools.search.ranking.alternatives import BySchedule, Scheduled, swap_words, swapping_json, swapping_words
+from tools.search.ranking.run import Entry, Found, why_faster
+from tools.search.request import Request
+
+HEADS = {  # column -> what it says
+    "": "number of the strategy by its step time; `recipe` is the recipe as it is written",
+    "layout": "dp, tp, pp, cp, ep: devices of data, tensor, pipeline, context and expert parallelism, those above 1 "
+    "(pp8 vpp5: 8 stages of 5 chunks each, MindFormers' pp_interleave_num); then micro-batches of a step x samples of "
+    "each",
+    "dispatch": "how tokens reach their experts (tc3 ep-report compares the modes)",
+    "sharded": "what data-parallel copies share among them: optimizer state, or gradients, too",
+    "recompute": "layers that compute again in backward: all (full), norms (select), operator groups, communication",
+    "step s": "seconds of a step",
+    "MFU": "the model's FLOPs over what the devices could compute",
+    "GiB": "memory of the fullest device",
+    "fits": "how many published runs would have fit, had their memory been predicted as near to the limit",
+    "bubble": "share of the step in which a stage waits for others",
+    "exposed": "share of the step in which communication is waited for",
+    "tokens/s": "of the whole run",
+}
+LEFT = ("layout", "dispatch", "sharded", "recompute")
+
+
+def cells(name: str, entry: Entry, request: Request) -> list[str]:
+    """A row of the table."""
+    candidate = entry.candidate
+    return [
+        name,
+        entry.layout,
+        entry.config.ep_mode if candidate.ep > 1 else "-",
+        candidate.shard,
+        entry.recompute,
+        f"{entry.seconds:.2f}",
+        f"{100 * entry.mfu:.1f} %",
+        f"{entry.peak / GIB:.1f}",
+        known_errors().fits(entry.peak, request.cap) + _mark(entry, request),
+        f"{100 * entry.parts['bubble'] / entry.seconds:.1f} %",
+        f"{100 * entry.exposed / entry.seconds:.1f} %",
+        f"{entry.tokens_per_s:,.0f}",
+    ]
+
+
+def _mark(entry: Entry, request: Request) -> str:
+    """What stands beside a run that the search would not have taken for its memory."""
+    if entry.peak > request.cap:
+        return ", over the limit"
+    return ", no margin" if entry.peak > request.room else ""
+
+
+def table_rows(found: Found) -> list[list[str]]:
+    """The best, then the recipe's own."""
+    rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
+    return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
+
+
+def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
+    """Why the first is before the second, how sure that is, and what the recipe's own layout would gain."""
+    lines, entries = [], found.entries
+    if len(entries) > 1:
+        lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
+    lines += doubt.lines() if doubt else []
+    lines += swapping_words(found.swapping) if found.swapping else []
+    if entries:
+        lines.append(placed_words(found))
+    if entries and found.own and not found.request.changed:
+        if found.own.peak > found.request.cap:
+            lines.append(f"the recipe's own layout needs {found.own.peak / GIB:.1f} GiB: over the limit")
+        elif found.own.seconds > entries[0].seconds:
+            lines.append(f"1 before the recipe's own by {why_faster(entries[0], found.own)}")
+        else:
+            lines.append(f"the recipe's own layout is before 1 by {why_faster(found.own, entries[0])}")
+        if found.request.room < found.own.peak <= found.request.cap:
+            lines.append(
+                f"the recipe's own layout has no margin: {found.own.peak / GIB:.1f} GiB, where the search takes "
+                f"{found.request.room_words}"
+            )
+    return lines
+
+
+def placed_words(found: Found) -> str:
+    """How much of the space was placed, and what is known of the rest."""
+    best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
+    placed = f"{found.placed} of {len(found.ranking.seconds):,} candidates that fit were placed"
+    if not found.least:
+        return f"{placed}; the others were ranked by balanced layers only, and could be faster than {best:.2f} s"
+    if not found.unplaced:
+        return f"{placed}; by the estimator's bounds none of the others is under {best:.2f} s"
+    return (
+        f"{placed}; of the others {found.unplaced:,} could be faster than {best:.2f} s by the estimator's bounds, none "
+        f"of which is under {found.least:.2f} s ({100 * (1 - found.least / best):.1f} % less)"
+    )
+
+
+def lost(found: Found) -> list[str]:
+    """Strategies of the short list that came to nothing, and what dry runs said."""
+    lines = [f"dropped: {one.candidate.words}: {why}" for one, why in found.dropped]
+    lines += [f"dropped by its dry run: {entry.layout}: {'; '.join(problems)}" for entry, problems in found.failed]
+    for entry, doubts in found.doubtful:
+        lines.append(f"its dry run does not prove that it fits: {entry.layout}: {'; '.join(doubts)}")
+    if found.verified:
+        lines.append(f"dry runs: {len(found.passed)} of {found.verified} compile and fit")
+    if found.unverified:
+        lines.append(f"1 is not verified: {found.unverified}")
+    if found.cut:
+        lines.append(LATE)
+    if not found.whole:
+        best = found.ranking.short_list(1)[0]
+        lines.append(f"interrupted; the best as ranked: {best.candidate.words}, about {best.seconds:.2f} s")
+    return lines
+
+
+def memory_words(request: Request) -> list[str]:
+    """What a device may hold, and how far that is to be trusted."""
+    known = known_errors()
+    runs = len(known.errors)
+    room = f"predictions may reach {request.room / GIB:.1f} of them"
+    kept = f"a margin of {100 * request.margin:.1f} % stays free: {room}" if request.margin else room
+    why = (
+        f"; of {runs} published runs the prediction missed at most {100 * known.missed:.1f} % of the memory, and "
+        f"{100 * LEFT_OUT:.1f} % without what was learnt from runs like them"
+    )
+    return [
+        f"memory: a device may hold {request.cap / GIB:.1f} GiB ({request.cap_source}), {kept} (--memory-margin){why}",
+        f"fits: how many of those {runs} runs would have fit, had their memory been predicted as near to the limit. "
+        "They are runs of Megatron-LM and torchtitan on GPUs (tools/estimate/memory/rows.yaml); nobody has published "
+        "one of MindFormers, or on Ascend, with its memory: --verify looks closer",
+    ]
+
+
+def assumptions(found: Found, times: TimeModel) -> list[str]:
+    """What the numbers rest on."""
+    request, hardware = found.request, times.hardware
+    known = known_error(hardware)
+    assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
+    lines = [
+        *memory_words(request),
+        "all numbers are predictions; MFU counts model FLOPs without recomputation, causal attention once; "
+        "exposed is communication that nothing hides; data stalls are taken as zero",
+        f"step times: {known.words if known else UNKNOWN}",
+    ]
+    if assumed:
+        lines.append(f"assumed in {hardware.name}: {', '.join(assumed)}")
+    if any(entry.config.shard_gradients for entry in found.entries):
+        lines.append(
+            "sharded gradients are reduced with every micro-batch, half of it beside its computation (not measured)"
+        )
+    if request.ulysses > 1:
+        lines.append(
+            "ulysses_degree_in_cp: MindFormers 1.9.0 exchanges heads and gathers keys and values over the whole of cp "
+            "all the same; 1 needs no more memory and less communication"
+        )
+    if request.swaps:
+        lines.append(
+            "model_config.swap: activations are predicted as if they stayed on the device and moved at no cost"
+        )
+    if request.changed and found.own:
+        own = request.base
+        lines.append(f"the recipe's own row: as written, {own.devices:,} devices and batch {own.global_batch:,}")
+    return lines + ([f"the recipe's own layout is not predicted: {found.own_why}"] if found.own_why else [])
+
+
+def notes(found: Found) -> list[str]:
+    """The head of the overlay: what it is, from what."""
+    request, best = found.request, found.best
+    lines = [
+        f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
+        f"Predicted on {request.devices:,} devices of {request.hardware.name}: {best.seconds:.2f} s per step, MFU "
+        f"{100 * best.mfu:.1f} %, {best.peak / GIB:.1f} GiB on the heaviest stage of {request.cap / GIB:.1f}.",
+        f"So near to the limit {known_errors().fits(best.peak, request.cap)} published runs would have fit (on GPUs, "
+        f"other software); margin {100 * request.margin:.1f} %.",
+    ]
+    words = f"Effort {found.effort:g} for each placement"
+    lines.append(f"{words}; {LATE}." if found.cut else f"{words}: the same on every machine.")
+    if best.bound:
+        lines.append(f"No placement of this strategy's layers is under {best.bound:.2f} s.")
+    if found.unverified:
+        lines.append(f"NOT VERIFIED: {found.unverified}.")
+    elif found.passed:
+        lines.append("Its dry run compiles and fits.")
+    return lines
+
+
+def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
+    """The answer for machines."""
+    request, doubt = found.request, doubt_of(found, times)
+    return {
+        "devices": request.devices,
+        "cluster": request.hardware.name,
+        "global_batch": request.global_batch,
+        "cap_gib": request.cap / GIB,
+        "memory_margin": request.margin,
+        "known_memory_errors": dict(known_errors().errors),
+        "ranking_s": found.seconds,
+        "ranked": len(found.ranking.seconds),
+        "whole": found.whole,
+        "effort": found.effort,
+        "placed": found.placed,
+        "bound_s": found.least or None,
+        "open": found.open,
+        "never_placed": found.unplaced,
+        "ended_by_time_limit": found.cut,
+        "verified": found.verified,
+        "best_is_verified": bool(found.passed),
+        "strategies": [_entry(entry, request) for entry in found.entries],
+        "recipe": _entry(found.own, request) if found.own else None,
+        "reasons": reasons(found, doubt),
+        "sensitivity": doubt.as_json() if doubt else None,
+        "dropped": [{**one.candidate._asdict(), "why": why} for one, why in found.dropped],
+        "failed": [{**_entry(entry, request), "problems": problems} for entry, problems in found.failed],
+        "not_proven": [{**_entry(entry, request), "doubts": doubts} for entry, doubts in found.doubtful],
+        "funnel": [list(line) for line in found.ranking.funnel.lines()],
+        "notes": assumptions(found, times),
+        **({"swapping": swapping_json(found.swapping)} if found.swapping else {}),
+    }
+
+
+def _entry(entry: Entry, request: Request) -> dict[str, Any]:
+    """A run, and how likely it fits: of so many published runs so many would have."""
+    known = known_errors()
+    fits = {"runs": len(known.errors), "fit": known.fitting(entry.peak, request.cap)}
+    return {**entry.as_json(), "fits": fits, "has_margin": entry.peak <= request.room}
+
+
+def print_text(found: Found, times: TimeModel, console: Console) -> None:
+    """Print all of it."""
+    request, funnel = found.request, found.ranking.funnel
+    console.print(
+        f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, sequence "
+        f"{request.base.sequence:,}: {funnel.total:,} candidates, {len(found.ranking.seconds):,} legal and fitting, "
+        f"ranked in {found.seconds:.0f} s"
+    )
+    console.print(_table(tuple(HEADS), table_rows(found)))
+    for line in reasons(found, doubt_of(found, times)):
+        console.print(f"* {line}")
+    for line in lost(found):
+        console.print(f"* {line}")
+    console.print("\ndropped from the space, by the first rule that a candidate breaks:")
+    console.print(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in funnel.lines()]))
+    for line in assumptions(found, times):
+        console.print(f"- {line}")
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        left = head in LEFT or (len(heads) == 2 and not head)
+        table.add_column(head, justify="left" if left else "right", no_wrap=not left)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+SCHEDULE_HEADS = ("schedule", "layout", "recompute", "step s", "to 1", "GiB", "bubble", "MindFormers 1.9.0")
+_LEFT = ("schedule", "layout", "recompute", "MindFormers 1.9.0")
+
+
+def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: Console) -> None:
+    """Print the table, and what swapping would cost `first`."""
+    console.print("\nschedules, each with its fastest layout (predicted; all simulated with the same times of passes):")
+    table = Table(box=None, pad_edge=False)
+    for head in SCHEDULE_HEADS:
+        table.add_column(head, justify="left" if head in _LEFT else "right", no_wrap=head not in _LEFT)
+    for row in rows_of(found, first):
+        table.add_row(*row)
+    console.print(table)
+    for line in swap_words(first.config, times):
+        console.print(f"- {line}")
+
+
+def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
+    """What `write_overlay` takes: the fastest that runs of the schedules asked for, of 1F1B where none was."""
+    one = others.writable
+    if one is None or one.entry is None:
+        return found.best.config, path, notes(found)
+    words = f"Schedule {one.schedule}; the fastest layout of 1F1B, interleaved or not, was predicted at "
+    own = replace(found, entries=[one.entry])
+    return one.entry.config, path, [*notes(own), f"{words}{found.entries[0].seconds:.2f} s."]
+
+
+def rows_of(found: BySchedule, first: Entry) -> list[list[str]]:
+    """For a table: the schedules by time, `first` (of 1F1B, interleaved or not) among them."""
+    own = Scheduled(first.config.schedule, first, "")
+    timed = [(one.entry, one) for one in (own, *found.every) if one.entry]
+    rows = [
+        [
+            one.schedule,
+            entry.layout,
+            entry.recompute,
+            f"{entry.seconds:.2f}",
+            f"{100 * (entry.seconds / first.seconds - 1):+.1f} %",
+            f"{entry.peak / GIB:.1f}",
+            f"{100 * entry.parts['bubble'] / entry.seconds:.1f} %",
+            one.runs,
+        ]
+        for entry, one in sorted(timed, key=lambda pair: pair[0].seconds)
+    ]
+    return rows + [[one.schedule, one.why, "", "", "", "", "", one.runs] for one in found.every if not one.entry]

@@ -1,1 +1,0 @@
-"""The answer of a search as text, page and pictures."""

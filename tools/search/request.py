@@ -1,0 +1,252 @@
+"""What a search is asked: a recipe's run, a cluster, devices, batch, memory, and the user's limits on the space.
+
+A limit is written as `tp<=8`, `pp=8,16`, `ep%8=0`, `mode!=global` or `recompute=full,none`:
+
+limit  = name operator value
+name   = dp | tp | pp | vpp | cp | ep | mbs | m | mode | shard | recompute
+"="    one of the values after it, "!=" none of them; "<", "<=", ">", ">=" a number; "%N=" the remainder by N
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError, did_you_mean
+from plugins.hierarchical_ep.plan import MODES
+from tools.estimate.configuration import Configuration, Cut, offered
+from tools.estimate.efficiency import cluster, cluster_file
+from tools.estimate.from_recipe import DEGREE, from_recipe
+from tools.estimate.memory.room import Room, room_of
+from tools.hardware import DEFAULT_HARDWARE, Hardware, known_hardware
+from tools.hardware.load import name_of
+from tools.layout.resolve import resolve
+from tools.recipe.findings import in_file
+from tools.recipe.load import Recipe
+from tools.recipe.unresolved import CHUNKS, OVERLAP, unresolved
+from tools.recipe.view import View, limit_of, look
+from tools.schema.stages import swaps
+from tools.search.overlay import Site
+
+SHARDS = ("none", "optimizer", "gradients")  # of the data-parallel copies: nothing, ZeRO-1, accumulated gradients, too
+POLICIES = ("none", "select", "communication", "full")  # the same for all layers
+PLANNED = "planned"  # by layer, chosen by the pipeline optimiser
+NUMBERS = ("dp", "tp", "pp", "vpp", "cp", "ep", "mbs", "m")
+WORDS = {"mode": MODES, "shard": SHARDS, "recompute": (*POLICIES, PLANNED)}
+
+_LARGEST = 1_000_000_000
+_ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+_FORM = re.compile(r"\s*([a-z]+)\s*(<=|>=|!=|<|>|=|%\s*(\d+)\s*=)\s*([\w,\s]+?)\s*")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One limit, as the user wrote it and taken apart.
+
+    Args:
+        name: what it limits; sign: "=", "!=", "<", "<=", ">", ">=" or "%".
+        values: numbers, or for words their indices in `WORDS`.
+        modulus: of "%".
+    """
+
+    text: str
+    name: str
+    sign: str
+    values: tuple[int, ...]
+    modulus: int = 1
+
+    def keeps(self, numbers: Any) -> np.ndarray:
+        """Which of the numbers (or indices of words) pass."""
+        numbers = np.asarray(numbers)
+        if self.sign == "%":
+            return numbers % self.modulus == self.values[0]
+        if self.sign in _ORDER:
+            return np.asarray(_ORDER[self.sign](numbers, self.values[0]))
+        among = np.isin(numbers, self.values)
+        return among if self.sign == "=" else ~among
+
+
+def read_limit(text: str) -> Limit:
+    """Take a limit apart.
+
+    Raises:
+        RecipeError: it is none; says what one looks like.
+    """
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise RecipeError(f"--limit {text!r}: want a name, a sign and a value, such as tp<=8, pp=8,16 or ep%8=0")
+    name, sign, modulus, written = match.groups()
+    if name not in (*NUMBERS, *WORDS):
+        known = [*NUMBERS, *WORDS]
+        raise RecipeError(
+            f"--limit {text!r}: no {name!r} here{did_you_mean(name, known)}; known are {', '.join(known)}"
+        )
+    words = [word.strip() for word in written.split(",")]
+    if modulus is not None:
+        sign = "%"
+    if name in WORDS:
+        values = _words(text, name, sign, words)
+    elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
+        raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} are none; by 1 to {_LARGEST:,}")
+    elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
+        values = tuple(int(word) for word in words)
+    else:
+        raise RecipeError(f"--limit {text!r}: {name} is a number, at most {_LARGEST:,}")
+    if sign not in ("=", "!=") and len(values) > 1:
+        raise RecipeError(f"--limit {text!r}: {sign} takes one number")
+    if modulus is not None and not 0 <= values[0] < int(modulus):
+        raise RecipeError(f"--limit {text!r}: remainders by {modulus} are 0 to {int(modulus) - 1}")
+    return Limit(text, name, sign, values, int(modulus or 1))
+
+
+def _words(text: str, name: str, sign: str, words: Sequence[str]) -> tuple[int, ...]:
+    known = WORDS[name]
+    if sign not in ("=", "!="):
+        raise RecipeError(f"--limit {text!r}: {name} takes = or !=")
+    for word in words:
+        if word not in known:
+            hint = did_you_mean(word, list(known))
+            raise RecipeError(f"--limit {text!r}: {name} is one of {', '.join(known)}, not {word!r}{hint}")
+    return tuple(known.index(word) for word in words)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One search.
+
+    Args:
+        base: the recipe's own run; degrees, layers, batch, recomputation and sharding of it are what is searched for.
+        hardware: the cluster.
+        devices: to use, all of them.
+        global_batch: samples per step.
+        cap: bytes that a job may use on a device.
+        margin: share of `cap` that predictions must leave free, because they are off by as much.
+        cap_source: where `cap` comes from.
+        ulysses: how many parts of the heads context parallelism cuts (MindFormers' ulysses_degree_in_cp; graph mode
+            reads no other key for it).
+        limits: the user's.
+        hardware_file: name or file of `hardware`, as a recipe names it.
+        swaps: the recipe moves activations to the host, which is not modelled.
+        schedule: every pipeline runs this one (`tools.pipeline.schedules`); "": 1F1B, interleaved with several chunks.
+        own_cap: `cap` is the recipe's limit, or there is none: an overlay need not write it.
+        groups: layers may recompute groups of operators as well (`tools.estimate.configuration`).
+    """
+
+    base: Configuration
+    hardware: Hardware
+    devices: int
+    global_batch: int
+    cap: float
+    cap_source: str
+    ulysses: int = 1
+    limits: tuple[Limit, ...] = ()
+    hardware_file: str = DEFAULT_HARDWARE
+    own_cap: bool = True
+    margin: float = 0.0
+    swaps: bool = False
+    schedule: str = ""
+    groups: bool = False
+
+    @property
+    def room(self) -> float:
+        """Bytes that a prediction may reach on a device: the cap without its margin."""
+        return self._room.bytes
+
+    @property
+    def room_words(self) -> str:
+        """``51.4 GiB (55.5 less a margin of 7.4 %)``."""
+        return self._room.words
+
+    @property
+    def _room(self) -> Room:
+        return Room(self.cap, self.cap_source, self.margin)
+
+    @property
+    def node(self) -> int:
+        """Devices of a node."""
+        return self.hardware.devices_per_node
+
+    @property
+    def site(self) -> Site:
+        """What overlays say of the machine."""
+        return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
+
+    @property
+    def changed(self) -> bool:
+        """Whether devices or batch are not the recipe's."""
+        return (self.devices, self.global_batch) != (self.base.devices, self.base.global_batch)
+
+
+def request_of(
+    recipe: Recipe,
+    cluster_name: str,
+    devices: int | None = None,
+    global_batch: int | None = None,
+    memory_gib: float | None = None,
+    limits: tuple[Limit, ...] = (),
+    margin: float | None = None,
+) -> Request:
+    """The request for a recipe as written; what is None is its own, and the margin the estimator's known error.
+
+    Raises:
+        RecipeError: the recipe describes no run, or there is no such cluster.
+    """
+    hardware = cluster(cluster_name)
+    try:
+        base, room = _run_of(recipe), room_of(recipe, hardware, memory_gib, margin)
+    except RecipeError as error:
+        raise in_file(recipe, error) from None
+    return Request(
+        base=base,
+        hardware=hardware,
+        devices=devices or base.devices,
+        global_batch=global_batch or base.global_batch,
+        cap=room.cap,
+        cap_source=room.source,
+        margin=room.margin,
+        ulysses=View(recipe).number(DEGREE, 1),
+        limits=limits,
+        hardware_file=file_of(cluster_name),
+        own_cap=memory_gib is None and limit_of(recipe) <= hardware.hbm_bytes,
+        swaps=swaps(View(recipe)),
+    )
+
+
+def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
+    """The same, where layers may recompute groups of operators; swapping is asked for as well, or not.
+
+    Raises:
+        RecipeError: nothing is known of groups, the recipe lists layers by number, or the link to the host is unknown.
+    """
+    if swapping and request.hardware.host_link is None:
+        raise RecipeError(f"--swap: {request.hardware_file} has no host_link: the price of swapping is not known")
+    if not groups:
+        return request
+    if not offered(request.base):
+        raise RecipeError("--recompute-operators: of this model no group of operators is known to free memory")
+    if request.swaps:
+        raise RecipeError("--recompute-operators: the recipe swaps, and so lists layers by number; turn its swap off")
+    return replace(request, groups=True)
+
+
+def file_of(cluster_name: str) -> str:
+    """A cluster as recipes name it: the name of a hardware file, or the path of another."""
+    name = name_of(cluster_name)
+    return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
+
+
+def _run_of(recipe: Recipe) -> Configuration:
+    """The recipe's own run; an open layout is even, for the search places layers itself.
+
+    Strategies of a recipe that leaves its chunks to `auto` have each their own best ones.
+    """
+    run = from_recipe(resolve(recipe, layout="even"))
+    if run.ep_cut and CHUNKS in unresolved(recipe):
+        return replace(run, ep_cut=Cut(stride=look(recipe, (*OVERLAP, "stride"))))
+    return run

@@ -1,1 +1,0 @@
-"""Which parallel strategies are legal, and within what was asked."""
