@@ -2,7 +2,7 @@
 
     python benchmarks/attention_balance.py [--prefix output/data/stdlib] [--steps 4] [--json]
 
-Corpora are synthetic (tools/data/synthetic.py, seeded) but for the last part. "slowest/mean" is the time of a step over
+Corpora are synthetic (tools/data/index.py, seeded) but for the last part. "slowest/mean" is the time of a step over
 that of a step whose attention is spread evenly, averaged over steps; what each number of micro-batches can reach at
 best is the bound next to it. Times are medians of one global batch; "CPU" counts this process's processor time, which
 a busy machine does not inflate as it does the wall clock.
@@ -36,8 +36,7 @@ from plugins.attention_balance.plan import (
 )
 from plugins.attention_balance.schedule.baselines import BASELINES
 from plugins.attention_balance.schedule.context_parallel import balanced, contiguous, head_tail
-from tools.data.index import IndexReader
-from tools.data.synthetic import CORPORA, synthetic_index
+from tools.data.index import CORPORA, IndexReader, synthetic_index
 from tools.layout.resolve import sample_cost
 from tools.recipe.load import load_recipe
 

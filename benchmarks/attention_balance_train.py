@@ -3,7 +3,7 @@
     python benchmarks/attention_balance_train.py [--steps 25] [--pairs 2]
 
 Trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many heads, through `tc3 train`, in turn (off
-on off on), one thread a worker. The corpus is synthetic: documents of `tools/data/synthetic.py`'s 128K mixture, their
+on off on), one thread a worker. The corpus is synthetic: documents of `tools/data/index.py`'s 128K mixture, their
 medians divided so that a sample has as many of them as one of 128K. By FLOPs, attention is about as large a part of
 this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); on CPU its share of the time is
 another. A sample's attention costs what its documents cost (plugins/cpu_backend/layers/by_document.py).
@@ -36,9 +36,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from plugins.attention_balance.plan import Cost, Layout, balance, build_gpt_index, epoch_plan  # noqa: E402
-from tools.data.index import map_lengths  # noqa: E402
-from tools.data.synthetic import CORPORA, document_lengths, write_corpus  # noqa: E402
-from tools.imbalance.recipe import setting_of  # noqa: E402
+from tools.data.imbalance.recipe import setting_of  # noqa: E402
+from tools.data.index import (  # noqa: E402
+    CORPORA,
+    document_lengths,
+    map_lengths,  # noqa: E402
+    write_corpus,
+)
 from tools.recipe.load import load_recipe  # noqa: E402
 from tools.runs.readings import read_metrics  # noqa: E402
 

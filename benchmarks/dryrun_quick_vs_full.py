@@ -16,7 +16,7 @@ import click
 
 from tools.check.check import check_recipe
 from tools.dryrun.compiles import compile_all
-from tools.dryrun.jobs import Plan, plan_jobs, without_files
+from tools.dryrun.plan import Plan, plan_jobs, without_files
 from tools.dryrun.quick import quick_plan
 from tools.dryrun.report import report_of
 from tools.ranges import Number
@@ -86,7 +86,7 @@ def main(jobs: int, only: str) -> None:
 def compare(name: str, changes: dict[str, Any], jobs: int) -> float:
     """Print a layout's rows; returns the worst stage's difference, as a share of what full depth says."""
     recipe = recipe_of(changes)
-    # tc3 check knows swapping by `swap_config`, which MindFormers hands no model: see tools/dryrun/stages.py
+    # tc3 check knows swapping by `swap_config`, which MindFormers hands no model: see tools/dryrun/plan.py
     errors = [str(error) for error in check_recipe(recipe).errors if "swap" not in str(error)]
     assert not errors, errors
     found = [memory(recipe, plan, jobs) for plan in (quick_plan(recipe), plan_jobs(recipe))]

@@ -31,14 +31,14 @@ COMMANDS = {
     "fusion": ("tools.fusion.cli:fusion", "Which operators DVM fuses into one kernel, and what that saves."),
     "generate": ("launch.generate.command:generate", "Let a trained mini go on with a text: see what it has learnt."),
     "memory": ("tools.memory.cli:memory", "Bytes of a device over a step without compiling; what would free some."),
-    "recipe": ("tools.show.cli:recipe", "Show a recipe flat, or compare two."),
+    "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or compare two."),
     "runs": ("tools.runs.cli:runs", "Where the time of runs went and why they failed; follow one that goes on."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
     "weights": ("tools.weights.cli:weights", "Look into checkpoints, average, lay out anew, to and from Hugging Face."),
 }
 # group -> command -> module:attribute, for commands whose room lies above their group's
-NESTED = {"data": {"imbalance": "tools.imbalance.cli:imbalance_command"}}
+NESTED = {"data": {"imbalance": "tools.data.imbalance.cli:imbalance_command"}}
 # name -> distribution; msprobe is the import name of the last (the README says which project not to install)
 STACK = {"MindSpore": "mindspore", "MindFormers": "mindformers", "mindstudio-probe": "mindstudio-probe"}
 

@@ -118,7 +118,7 @@ _OTHERS = {
     r"python -m tools\.catalogue": Way("by", "tests/recipes/test_cards.py"),
     r"python -m tools\.ep_report\.report_case": Way("by", "tests/tools/ep_report/test_cli.py"),
     r"python -m tools\.accuracy\.reference\.frozen": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
-    r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_passes.py"),
+    r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_cluster.py"),
     r"python (-m )?benchmarks[./]": Way("by", "tests/test_commands.py::test_a_benchmark_starts_as_it_is_written"),
     r"bash SCRIPT\b": Way("by", "tests/launch/on_cluster/test_run.py"),
     r"bash benchmarks/\S+\.sh": Way("by", "tests/test_lint.py"),
@@ -126,7 +126,7 @@ _OTHERS = {
         "by", "tests/training/test_one_worker.py"
     ),
     r"msrun --bind_numa \S+$": Way("by", "tests/launch/run/test_cores.py"),
-    r"python -c ": Way("by", "tests/tools/fusion/test_passes.py"),
+    r"python -c ": Way("by", "tests/tools/fusion/test_cluster.py"),
     r"srun --": Way("by", "tests/launch/agent/cluster"),
 }  # fmt: skip
 

@@ -143,5 +143,5 @@ def test_every_private_hook_is_listed():
     # these two hold what pynative.py names
     found -= {"launch/workers/accuracy_callback.py", "tools/accuracy/align/recorder.py"}
     # and these rely on what others keep private without replacing it
-    found |= {"plugins/cpu_backend/pynative.py", "tools/dryrun/compile/virtual_cluster.py", "launch/workers/cores.py"}
+    found |= {"plugins/cpu_backend/pynative.py", "tools/dryrun/virtual_cluster.py", "launch/workers/cores.py"}
     assert found == listed

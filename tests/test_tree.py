@@ -33,7 +33,7 @@ def test_files_are_short(folder):
 
 # what ends in a traceback for a user's input, and what to write instead
 UNSAFE = {
-    r"(?<!__file__\))\.resolve\(": "tools.files.paths.real_path: Path.resolve fails where links go in a circle",
+    r"(?<!__file__\))\.resolve\(": "tools.files.atomic.real_path: Path.resolve fails where links go in a circle",
     r"click\.(FLOAT|FloatRange)|type=float\b(?!\))": "tools.ranges.Number: click's own floats take nan and inf",
     r"safetensors\.numpy import.*save_file": "tools.checkpoint.stream: safetensors' own error is not an OSError",
 }

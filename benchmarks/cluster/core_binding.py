@@ -33,7 +33,7 @@ import psutil
 from launch.workers.cores import CORES
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
-from tools.host.root import Root
+from tools.process.host import Root
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACEMENTS = ("left", "divided", "free")

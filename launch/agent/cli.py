@@ -26,7 +26,7 @@ from launch.run.msrun import on_ascend, worker_count
 from launch.run.summary import ResumeCommand, complain, print_summary, summarize
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError
-from tools.host.names import read_hosts
+from tools.process.host import read_hosts
 from tools.ranges import Number
 from tools.runs.attempts import numbers, read_attempt
 from tools.schema.versions import unverified_option, unverified_words

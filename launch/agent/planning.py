@@ -25,7 +25,7 @@ from plugins.errors import ClusterError
 from plugins.sealed_checkpoint.plan import adopt, fault, step_of
 from plugins.spike_guard.skip import Ranges
 from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides

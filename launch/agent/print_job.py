@@ -15,7 +15,7 @@ from launch.on_cluster.script import in_checkout
 from launch.run import preflight
 from launch.run.effective import FULL_SIZE, chosen_recipe, resolved, steps_overrides
 from launch.run.msrun import ROOT, worker_count
-from tools.host.names import DEVICES, read_hosts
+from tools.process.host import DEVICES, read_hosts
 from tools.recipe.override import apply_overrides
 from tools.schema.versions import unverified_words
 

@@ -14,7 +14,7 @@ from launch.run.msrun import check_port
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.sealed_checkpoint.plan import adopt
 from tools.checkpoint.scan import CheckpointInfo
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 from tools.recipe.load import Recipe
 from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, read_attempts

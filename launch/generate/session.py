@@ -19,8 +19,8 @@ from launch.generate.answers import Refused
 from launch.generate.loop import Logits
 from launch.run.msrun import worker_environment
 from plugins.errors import CheckpointError
-from tools.files.tail import last_lines
-from tools.process.signals import terminate_as_interrupt
+from tools.files.atomic import last_lines
+from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.recipe.dump import dump_recipe
 

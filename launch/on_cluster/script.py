@@ -18,7 +18,7 @@ from launch.run.msrun import MASTER, ROOT, worker_count
 from launch.workers.cores import binds_itself
 from plugins.errors import ClusterError
 from plugins.operator_fusion import plan as operator_fusion
-from tools.host.names import DEVICES, read_hosts
+from tools.process.host import DEVICES, read_hosts
 from tools.recipe.load import Recipe, load_recipe
 from tools.schema.versions import VARIABLE, going_on, unverified_words
 

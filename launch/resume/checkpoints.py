@@ -28,7 +28,7 @@ from tools.checkpoint.scan import (
     set_aside,
 )
 from tools.checkpoint.slot_order import TRACKER, refuse_moved
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 from tools.layout.resolve import keep_sample_cost
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View

@@ -15,8 +15,7 @@ import click
 
 from launch.run.preflight import data_prefixes
 from plugins.errors import DataError
-from tools.files.atomic import write_atomically
-from tools.files.digest import sample, whole
+from tools.files.atomic import sampled_digest, whole_digest, write_atomically
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import LOADER, View
@@ -63,7 +62,7 @@ def _tokenizers(recipe: Recipe) -> list[str]:
 
 def _digest_of_file(path: Path) -> dict[str, Any]:
     try:
-        return {"prefix": str(path), "bytes": path.stat().st_size, "sample_sha256": sample(path)}
+        return {"prefix": str(path), "bytes": path.stat().st_size, "sample_sha256": sampled_digest(path)}
     except OSError as error:
         raise DataError(f"{dotted((*LOADER, 'data_files'))}: {path}: cannot be read ({error.strerror})") from None
 
@@ -74,7 +73,12 @@ def _digest(prefix: str) -> dict[str, Any]:
         sizes = {"idx_bytes": index.stat().st_size, "bin_bytes": tokens.stat().st_size}
         if sizes["idx_bytes"] > _SLOW:
             click.echo(f"{index}: reading its {sizes['idx_bytes'] / 1e9:.0f} GB, to know this data again", err=True)
-        return {"prefix": prefix, **sizes, "idx_sha256": whole(index), "bin_sample_sha256": sample(tokens)}
+        return {
+            "prefix": prefix,
+            **sizes,
+            "idx_sha256": whole_digest(index),
+            "bin_sample_sha256": sampled_digest(tokens),
+        }
     except OSError as error:
         raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: cannot be read ({error.strerror})") from None
 

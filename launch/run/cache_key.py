@@ -19,7 +19,7 @@ from typing import Any
 
 from launch.resume import data_digest
 from launch.run.msrun import ROOT
-from tools.files.digest import whole
+from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
 
 # of the recipe: folders of this run, and what is read by callbacks between steps alone
@@ -66,9 +66,9 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
     """
     return {
         "recipe": dict(_settings(recipe)),
-        "files": {value: whole(Path(value)) for value in _files_named(recipe)},
+        "files": {value: whole_digest(Path(value)) for value in _files_named(recipe)},
         "data": data_digest.digests(recipe),
-        "tokenizers": {str(file): whole(file) for file in _files_of_tokenizers(recipe)},
+        "tokenizers": {str(file): whole_digest(file) for file in _files_of_tokenizers(recipe)},
         "workers": [world, on_this_node],
         "sources": _sources([ROOT / top for top in SOURCES], ROOT),
         "packages": {name: _package(name) for name in PACKAGES},

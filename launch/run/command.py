@@ -44,8 +44,8 @@ from plugins.sealed_checkpoint.plan import adopt
 from tools.ranges import Number
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
+from tools.recipe.mini import WORKERS
 from tools.recipe.override import apply_overrides
-from tools.recipe.parallel_mini import WORKERS
 from tools.runs.readings import loss_rank
 from tools.schema.versions import require_verified, unverified_option, unverified_words
 

@@ -26,8 +26,7 @@ from launch.run import cache_key
 from launch.run.msrun import ROOT
 from plugins.cpu_backend import host_functions
 from plugins.errors import ClusterError, DataError, RecipeError
-from tools.files.atomic import atomic_file
-from tools.files.digest import whole
+from tools.files.atomic import atomic_file, whole_digest
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
@@ -269,7 +268,7 @@ def _copy(source: Path, target: Path) -> bool:
         for name, digest in sealed.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source / name, target / name)
-            if whole(target / name) != digest:
+            if whole_digest(target / name) != digest:
                 return False
         return bool(sealed)
     except (OSError, ValueError, AttributeError):
@@ -290,7 +289,7 @@ def _publish(own: Path, key: Path, rank: int, found: Mapping[str, Any]) -> None:
     if not all(_of_any_process(file.read_bytes()) for file in files if file.suffix == ".mindir"):
         (key / HOST_FUNCTIONS).touch()
         return
-    sealed = {str(file.relative_to(own)): whole(file) for file in files}
+    sealed = {str(file.relative_to(own)): whole_digest(file) for file in files}
     target, part = key / f"rank_{rank}", key / f".{_us()}.rank_{rank}"
     if not sealed or _sealed(target) == sealed:
         return

@@ -24,7 +24,7 @@ from tools.affinity.msrun import bind_file, obstacle, visible
 from tools.affinity.plan import Plan, make_plan
 from tools.affinity.topology import read_host
 from tools.files.atomic import write_atomically
-from tools.host.root import Root, compress
+from tools.process.host import Root, compress
 
 THREADS = "OMP_NUM_THREADS"
 OWN_CHOICE = "--bind_core=True"  # msrun's, for workers on NPUs of which no plan could be made

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from plugins.spike_guard.words import SPIKE
-from tools.files.tail import last_lines
+from tools.files.atomic import last_lines
 from tools.runs.attempts import Cause
 from tools.runs.failures import diagnose, without_noise
 

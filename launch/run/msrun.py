@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import ClusterError, RecipeError
-from tools.process import huge_pages
+from tools.process import children
 from tools.schema.versions import unverified_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,7 +124,7 @@ def worker_environment(
         "OMP_NUM_THREADS": str(threads),
         "GLOG_v": "3",
         "PYTHONUNBUFFERED": "1",
-        **huge_pages.ENVIRONMENT,
+        **children.HUGE_PAGES,
         "DEVICE_NUM_PER_NODE": str(workers),
         "LOG_MF_PATH": str(logs / "mindformers"),
     }

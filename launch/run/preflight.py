@@ -20,11 +20,11 @@ from plugins.sealed_checkpoint.plan import fault
 from plugins.semi_auto_cpu.chosen import chosen
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
-from tools.check.dispatch import check_dispatch
+from tools.check.plugins import check_dispatch
 from tools.checkpoint.scan import iterations
 from tools.data.index import read_blend
 from tools.data.outputs import read_sidecar
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 from tools.hardware.units import GIB
 from tools.recipe.load import Recipe
 from tools.recipe.view import View

@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import load_mini
-from tools.recipe.parallel_mini import WORKERS
+from tools.recipe.mini import WORKERS, load_mini
 
 
 @dataclass(frozen=True)

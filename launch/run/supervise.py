@@ -20,7 +20,7 @@ from pathlib import Path
 from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lines, worker_failure
 from launch.run.processes import Family, Member, children_now, family_of, has_ended
 from launch.workers.lifeline import adopt_orphans, die_with_parent
-from tools.files.tail import last_lines
+from tools.files.atomic import last_lines
 
 POLL = 0.2  # seconds between looks at the workers
 SCAN = 1.0  # seconds between searches for new descendants

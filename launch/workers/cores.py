@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-from tools.host.root import expand
+from tools.process.host import expand
 
 CORES = "TC3_CORES"  # lists of cores by local rank, with blanks between: "0-3,8 4-7,9"
 BIND_FILE = "MSRUN_BIND_FILE"  # msrun sets it where it has bound the worker by a file

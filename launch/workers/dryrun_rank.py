@@ -2,7 +2,7 @@
 
     python -m launch.workers.dryrun_rank JOB.json OUT.json [GRAPH.ir.gz]
 
-JOB.json is `tools.dryrun.compile.job.Job`; OUT.json appears when the compile is over, whole or not at all,
+JOB.json is `tools.dryrun.plan.Job`; OUT.json appears when the compile is over, whole or not at all,
 and before it the text of the final graph, if its place is given.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 
 from launch.workers.lifeline import die_with_parent
 from plugins import enable_plugins
-from tools.dryrun.compile.job import Job
-from tools.dryrun.compile.rank import compile_job
+from tools.dryrun.plan import Job
+from tools.dryrun.rank import compile_job
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 

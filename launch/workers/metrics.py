@@ -14,7 +14,7 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from launch.workers.executed_calls import FirstStep
 from plugins.lines import append_line
 from tools.dryrun.executed import calls_file
-from tools.dryrun.layout import kinds_of
+from tools.dryrun.memory import kinds_of
 
 
 def metrics_file(run_dir: str | Path, rank: int) -> Path:

@@ -3,16 +3,16 @@
 import pytest
 
 from benchmarks.parallel_mini import in_float32, one_process
-from tests.tools.recipe.test_parallel_mini import family
+from tests.tools.recipe.test_mini import large_family
 from tools.check.check import check_recipe
 from tools.layout.resolve import resolve
+from tools.recipe.diff import compare
 from tools.recipe.load import Recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.view import View
-from tools.show.diff import compare
 
 
-@pytest.mark.parametrize("path", list(family()), ids=lambda path: f"{path.parent.name}/{path.stem}")
+@pytest.mark.parametrize("path", list(large_family()), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_it_takes_the_same_samples_in_the_same_small_steps(path):
     mini = load_mini(path, workers=8)
     in_float32(mini)

@@ -157,7 +157,7 @@ def test_an_interrupt_while_a_command_runs(tmp_path):
     os.mkfifo(tmp_path / "open")
     code = f"""
 from launch import cli
-import tools.show.cli as recipe
+import tools.recipe.cli as recipe
 def slow(*args):
     open({str(tmp_path / "open")!r}, "w").close()
     __import__("time").sleep(60)

@@ -7,8 +7,8 @@ from click.testing import CliRunner
 from tests.recipes.oracles import RECIPES, load
 from tests.tools.check.test_data_files import write
 from tools.check.check import check_recipe
+from tools.data.imbalance.cli import imbalance_command
 from tools.data.index import read_blend
-from tools.imbalance.cli import imbalance_command
 
 BLENDED = RECIPES / "mini" / "pretrain_blended.yaml"
 

@@ -11,12 +11,10 @@ from launch.run.effective import FULL_SIZE
 from plugins.errors import RecipeError
 from tests.recipes.oracles import RECIPES, ROOT, all_recipes, load
 from tests.recipes.test_numbers import CARDS, ENTRIES
-from tools.catalogue import __main__ as command
-from tools.catalogue.cards import assumptions, load_card, load_cards
-from tools.catalogue.measures import MEASURES, ROLES
-from tools.catalogue.table import catalogue
 from tools.doctor import cli as doctor  # its import enters every check
 from tools.doctor.checks import CHECKS
+from tools.recipe import catalogue as command
+from tools.recipe.catalogue import MEASURES, ROLES, assumptions, catalogue, load_card, load_cards
 
 ASSUMED = [(card, *row) for card in CARDS.values() for row in assumptions(card)]
 CONFLICTS = [(card, conflict) for card in CARDS.values() for conflict in card.conflicts]

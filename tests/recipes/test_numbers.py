@@ -20,7 +20,7 @@ from tests.recipes.oracles import (
     count_parameters,
     load,
 )
-from tools.catalogue.cards import load_card
+from tools.recipe.catalogue import load_card
 from tools.recipe.load import load_recipe
 
 CARDS = {path.parent.name: load_card(path) for path in RECIPES.glob("*/card.yaml")}

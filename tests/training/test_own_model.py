@@ -7,8 +7,7 @@ from click.testing import CliRunner
 
 from launch.cli import tc3
 from tests.training import runs
-from tools.check.check import check_recipe
-from tools.check.table import table_of
+from tools.check.check import check_recipe, table_of
 from tools.recipe.load import load_recipe
 from tools.recipe.mini import load_mini
 from tools.recipe.view import View

@@ -15,7 +15,7 @@ from launch.workers import leave_request
 from tests.training import runs
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
-from tools.host.root import Root, compress
+from tools.process.host import Root, compress
 from tools.runs.attempts import folder_of, read_attempt
 
 pytestmark = pytest.mark.slow

@@ -26,7 +26,7 @@ from tools.accuracy.fusion.cli import fusion_command
 from tools.accuracy.judge import DEFAULT, NAMES
 from tools.accuracy.pages import check_out, check_page
 from tools.files.atomic import write_atomically
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option

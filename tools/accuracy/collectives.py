@@ -18,15 +18,13 @@ from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
 from plugins.semi_auto_cpu.exchange.calls import CallRecord
 from tools.accuracy.equivalence.runs import launch, make_corpus
-from tools.dryrun.compiles import compile_all
-from tools.dryrun.diagnose import diagnose
+from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places
-from tools.dryrun.jobs import plan_jobs, without_files
+from tools.dryrun.plan import plan_jobs, without_files
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
-from tools.recipe.mini import CORPUS, load_mini
+from tools.recipe.mini import CORPUS, WORKERS, load_mini
 from tools.recipe.override import apply_overrides
-from tools.recipe.parallel_mini import WORKERS
 from tools.recipe.view import LOADER, View, look
 
 STEPS = 2  # trained; the first one's collectives are compared

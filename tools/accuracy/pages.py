@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from plugins.errors import DataError
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 
 BEGINS = b"<!DOCTYPE html>"
 STYLE = """

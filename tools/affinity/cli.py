@@ -16,7 +16,7 @@ from tools.affinity.picture import picture
 from tools.affinity.plan import Plan, how_far
 from tools.affinity.topology import Host, read_host, root_option
 from tools.files.atomic import check_writable, write_atomically
-from tools.host.root import Root, compress
+from tools.process.host import Root, compress
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

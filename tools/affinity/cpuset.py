@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plugins.processor_time import groups, upwards
-from tools.host.root import Root, expand
+from tools.process.host import Root, expand
 
 MSRUN_READS = "/sys/fs/cgroup/cpuset/cpuset.cpus"  # mindspore/runtime/thread_bind_core.py, _get_available_cpus (2.9.0)
 

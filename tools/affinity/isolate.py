@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tools.affinity.plan import Plan
-from tools.host.root import compress
+from tools.process.host import compress
 
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from typing import Any
 from plugins.errors import ClusterError
 from tools.affinity.plan import Plan, make_plan
 from tools.affinity.topology import Host
-from tools.host.root import compress
+from tools.process.host import compress
 from tools.ranges import RANGES, Range
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View

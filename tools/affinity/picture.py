@@ -5,7 +5,7 @@ from __future__ import annotations
 from string import ascii_lowercase, digits
 
 from tools.affinity.plan import Plan
-from tools.host.root import compress
+from tools.process.host import compress
 
 _LEGEND = "0-9a-z: the worker of that rank   I: interrupts   S: system   .: nobody's   x: not allowed"
 _MARKS = digits + ascii_lowercase

@@ -11,8 +11,8 @@ import click
 
 from plugins.errors import ClusterError
 from tools.affinity.cpuset import allowed, msrun_sees
-from tools.host import npu_smi
-from tools.host.root import OUTPUTS, Root, expand
+from tools.process import host
+from tools.process.host import OUTPUTS, Root, expand
 
 NODES = "/sys/devices/system/node"
 OWN, SOCKET = 10, 20  # distances of the ACPI: a node's own is 10; below 20 is taken for the same socket
@@ -117,12 +117,12 @@ def _memory(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
 
 def _npus(root: Root, nodes: Mapping[int, list[int]]) -> dict[int, int | None]:
     """From `npu-smi info -t topo`; from the PCI addresses of `npu-smi info` for those of which it does not say."""
-    chips = npu_smi.chips(root.ask("npu-smi", "info") or "")
+    chips = host.chips(root.ask("npu-smi", "info") or "")
     found: dict[int, int | None] = {chip.device: _pci_node(root, chip.bus, nodes) for chip in chips}
     # its rows are cards; a container that sees only some of them numbers devices from 0
     single = len({chip.card for chip in chips}) == len(chips)
     device_of = {chip.card: chip.device for chip in chips} if single else {}
-    for card, cores in npu_smi.core_lists(root.ask("npu-smi", "info", "-t", "topo") or "").items():
+    for card, cores in host.core_lists(root.ask("npu-smi", "info", "-t", "topo") or "").items():
         near, npu = set(expand(cores)), device_of.get(card, card)
         node = max(nodes, key=lambda number: len(near.intersection(nodes[number])))
         found[npu] = node if near.intersection(nodes[node]) else None

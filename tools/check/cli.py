@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from tools.check.built import check_built
+from tools.check.build import check_built
 from tools.check.check import check_recipe, is_fragment
 from tools.process.waiting import saying
 from tools.ranges import Tokens
@@ -56,7 +56,7 @@ def check(
     Exit codes: 0 clean, 1 findings, 2 a file cannot be read.
     """
     if schema:
-        from tools.schema.json_schema import json_schema
+        from tools.schema.schema import json_schema
 
         click.echo(json_schema(load_schema()), nl=False)
         return
@@ -91,7 +91,8 @@ def _count(recipes: int) -> str:
 
 def _print(reports: list[Report]) -> None:
     """Findings first, then the table, then one line of summary."""
-    from tools.check.table import FORMULA, render
+    from tools.check.check import FORMULA
+    from tools.check.check import side_by_side as render
 
     console = Console(soft_wrap=True, highlight=False)
     for report in reports:

@@ -1,13 +1,16 @@
-"""Features that do not go together, each with the MindFormers line that would fail, or that would not notice."""
+"""Features that do not go together, each with the MindFormers line that would fail, or that would not notice.
+
+Among them are what a recipe of the CPU cannot have, data parallel (plugins/cpu_backend) or sharded
+(plugins/semi_auto_cpu), and MindFormers' own balancing of experts: where it refuses to start, and where it moves
+experts to a wrong place.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
-from tools.check.cpu import check_cpu
 from tools.check.differences import modelled
-from tools.check.layers.relocation import check_relocation
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
 from tools.recipe.view import LOADER, MODEL, PARALLEL, RUNNER, View
@@ -283,3 +286,100 @@ def _background_save(view: View, found: Findings) -> None:
             "a save may be taken for complete while ranks still write it"
         )
         found.error(path, wrong, f"False, or at most {_FLAGS} devices", rule="async_save_ranks")
+
+
+Rule = tuple[bool, KeyPath, str, str]  # whether it holds, where, what is right, why
+
+
+def check_cpu(view: View, built: Built, found: Findings) -> None:
+    """What the CPU refuses deep inside MindSpore, and what only CPU gets wrong in silence."""
+    rules = _sharded(view) if view.sharded_on_cpu else _data_parallel(view, built)
+    for holds, path, right, why in [*_always(view), *rules]:
+        if not holds:
+            found.error(path, "cannot run on CPU" + (f" ({why})" if why else ""), f"device_target CPU needs {right}")
+    if view.get(("monitor_config", "monitor_on")) is True:
+        found.error(("monitor_config", "monitor_on"), "cannot run on CPU", "False")
+
+
+def _always(view: View) -> list[Rule]:
+    mode, clip = view.get(("context", "mode"), 0), ("runner_wrapper", "use_clip_grad")
+    unclipped = "True, with a max_grad_norm that no gradient reaches"
+    return [
+        (mode in (0, "GRAPH_MODE"), ("context", "mode"), "0", "PyNative is 20 times slower"),
+        (not view.flag((*RUNNER, "sink_mode"), True), (*RUNNER, "sink_mode"), "False", "it multiplies the epochs"),
+        (view.flag(clip, True), clip, unclipped, "a step cannot return None for the norm"),
+    ]
+
+
+def _data_parallel(view: View, built: Built) -> list[Rule]:
+    """As `plugins.cpu_backend.adapter.check`."""
+    fields, wrapper = built.fields, ("runner_wrapper", "type")
+    mode = view.get(("parallel", "parallel_mode"), 1)
+    return [
+        (fields.get("compute_dtype") in ("float32", "fp32"), (*MODEL, "compute_dtype"), "float32", "no bf16 kernels"),
+        (fields.get("fused_norm") is False, (*MODEL, "fused_norm"), "False", "no RmsNorm kernel"),
+        (fields.get("hidden_act") == "swiglu", (*MODEL, "hidden_act"), "'swiglu'", "no fused kernel"),
+        (mode in (0, "DATA_PARALLEL"), ("parallel", "parallel_mode"), "0 (data parallel) or 1 (semi-auto)", ""),
+        (view.get(wrapper) == "MFTrainOneStepCell", wrapper, "MFTrainOneStepCell", ""),
+        *(
+            (view.get((*PARALLEL, key), 1) == 1, (*PARALLEL, key), "1, or parallel.parallel_mode: 1", "data parallel")
+            for key in ("model_parallel", "pipeline_stage", "context_parallel")
+        ),
+        (
+            view.ep == 1 or bool(view.get(("plugins", "hierarchical_ep"))),
+            (*PARALLEL, "expert_parallel"),
+            "1, or plugins.hierarchical_ep, or parallel.parallel_mode: 1",
+            "MindFormers' dispatchers have no kernels in data parallel",
+        ),
+    ]
+
+
+def _sharded(view: View) -> list[Rule]:
+    level = ("context", "dataset_broadcast_opt_level")
+    return [
+        (view.get(level) == 0, level, "0", "other tensor-parallel ranks would be given no data"),
+    ]
+
+
+KEYS = ("print_expert_load", "enable_expert_relocation")
+_OPTIMIZER, _SHARDED = ("optimizer", "type"), ("parallel", "enable_parallel_optimizer")
+_OURS = "leave it out; plugins.expert_balance does this"
+# mindformers 1.9.0, moe_layer.py: the rows that a rank sends are sorted by np.argsort, which keeps no order among the
+# experts that go to one device, and the slots that the router's map gives them are popped from a set
+_MISPLACED = (
+    "weights do not land where the router's map says: experts that go to one device are sent in the order of an "
+    "unstable sort (192 experts on 8 devices: 100 of them misplaced, in 20 of 20 trials; 16 on 4: in 5 of 20, with "
+    "AVX-512)"
+)
+
+
+def check_relocation(view: View, built: Built, found: Findings) -> None:
+    """Rules of `print_expert_load` and `enable_expert_relocation`."""
+    on = [(*MODEL, key) for key in KEYS if built.fields.get(key)]
+    if not on or not built.number("num_moe_experts"):
+        return
+    dispatcher = built.fields.get("moe_token_dispatcher_type")
+    if dispatcher != DEFAULT_DISPATCHER:
+        for key in on:
+            only = f"works with the {DEFAULT_DISPATCHER} dispatcher only, not {dispatcher}"
+            found.error(key, only, rule="relocation")
+    _refused_by_trainer(on[0], view, built, found)
+    relocation = (*MODEL, "enable_expert_relocation")
+    if relocation in on and built.number("num_moe_experts") > max(view.ep, 1):
+        found.error(relocation, _MISPLACED, _OURS, rule="relocation_order")
+
+
+def _refused_by_trainer(key: KeyPath, view: View, built: Built, found: Findings) -> None:
+    """What MindFormers' trainer stops at; without checkpoints it starts, and what it trains is lost."""
+    optimizer = view.get(_OPTIMIZER)
+    if optimizer != "AdamW":
+        found.error(key, f"works with AdamW only, not {optimizer}", _OURS, rule="relocation_adamw")
+    if view.flag(_SHARDED):
+        found.error(key, f"does not work with {'.'.join(_SHARDED)}", _OURS, rule="relocation_sharded")
+    if built.number("moe_router_num_groups") > 1:
+        found.error(key, "does not work with n_group above 1", _OURS, rule="relocation_groups")
+    callbacks = view.get(("callbacks",)) or []
+    if any(isinstance(each, dict) and each.get("type") == "CheckpointMonitor" for each in callbacks):
+        found.error(key, "does not work with CheckpointMonitor", _OURS, rule="relocation_saves")
+    else:
+        found.warning(key, "without a CheckpointMonitor, which it refuses, this run saves nothing", _OURS)

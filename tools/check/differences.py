@@ -7,7 +7,7 @@ numbers.
 from __future__ import annotations
 
 from plugins.hierarchical_ep.settings import DEFAULT_DISPATCHER, DISPATCHER_OF
-from tools.catalogue.cards import why_modelled
+from tools.recipe.catalogue import why_modelled
 from tools.recipe.findings import Findings
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, MODEL, View

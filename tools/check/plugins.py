@@ -1,13 +1,20 @@
-"""Rules about the `plugins:` section: what each plugin's own reader refuses, and what does not go together."""
+"""Rules about the `plugins:` section: what each plugin's own reader refuses, and what does not go together.
+
+`check_dispatch` lays the collective programs of the ranks of an EP group side by side before a launch and finds out
+whether all of them come to an end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from plugins.attention_balance import settings as attention_balance
 from plugins.ep_overlap import settings as ep_overlap
+from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
 from plugins.expert_balance import limits as expert_limits
 from plugins.expert_balance import settings as expert_balance
@@ -15,16 +22,19 @@ from plugins.finite_loss import plan as finite_loss
 from plugins.group_aux_loss import settings as group_aux_loss
 from plugins.grouped_gradient import plan as grouped_gradient
 from plugins.hierarchical_ep import settings as hierarchical_ep
+from plugins.hierarchical_ep.plan import make_plan
+from plugins.hierarchical_ep.programs import check_groups, check_programs, creation_orders, programs_of
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
 from plugins.spike_guard import settings as spike_guard
 from plugins.straggler_probe import settings as straggler_probe
-from tools.check.layers.relocation import KEYS as MINDFORMERS_OWN
+from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
-from tools.recipe.load import KeyPath
+from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.view import LOADER, MODEL, PARALLEL, View
-from tools.schema.converter import Built
+from tools.schema.converter import Built, convert
+from tools.schema.schema import load_schema
 
 _HIERARCHICAL, _OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
 _FINITE, _GROUP_LOSS = ("plugins", "finite_loss"), ("plugins", "group_aux_loss")
@@ -205,3 +215,52 @@ def _refused(section: KeyPath, error: RecipeError, found: Findings) -> None:
         found.error(path, wrong)
     else:
         found.error(section, str(error))
+
+
+_BATCH, _SEQUENCE = 4, 8  # tokens of a rank in the trial, at least one for each chunk
+
+
+def check_dispatch(recipe: Recipe) -> None:
+    """Play one layer of `plugins.hierarchical_ep`, forward and backward, on all ranks of one EP group.
+
+    All EP groups of a run are the same but for the numbers of their ranks. Routing is random; groups, operations and
+    their order do not depend on it, and split lists must agree whatever it is.
+
+    Raises:
+        ClusterError: ranks that disagree or wait for each other; names the first of them.
+    """
+    plugins = recipe.get("plugins") or {}
+    if not plugins.get("hierarchical_ep"):
+        return
+    view = View(recipe)
+    fields = convert(view, load_schema()).fields
+    settings = hierarchical_ep.read(
+        plugins["hierarchical_ep"],
+        view.ep,
+        fields.get("npu_nums_per_device") or DEVICES_PER_NODE,
+        fields["num_moe_experts"],
+        rank=0,
+    )
+    topology, top_k = settings.topology, fields["moe_router_topk"]
+    check_groups(creation_orders(topology))
+    chunks, stride = _cut(plugins)
+    slices = chunk_slices(max(_BATCH, chunks[0]), max(_SEQUENCE, chunks[1]), chunks)
+    rng = np.random.default_rng(0)
+    plans = []
+    for piece in slices:
+        scores = rng.random((topology.ep, len(piece), topology.experts))
+        plans.append(make_plan(settings.mode, topology, list(np.argsort(scores, axis=-1)[..., :top_k])))
+    check_programs(programs_of(*plans, order=_order(plans[0], len(slices), stride)))
+
+
+def _cut(plugins: Mapping[str, Any]) -> tuple[tuple[int, int], int]:
+    return ep_overlap.read(plugins["ep_overlap"]) if plugins.get("ep_overlap") else ((1, 1), 1)
+
+
+def _order(plan: Any, chunks: int, stride: int) -> list[tuple[int, int]]:
+    """The order of issue, of the steps that communicate: (chunk, index among the plan's forward steps)."""
+    names = [step.step for step in plan.forward]
+    if len(names) == 2:  # one All-to-All each way
+        names = ["dispatch.intra", "combine.intra"]
+    issued = ep_overlap.order(stride, chunks) if chunks > 1 else [(0, step) for step in FORWARD_STEPS]
+    return [(chunk, names.index(step)) for chunk, step in issued if step in names]

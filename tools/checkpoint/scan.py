@@ -10,7 +10,7 @@ from pathlib import Path
 
 from plugins.sealed_checkpoint import plan
 from plugins.sealed_checkpoint.plan import iteration, iterations, unfinished
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 
 __all__ = ["CheckpointInfo", "is_sealed", "iteration", "iterations", "later_than", "scan_checkpoints", "set_aside"]
 ASIDE = "set_aside_"  # before an iteration's name: no reader takes it for a checkpoint of the run

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from plugins.errors import DataError
-from tools.data.reporter import TerminalReporter
 from tools.data.sources import FOLDER_SUFFIXES, Corpus
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
+from tools.process.waiting import TerminalReporter
 from tools.ranges import Number
 
 DEFAULT_VOCAB = 2048

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import DataError, did_you_mean, not_json
-from tools.process.signals import uninterrupted
+from tools.process.children import uninterrupted
 
 # What a sidecar must hold before anything relies on it: an edited or cut one is named, by key.
 

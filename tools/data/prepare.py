@@ -17,12 +17,12 @@ from plugins.errors import DataError
 from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import IndexWriter, choose_dtype
-from tools.data.reporter import Reporter
 from tools.data.sources import Corpus, Skips, held_out, spread
 from tools.data.tokenizer import Coder, Tokenizer, TokenizerSpec
 from tools.data.verify import verify
-from tools.data.workers import ordered_map
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
+from tools.process.children import ordered_map
+from tools.process.waiting import Reporter
 
 TRAIN_BYTES = 32 << 20  # a tokenizer is trained on about this much text, spread over the corpus
 VERIFY_BYTES = 64 << 20  # about this much text is decoded and compared after writing

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from plugins.errors import DataError, did_you_mean
-from tools.data.reporter import Reporter
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
+from tools.process.waiting import Reporter
 
 # Choices that depend on nothing but a salt and what is chosen from: the same in every run, on every machine.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from plugins.errors import DataError, did_you_mean
-from tools.process.signals import interruptibly
+from tools.process.children import interruptibly
 
 EOD_TOKEN = "<|endoftext|>"  # id 0 in a tokenizer trained here
 SMALLEST_VOCAB = 256 + 1  # every byte, and EOD_TOKEN

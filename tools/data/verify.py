@@ -15,9 +15,9 @@ from tools.data import outputs
 from tools.data import tokenizer as tokenizers
 from tools.data.index import BrokenIndexError, IndexReader
 from tools.data.outputs import check_form
-from tools.data.reporter import Reporter
 from tools.data.sources import STDLIB_NAMES, Corpus, Skips, chosen, held_out
 from tools.data.tokenizer import Coder, Tokenizer
+from tools.process.waiting import Reporter
 
 _SHOWN = 10
 _BATCH_CHARACTERS = 1 << 18

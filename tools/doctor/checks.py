@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tools.host.root import Root
+from tools.process.host import Root
 from tools.recipe.view import View
 
 Verdict = Literal["ok", "warn", "fail", "unknown"]  # unknown is never ok

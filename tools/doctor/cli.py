@@ -21,8 +21,7 @@ from tools.doctor.nodes.compare import text as comparison_as_text
 from tools.doctor.probe.outliers import findings as probe_findings
 from tools.doctor.probe.run import probe_if, probe_options
 from tools.doctor.report import Report
-from tools.host.names import read_hosts
-from tools.host.root import Root
+from tools.process.host import Root, read_hosts
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View

@@ -20,8 +20,8 @@ from tools.data.index import read_blend
 from tools.doctor.checks import Patient
 from tools.doctor.network import card_sizes
 from tools.doctor.npu import ascend_versions
-from tools.files.digest import sample
-from tools.host import npu_smi
+from tools.files.atomic import sampled_digest
+from tools.process import host
 from tools.recipe.dump import recipe_text
 from tools.recipe.view import LOADER
 from tools.schema.versions import installed
@@ -70,7 +70,7 @@ def _python(patient: Patient) -> Facts:
 
 def _npus(patient: Patient) -> str | None:
     """``8 x 910B3``; devices without a name where npu-smi does not tell."""
-    chips = Counter(chip.name for chip in npu_smi.chips(patient.root.ask("npu-smi", "info") or ""))
+    chips = Counter(chip.name for chip in host.chips(patient.root.ask("npu-smi", "info") or ""))
     if chips:
         return ", ".join(f"{count} x {name}" for name, count in sorted(chips.items()))
     devices = len(patient.root.find("/dev/davinci[0-9]*"))
@@ -95,7 +95,7 @@ def _data(prefix: str) -> str | None:
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
         sizes = f".idx {index.stat().st_size:,} bytes, .bin {tokens.stat().st_size:,} bytes"
-        both = hashlib.sha256((sample(index) + sample(tokens)).encode()).hexdigest()[:_DIGITS]
+        both = hashlib.sha256((sampled_digest(index) + sampled_digest(tokens)).encode()).hexdigest()[:_DIGITS]
     except FileNotFoundError:
         return "not there"
     except OSError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from tools.check.table import table_of
+from tools.check.check import table_of
 from tools.doctor.checks import Answer, Patient, check
 from tools.doctor.system import free_space
 from tools.hardware.units import GIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from tools.doctor.checks import Answer, Patient, check
-from tools.host.root import Root, compress, expand
+from tools.process.host import Root, compress, expand
 
 MASTER_PORT = 8118  # msrun's own default
 _BASE, _COUNT = 60000, 32

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from tools.doctor.checks import REPORT, Answer, Patient, check
-from tools.host import npu_smi
-from tools.host.root import Root
+from tools.process import host
+from tools.process.host import Root
 
 _HCCN = "/usr/local/Ascend/driver/tools/hccn_tool"
 _ASCEND = "/usr/local/Ascend"
@@ -54,9 +54,11 @@ def npu_health(patient: Patient) -> Answer:
     text = _table(patient)
     if text is None:
         return Answer("unknown", _SILENT)
-    chips = npu_smi.chips(text)
+    chips = host.chips(text)
     if not chips:
-        return Answer("unknown", f"npu-smi {npu_smi.version(text) or ''}: a table of a form that is not known here")
+        return Answer(
+            "unknown", f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
+        )
     bad = [f"NPU {chip.device} {chip.health}" for chip in chips if chip.health != "OK"]
     if not bad and len(chips) < len(_devices(patient)):
         return Answer("unknown", f"{len(chips)} OK, of {len(_devices(patient))} (/dev/davinci*) npu-smi shows no more")
@@ -74,7 +76,7 @@ def npu_processes(patient: Patient) -> Answer:
     text = _table(patient)
     if text is None:
         return Answer("unknown", _SILENT)
-    found = npu_smi.processes(text)
+    found = host.npu_processes(text)
     if found is None:
         return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
     rows = [f"{name or 'process'} {pid} on NPU {card}" for card, pid, name in found]
@@ -92,7 +94,7 @@ def npu_clock(patient: Patient) -> Answer:
     table = _table(patient)
     if table is None:
         return Answer("unknown", _SILENT)
-    chips = npu_smi.chips(table)
+    chips = host.chips(table)
     seen, slow, resting = [], False, False
     for card in sorted({chip.card for chip in chips}):
         text = patient.root.ask("npu-smi", "info", "-t", "common", "-i", str(card)) or ""

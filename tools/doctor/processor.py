@@ -8,7 +8,7 @@ from tools.affinity.cpuset import MSRUN_READS, allowed, msrun_sees
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
 from tools.doctor.checks import REPORT, Answer, Patient, check
-from tools.host.root import compress, expand
+from tools.process.host import compress, expand
 
 _CPU = "/sys/devices/system/cpu"
 _WAKES = 10  # microseconds: deeper states are for hosts without work

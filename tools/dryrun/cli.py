@@ -14,11 +14,10 @@ from rich.console import Console
 
 from tools.check.check import check_recipe
 from tools.check.differences import modelled
-from tools.dryrun.compiles import compile_all
-from tools.dryrun.diagnose import refusal_of
-from tools.dryrun.jobs import plan_jobs, resized, without_files
-from tools.dryrun.picture import draw
+from tools.dryrun.compiles import compile_all, refusal_of
+from tools.dryrun.plan import plan_jobs, resized, without_files
 from tools.dryrun.quick import quick_plan
+from tools.dryrun.render import draw
 from tools.dryrun.report import report_of
 from tools.estimate.memory.time_line import TimeLine, check_form, write_line
 from tools.files.atomic import check_writable

@@ -1,18 +1,279 @@
-"""Results of all compiles of a plan, from the cache where it has them; the others are compiled with a bar."""
+"""Compile the jobs of a plan, each in a process of its own, and keep the results by content.
+
+As many processes run at once as cores and free memory allow, and none outlives its parent. The same recipe, rank, code
+and versions are compiled once. A refusal by MindSpore or MindFormers is a result, too: `diagnose` finds the key of the
+recipe that caused the message.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import re
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import click
+import psutil
 from rich.console import Console
 
-from tools.dryrun.compile import cache
-from tools.dryrun.compile.job import Job
-from tools.dryrun.compile.pool import run_jobs
-from tools.dryrun.jobs import Plan
+from plugins.errors import ClusterError
+from tools.dryrun.plan import Job, Plan
+from tools.estimate.from_recipe import LEVEL
+from tools.hardware.units import GIB
+from tools.process import children
+from tools.process.children import terminate_as_interrupt
+from tools.recipe.load import Recipe
+from tools.recipe.override import dotted
+from tools.recipe.view import View
+
+_M = "model.model_config"
+_P = "parallel_config"
+
+# what stands in the message -> the key; the first that matches counts
+_KEYS: tuple[tuple[str, str], ...] = (
+    (r"no attribute 'qk_pos_emb_head_dim'", f"{_M}.position_embedding_type"),  # YaRN without multi-latent attention
+    (r"offset", f"{_M}.offset"),
+    (r"pipeline_scheduler|seqvpp|zero_bubble", "parallel.pipeline_config.pipeline_scheduler"),
+    (r"pp_interleave_num|pipeline_interleave|interleave", f"{_M}.pp_interleave_num"),
+    (r"micro_batch|micro size|micro_size", f"{_P}.micro_batch_num"),
+    (r"num_attention_heads|attention head|num_heads", f"{_P}.model_parallel"),
+    (r"expert_parallel|expert_model_parallel|num_experts|expert num", f"{_P}.expert_parallel"),
+    (r"dispatcher", f"{_M}.moe_token_dispatcher_type"),
+    (r"dataset_strategy", "parallel.dataset_strategy"),
+    (r"context_parallel|ulysses|ring attention", f"{_P}.context_parallel"),
+    (r"vocab", f"{_M}.vocab_size"),
+    (r"pipeline_stage|stage_num|stage num", f"{_P}.pipeline_stage"),
+    (r"data_parallel", f"{_P}.data_parallel"),
+    (r"model_parallel|tensor_model_parallel", f"{_P}.model_parallel"),
+    (r"device_num|device num|devices", f"{_P}.data_parallel"),
+    (r"seq_length|sequence length|seq_len", f"{_M}.seq_length"),
+)
+# where in the Python sources a collective or an error stands -> the key
+_SOURCES: tuple[tuple[str, str], ...] = (
+    (r"hierarchical_ep/", "plugins.hierarchical_ep"),
+    (r"ep_overlap/", "plugins.ep_overlap"),
+    (r"token_dispatcher|moe/", f"{_M}.moe_token_dispatcher_type"),
+    (r"attention", f"{_P}.context_parallel"),
+    (r"tensor_parallel/", f"{_P}.model_parallel"),
+)
+_NOISE = re.compile(r"\n-{3,}.*", re.DOTALL)  # MindSpore appends framework call stacks below ruled lines
+
+
+# what MindSpore says of its own graph, not of a recipe; the Python lines below it are where it was, not the cause
+_INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
+
+
+def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
+    """One line: the key, and the message without the framework's call stacks.
+
+    Args:
+        kind: class of the exception.
+        recipe: that was compiled; some causes show in its keys alone.
+    """
+    said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
+    if _INTERNAL.search(said):
+        return f"{_internal(recipe)}{kind}: {said} (an error inside MindSpore, which names no key)"
+    key = _first(_KEYS, said) or source_key(message)
+    place = f"{key}: " if key else ""
+    return f"{place}{kind}: {said}" + ("" if key else " (no key of the recipe is known for this message)")
+
+
+def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
+    """Why a rank did not compile, in one line."""
+    again = " (cached; --no-cache)" if result.get("cached") else ""
+    error = result["error"]
+    return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
+
+
+def _internal(recipe: Recipe | None) -> str:
+    """The key that is known to end in an error of MindSpore's own."""
+    if recipe is None or View(recipe).pp == 1 or View(recipe).get(LEVEL) != "level3":
+        return ""
+    return (
+        f"{dotted(LEVEL)}: level3: MindSpore 2.9.0 compiled no pipeline with it that was tried, and did with level1: "
+    )
+
+
+def source_key(source: str) -> str:
+    """The key that put a line of Python into the graph, or an empty string."""
+    return _first(_SOURCES, source)
+
+
+def _first(table: tuple[tuple[str, str], ...], text: str) -> str:
+    return next((key for pattern, key in table if re.search(pattern, text, re.IGNORECASE)), "")
+
+
+ROOT = Path(__file__).resolve().parents[3]
+# what a result depends on: not how it is put together and shown
+_CODE = (
+    *("plugins", "launch/workers/dryrun_rank.py", "tools/recipe/view.py", "tools/check/arithmetic.py"),
+    "tools/schema/converter.py",
+    *("tools/dryrun/rank.py", "tools/dryrun/virtual_cluster.py", "tools/dryrun/memory.py"),
+    *("tools/dryrun/graph_text.py", "tools/dryrun/collectives.py", "tools/dryrun/activations.py"),
+    "tools/estimate/memory/training_graph.py",
+)
+_PACKAGES = ("mindspore", "mindformers")
+
+
+def cache_folder() -> Path:
+    """Where results lie: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
+
+
+def kept_result(job: Job) -> dict[str, Any] | None:
+    """The result of an equal job, if there is one."""
+    try:
+        return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
+    except (OSError, EOFError, ValueError):
+        return None
+
+
+def keep_result(job: Job, result: dict[str, Any]) -> None:
+    """Store a result, whole or not at all; refusals too are results, but for those of the host."""
+    if result.get("of_the_host"):
+        return
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cache_folder(), suffix=".part", delete=False) as part:
+        try:
+            part.write(gzip.compress(json.dumps(result).encode()))
+            part.close()
+            os.replace(part.name, cache_folder() / _name(job))
+        except BaseException:
+            os.unlink(part.name)
+            raise
+
+
+def text_of(job: Job) -> Path:
+    """Where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
+    return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
+
+
+def _name(job: Job) -> str:
+    content = json.dumps([dataclasses.asdict(job), _code()], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32] + ".json.gz"
+
+
+@lru_cache
+def _code() -> str:
+    """A digest of the code that a result depends on."""
+    digest = hashlib.sha256(" ".join(version(name) for name in _PACKAGES).encode())
+    for part in _CODE:
+        place = ROOT / part
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+WORKER = "launch.workers.dryrun_rank"
+_NEEDS = 6 * GIB  # of one compile: the largest that was seen at full depth, and some room
+_POLL = 0.2  # seconds
+_TOLD = 30.0  # seconds after which a compile that still runs is told of
+
+Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what is new, seconds, result
+
+
+def run_jobs(
+    jobs: Sequence[Job], progress: Progress, at_once: int | None = None, texts: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
+    """Compile all jobs; results in their order.
+
+    After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
+
+    Args:
+        progress: is told of each job "started" and "done", and now and then of what is still "running".
+        at_once: how many run at a time, by default as many as fit.
+        texts: for each job where the text of its final graph is kept; none is kept by default.
+
+    Raises:
+        ClusterError: a process died without a result (out of memory, for instance).
+    """
+    results: dict[int, dict[str, Any]] = {}
+    waiting, running = list(enumerate(jobs)), dict[int, _Run]()
+    with tempfile.TemporaryDirectory(prefix="tc3-dryrun-") as folder, terminate_as_interrupt():
+        try:
+            while waiting or running:
+                refused = any("error" in result for result in results.values())
+                if waiting and not refused and _room(len(running), at_once):
+                    place, job = waiting.pop(0)
+                    running[place] = _Run(job, Path(folder) / str(place), texts[place : place + 1])
+                    progress(job, "started", 0.0, None)
+                for place, run in list(running.items()):
+                    if run.process.poll() is not None:
+                        del running[place]
+                        results[place] = run.result()
+                        progress(run.job, "done", time.monotonic() - run.started, results[place])
+                    elif run.due():
+                        progress(run.job, "running", time.monotonic() - run.started, None)
+                if refused and not running:
+                    break
+                time.sleep(_POLL)
+        finally:
+            for run in running.values():
+                run.end()
+    return [results[place] for place in sorted(results)]
+
+
+def _room(running: int, at_once: int | None) -> bool:
+    """Whether one more compile fits."""
+    if not running:
+        return True
+    if at_once is not None:
+        return running < at_once
+    return running < (os.cpu_count() or 1) and psutil.virtual_memory().available > _NEEDS
+
+
+class _Run:
+    """One process and its files."""
+
+    def __init__(self, job: Job, folder: Path, text: Sequence[Path] = ()):
+        folder.mkdir()
+        self.job, self.out, self.log = job, folder / "out.json", folder / "log"
+        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
+        environment = {**children.HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
+        command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out), *map(str, text)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        self.started = self._told = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time to say that it still runs."""
+        now = time.monotonic()
+        if now - self._told < _TOLD:
+            return False
+        self._told = now
+        return True
+
+    def result(self) -> dict[str, Any]:
+        """What it found."""
+        if self.out.exists():
+            return json.loads(self.out.read_text(encoding="utf-8"))
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        code = self.process.returncode
+        why = f"ended by signal {-code}, as the kernel does when memory is short" if code < 0 else f"exit code {code}"
+        last = f": {lines[-1]}" if lines else ""
+        raise ClusterError(f"the compile of rank {self.job.rank} left no result ({why}){last}")
+
+    def end(self) -> None:
+        """Kill it, whatever it started as well."""
+        with suppress(psutil.Error):
+            process = psutil.Process(self.process.pid)
+            for child in [*process.children(recursive=True), process]:
+                with suppress(psutil.Error):
+                    child.kill()
+        self.process.wait()
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
@@ -24,7 +285,7 @@ def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = 
     known = {
         place: {**found, "cached": True}
         for place, job in enumerate(plan.jobs)
-        if use_cache and (found := cache.find(job)) and ("error" in found or not texts or cache.text_of(job).is_file())
+        if use_cache and (found := kept_result(job)) and ("error" in found or not texts or text_of(job).is_file())
     }
     missing = [place for place in range(len(plan.jobs)) if place not in known]
     try:
@@ -59,8 +320,8 @@ def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> l
             names = ", ".join(map(str, sorted(running)))
             bar.update(task, advance=event == "done", description=f"compiling rank {names}" if names else "compiling")
             if result is not None:
-                cache.keep(job, result)
+                keep_result(job, result)
                 if not console.is_terminal:
                     click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
 
-        return run_jobs(jobs, told, at_once, [cache.text_of(job) for job in jobs] if texts else ())
+        return run_jobs(jobs, told, at_once, [text_of(job) for job in jobs] if texts else ())

@@ -1,14 +1,89 @@
-"""Memory of one device of a stage, by what holds it. Exact but for activations, which are an estimate."""
+"""Memory of one device of a compiled stage, in bytes, by what holds it. It is exact except for activations.
+
+A layout is what MindSpore's front end decided for one parameter: the slice that tensor and expert parallelism leave,
+and the group over which the optimizer shards that slice again (ZeRO). Elements of a rank = slice / group. From layouts
+follow the bytes of parameters, optimizer state and accumulated gradients.
+
+`line_of` gives the live bytes over a step, pass by pass. Which tensors there are, their bytes and what a forward
+hands to its backward are the graph's. Inside a pass operators run in the order of the graph's text and a tensor lives
+from its operator to its last reader: a device's own order, its reuse and its fragments are unknown here. Times are
+unknown, too: each pass is one long.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tools.dryrun.graph.passes import Pass, most_saved, waiting
-from tools.dryrun.layout import ACCUMULATED, STATE, WEIGHT, Held, total
+from tools.dryrun.graph_text import Pass, most_saved, waiting
+from tools.estimate.memory.time_line import KEPT, WORKING, Bytes, Owner, Timed, TimeLine, stitch
+from tools.estimate.memory.training_graph import OTHER, module_of_path
 from tools.hardware.units import GIB
+from tools.pipeline.schedules import Op
+
+BYTES = {"Float64": 8, "Int64": 8, "Float32": 4, "Int32": 4, "Float16": 2, "BFloat16": 2, "Int8": 1, "UInt8": 1}
+BYTES |= {"Bool": 1, "Int16": 2, "UInt16": 2, "UInt32": 4, "UInt64": 8}
+WEIGHT, STATE, ACCUMULATED = "weight", "state", "accumulated"
+_PREFIXES = {"accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers' wrapper and optimizers
+_PREFIXES |= dict.fromkeys(("adam_m", "adam_v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "muon_m"), STATE)
+_AVERAGES = "pma_weight_"  # and the way of averaging
+
+
+@dataclass(frozen=True)
+class Held:
+    """One parameter as a rank holds it.
+
+    Args:
+        name: MindSpore's.
+        kind: "weight", "state" (of the optimizer: moments) or "accumulated" (gradients over micro-batches).
+        dtype: MindSpore's name, such as "Float32".
+        shape: of the whole tensor.
+        slice: shape that tensor, expert and context parallelism leave on a rank.
+        shards: ranks over which the optimizer shards the slice.
+        trainable: whether the optimizer updates it.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    slice: tuple[int, ...]
+    shards: int
+    trainable: bool = True
+
+    @property
+    def elements(self) -> int:
+        """Numbers that the rank keeps."""
+        return math.prod(self.slice) // self.shards
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the rank keeps."""
+        return self.elements * BYTES[self.dtype]
+
+    def copies(self, ranks: int) -> float:
+        """How often the `ranks` devices of the stage keep each number."""
+        return self.elements * ranks / math.prod(self.shape)
+
+
+def kinds_of(step: Any) -> dict[str, str]:
+    """What each parameter of a training step is: what its optimizer holds beside the weights it trains is state."""
+    state = {item.name for item in step.optimizer.get_parameters()} - {item.name for item in step.optimizer.parameters}
+    return {item.name: STATE if item.name in state else kind_of(item.name) for item in step.get_parameters()}
+
+
+def kind_of(name: str) -> str:
+    """What a parameter of a training step is, by its name."""
+    prefix = name.partition(".")[0]
+    return STATE if prefix.startswith(_AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
+
+
+def total(held: Iterable[Held], kind: str) -> int:
+    """Bytes of one kind."""
+    return sum(item.bytes for item in held if item.kind == kind)
+
 
 FITS, UNKNOWN, DOES_NOT_FIT, NO_LIMIT = "fits", "unknown", "does not fit", "no limit"
 
@@ -53,7 +128,7 @@ class Memory:
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
     """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
 
-    Its total is the peak of `tools.dryrun.graph.time_line.line_of`.
+    Its total is the peak of `tools.dryrun.memory.line_of`.
     """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
@@ -146,3 +221,42 @@ _MEND = {  # part of memory -> its name, and the keys that make it smaller
         "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size",
     ),
 }
+
+
+_PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}
+
+
+def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass]) -> TimeLine:
+    """The line of a stage, whose peak is the total of `memory_of`.
+
+    Args:
+        held, graph, passes: as `tools.dryrun.memory.memory_of`; without known passes every chunk's backward counts
+            once, with nothing waiting.
+    """
+    constant: dict[Owner, float] = {}
+    for item in held:
+        owner = Owner(_PARTS[item.kind], module_of_path(item.name))
+        constant[owner] = constant.get(owner, 0.0) + item.bytes
+    for name, size in graph["kept"].items():
+        owner = Owner("gathered", module_of_path(name))
+        constant[owner] = constant.get(owner, 0.0) + size
+    chunks = graph["activations"]
+    order = [Op(*item) for item in passes] or [Op("B", 0, chunk) for chunk in range(len(chunks))]
+    kept = [_kept(chunk) if passes else {} for chunk in chunks]
+    timed = [Timed(op, float(place), float(place + 1)) for place, op in enumerate(order)]
+    return stitch(timed, constant, kept, lambda op: _inside(op, chunks[op.chunk]), float(len(order)), "passes")
+
+
+def _kept(chunk: Mapping[str, Any]) -> Bytes:
+    """What a micro-batch leaves, by module; of a chunk whose modules are not known all of it is "other"."""
+    modules = chunk.get("modules") or {OTHER: chunk["saved"]}
+    return {Owner(KEPT, module): float(size) for module, size in modules.items()}
+
+
+def _inside(op: Op, chunk: Mapping[str, Any]) -> list[Bytes]:
+    """What is alive in a pass beside what is kept, of which a forward's own part is among what is alive in it."""
+    own = chunk["saved"] if op.kind == "F" else 0
+    most = chunk["forward" if op.kind == "F" else "backward"]
+    curve = chunk.get("curves", {}).get("F" if op.kind == "F" else "B") or [most]
+    words = "alive in a forward" if op.kind == "F" else "alive in a backward"
+    return [{Owner(WORKING, words): float(max(0, size - own))} for size in curve]

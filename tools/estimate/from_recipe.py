@@ -28,8 +28,7 @@ from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.findings import in_file, refusal
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
-from tools.recipe.unresolved import CHUNKS, MODE, OFFSET, OVERLAP, require_resolved
-from tools.recipe.view import MODEL, PARALLEL, View
+from tools.recipe.view import CHUNKS, MODE, MODEL, OFFSET, OVERLAP, PARALLEL, View, require_resolved
 from tools.schema.converter import Built, convert
 from tools.schema.keys import refuse_keys
 from tools.schema.schema import load_schema

@@ -1,15 +1,74 @@
-"""A file is either whole or not there: nobody reads half a report, plan or picture as the whole of it."""
+"""Files that commands read and leave behind: written whole or not at all, with digests, and the ends of logs.
+
+Nobody reads half a report, plan or picture as the whole of it. `what_is` says what stands at a path that a user gave,
+links followed, also those that lead back to themselves. Digests are of all of a file, or of blocks spread over one that
+may have terabytes.
+"""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from plugins.errors import DataError
+
+
+def real_path(path: str | os.PathLike[str]) -> Path:
+    """`path` without links, as far as they lead anywhere: `Path.resolve` fails where links go in a circle."""
+    return Path(os.path.realpath(path))
+
+
+def what_is(path: str | os.PathLike[str]) -> str:
+    """What stands at `path` where something else was wanted, in words: "no such file or folder", "a folder"."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        gone = os.path.islink(path)
+        return f"a link to {os.readlink(path)}, which is not there" if gone else "no such file or folder"
+    except OSError as error:
+        return "a link that leads back to itself" if error.errno == errno.ELOOP else _reason(error)
+    except ValueError:  # a NUL
+        return "no name of a file"
+    if stat.S_ISDIR(mode):
+        return "a folder"
+    return "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket, not a file"
+
+
+def _reason(error: OSError) -> str:
+    return "no such file or folder" if error.errno == errno.ENOTDIR else f"cannot be read ({error.strerror})"
+
+
+BLOCK, BLOCKS = 1 << 16, 256
+_CHUNK = 1 << 22
+
+
+def whole_digest(path: Path) -> str:
+    """sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as data:
+        while chunk := data.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def sampled_digest(path: Path) -> str:
+    """sha256 of `BLOCKS` blocks spread over a file, the first and the last among them; of all where it has no more."""
+    size = path.stat().st_size
+    if size <= BLOCK * BLOCKS:
+        return whole_digest(path)
+    digest = hashlib.sha256()
+    with path.open("rb") as data:
+        for block in range(BLOCKS):
+            data.seek((size - BLOCK) * block // (BLOCKS - 1))
+            digest.update(data.read(BLOCK))
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -102,3 +161,17 @@ def keep_existing(option: str, path: str | os.PathLike[str] | None, force: bool)
     """
     if path is not None and os.path.lexists(path) and not force:
         raise DataError(f"{option} {path}: exists; give it another name, or replace it with --force")
+
+
+_LIMIT = 1 << 20  # bytes
+
+
+def last_lines(log: Path) -> list[str]:
+    """Lines of the last megabyte of a log; none when there is no such file."""
+    try:
+        with log.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _LIMIT))
+            return file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from plugins.operator_fusion.plan import LEVELS, Fusion
+from plugins.operator_fusion.plan import JIT_LEVEL, KEY, LEVELS, NEEDED, OWN_KEYS, Fusion, check
 from tools.check.check import require_sound
-from tools.dryrun.compile.cache import text_of
-from tools.dryrun.compiles import compile_all
-from tools.dryrun.diagnose import refusal_of
-from tools.dryrun.jobs import plan_jobs, resized, without_files
+from tools.dryrun.compiles import compile_all, refusal_of, text_of
+from tools.dryrun.plan import plan_jobs, resized, without_files
 from tools.dryrun.quick import quick_plan
 from tools.estimate.efficiency import DeviceTimes
 from tools.estimate.efficiency import cluster as find_cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.files.atomic import check_writable
 from tools.files.figure import check_ending
-from tools.fusion.level import level_of
-from tools.fusion.picture import draw
-from tools.fusion.pieces import Pieces, quick_pieces, stage_pieces
-from tools.fusion.render import render
-from tools.fusion.report import report_of
+from tools.fusion.render import draw, render
+from tools.fusion.report import Pieces, quick_pieces, report_of, stage_pieces
 from tools.hardware import DEFAULT_HARDWARE
 from tools.layout.resolve import resolve
 from tools.process.waiting import saying
@@ -133,3 +130,23 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
     texts = [text_of(job) for job in plan.jobs]
     with saying("counting"):
         return stage_pieces(recipe, texts[0], chosen, number) if whole else quick_pieces(recipe, texts, chosen)
+
+
+def level_of(recipe: Mapping[str, Any]) -> tuple[Fusion, str]:
+    """What is fused, and why.
+
+    Raises:
+        RecipeError: `plugins.operator_fusion` cannot be read, or does not go with the rest.
+    """
+    context = recipe.get("context") or {}
+    if context.get("device_target", "Ascend") != "Ascend":
+        return Fusion("off"), "context.device_target is no Ascend: there is no DVM"
+    if (fusion := check(recipe)) is not None:
+        return fusion, f"{KEY}.level: {fusion.level}"
+    if own := [key for key in OWN_KEYS if context.get(key)]:
+        return Fusion("vector"), f"context.{own[0]} is set, and what it says is not read here: counted as level vector"
+    level = (context.get("jit_config") or {}).get("jit_level")
+    if level == NEEDED:
+        return Fusion("vector"), f"{JIT_LEVEL}: {NEEDED}, with which MindSpore fuses vector operators by default"
+    written = "not written" if level is None else level
+    return Fusion("off"), f"{JIT_LEVEL} is {written}: on Ascend nothing is fused without {NEEDED}"

@@ -1,17 +1,145 @@
-"""Convex clusters in MindSpore's greedy order (GraphKernelCluster of graph_kernel_cluster.cc).
+"""Step 1 of fusing: gather operators that DVM takes into convex clusters, in MindSpore's greedy order.
 
 From the last operator back to the first, each that is in no cluster yet gathers those before it that DVM takes, as far
 as they hang together. What a path through another operator comes back to is dropped again, with all that it stands on:
-fused, the two would wait for each other.
+fused, the two would wait for each other. Sources in MindSpore: GraphKernelCluster of graph_kernel_cluster.cc, and for
+which operators DVM takes (by name and types) DvmSupportChecker of graph_kernel_cluster_cloud.cc; where 2.9.0 differs
+from what is public (it mixes types), its passes were asked.
+
+`operators` gives a graph as both steps see it: operators in an order in which they can run, their types and edges.
+`Rules` holds the rules of both steps with their numbers, so that a test can leave one out and see what it was good for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
-from tools.fusion.graph import Operator
-from tools.fusion.rules import DVM, Rules
+from plugins.operator_fusion.operators import CUBE, VECTOR
+from tools.dryrun.graph_text import Node, TensorType
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How clusters and kernels are made.
+
+    Args:
+        convex: no path between two operators of a cluster leaves it.
+        types: DVM refuses operators by their types (`support.refusal`).
+        reduce_depth: operators of a kernel that a reduction may still take in.
+        broadcast_depth: operators of a kernel that its users may still take in.
+        broadcast_into_reduce: a reduction takes in kernels with broadcasts, too; Ascend's model does so.
+        largest: operators of a kernel (`composite_op_limit_size`).
+        chains_of_a_size: chains of one size are joined before other neighbours of one size.
+        chains_of_users: what has one user that takes nothing else is joined to it before what has several users.
+    """
+
+    convex: bool = True
+    types: bool = True
+    reduce_depth: int = 10
+    broadcast_depth: int = 6
+    broadcast_into_reduce: bool = True
+    largest: int = 200
+    chains_of_a_size: bool = True
+    chains_of_users: bool = True
+
+
+# split_model_ascend.cc and split_model_cpu.cc. A CPU wheel runs the second, whatever the generator: so the first shares
+# all but these numbers with what was compared with MindSpore, and these numbers were not.
+DVM = Rules()
+CPU = replace(DVM, reduce_depth=20, broadcast_depth=20, broadcast_into_reduce=False)
+
+
+VIRTUAL = ("Return", "MakeTuple", "TupleGetItem")  # bind and take apart tuples; nothing is computed
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator.
+
+    Args:
+        name: of its primitive; "" where `opened`.
+        output: its first tensor. inputs: places of the operators that it takes from, each once, in order.
+        takes: all tensors that it takes, those of parameters and constants, too.
+        opened: a composite operator that the expander has opened, and so a small graph of its own.
+    """
+
+    name: str
+    output: TensorType
+    inputs: tuple[int, ...] = ()
+    takes: tuple[TensorType, ...] = ()
+    opened: bool = False
+
+    @property
+    def virtual(self) -> bool:
+        """Whether it computes nothing."""
+        return self.name in VIRTUAL
+
+
+NOTHING = TensorType("", ())
+
+
+def operators(nodes: Sequence[Node]) -> list[Operator]:
+    """The operators of a subgraph of MindSpore's own text."""
+    return [
+        Operator(
+            node.op,
+            node.outputs[0] if node.outputs else NOTHING,
+            tuple(dict.fromkeys(node.operands)),
+            node.inputs,
+            bool(node.calls),
+        )
+        for node in nodes
+    ]
+
+
+FLOATS = frozenset(("Float16", "Float32", "BFloat16"))
+_NUMBERS = FLOATS | {"Int32"}
+_CASTS = _NUMBERS | {"Bool"}
+_WHOLE = frozenset(("Add", "Sub", "Mul", "Maximum", "Minimum", "Neg", "Abs", "Assign", "BroadcastTo"))  # int32, too
+_COMPARISONS = frozenset(("Equal", "NotEqual", "Greater", "GreaterEqual", "Less", "LessEqual", "IsFinite"))
+_PRODUCTS = frozenset(CUBE) - {"Reshape"}
+
+
+def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules = DVM) -> str:
+    """Why an operator is in no cluster; "" where it may be in one.
+
+    Args:
+        listed: operators of the level, less those that a recipe disables.
+    """
+    if operator.opened:
+        return ""
+    if operator.name not in listed:
+        return f"{operator.name} is not fused at this level"
+    return _type(operator) if rules.types else ""
+
+
+def _type(operator: Operator) -> str:
+    """Which type keeps it out."""
+    name, result, taken = operator.name, operator.output.dtype, [tensor.dtype for tensor in operator.takes]
+    first = taken[0] if taken else ""
+    if name == "Cast":
+        return _wants(first, _CASTS, "takes") or _wants(result, _CASTS, "gives")
+    if name in _COMPARISONS:
+        return _wants(first, FLOATS if name == "IsFinite" else _NUMBERS, "takes")
+    if name == "Select":
+        other = next((dtype for dtype in taken[1:] if dtype != result), "")
+        return _wants(result, FLOATS, "gives") or (f"mixes {other} and {result}" if other else "")
+    if name == "ReduceSum":
+        return _wants(result, FLOATS, "gives") or (f"takes {first} and gives {result}" if first != result else "")
+    if name == "Transpose":
+        return _wants(result, FLOATS - {"BFloat16"}, "gives")
+    if name in _PRODUCTS:
+        return _wants(result, FLOATS - {"Float32"}, "gives")
+    if name == "Reshape":
+        return ""
+    wrong = _wants(result, _NUMBERS if name in _WHOLE else FLOATS, "gives")
+    return wrong or next(filter(None, (_wants(dtype, _CASTS, "takes") for dtype in taken)), "")
+
+
+def _wants(dtype: str, known: Collection[str], verb: str) -> str:
+    return "" if dtype in known else f"{verb} {dtype or 'no tensor'}"
 
 
 class Merged:

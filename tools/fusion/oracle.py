@@ -17,8 +17,8 @@ from pathlib import Path
 from plugins.errors import ClusterError
 from plugins.operator_fusion.operators import VECTOR
 from plugins.operator_fusion.plan import VARIABLE
-from tools.dryrun.graph.text import GraphText, Node, read_graph
-from tools.fusion.graph import VIRTUAL, Operator, operators
+from tools.dryrun.graph_text import GraphText, Node, read_graph
+from tools.fusion.cluster import VIRTUAL, Operator, operators
 
 PASSES = ("stage1_cluster", "stage3_split")
 _BEFORE, _CLUSTERED = "cluster_3_graph_kernel_expander", "cluster_4_graph_kernel_cluster"

@@ -31,8 +31,7 @@ from tools.model.architecture import MOE, model_of
 from tools.recipe.findings import refusal
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
-from tools.recipe.unresolved import AUTO, CHUNKS, DISPATCH, MODE, OVERLAP
-from tools.recipe.view import MODEL, PARALLEL, View, look
+from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 

@@ -30,8 +30,7 @@ from tools.model.architecture import words_of
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.unresolved import OFFSET
-from tools.recipe.view import View, limit_of
+from tools.recipe.view import OFFSET, View, limit_of
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import RECOMPUTE, swaps

@@ -8,7 +8,7 @@
     4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs (above).
 
 Values depend on the recipe, the hardware file that it names and the layout file alone: every rank, node, day and
-command sees the same ones. `tools.recipe.unresolved` refuses a recipe that has not come by here.
+command sees the same ones. `tools.recipe.view` refuses a recipe that has not come by here.
 
 `make_layout` asks the pipeline optimiser for the layout that `offset: auto` of a recipe stands for.
 
@@ -59,8 +59,7 @@ from tools.model.weights import PASSES, linear_flops, pair_flops
 from tools.pipeline.schedules import is_v_shaped
 from tools.recipe.load import KeyPath, Recipe
 from tools.recipe.override import dotted
-from tools.recipe.unresolved import AUTO, CHUNKS, MODE, OFFSET
-from tools.recipe.view import View, look
+from tools.recipe.view import AUTO, CHUNKS, MODE, OFFSET, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 

@@ -41,7 +41,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from plugins.errors import DataError, not_json
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 from tools.profile.kernels import Kernel, Profile, Shapes, Step
 
 _WIDE = 0.1  # of the median, between the quartiles

@@ -1,4 +1,8 @@
-"""A recipe read for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules speak about."""
+"""A recipe read for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules speak about.
+
+A recipe may leave values open that `tools.auto.resolve` puts in. Such a recipe is for people: MindFormers cannot read
+it and no number can be told from it, so `require_resolved` refuses it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from plugins.errors import RecipeError
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.semi_auto_cpu.chosen import chosen, splits_model
 from tools.hardware.units import GIB
 from tools.pipeline.schedules import schedule_of
 from tools.recipe.findings import refusal
 from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
 
 PARALLEL, MODEL, RUNNER = ("parallel_config",), ("model", "model_config"), ("runner_config",)
 LOADER = ("train_dataset", "data_loader")
@@ -230,3 +236,29 @@ def limit_of(recipe: Mapping[str, Any]) -> int:
     if match is None:
         raise refusal(recipe, ("context", "max_device_memory"), f"{str(written)!r} is not of the form 55.5GB")
     return int(float(match[1]) * GIB)
+
+
+AUTO = "auto"
+OFFSET = (*MODEL, "offset")  # `auto`, or a Megatron layout string
+DISPATCH, OVERLAP = ("plugins", "hierarchical_ep"), ("plugins", "ep_overlap")
+MODE, CHUNKS = (*DISPATCH, "mode"), (*OVERLAP, "chunks")
+
+
+def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
+    """The key paths whose values are still open."""
+    written = look(recipe, OFFSET)
+    return [OFFSET] * isinstance(written, str) + [path for path in (MODE, CHUNKS) if look(recipe, path) == AUTO]
+
+
+def require_resolved(recipe: Recipe, *paths: KeyPath) -> None:
+    """Refuse a recipe that leaves one of `paths` open; any of them where none is named.
+
+    Raises:
+        RecipeError: it names the key, and the command that prints the recipe with values.
+    """
+    for path in unresolved(recipe):
+        if path in paths or not paths:
+            raise RecipeError(
+                f"{recipe.source or 'the recipe'}: {dotted(path)}: {look(recipe, path)} is not resolved; "
+                f"`tc3 recipe show` prints a recipe with values in its place"
+            )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from tools.files.tail import last_lines
+from tools.files.atomic import last_lines
 from tools.runs.attempts import Attempt, End
 from tools.runs.source import Run
 

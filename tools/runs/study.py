@@ -16,7 +16,7 @@ from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger
 from plugins.spike_guard.settings import Settings
 from tools.checkpoint.scan import iteration, iterations
-from tools.files.paths import real_path
+from tools.files.atomic import real_path
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt
 from tools.runs.failures import Failure, failures, has_failed

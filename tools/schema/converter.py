@@ -1,7 +1,8 @@
 """What MindFormers would build from `model.model_config`, without MindFormers: the ConfigConverter, rule by rule.
 
 MindFormers collects defaults, drops ignored keys, adds the parallel settings, renames keys by the model's mapping
-(`schema.json`), and forgets what has no rule. A slow test holds this equal to MindFormers' own result.
+(`schema.json`), and forgets what has no rule. A slow test holds this equal to MindFormers' own result. `model_default`
+says what MindFormers takes for a key that a recipe leaves out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from tools.recipe.load import KeyPath
 from tools.recipe.view import MODEL, View, look
-from tools.schema.schema import Schema
+from tools.schema.schema import Schema, load_schema
 from tools.schema.values import SECTIONS
 
 _RECOMPUTE = tuple(SECTIONS["recompute_config"])
@@ -134,3 +135,26 @@ def _derive(built: Built) -> None:
         fields.update({key: value for key, value in scaling.items() if key not in skipped})
     if fields.get("bias_swiglu_fusion") is True:
         fields["hidden_act"] = "fusedswiglu"
+
+
+def model_number(view: View, key: str) -> int:
+    """The positive integer at `model.model_config.KEY`, or MindFormers' default of it for the recipe's model.
+
+    Raises:
+        KeyError: MindFormers has no number for it; the caller has to ask for the key.
+    """
+    default = model_default(view, key)
+    if type(default) is not int:
+        raise KeyError(f"MindFormers has no default number for model_config.{key}")
+    return view.number((*MODEL, key), default)
+
+
+def model_default(view: View, key: str) -> Any:
+    """MindFormers' default: of the model's config class, else of the field that the key becomes; None without one."""
+    schema = load_schema()
+    model = schema.model_type(view.recipe)
+    defaults = schema.models[model]["defaults"]
+    if key in defaults:
+        return defaults[key]
+    fields = schema.fields(model)
+    return next((fields[field].get("default") for field, _ in schema.targets(model, key)), None)

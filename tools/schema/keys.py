@@ -8,12 +8,10 @@ from math import isfinite
 from typing import Any
 
 from tools.recipe.findings import ERROR, Findings, refused
-from tools.recipe.load import KeyPath, Recipe
-from tools.recipe.numbers import EXPONENT, as_yaml
+from tools.recipe.load import EXPONENT, KeyPath, Recipe, as_yaml
 from tools.recipe.override import dotted
 from tools.recipe.view import MODEL
-from tools.schema.kinds import fits, kind, say
-from tools.schema.schema import Schema, Shape, load_schema
+from tools.schema.schema import Schema, Shape, fits, kind, load_schema, say
 
 _SHOWN = 8  # choices listed in a message
 _YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "rotary_scaling_factor")

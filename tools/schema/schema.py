@@ -1,17 +1,88 @@
-"""The tree of everything that may stand in a recipe, from `schema.json` (MindFormers') and `values` (what it omits)."""
+"""The tree of everything that may stand in a recipe, from `schema.json` (MindFormers') and `values` (what it omits).
+
+`json_schema` writes it for editors (draft 2020-12): completion, types and choices while typing. An editor knows one
+file at a time, so nothing is required there, and only `tc3 check` has rules about several values.
+"""
 
 from __future__ import annotations
 
 import json
+import types
+import typing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from plugins import ADAPTERS
-from tools.schema import plugin_values, values
-from tools.schema.kinds import spec_of
+from tools.schema import values
+from tools.schema import values as plugin_values
 from tools.schema.values import Spec
+
+NAMES = {bool: "bool", int: "int", float: "float", str: "str", list: "list", tuple: "list", dict: "dict"}
+WORDS = {
+    "bool": "True or False",
+    "int": "an integer",
+    "float": "a number",
+    "str": "text",
+    "list": "a list",
+    "dict": "a mapping",
+    "null": "nothing",
+}
+
+
+def spec_of(annotation: Any = None, default: Any = None) -> dict[str, Any]:
+    """``{"types": ["int", "null"]}`` for an argument; empty when anything may stand there.
+
+    A default that contradicts its annotation widens it (MindFormers writes `x: int = None`).
+    """
+    kinds = _kinds(annotation)
+    if kinds is None:
+        kinds = {NAMES[type(default)]} if type(default) in NAMES else None
+    if not kinds:
+        return {}
+    if default is None:
+        kinds.add("null")
+    elif type(default) in NAMES:
+        kinds.add(NAMES[type(default)])
+    return {"types": sorted(kinds)}
+
+
+def _kinds(annotation: Any) -> set[str] | None:
+    """Kinds of an annotation; None when it says nothing, or names a class that YAML cannot write."""
+    if annotation in (None, Any) or isinstance(annotation, str) or annotation is type.__class__:
+        return None
+    if annotation is type(None):
+        return {"null"}
+    if annotation in NAMES:
+        return {NAMES[annotation]}
+    origin = typing.get_origin(annotation)
+    if origin in NAMES:
+        return {NAMES[origin]}
+    if origin is typing.Union or origin is getattr(types, "UnionType", None):
+        parts = [_kinds(part) for part in typing.get_args(annotation)]
+        known = [part for part in parts if part]
+        return set().union(*known) if known else None
+    return None
+
+
+def kind(value: Any) -> str:
+    """The kind of a YAML value."""
+    if isinstance(value, dict):
+        return "dict"
+    return "null" if value is None else NAMES.get(type(value), type(value).__name__)
+
+
+def fits(value: Any, kinds: list[str]) -> bool:
+    """Whether a value is of one of `kinds`; an integer is a number too."""
+    found = kind(value)
+    return found in kinds or (found == "int" and "float" in kinds)
+
+
+def say(kinds: list[str]) -> str:
+    """``["int", "null"]`` in words."""
+    return " or ".join(WORDS.get(name, name) for name in kinds if name != "null") or "nothing"
+
 
 FILE = Path(__file__).with_name("schema.json")
 DEFAULT_MODEL = "telechat3_moe"
@@ -223,3 +294,96 @@ def _of_default(default: Any) -> Spec:
 def load_schema() -> Schema:
     """The committed schema."""
     return Schema(json.loads(FILE.read_text(encoding="utf-8")))
+
+
+SCHEMA_FILE = Path(__file__).resolve().parents[2] / "recipe.schema.json"
+_TYPES = {
+    "bool": "boolean",
+    "int": "integer",
+    "float": "number",
+    "str": "string",
+    "list": "array",
+    "dict": "object",
+    "null": "null",
+}
+
+
+def json_schema(schema: Schema) -> str:
+    """The schema of every recipe as JSON text: the models' keys of `model_config` together."""
+    writer = _Writer()
+    body = writer.of(schema.recipe(DEFAULT_MODEL))
+    config = body["properties"]["model"]["properties"]["model_config"]["properties"]
+    for name in sorted(schema.models):
+        model = schema.recipe(name).keys["model"].keys["model_config"]  # type: ignore[index]
+        for key, shape in (model.keys or {}).items():
+            config.setdefault(key, writer.of(shape))
+    versions = ", ".join(f"{name} {version}" for name, version in sorted(schema.versions.items()))
+    top = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "TeleChat3-MoE training recipe",
+        "description": f"Made by `tc3 check --schema` from {versions}.",
+    }
+    return json.dumps({**top, **body, "$defs": writer.definitions}, indent=1) + "\n"
+
+
+class _Writer:
+    """Turns shapes into JSON Schema; typed sections and datasets, which stand in several places, become `$defs`."""
+
+    def __init__(self) -> None:
+        self.definitions: dict[str, Any] = {}
+
+    def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
+        """The schema of one place; `name` is its key."""
+        if shape.types is None and "data_loader" not in (shape.keys or {}):
+            return self._inline(shape)
+        name = shape.registry or name
+        if name not in self.definitions:
+            self.definitions[name] = self._inline(shape)
+        return {"$ref": f"#/$defs/{name}"}
+
+    def _inline(self, shape: Shape) -> dict[str, Any]:
+        found = _value(shape.spec)
+        if shape.keys is not None:
+            found["properties"] = {key: self.of(inner, key) for key, inner in sorted(shape.keys.items())}
+            found["additionalProperties"] = shape.opened
+        if shape.types is not None:
+            found.update(self._typed(shape))
+        if shape.item is not None:
+            found["items"] = self.of(shape.item)
+        return found
+
+    def _typed(self, shape: Shape) -> dict[str, Any]:
+        """A mapping with `type`: the class named there says which keys go with it; `auto_register` allows any."""
+        assert shape.types is not None
+        cases = []
+        for name, inner in sorted(shape.types.items()):
+            keys = {"type": {}, **self._inline(inner).get("properties", {})}
+            then = {"properties": keys, "additionalProperties": inner.opened}
+            cases.append({"if": {"properties": {"type": {"const": name}}, "required": ["type"]}, "then": then})
+        known = {"properties": {"type": {"enum": sorted(shape.types)}}, "allOf": cases}
+        return {"if": {"required": ["auto_register"]}, "then": True, "else": known}
+
+
+def _value(spec: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "enum" in spec:
+        found["enum"] = spec["enum"]
+    elif "types" in spec:
+        kinds = [_TYPES[name] for name in spec["types"] if not (name == "int" and "float" in spec["types"])]
+        found["type"] = kinds[0] if len(kinds) == 1 else kinds
+    names = {"min": "minimum", "most": "maximum", "below": "exclusiveMaximum"}
+    if not {"items", "enum"} & spec.keys():
+        found.update({names[key]: spec[key] for key in names if key in spec})
+    if "pattern" in spec:
+        found["pattern"] = f"^{spec['pattern']}$"
+    if "items" in spec:
+        found["items"] = {"type": _TYPES[spec["items"][0]], **{names[key]: spec[key] for key in names if key in spec}}
+    if "enum_items" in spec:
+        found["items"] = {"enum": spec["enum_items"]}
+    if "length" in spec:
+        found.update(minItems=spec["length"], maxItems=spec["length"])
+    if "description" in spec:
+        found["description"] = spec["description"]
+    if spec.get("default") is not None:
+        found["default"] = spec["default"]
+    return found

@@ -9,8 +9,7 @@ from typing import Any
 
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath
-from tools.recipe.unresolved import OFFSET, require_resolved
-from tools.recipe.view import MODEL, View
+from tools.recipe.view import MODEL, OFFSET, View, require_resolved
 from tools.schema.converter import Built
 
 RECOMPUTE = ("recompute", "select_recompute", "select_comm_recompute")

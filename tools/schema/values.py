@@ -1,13 +1,18 @@
 """What MindFormers' annotations leave out: which values a key may take, and the types of sections read by hand.
 
-Each entry names, by its key in `tools.schema.lines`, the line of MindFormers that refuses the value, if there is one.
+Each entry names, by its key in `tools.schema.extract.SNIPPETS`, the line of MindFormers that refuses the value, if
+there is one. `PLUGINS` does the same for the sections of plugins, whose own readers say the rest.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from plugins.attention_balance.samples.cost import UNITS
+from plugins.expert_balance.settings import METHODS
+from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DISPATCHERS
+from plugins.operator_fusion.plan import LEVELS
 from tools.hardware.units import BOTH, LONG
 
 Spec = dict[str, Any]
@@ -282,4 +287,45 @@ MODEL: dict[str, Spec] = {
     "model_type": {"types": ["str"]},
     "checkpoint_name_or_path": {"types": ["null", "str"]},
     **_bools("norm_topk_prob", "use_past"),
+}
+
+
+_FROM_0: Spec = {"types": ["int"], "min": 0}
+_FROM_1: Spec = {"types": ["int"], "min": 1}
+_NUMBER: Spec = {"types": ["float", "int"], "min": 0}
+_TEXT: Spec = {"types": ["str"]}
+
+PLUGINS: dict[str, dict[str, Spec]] = {
+    "finite_loss": {"stop_after": _FROM_1},
+    "packed_labels": {},
+    "held_out_loss": {"data_path": _TEXT, "samples": _FROM_1, "every": _FROM_1},
+    "hierarchical_ep": {"mode": {**_TEXT, "enum": ["auto", *MODES]}, "hardware": _TEXT},
+    "attention_balance": {
+        "window": _FROM_1,
+        "per_pair": _NUMBER,
+        "per_token": _NUMBER,
+        "unit": {"enum": list(UNITS)},
+    },
+    "spike_guard": {
+        "window": {"types": ["int"], "min": 4},
+        "threshold": _NUMBER,
+        "skip": _FROM_1,
+        "rollbacks": _FROM_1,
+        "skipped": {"types": ["list", "null"]},
+    },
+    "ep_overlap": {"chunks": {"types": ["list", "str"]}, "stride": _FROM_0},
+    "expert_balance": {
+        "every": _FROM_0,
+        "method": {"enum": list(METHODS)},
+        "moves": {"types": ["int", "null"], "min": 2},
+        "gate": _NUMBER,
+        "memory": _NUMBER,
+        "record": {"types": ["bool"]},
+    },
+    "grouped_gradient": {},
+    "operator_fusion": {
+        "level": {"enum": [*LEVELS, False], "rule": "operator_fusion"},  # YAML reads a bare off as False
+        "disable": {"types": ["list"], "items": ["str"]},
+    },
+    "straggler_probe": {"every": _FROM_1, "work": _FROM_1},
 }

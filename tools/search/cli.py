@@ -24,8 +24,7 @@ from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
-from tools.recipe.unresolved import AUTO, OFFSET
-from tools.recipe.view import look
+from tools.recipe.view import AUTO, OFFSET, look
 from tools.schema.stages import RECOMPUTE
 from tools.search.command import space_command
 from tools.search.measured import calibrate_command, explain, validate

@@ -17,7 +17,7 @@ from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.hardware.units import GIB
 from tools.layout.budget import LATE, Budget
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 from tools.search.options import choice_options, effort_option, effort_within, margin_option, schedule_option

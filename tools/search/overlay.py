@@ -50,8 +50,20 @@ from tools.pipeline.schedules import interleaves, scheduler_of, why_not
 from tools.recipe.dump import recipe_text
 from tools.recipe.load import BASE_CONFIG, KeyPath, Recipe, load_recipe
 from tools.recipe.override import shared_paths
-from tools.recipe.unresolved import CHUNKS, DISPATCH, MODE, OFFSET, OVERLAP, unresolved
-from tools.recipe.view import MODEL, PARALLEL, RUNNER, View, limit_of, look
+from tools.recipe.view import (
+    CHUNKS,
+    DISPATCH,
+    MODE,
+    MODEL,
+    OFFSET,
+    OVERLAP,
+    PARALLEL,
+    RUNNER,
+    View,
+    limit_of,
+    look,
+    unresolved,
+)
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps

@@ -29,8 +29,7 @@ from tools.hardware.load import name_of
 from tools.layout.resolve import resolve
 from tools.recipe.findings import in_file
 from tools.recipe.load import Recipe
-from tools.recipe.unresolved import CHUNKS, OVERLAP, unresolved
-from tools.recipe.view import View, limit_of, look
+from tools.recipe.view import CHUNKS, OVERLAP, View, limit_of, look, unresolved
 from tools.schema.stages import swaps
 from tools.search.overlay import Site
 

@@ -18,7 +18,7 @@ from tools.checkpoint.headers import Header, read_headers
 from tools.checkpoint.scan import is_sealed, iterations
 from tools.checkpoint.slot_order import moved, read_placements
 from tools.checkpoint.stored import Stored, open_stored, rank_of
-from tools.files.paths import what_is
+from tools.files.atomic import what_is
 
 INDEX = "model.safetensors.index.json"
 CHECKSUMS = "checksums.json"  # of a Hugging Face folder: files by sha256, tensors by CRC-32

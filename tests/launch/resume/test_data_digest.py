@@ -3,14 +3,14 @@
 import pytest
 
 from launch.resume import data_digest
-from tools.files import digest
+from tools.files import atomic
 from tools.recipe.load import Recipe
 
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
     """A .bin of 256 blocks and their gaps; blocks made small."""
-    monkeypatch.setattr(digest, "BLOCK", 4)
+    monkeypatch.setattr(atomic, "BLOCK", 4)
     (tmp_path / "x.idx").write_bytes(b"index")
     (tmp_path / "x.bin").write_bytes(bytes(256 * 8))
     return tmp_path / "x"

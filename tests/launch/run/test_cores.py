@@ -11,7 +11,7 @@ import pytest
 from launch.run.cores import of_host, of_launch
 from launch.run.msrun import ROOT, worker_environment
 from launch.workers.cores import binds_itself, with_bind_file
-from tests.tools.host.roots import FOUR, MIXED, PAIRS, atlas, cores_of, cpuset_files, numa_files, write
+from tests.tools.process.roots import FOUR, MIXED, PAIRS, atlas, cores_of, cpuset_files, numa_files, write
 from tools.recipe.load import load_recipe
 
 

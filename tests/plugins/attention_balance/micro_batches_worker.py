@@ -22,7 +22,7 @@ def main():
 
 def compiled(stages, rank):
     """Text of the final graph."""
-    from tools.dryrun.compile.virtual_cluster import final_graph, virtual_cluster
+    from tools.dryrun.virtual_cluster import final_graph, virtual_cluster
 
     with tempfile.TemporaryDirectory() as folder:
         with virtual_cluster(RANKS * stages, rank, Path(folder)) as cluster:

@@ -19,7 +19,7 @@ from plugins.attention_balance.plan import (
 )
 from plugins.attention_balance.settings import LOADER, Schedule
 from plugins.errors import DataError, RecipeError
-from tools.data.synthetic import write_corpus
+from tools.data.index import write_corpus
 from tools.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[3]

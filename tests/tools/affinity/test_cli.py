@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import ClusterError, RecipeError
-from tests.tools.host.roots import atlas, cpuset_files, numa_files, write
+from tests.tools.process.roots import atlas, cpuset_files, numa_files, write
 from tools.affinity.cli import affinity
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from tests.tools.host.roots import FOUR, MIXED, PAIRS, atlas, cores_of
+from tests.tools.process.roots import FOUR, MIXED, PAIRS, atlas, cores_of
 from tools.affinity import msrun
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
-from tools.host.root import compress
+from tools.process.host import compress
 
 NPUS = list(range(8))
 

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.errors import ClusterError
-from tests.tools.host.roots import FOUR, MIXED, PAIRS, atlas, cpuset_files, numa_files, write
+from tests.tools.process.roots import FOUR, MIXED, PAIRS, atlas, cpuset_files, numa_files, write
 from tools.affinity.plan import LEAST, make_plan, roles
 from tools.affinity.share import shares
 from tools.affinity.topology import Host, read_host
-from tools.host.root import compress
+from tools.process.host import compress
 
 NPUS = list(range(8))
 

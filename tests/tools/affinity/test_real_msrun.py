@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from tools.affinity.cli import affinity
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
-from tools.host.root import Root
+from tools.process.host import Root
 
 MSRUN = Path(sys.executable).parent / "msrun"
 SCRIPT = "import os; print('CORES', os.environ['MS_ROLE'], os.environ['RANK_ID'], *sorted(os.sched_getaffinity(0)))\n"

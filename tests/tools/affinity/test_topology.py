@@ -3,10 +3,10 @@
 import pytest
 
 from plugins.errors import ClusterError
-from tests.tools.host.roots import PAIRS, atlas, cpuset_files, numa_files, write
+from tests.tools.process.roots import PAIRS, atlas, cpuset_files, numa_files, write
 from tools.affinity.cpuset import allowed, msrun_sees, version
 from tools.affinity.topology import read_host
-from tools.host.root import compress
+from tools.process.host import compress
 
 LSCPU = """\
 # The following is the parsable format, which can be fed to other
@@ -97,7 +97,7 @@ def test_a_broken_list_is_refused(tmp_path):
 
 def test_the_recorded_topology_is_the_public_one(tmp_path):
     """The table of ms-swift's page, as `roots.topology` writes it."""
-    from tests.tools.host.roots import topology
+    from tests.tools.process.roots import topology
 
     rows = [line.split() for line in topology(PAIRS).splitlines()[1:9]]
     assert rows[0] == ["NPU0", "X", *["HCCS"] * 7, "144-167"] and rows[7][-1] == "48-71"

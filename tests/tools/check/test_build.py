@@ -5,9 +5,7 @@ import pytest
 from tests.tools.check.mutations import MODEL, put
 from tests.tools.check.test_mutations import RECIPES, name, plain
 from tests.tools.check.test_rules import INTERLEAVED, SEMI, change
-from tools.check.arrival import same
-from tools.check.build import Builder
-from tools.check.built import check_built
+from tools.check.build import Builder, check_built, same
 from tools.check.check import check_recipe
 from tools.recipe.load import Recipe
 from tools.recipe.view import View

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.errors import RecipeError
+from tests.tools.check.test_check import SHIPPED
 from tests.tools.check.test_mutations import ROOT
-from tests.tools.check.test_shipped import SHIPPED
 from tools.check.cli import check
 
 MINI = str(ROOT / "recipes" / "mini" / "pretrain.yaml")

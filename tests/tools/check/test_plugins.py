@@ -1,8 +1,10 @@
-"""Rules about the `plugins:` section of EP recipes."""
+"""Rules about the `plugins:` section, and the static check of collective programs with faults put in."""
 
 import pytest
 import yaml
 
+from plugins.errors import ClusterError
+from tools.check import plugins
 from tools.check.check import check_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -179,3 +181,200 @@ def test_what_the_plugin_for_labels_cannot_mend_is_named():
     on = load_recipe("recipes/mini/pretrain.yaml")
     on["plugins"]["packed_labels"] = {}
     assert "of an HFDataLoader" in {each.key: each.wrong for each in check_recipe(on).errors}["plugins.packed_labels"]
+
+
+PLAIN, CPU = "recipes/telechat3_438b/pretrain_4k.yaml", "recipes/mini/pretrain.yaml"
+
+
+def of_fusion(recipe, settings, *changes):
+    recipe = apply_overrides(load_recipe(recipe), changes)
+    recipe["plugins"] = {**(recipe.get("plugins") or {}), "operator_fusion": settings}
+    found = check_recipe(recipe).findings
+    return {item.key: (item.severity, f"{item.wrong}; {item.right}") for item in found if "fusion" in str(item)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "severity", "words"),
+    [
+        ({"level": "vector"}, "", "", ""),
+        ({"level": False}, "", "", ""),
+        (False, "", "", ""),
+        ({"level": "vector", "disable": ["Exp", "SiLU"]}, "", "", ""),
+        ({"level": "cube"}, "plugins.operator_fusion.level", "warning", "experimental"),
+        ({"level": "vektor"}, "plugins.operator_fusion.level", "error", "did you mean 'vector'?"),
+        ({"levle": "vector"}, "plugins.operator_fusion.levle", "error", "did you mean 'level'?"),
+        ({"level": "vector", "disable": ["Matmul"]}, "plugins.operator_fusion.disable", "error", "'MatMul'"),
+        ({"level": "vector", "disable": "Exp"}, "plugins.operator_fusion.disable", "error", "a list"),
+        ({"disable": ["Exp"]}, "plugins.operator_fusion", "error", "write level"),
+        (True, "plugins.operator_fusion", "error", "write level"),
+    ],
+)
+def test_what_the_section_says(settings, key, severity, words):
+    found = of_fusion(PLAIN, settings)
+    if not key:
+        assert found == {}
+        return
+    assert found[key][0] == severity and words in found[key][1], found
+
+
+def test_it_needs_the_jit_level_that_fuses():
+    found = of_fusion(PLAIN, {"level": "vector"}, "context.jit_config.jit_level=O0")
+    severity, words = found["context.jit_config.jit_level"]
+    assert severity == "error" and "needs 'O1'" in words
+
+
+def test_on_a_cpu_it_does_nothing_and_that_is_said():
+    assert of_fusion(CPU, {"level": "vector"})["plugins.operator_fusion"][0] == "note"
+    assert of_fusion(CPU, {"level": "off"}) == {}
+
+
+def of_gradient(recipe, settings, *changes):
+    recipe = apply_overrides(load_recipe(recipe), changes)
+    recipe["plugins"] = {**(recipe.get("plugins") or {}), "grouped_gradient": settings}
+    found = check_recipe(recipe).findings
+    return {item.key: (item.severity, f"{item.wrong}; {item.right}") for item in found if "grouped_g" in str(item)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "change", "key", "severity", "words"),
+    [
+        (PLAIN, {}, "seed=1", "plugins.grouped_gradient", "warning", "nobody has run it on an NPU"),
+        (CPU, {}, "seed=1", "plugins.grouped_gradient", "note", "a CPU has no such operator"),
+        (PLAIN, {"mode": 1}, "seed=1", "plugins.grouped_gradient.mode", "error", "no such setting"),
+        (PLAIN, True, "seed=1", "plugins.grouped_gradient", "error", "write plugins.grouped_gradient: {}"),
+        (PLAIN, {}, "context.jit_config.jit_level=O2", "context.jit_config.jit_level", "error", "not with O2"),
+    ],
+)
+def test_what_is_said(recipe, settings, change, key, severity, words):
+    found = of_gradient(recipe, settings, change)
+    assert found[key][0] == severity and words in found[key][1], found
+
+
+def test_nothing_is_said_where_it_is_off():
+    assert of_gradient(PLAIN, False) == {}
+
+
+BALANCED, ONE, FULL_BALANCE = (
+    "recipes/mini/pretrain_ep4_balanced.yaml",
+    "recipes/mini/pretrain.yaml",
+    "recipes/telechat3_438b/pretrain_4k.yaml",
+)
+KEY = "plugins.expert_balance"
+
+
+def test_the_shipped_recipe_passes():
+    assert errors(BALANCED) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
+        (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
+        (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "nothing can move"),
+        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens with"),
+    ],
+)
+def test_what_cannot_move_or_be_counted_is_refused(changes, key, words):
+    found = errors(BALANCED, *changes)
+    assert key in found and words in found[key], found
+
+
+def test_one_worker_records_and_moves_nothing():
+    recipe = load_recipe(ONE)
+    recipe["plugins"]["expert_balance"] = {"every": 0}
+    assert check_recipe(recipe).errors == []
+    recipe["plugins"]["expert_balance"] = {"every": 5}
+    assert [error.key for error in check_recipe(recipe).errors] == [f"{KEY}.every"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "every", "words"),
+    [
+        ([], 5, ""),
+        (["parallel_config.data_parallel=4"], 5, "several groups of ranks"),
+        (["parallel_config.data_parallel=4"], 0, ""),
+        (["model.model_config.params_dtype=bfloat16"], 5, "float32 weights alone"),
+        (["model.model_config.params_dtype=bfloat16"], 0, ""),
+    ],
+)
+def test_what_a_sharded_graph_can_move(changes, every, words):
+    recipe = apply_overrides(load_recipe("tests/training/sharded_ep2.yaml"), changes)
+    recipe["parallel"]["dataset_strategy"] = [[recipe["parallel_config"]["data_parallel"], 1]] * 4
+    recipe["plugins"]["expert_balance"] = {"every": every}
+    found = {error.key: error.wrong for error in check_recipe(recipe).errors if error.key.startswith(KEY)}
+    assert words in found[f"{KEY}.every"] if words else found == {}, found
+
+
+def test_sums_of_gradients_would_stay_behind():
+    recipe = load_recipe("tests/training/sharded_ep2.yaml")
+    recipe["runner_config"]["gradient_accumulation_steps"] = 2
+    recipe["plugins"]["expert_balance"] = {"every": 5}
+    assert any("not available with accumulated gradients" in error.wrong for error in check_recipe(recipe).errors)
+
+
+def test_a_pipeline_is_refused_with_the_reason():
+    recipe = load_recipe(FULL_BALANCE)
+    recipe["plugins"] = {"expert_balance": {"every": 0}}
+    (error,) = check_recipe(recipe).errors
+    assert error.key == KEY and "each stage counts its own layers" in error.wrong
+
+
+EP4, OVERLAP_PATH = "recipes/mini/pretrain_ep4.yaml", "recipes/mini/pretrain_ep4_overlap.yaml"
+
+
+@pytest.mark.parametrize("mode", ["global", "hierarchical", "deduplicated"])
+@pytest.mark.parametrize("stride", [0, 1, 2, 5])
+def test_shipped_orders_come_to_an_end(mode, stride):
+    recipe = load_recipe(OVERLAP_PATH)
+    recipe["plugins"]["hierarchical_ep"]["mode"] = mode
+    recipe["plugins"]["ep_overlap"]["stride"] = stride
+    plugins.check_dispatch(recipe)
+
+
+def test_recipes_without_the_plugin_have_nothing_to_check(monkeypatch):
+    monkeypatch.setattr(plugins, "make_plan", None)
+    plugins.check_dispatch(load_recipe("recipes/mini/pretrain_dp2.yaml"))
+
+
+def test_a_rank_that_creates_its_groups_in_another_order_is_named(monkeypatch):
+    right = plugins.creation_orders
+
+    def wrong(topology):
+        orders = right(topology)
+        orders[2] = orders[2][::-1]
+        return orders
+
+    monkeypatch.setattr(plugins, "creation_orders", wrong)
+    with pytest.raises(ClusterError, match="rank"):
+        plugins.check_dispatch(load_recipe(EP4))
+
+
+def test_a_wrong_split_list_is_named(monkeypatch):
+    right = plugins.programs_of
+
+    def wrong(*plans, order):
+        programs = right(*plans, order=order)
+        index = next(i for i, call in enumerate(programs[1]) if call.op == "all_to_all_v")
+        call = programs[1][index]
+        programs[1][index] = type(call)(call.op, call.group, (call.send[0] + 1, *call.send[1:]), call.recv, call.tag)
+        return programs
+
+    monkeypatch.setattr(plugins, "programs_of", wrong)
+    with pytest.raises(ClusterError, match="rank 1"):
+        plugins.check_dispatch(load_recipe(EP4))
+
+
+def test_a_rank_with_another_order_of_chunks_is_named(monkeypatch):
+    right = plugins.programs_of
+
+    def wrong(*plans, order):
+        programs = right(*plans, order=order)
+        programs[3] = right(*plans, order=[(1 - chunk, step) for chunk, step in order])[3]
+        return programs
+
+    recipe = load_recipe(OVERLAP_PATH)
+    recipe["plugins"]["ep_overlap"]["chunks"] = [2, 1]
+    monkeypatch.setattr(plugins, "programs_of", wrong)
+    with pytest.raises(ClusterError, match="chunk"):
+        plugins.check_dispatch(recipe)

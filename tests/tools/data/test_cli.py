@@ -1,11 +1,17 @@
+"""The command; what a killed run leaves behind; peak memory, which must not depend on the size of the corpus."""
+
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -128,3 +134,80 @@ def test_a_bar_appears_on_a_terminal_and_only_on_stderr(tmp_path: Path, source: 
     seen = written.decode()
     assert json.loads(result.stdout)["documents"] == 1
     assert "\x1b[" in seen and "checked train" in seen
+
+
+@pytest.fixture
+def long_corpus(tmp_path: Path) -> Path:
+    """Some 20 MB: seconds of work."""
+    source = tmp_path / "source"
+    source.mkdir()
+    line = json.dumps({"text": Path(psutil.__file__).read_text()}) + "\n"
+    (source / "a.jsonl").write_text(line * (20_000_000 // len(line)))
+    return source
+
+
+def until_encoding(process: subprocess.Popen[str], folder: Path) -> list[psutil.Process]:
+    """Wait until .bin grows; return the worker processes."""
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in folder.glob(".out.unfinished-*/out.bin")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    children = psutil.Process(process.pid).children()
+    assert len(children) >= 2
+    return children
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_an_interrupted_run(tmp_path: Path, long_corpus: Path, tokenizer_folder: str, start_tc3, number: int) -> None:
+    folder = tmp_path / "out"
+    arguments = ["--input", long_corpus, "--output", folder / "out", "--tokenizer", tokenizer_folder, "--workers", 2]
+    process = start_tc3("prepare", *arguments)
+    children = until_encoding(process, folder)
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # Ctrl-C reaches the whole group
+    else:
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "Traceback" not in errors
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert alive == []
+    left = [path.name for path in folder.iterdir()]
+    if number == signal.SIGKILL:  # nobody could clean up, but nothing carries the name
+        assert len(left) == 1 and left[0].startswith(".out.unfinished-")
+    else:
+        assert left == []
+
+
+MEASURE = """
+import json, resource, sys
+from launch.cli import main
+if __name__ == "__main__":
+    try:
+        main()
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+    peaks = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(json.dumps(peaks))
+"""
+
+
+def peaks(folder: Path, megabytes: int) -> list[int]:
+    """Peak KiB of the parent and of the largest worker."""
+    source = folder / f"{megabytes}.jsonl"
+    text = Path(psutil.__file__).read_text()
+    with open(source, "w") as stream:
+        while stream.tell() < megabytes << 20:
+            for start in range(0, len(text), 8000):
+                stream.write(json.dumps({"text": text[start : start + 8000]}) + "\n")
+    arguments = ["data", "prepare", "--input", str(source), "--output", str(folder / f"out{megabytes}")]
+    command = [sys.executable, "-c", MEASURE, *arguments, "--workers", "2", "--held-out", "0.1", "--json"]
+    result = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, text=True, check=True, timeout=120)
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_memory_is_flat_in_the_corpus(tmp_path: Path) -> None:
+    small, large = peaks(tmp_path, 5), peaks(tmp_path, 20)
+    for before, after in zip(small, large, strict=True):
+        assert after - before < 6 * 1024, (small, large)  # KiB; 15 MiB more text

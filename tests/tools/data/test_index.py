@@ -1,3 +1,5 @@
+"""The pair as written, as read, and in the hands of the dataloader that recipes use; synthetic corpora."""
+
 from __future__ import annotations
 
 import importlib
@@ -9,9 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.attention_balance.plan import segments_of
 from plugins.errors import DataError
 from tools.data import index
-from tools.data.index import BrokenIndexError, IndexReader, IndexWriter, choose_dtype
+from tools.data import tokenizer as tokenizers
+from tools.data.index import (
+    CORPORA,
+    BrokenIndexError,
+    IndexReader,
+    IndexWriter,
+    choose_dtype,
+    document_lengths,
+    synthetic_index,
+    write_corpus,
+)
+from tools.data.prepare import PrepareOptions, prepare
+from tools.data.sources import Corpus
+from tools.data.tokenizer import Coder
 
 Documents = list[list[int]]
 DOCUMENTS = [[1, 2, 0], [0], list(range(300)), [65499, 0]]
@@ -130,3 +146,88 @@ def test_half_a_pair_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.idx").unlink()
     with pytest.raises(DataError, match=r"a\.idx: no such file"):
         IndexReader(tmp_path / "a")
+
+
+SETTINGS = {
+    "seed": 1,
+    "split": "1, 0, 0",
+    "seq_length": 32,
+    "eod_mask_loss": False,
+    "reset_position_ids": False,
+    "create_attention_mask": False,
+    "reset_attention_mask": False,
+    "create_compressed_eod_mask": False,
+    "eod": 0,
+    "pad": -1,
+}
+
+
+def samples(prefix: Path) -> list[str]:
+    """Twenty samples as text, read through MindFormers."""
+    from mindformers.dataset.dataloader.blended_megatron_dataloader import BlendedMegatronDatasetDataLoader
+
+    loader = BlendedMegatronDatasetDataLoader(
+        datasets_type="GPTDataset",
+        sizes=[20, 0, 0],
+        config={**SETTINGS, "data_path": ["1", str(prefix)]},
+        column_names=["input_ids", "labels", "loss_mask", "position_ids"],
+        shuffle=False,
+        num_shards=1,
+        shard_id=0,
+    )
+    coder = Coder(tokenizers.load(f"{prefix}_tokenizer").spec)
+    rows = loader.create_dict_iterator(output_numpy=True, num_epochs=1)
+    return [coder.decode(row["input_ids"].tolist()) for row in rows]
+
+
+@pytest.mark.slow
+def test_the_dataloader_serves_the_corpus_and_its_replacement(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "mindformers" not in sys.modules:
+        monkeypatch.setenv("LOG_MF_PATH", str(tmp_path_factory.mktemp("mindformers-log")))
+    source = tmp_path / "source.txt"
+    monkeypatch.chdir(tmp_path)  # MindSpore drops log folders where it stands
+    # the second corpus is shorter than the 20 samples of 32 tokens that were cached for the first
+    for force, letters, count in ((False, "abcdefgh", 300), (True, "stuvwxyz", 20)):
+        text = "".join(f"{letter}{number} " for number in range(count) for letter in letters)
+        source.write_text(text)
+        prepare(PrepareOptions(Corpus((str(source),)), tmp_path / "out", vocab_size=257, force=force))
+        served = samples(tmp_path / "out")
+        assert len(served) >= 20
+        whole = (text + tokenizers.EOD_TOKEN) * 3  # samples run on from one epoch into the next
+        assert all(sample in whole for sample in served)
+        assert (tmp_path / "out" / "cache" / "GPTDataset_indices").exists()
+
+
+@pytest.mark.parametrize("sequence_length", CORPORA)
+def test_lengths_are_seeded_and_have_a_long_tail(sequence_length):
+    sources = CORPORA[sequence_length]
+    assert sum(source.share for source in sources) == pytest.approx(1)
+    tokens = 20_000_000
+    lengths = document_lengths(tokens, sources, 1)
+    np.testing.assert_array_equal(lengths, document_lengths(tokens, sources, 1))
+    assert not np.array_equal(lengths[:100], document_lengths(tokens, sources, 2)[:100])
+    assert lengths.dtype == np.int32 and lengths.min() >= 2
+    assert tokens <= lengths.sum() < 1.1 * tokens
+    # most documents are short, most tokens are in documents far above the median
+    assert np.median(lengths) < 1_500
+    assert lengths[lengths > 5 * np.median(lengths)].sum() > 0.3 * lengths.sum()
+    assert lengths.max() > 20_000
+
+
+def test_an_index_holds_the_samples_asked_for():
+    index = synthetic_index(64, 131_072, 3)
+    assert len(index) >= 64
+    assert segments_of(index, 0, 64).values.sum() == 64 * 131_072
+
+
+def test_a_written_corpus_reads_back(tmp_path):
+    lengths = document_lengths(50_000, CORPORA[4_096], 5)[:40]
+    write_corpus(tmp_path / "corpus", lengths, 300, 7, seed=1)
+    reader = IndexReader(tmp_path / "corpus")
+    np.testing.assert_array_equal(reader.lengths, lengths)
+    for document in range(len(reader)):
+        tokens = reader[document]
+        assert tokens[-1] == 7 and not (tokens[:-1] == 7).any()
+        assert tokens.min() >= 0 and tokens.max() < 300

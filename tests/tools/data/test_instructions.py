@@ -10,7 +10,7 @@ from plugins.errors import DataError
 from tools.data.cli import data
 from tools.data.instructions import INSTRUCTION, Options, instructions_of, write
 from tools.data.sources import Corpus, Skips, held_out
-from tools.files.digest import whole
+from tools.files.atomic import whole_digest
 
 SOURCE = '''
 """A module's own docstring is no answer."""
@@ -129,4 +129,4 @@ def test_the_command_says_what_it_wrote(library, tmp_path):
     as_json = CliRunner().invoke(data, [*arguments, "--force", "--json"])
     summary = json.loads(as_json.stdout)
     assert [summary[split]["instructions"] for split in ("train", "heldout")] == counts
-    assert summary["train"]["sha256"] == whole(Path(f"{prefix}.jsonl"))
+    assert summary["train"]["sha256"] == whole_digest(Path(f"{prefix}.jsonl"))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.errors import DataError
-from tools.data.reporter import Reporter
 from tools.data.sources import SHOWN, Corpus, Document, Skips
+from tools.process.waiting import Reporter
 
 
 class Recorder(Reporter):

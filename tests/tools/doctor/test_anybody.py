@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.host.roots import OUTPUTS
+from tests.tools.process.roots import OUTPUTS
 
 ROOT = Path(__file__).resolve().parents[3]
 TC3 = [sys.executable, "-c", "from launch.cli import main; main()"]

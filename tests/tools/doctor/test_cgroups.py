@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.host.roots import write
+from tests.tools.process.roots import write
 
 ROOT = Path(__file__).resolve().parents[3]
 # run inside the namespace: each version is mounted in turn; MindSpore is imported once
@@ -25,7 +25,7 @@ from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
 from tools.doctor import processor
 from tools.doctor.checks import CHECKS, Patient
-from tools.host.root import Root
+from tools.process.host import Root
 
 found = {}
 for version in sys.argv[1:]:

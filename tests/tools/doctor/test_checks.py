@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.tools.doctor.recorded import NEW, OLD
-from tests.tools.host.roots import OUTPUTS, PAIRS, cpuset_files, numa_files, topology, write
+from tests.tools.process.roots import OUTPUTS, PAIRS, cpuset_files, numa_files, topology, write
 from tools.doctor.checks import CHECKS, Patient, examine
 from tools.doctor.cli import MODULES
-from tools.host.root import Root
+from tools.process.host import Root
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from tests.tools.host.roots import write
+from tests.tools.process.roots import write
 from tools.doctor.cli import doctor
 
 MINI = str(Path(__file__).resolve().parents[3] / "recipes/mini/pretrain_dp2.yaml")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tools.doctor.checks import Patient
 from tools.doctor.facts import gather
-from tools.host.root import Root
+from tools.process.host import Root
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.recipe.view import View

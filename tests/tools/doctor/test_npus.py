@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.host.roots import OUTPUTS, write
+from tests.tools.process.roots import OUTPUTS, write
 from tools.doctor.checks import CHECKS, Patient
 from tools.doctor.facts import gather
 from tools.doctor.npu import ascend_versions
-from tools.host.root import Root
+from tools.process.host import Root
 
 SMI = "outputs/npu-smi_info.txt"
 ASCEND = "usr/local/Ascend"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tools.host.roots import write
+from tests.tools.process.roots import write
 from tools.doctor import system
 from tools.doctor.checks import CHECKS, Patient
-from tools.host.root import Root
+from tools.process.host import Root
 from tools.schema.versions import verified
 
 

@@ -14,11 +14,10 @@ from click.testing import CliRunner
 
 from launch.cli import tc3
 from plugins.errors import TC3Error
-from tools.dryrun.compile import cache
-from tools.dryrun.compile import rank as compiling
-from tools.dryrun.compile.job import Job
+from tools.dryrun import compiles
+from tools.dryrun import rank as compiling
 from tools.dryrun.compiles import compile_all
-from tools.dryrun.jobs import resized, without_files
+from tools.dryrun.plan import Job, resized, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.recipe.dump import dump_recipe
@@ -117,16 +116,16 @@ def test_other_numbers_of_devices_change_the_data_parallel_degree():
 def test_results_are_kept_whole_and_by_content(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     job = Job(Recipe({"a": 1}), 0, 0)
-    assert cache.find(job) is None
-    cache.keep(job, {"rank": 0})
-    assert cache.find(job) == {"rank": 0}
-    assert cache.find(Job(Recipe({"a": 2}), 0, 0)) is None
-    assert cache.find(Job(Recipe({"a": 1}), 1, 0)) is None
-    (file,) = cache.folder().iterdir()
+    assert compiles.kept_result(job) is None
+    compiles.keep_result(job, {"rank": 0})
+    assert compiles.kept_result(job) == {"rank": 0}
+    assert compiles.kept_result(Job(Recipe({"a": 2}), 0, 0)) is None
+    assert compiles.kept_result(Job(Recipe({"a": 1}), 1, 0)) is None
+    (file,) = compiles.cache_folder().iterdir()
     file.write_bytes(file.read_bytes()[:-9])  # as a disk that was full would leave it
-    assert cache.find(job) is None
-    cache.keep(job, {"rank": 0})
-    assert cache.find(job) == {"rank": 0}
+    assert compiles.kept_result(job) is None
+    compiles.keep_result(job, {"rank": 0})
+    assert compiles.kept_result(job) == {"rank": 0}
 
 
 @pytest.mark.parametrize(
@@ -151,15 +150,17 @@ def test_an_error_of_the_host_is_no_result(error, host, tmp_path, monkeypatch):
     job = Job(load_recipe(LARGE), 0, 0)
     result = compiling.compile_job(job, tmp_path, None)
     assert result["error"]["message"] == str(error)
-    cache.keep(job, result)
-    assert cache.find(job) == (None if host else result)
+    compiles.keep_result(job, result)
+    assert compiles.kept_result(job) == (None if host else result)
 
 
 def test_a_refusal_from_the_cache_says_so(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     recipe = load_recipe(LARGE)
     for job in quick_plan(without_files(recipe)).jobs:
-        cache.keep(job, {"rank": job.rank, "stage": job.stage, "error": {"type": "ValueError", "message": "offset"}})
+        compiles.keep_result(
+            job, {"rank": job.rank, "stage": job.stage, "error": {"type": "ValueError", "message": "offset"}}
+        )
     done = run(LARGE, "--quick")
     assert done.exit_code == 1
     assert done.output.splitlines()[0].endswith("model.model_config.offset: ValueError: offset (cached; --no-cache)")

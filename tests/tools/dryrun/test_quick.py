@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 
 from tools.check.check import check_recipe
-from tools.dryrun.layout import WEIGHT
+from tools.dryrun.memory import WEIGHT
+from tools.dryrun.plan import stages_of
 from tools.dryrun.quick import ERROR, compose, quick_plan
 from tools.dryrun.quick import small_of as quick_small_of
 from tools.dryrun.report import report_of
-from tools.dryrun.stages import stages_of
 from tools.estimate.from_recipe import from_recipe
 from tools.hardware.units import GIB
 from tools.model.architecture import DENSE, MOE

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.check.table import table_of
+from tools.check.check import table_of
 from tools.estimate.configuration import Configuration, Recompute, even_layers, spread
 from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe

@@ -11,12 +11,12 @@ import pytest
 from click.testing import CliRunner
 
 from plugins.hierarchical_ep.plan import MODES
+from tools.data.imbalance.measure import seconds_of
 from tools.ep_report.cli import ep_report
 from tools.estimate.configuration import Cut
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
 from tools.hardware import DEFAULT_HARDWARE, load_hardware
-from tools.imbalance.measure import seconds_of
 from tools.layout.advise import advise
 from tools.layout.resolve import resolve
 from tools.recipe.load import load_recipe

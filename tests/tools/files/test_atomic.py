@@ -1,10 +1,41 @@
+"""What stands at a path, files that are whole or absent, and the end of a log."""
+
 import os
 
 import pytest
 
 from plugins.errors import DataError
-from tools.files.atomic import atomic_file, check_writable, write_atomically
+from tools.files import atomic
+from tools.files.atomic import atomic_file, check_writable, last_lines, real_path, what_is, write_atomically
 from tools.files.figure import new_figure, save_figure
+
+
+@pytest.fixture
+def places(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "gone").symlink_to("nothere")
+    (tmp_path / "good").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".", "a folder"), ("file", "a file"), ("good", "a file"), ("loop", "a link that leads back to itself"),
+        ("gone", "a link to nothere, which is not there"), ("none", "no such file or folder"),
+        ("file/below", "no such file or folder"), ("pipe", "a device, a pipe or a socket, not a file"),
+        ("loop/below", "a link that leads back to itself"), ("a\0b", "no name of a file"),
+    ],
+)  # fmt: skip
+def test_what_stands_at_a_path(places, name, words):
+    assert what_is(places / name) == words
+
+
+def test_links_are_followed_as_far_as_they_lead(places):
+    assert real_path(places / "good") == places.resolve() / "file"
+    assert real_path(places / "loop").name == "loop"
 
 
 def test_a_file_and_its_folders_are_made(tmp_path):
@@ -75,3 +106,12 @@ def test_a_place_that_cannot_be_written_is_refused_beforehand_and_nothing_is_mad
             check_writable(path)
     check_writable(tmp_path / "new" / "folder" / "x.svg")
     assert [item.name for item in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_last_lines_of_a_log_or_none(tmp_path, monkeypatch):
+    log = tmp_path / "worker.log"
+    assert last_lines(log) == []
+    log.write_bytes(b"first\nsecond \xff\nthird")
+    assert last_lines(log) == ["first", "second \ufffd", "third"]
+    monkeypatch.setattr(atomic, "_LIMIT", 7)
+    assert last_lines(log) == ["\ufffd", "third"]

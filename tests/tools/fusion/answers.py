@@ -11,8 +11,8 @@ import gzip
 import json
 from pathlib import Path
 
-from tools.dryrun.graph.text import TensorType
-from tools.fusion.graph import Operator
+from tools.dryrun.graph_text import TensorType
+from tools.fusion.cluster import Operator
 from tools.fusion.oracle import Answer
 
 HERE = Path(__file__).parent / "answers"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tools.dryrun.graph.text import Node
+from tools.dryrun.graph_text import Node
 
 BYTES = {"Float32": 4, "BFloat16": 2, "Int64": 8}
 

@@ -22,9 +22,9 @@ from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
 from tools.accuracy.align.sides import written
 from tools.check.check import check_recipe
-from tools.dryrun.jobs import plan_jobs
+from tools.data.imbalance.recipe import setting_of
+from tools.dryrun.plan import plan_jobs
 from tools.estimate.from_recipe import from_recipe
-from tools.imbalance.recipe import setting_of
 from tools.layout.budget import Budget
 from tools.layout.offsets import LayoutFile, digest_of, path_of, write_layout
 from tools.layout.resolve import (
@@ -38,14 +38,13 @@ from tools.layout.resolve import (
 )
 from tools.model.architecture import model_of
 from tools.model.weights import flops_per_token
+from tools.recipe.cli import effective
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import load_mini
-from tools.recipe.unresolved import CHUNKS, MODE, OFFSET, OVERLAP, unresolved
-from tools.recipe.view import View, look
+from tools.recipe.view import CHUNKS, MODE, OFFSET, OVERLAP, View, look, unresolved
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 from tools.schema.stages import RECOMPUTE
-from tools.show.cli import effective
 
 ROOT = Path(__file__).resolve().parents[3]
 PLUGGED = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k_ep_overlap.yaml"

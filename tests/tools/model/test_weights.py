@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.counted import counted
-from tools.check.table import table_of
-from tools.dryrun.stages import stages_of
+from tools.check.check import table_of
+from tools.data.imbalance.recipe import setting_of
+from tools.dryrun.plan import stages_of
 from tools.estimate.from_recipe import from_recipe
-from tools.imbalance.recipe import setting_of
 from tools.layout.resolve import sample_cost
 from tools.model.architecture import model_of
 from tools.model.weights import (

@@ -7,8 +7,7 @@ import pytest
 
 from tests.tools.check.test_mutations import RECIPES, ROOT, name
 from tools.recipe.load import load_recipe
-from tools.schema.json_schema import SCHEMA_FILE, json_schema
-from tools.schema.schema import FILE, load_schema
+from tools.schema.schema import FILE, SCHEMA_FILE, json_schema, load_schema
 
 
 def test_the_editors_schema_is_current():

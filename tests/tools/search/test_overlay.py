@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.plan import MODES
 from tools.check.check import check_recipe
-from tools.dryrun.stages import stages_of
+from tools.dryrun.plan import stages_of
 from tools.estimate.configuration import PATTERNS, Recompute, even_layers
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.memory.training_graph import kept

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from plugins.errors import RecipeError
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 

@@ -12,9 +12,9 @@ from typing import Any
 from plugins.errors import DataError
 from plugins.semi_auto_cpu.chosen import splits_model
 from tools.data.index import read_blend
+from tools.recipe.diff import ABSENT, UNCLASSIFIED, Change, compare
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, View, look
-from tools.show.diff import ABSENT, UNCLASSIFIED, Change, compare
 
 MUST, UNKNOWN, LAYOUT, MAY = "must match", "unknown", "another layout", "may differ"
 

@@ -24,7 +24,7 @@ from plugins.errors import ClusterError, RecipeError
 from tools.accuracy.reference.run import MISSING
 from tools.accuracy.reference.start import Hyper, nudged
 from tools.layout.resolve import resolve
-from tools.process import child
+from tools.process import children
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import CORPUS, load_mini
@@ -371,7 +371,7 @@ def start(command: list[str], log: Path, run: Path) -> None:
     threads = str(len(os.sched_getaffinity(0)))
     quiet = {"GLOG_v": "3", "OMP_NUM_THREADS": threads, "LOG_MF_PATH": str(run / "logs"), **environment()}
     with log.open("w", encoding="utf-8") as out:
-        code = child.run(command, env=quiet, stdout=out, stderr=subprocess.STDOUT).returncode
+        code = children.run_child(command, env=quiet, stdout=out, stderr=subprocess.STDOUT).returncode
     if code == 0:
         return
     if code == MISSING:

@@ -20,8 +20,7 @@ from plugins.errors import DataError
 from tools.accuracy.equivalence.runs import LOSSES, ROOT, Trained, group_norms
 from tools.accuracy.equivalence.trained import COUNTED, DTYPE
 from tools.accuracy.judge import tolerance
-from tools.files.atomic import write_atomically
-from tools.files.paths import real_path
+from tools.files.atomic import real_path, write_atomically
 
 GOLDEN = ROOT / "tests" / "golden"
 DIGITS = 7  # of a float32

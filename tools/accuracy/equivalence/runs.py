@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import DataError
-from tools.data.synthetic import write_corpus
-from tools.process import child
+from tools.data.index import write_corpus
+from tools.process import children
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import Recipe
 
@@ -110,7 +110,7 @@ def launch(
     dump_recipe(recipe, file)
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
     environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers"), **variables}
-    done = child.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    done = children.run_child(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))
 

@@ -23,10 +23,10 @@ from plugins.errors import ClusterError, RecipeError
 from plugins.operator_fusion.plan import VARIABLE
 from tools.accuracy.equivalence.runs import launch, make_corpus, read_steps
 from tools.accuracy.fusion.kernels import Argument, Kernel, Step
-from tools.dryrun.graph.text import GraphText
+from tools.dryrun.graph_text import GraphText
 from tools.fusion.oracle import read_text
 from tools.layout.resolve import resolve
-from tools.process import child
+from tools.process import children
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.mini import CORPUS, load_mini
 from tools.recipe.override import apply_overrides
@@ -182,7 +182,7 @@ def results_of(
     (folder / "types").write_text("\n".join(" ".join(kind.dtype for kind in kernel.inputs) for kernel in kernels))
     environment = environment_of(flags) | {"PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
     with (folder / "log").open("w") as log:
-        done = child.run(
+        done = children.run_child(
             [sys.executable, "-m", MODULE, str(folder)], cwd=folder, env=environment, stdout=log, stderr=log
         )
     if not (folder / "results.npz").exists():

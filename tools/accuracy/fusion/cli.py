@@ -11,7 +11,7 @@ import click
 
 from plugins.errors import ClusterError, DataError
 from tools.accuracy.fusion.report import AKG, DVM, Report, Row
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
@@ -64,7 +64,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
 def _of_graph(file: Path, seed: int) -> Report:
     from tools.accuracy.fusion.kernels import predicted
     from tools.accuracy.fusion.report import replayed
-    from tools.dryrun.graph.text import read_graph
+    from tools.dryrun.graph_text import read_graph
 
     if not file.is_file():
         raise DataError(f"{file}: no such file: want the text of a compiled graph, or a recipe")

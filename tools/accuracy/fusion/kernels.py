@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 
 from plugins.operator_fusion.operators import VECTOR
-from tools.dryrun.graph.text import GraphText, Node, TensorType, arguments_of, tensors
-from tools.fusion.cluster import clusters
-from tools.fusion.graph import VIRTUAL, operators
+from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors
+from tools.fusion.cluster import VIRTUAL, clusters, operators, refusal
 from tools.fusion.split import kernels
-from tools.fusion.support import refusal
 
 Argument = tuple[str, object]  # ("input", place), ("step", place) or ("constant", number, tuple or array)
 

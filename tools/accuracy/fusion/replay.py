@@ -16,7 +16,7 @@ import numpy as np
 
 from tools.accuracy.fusion.kernels import Argument, Kernel, Step, compute, numpy_type
 from tools.accuracy.judge import Verdict, judge, judge_special, lower_bound, rounded, tolerance
-from tools.dryrun.graph.text import TensorType
+from tools.dryrun.graph_text import TensorType
 
 EXACT, UNFUSED, FUSED = "exact", "unfused", "fused"
 _HALVES = ("Float16", "BFloat16")

@@ -24,7 +24,7 @@ from subprocess import PIPE, Popen
 from plugins.errors import ClusterError
 from tools.doctor.facts import CHECKOUT
 from tools.doctor.report import Report, ReportError, read_report
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 
 # What came of asking a host: its report and the difference of its clock, or what went wrong.

@@ -19,7 +19,7 @@ from tools.doctor.nodes.ask import Answer, Trouble, skews
 from tools.doctor.probe.outliers import MENDS, findings
 from tools.doctor.probe.outliers import outliers as slower
 from tools.doctor.report import Report
-from tools.host.names import shorten
+from tools.process.host import shorten
 
 SKEW = 0.1  # seconds, as the check `clock` allows
 ORDER: Sequence[Verdict] = ("fail", "warn", "unknown")

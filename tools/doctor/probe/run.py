@@ -29,9 +29,9 @@ from tools.affinity.topology import read_host
 from tools.doctor.checks import Patient
 from tools.doctor.probe.form import Link, Probe, Worker
 from tools.doctor.probe.worker import MARK, PATIENCE
-from tools.host import npu_smi
-from tools.host.root import Root, compress
-from tools.process.signals import terminate_as_interrupt
+from tools.process import host as npu_smi
+from tools.process.children import terminate_as_interrupt
+from tools.process.host import Root, compress
 from tools.process.waiting import Progressing
 
 # The workers of a probe as processes: started, asked, and ended whatever happens.

@@ -23,7 +23,7 @@ from tools.estimate.time_model import PARTS, TimeModel, exposed_of
 from tools.hardware.units import GIB
 from tools.layout.budget import Budget
 from tools.layout.place import Placement, least_seconds, place
-from tools.process.signals import terminate_as_interrupt
+from tools.process.children import terminate_as_interrupt
 from tools.search.candidates import Candidate, candidate_of, configuration
 from tools.search.ranking.rank import BOUNDS, EFFORT, Chances, Ranked, Ranking, rank
 from tools.search.ranking.swapping import Swapping

@@ -18,9 +18,8 @@ from pathlib import Path
 
 from plugins.errors import ClusterError, RecipeError
 from tools.check.check import check_recipe
-from tools.dryrun.compiles import compile_all
-from tools.dryrun.diagnose import diagnose
-from tools.dryrun.jobs import plan_jobs, without_files
+from tools.dryrun.compiles import compile_all, diagnose
+from tools.dryrun.plan import plan_jobs, without_files
 from tools.dryrun.quick import ERROR, quick_plan
 from tools.dryrun.report import report_of
 from tools.estimate.memory.model import all_stages

@@ -22,7 +22,7 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA
 from tools.checkpoint.stream import Made, save_file
 from tools.checkpoint.types import TYPES
-from tools.data.workers import ordered_map
+from tools.process.children import ordered_map
 from tools.weights.convert.plan import Plan, Shard
 from tools.weights.hugging_face.names import Entry, part_shape
 from tools.weights.hugging_face.sizes import FILE as CONFIG

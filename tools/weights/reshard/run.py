@@ -20,8 +20,8 @@ from plugins.sealed_checkpoint.plan import write_seal
 from tools.checkpoint.stored import METADATA, Stored, open_stored
 from tools.checkpoint.stream import Made, save_file
 from tools.checkpoint.types import TYPES
-from tools.data.workers import ordered_map
 from tools.files.atomic import atomic_folder
+from tools.process.children import ordered_map
 from tools.weights.inventory import mark
 from tools.weights.reshard.plan import Copied, Kind, Move, Plan
 from tools.weights.reshard.target import Shape

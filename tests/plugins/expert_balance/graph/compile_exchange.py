@@ -10,9 +10,9 @@ import numpy as np
 from mindspore import Tensor
 
 from plugins.expert_balance.graph.exchange import CollectiveRanks
-from tools.dryrun.compile.virtual_cluster import final_graph, virtual_cluster
-from tools.dryrun.graph.collectives import read_collectives
-from tools.dryrun.graph.text import read_graph
+from tools.dryrun.collectives import read_collectives
+from tools.dryrun.graph_text import read_graph
+from tools.dryrun.virtual_cluster import final_graph, virtual_cluster
 
 RANK, RANKS = 13, 16
 

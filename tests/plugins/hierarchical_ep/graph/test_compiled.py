@@ -14,7 +14,7 @@ from plugins.ep_overlap.plan import issue_order
 from plugins.hierarchical_ep.plan import make_plan
 from plugins.hierarchical_ep.programs import programs_of
 from plugins.hierarchical_ep.topology import Topology
-from tests.tools.dryrun.compile.test_rank import EP, INNER, OUTER, RANK, compile_rank
+from tests.tools.dryrun.test_rank import EP, INNER, OUTER, RANK, compile_rank
 
 pytestmark = pytest.mark.slow
 

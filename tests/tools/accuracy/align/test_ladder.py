@@ -25,7 +25,7 @@ from tools.accuracy.align.rungs import NONE, Row, Rung
 from tools.accuracy.align.sides import SideFailedError, shortened
 from tools.accuracy.reference.golden import write_corpus
 from tools.check.check import check_recipe
-from tools.process import child
+from tools.process import children
 from tools.recipe.dump import dump_recipe
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
@@ -234,7 +234,7 @@ def test_undecided_numbers_are_told_by_their_cause():
 
 
 def test_a_child_says_what_it_said_and_how_it_ended():
-    done = child.run([sys.executable, "-c", "print('a'); raise SystemExit(3)"], stdout=subprocess.PIPE)
+    done = children.run_child([sys.executable, "-c", "print('a'); raise SystemExit(3)"], stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (3, "a\n")
 
 

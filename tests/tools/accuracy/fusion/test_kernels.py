@@ -6,7 +6,7 @@ import pytest
 from tools.accuracy.fusion import cells, report
 from tools.accuracy.fusion.kernels import Kernel, Step, UnreadableError, built, constant, predicted, shrunk
 from tools.accuracy.fusion.replay import EXACT, first_wrong, inputs_of, run
-from tools.dryrun.graph.text import TensorType, read_graph
+from tools.dryrun.graph_text import TensorType, read_graph
 
 FULL, ROWS = TensorType("Float32", (4, 64)), TensorType("Float32", (4, 1))
 TENSOR, ROW = "<Tensor[Float32], (4, 64)>", "<Tensor[Float32], (4, 1)>"

@@ -15,7 +15,7 @@ from launch.cli import tc3
 from tests.tools.fusion.small_graphs import node, text_of
 from tools.accuracy.fusion.kernels import Kernel, Step
 from tools.accuracy.fusion.replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
-from tools.dryrun.graph.text import TensorType
+from tools.dryrun.graph_text import TensorType
 
 ROUND = {"Float32": np.float32, "Float16": np.float16, "BFloat16": ml_dtypes.bfloat16}
 SCALAR = {

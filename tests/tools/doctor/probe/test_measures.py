@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from plugins import processor_time
-from tests.tools.host.roots import write
+from tests.tools.process.roots import write
 from tools.doctor.probe import measures, worker
 from tools.doctor.probe.run import ROOT
 from tools.doctor.probe.worker import processor

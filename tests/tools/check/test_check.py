@@ -1,0 +1,200 @@
+"""MindFormers' own public 105B recipe is refused, with the lines where it goes wrong.
+
+Numbers that no training can mean are refused wherever they stand.
+"""
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+from plugins.errors import RecipeError
+from tests.tools.check.mutations import LOADER, MODEL, PARALLEL, leaves, put
+from tests.tools.check.test_rules import MINI, SEMI, findings
+from tools.check.check import check_recipe
+from tools.ranges import RECIPE
+from tools.recipe.load import bad_numbers, load_recipe, read_recipe
+from tools.recipe.override import apply_overrides, dotted, get_path
+from tools.schema import values
+from tools.schema import values as plugin_values
+from tools.schema.schema import FILE
+
+SITE = Path(importlib.util.find_spec("mindformers").origin).parent.parent
+SHIPPED = SITE / "configs" / "telechat3_moe" / "pretrain_telechat3_105b_a4b_4k.yaml"
+
+
+@pytest.fixture(scope="module")
+def report():
+    return check_recipe(SHIPPED)
+
+
+def line_of(text):
+    lines = SHIPPED.read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "severity", "word"),
+    [
+        ("model.model_config.offset", "offset: 0", "error", "45 layers on 8 stages leave 5 over"),
+        ("context.ascend_config.parallel_speed_up_json_path", "parallel_speed_up_4M.json", "error", "no such file"),
+        ("model.model_config.qk_rope_head_dim", "qk_rope_head_dim: 64", "warning", "qk_pos_emb_head_dim"),
+        ("model.model_config.qk_nope_head_dim", "qk_nope_head_dim: 128", "warning", "qk_head_dim"),
+        ("context.affinity_cpu_list", "affinity_cpu_list:", "warning", "a mapping"),
+    ],
+)
+def test_its_faults_are_reported_where_they_stand(report, key, text, severity, word, tmp_path, monkeypatch):
+    finding = next(finding for finding in report.findings if finding.key == key)
+    assert (finding.severity, finding.line) == (severity, line_of(text))
+    assert Path(finding.file) == SHIPPED
+    assert word in finding.wrong
+    assert finding.source.startswith("mindformers/")
+
+
+def test_the_named_line_of_mindformers_is_the_one_that_fails(report):
+    finding = next(finding for finding in report.findings if finding.key.endswith("offset"))
+    file, _, number = finding.source.rpartition(":")
+    assert "self.offset.sum() != remainder_layers" in (SITE / file).read_text("utf-8").splitlines()[int(number) - 1]
+    assert "[1, 1, 1, 1, 1, 0, 0, 0]" in finding.right
+
+
+def test_its_sizes_are_counted_all_the_same(report):
+    assert report.table["parameters_total"] == 104_576_167_936
+    assert report.table["stage_layers"] is None
+
+
+@pytest.mark.parametrize("file", sorted((SITE / "configs").glob("*/*.yaml")), ids=lambda path: path.stem)
+def test_no_shipped_recipe_ends_in_a_traceback(file):
+    assert isinstance(check_recipe(file).findings, list)
+
+
+NUMBERS = [
+    path
+    for path in leaves(SEMI)
+    if isinstance(get_path(SEMI, path), int | float) and not isinstance(get_path(SEMI, path), bool)
+]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("path", NUMBERS, ids=dotted)
+def test_no_number_of_a_recipe_may_be_infinite_or_none(path, value):
+    assert dotted(path) in findings(put(SEMI, path, value))
+
+
+def test_a_number_that_no_table_knows_must_be_finite_too():
+    recipe = put(MINI, ("output_dir",), {"anything": [1, float("nan")]})
+    assert "not a finite number" in findings(recipe)["output_dir.anything.1"].wrong
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("optimizer", "eps"), 0.0),
+        (("optimizer", "eps"), 10.0),
+        (("optimizer", "betas"), [0.9, 1.5]),
+        (("optimizer", "weight_decay"), 1e6),
+        (("lr_schedule", "learning_rate"), 3000.0),
+        (("lr_schedule", "learning_rate"), -1e-4),
+        (("lr_schedule", "warmup_steps"), 10**12),
+        (("lr_schedule", "warmup_ratio"), 3.0),
+        (("runner_wrapper", "max_grad_norm"), 1e20),
+        (("checkpoint", "save_interleaved_steps"), 10**12),
+        (("checkpoint", "save_max"), 0),
+        (("seed",), -1),
+        (("seed",), 2**40),
+        (("runner_config", "batch_size"), 10**9),
+        (("runner_config", "epochs"), 10**12),
+        ((*MODEL, "num_hidden_layers"), 10**9),
+        ((*MODEL, "vocab_size"), 99_999_999_999),
+        ((*MODEL, "num_attention_heads"), 10**9),
+        ((*MODEL, "n_routed_experts"), 10**9),
+        ((*MODEL, "hidden_size"), 10**12),
+        ((*MODEL, "seq_length"), 10**15),
+        ((*MODEL, "offset"), [[10**9]]),
+        ((*MODEL, "rope_theta"), 0.0),
+        ((*MODEL, "rope_theta"), 1e300),
+        ((*MODEL, "hidden_dropout"), 1.0),
+        ((*MODEL, "moe_aux_loss_coeff"), 1e9),
+        ((*MODEL, "rotary_scaling_factor"), -2),
+        ((*MODEL, "rope_scaling"), {"type": "yarn", "factor": 1e9}),
+        ((*LOADER, "config", "eod"), 2**62),
+        ((*LOADER, "sizes"), [10**20, 0, 0]),
+        (("context", "max_device_memory"), "999999999GB"),
+        (("context", "max_device_memory"), "0GB"),
+        ((*PARALLEL, "data_parallel"), 99_999_999_999),
+        ((*PARALLEL, "pipeline_stage"), 10**9),
+        (("plugins", "held_out_loss"), {"data_path": "x", "samples": 10**15, "every": 1}),
+        (("plugins", "attention_balance"), {"window": 10**9}),
+    ],
+)
+def test_out_of_range(path, value):
+    start = time.monotonic()
+    found = findings(put(SEMI, path, value))
+    assert any(key.startswith(dotted(path)) for key in found), found
+    assert time.monotonic() - start < 60
+
+
+def test_degrees_that_multiply_to_no_cluster():
+    recipe = put(put(SEMI, (*PARALLEL, "data_parallel"), 100_000), (*PARALLEL, "model_parallel"), 100_000)
+    assert "out of range" in findings(recipe)["parallel_config"].wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "right"), [("1e-8", "1.0e-8"), ("2E12", "2.0e+12"), (".5e-3", ".5e-3"), ("1e400", "finite"), ("16", "16")]
+)
+def test_a_number_that_yaml_reads_as_text(text, right, tmp_path):
+    spoilt = tmp_path / "x.yaml"
+    spoilt.write_text(f"optimizer:\n  type: AdamW\n  eps: '{text}'\n", "utf-8")
+    found = {finding.key: finding for finding in check_recipe(spoilt).findings}["optimizer.eps"]
+    assert right in str(found) and found.line == 3
+
+
+def test_infinity_by_overflow(tmp_path):
+    spoilt = tmp_path / "x.yaml"
+    spoilt.write_text("optimizer: {type: AdamW, eps: 1.0e+400, betas: [.nan, 0.95]}\n", "utf-8")
+    keys = {finding.key for finding in check_recipe(spoilt).findings if "finite" in finding.wrong}
+    assert keys == {"optimizer.eps", "optimizer.betas.0"}
+
+
+def test_every_tool_but_check_stops_at_the_first_of_them(tmp_path):
+    spoilt = tmp_path / "x.yaml"
+    spoilt.write_text("model:\n  model_config:\n    num_hidden_layers: 1000000000\n", "utf-8")
+    with pytest.raises(RecipeError, match=r"x\.yaml:3: model\.model_config\.num_hidden_layers: .* from 1 to 10,000"):
+        load_recipe(spoilt)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optimizer.eps=.nan",
+        "optimizer.eps=.inf",
+        "optimizer.eps=1e400",
+        "optimizer.eps=nan",
+        "optimizer.betas=[0.9, .nan]",
+        "lr_schedule={learning_rate: .inf}",
+        "model.model_config.num_hidden_layers=1000000000",
+        "parallel_config.data_parallel=99999999999",
+        "model.model_config.offset=[99999999999]",
+    ],
+)
+def test_overrides_take_the_same_path(override):
+    with pytest.raises(RecipeError) as refused:
+        apply_overrides(SEMI, [override])
+    assert override.split("=")[0] in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_two_overrides_that_make_no_cluster():
+    with pytest.raises(RecipeError, match="devices are out of range"):
+        apply_overrides(SEMI, ["parallel_config.data_parallel=90000", "parallel_config.model_parallel=90000"])
+
+
+def test_mindformers_own_recipes_pass():
+    files = sorted((SITE / "configs").glob("**/*.yaml"))
+    assert len(files) > 20
+    assert {file: found for file in files if (found := list(bad_numbers(read_recipe(file))))} == {}
+
+
+def test_every_row_of_the_table_names_a_key_that_some_recipe_can_have():
+    known = "".join(Path(file).read_text("utf-8") for file in (FILE, values.__file__, plugin_values.__file__))
+    assert [key for key in RECIPE if f'"{key.rsplit(".")[-1]}"' not in known] == []

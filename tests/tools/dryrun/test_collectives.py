@@ -1,0 +1,98 @@
+from pathlib import Path
+
+import pytest
+
+from plugins.errors import ClusterError
+from tools.dryrun.collectives import read_collectives
+from tools.dryrun.graph_text import read_graph
+
+# written by hand after MindSpore 2.9.0's text: a forward and a backward subgraph, a condition, every kind of operand
+GRAPH = Path(__file__).with_name("graph.ir")
+GROUPS = {"outer": (0, 2), "inner": (0, 1), "hccl_world_group": (0, 1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return read_collectives(read_graph(GRAPH), GROUPS.get)
+
+
+def test_program_order_expands_calls_and_both_branches(found):
+    assert [(item.role, item.op) for item in found] == [
+        ("forward", "AllGather"),
+        ("forward", "AlltoAllV"),
+        ("forward", "ReduceScatter"),
+        ("forward", "AllGather"),
+        ("recompute", "AllGather"),
+        ("gradient", "ReduceScatter"),
+        ("gradient", "AlltoAllV"),  # by a bprop written by hand
+        ("step", "AllReduce"),
+        ("step", "AllGather"),
+    ]
+
+
+def test_ranks_come_from_the_registry_then_from_the_graph(found):
+    # rank_list and group_rank_ids say (0, 1, 2, 3) everywhere; "2-500" states its ranks in one of its two places
+    assert [item.ranks for item in found] == [
+        *[(0, 2), (0, 1), (0, 2), (0, 3)],
+        *[(0, 2), (0, 3), (0, 1), (0, 1, 2, 3), (0, 1)],
+    ]
+
+
+def test_what_travels(found):
+    assert found[0].inputs == (("BFloat16", (4, 8)),)
+    assert found[0].outputs == (("BFloat16", (8, 8)),)
+    assert found[1].inputs == (("BFloat16", (32,)), ("Int64", (2,)))
+    assert found[1].outputs == (("BFloat16", (-1,)),)
+    assert found[7].inputs == (("Float32", ()),)
+    assert found[8].inputs == (("Float32", (1, 2)),)  # a parameter
+
+
+def test_primitive_attributes(found):
+    assert found[0].attributes["recompute"] is False
+    assert found[0].attributes["parallel_branch"] == 1
+    assert found[1].attributes["block_size"] == 8
+    assert found[2].attributes["op"] == "sum"
+    assert "duplicated" not in found[4].attributes  # of the node, not of the primitive
+
+
+def test_source_is_the_innermost_line_of_the_forward(found):
+    assert found[0].source == "moe/token_dispatcher.py:321"
+    assert found[5].source == "moe/token_dispatcher.py:321"
+    assert found[6].source == "hierarchical_ep/adapter.py:19"
+    assert (found[0].scope, found[1].scope) == ("Default/AllGather-op0", "")
+    assert found[3].source == ""  # inserted by MindSpore
+
+
+def test_order_by_data_and_by_depend(found):
+    order = [(item.after, item.after_depend) for item in found]
+    assert order[0] == ((), ())
+    assert order[1] == ((), (0,))  # its split list waits, its data does not
+    assert order[2] == ((0,), ())  # one part of a tuple, the other part is the AlltoAllV
+    assert order[3] == ((0, 2), ())
+    assert order[4:6] == [((), ())] * 2  # nothing is said across subgraphs
+    assert order[6] == ((5,), ())
+    assert order[7:] == [((), ())] * 2
+
+
+def test_a_subgraph_called_twice_counts_twice(tmp_path):
+    text = GRAPH.read_text(encoding="utf-8")
+    call = "call @7_▸Model_construct_2(%para4_inputs0, %para5_u)\n"
+    first, last = f"  %0(▲CNode_11) = {call}", "  %7(CNode_18) = "
+    assert first in text and last in text
+    twice = tmp_path / "graph.ir"
+    twice.write_text(text.replace(last, f"  %7(▲CNode_19) = {call}  %8(CNode_18) = "), encoding="utf-8")
+    found = read_collectives(read_graph(twice), GROUPS.get)
+    assert [item.op for item in found[:4]] == [item.op for item in found[8:12]]
+    assert [item.after for item in found[8:12]] == [(), (), (8,), (8, 10)]
+
+
+def test_an_unknown_group_is_refused():
+    with pytest.raises(ClusterError, match=r"AlltoAllV at moe/token_dispatcher.py:398 uses group 'inner'"):
+        read_collectives(read_graph(GRAPH), {name: ranks for name, ranks in GROUPS.items() if name != "inner"}.get)
+
+
+def test_another_text_is_refused(tmp_path):
+    other = tmp_path / "other.ir"
+    other.write_text("nothing\n")
+    with pytest.raises(ClusterError, match="not the text of a graph"):
+        read_graph(other)

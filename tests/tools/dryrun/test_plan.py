@@ -1,0 +1,110 @@
+from pathlib import Path
+
+import pytest
+
+from plugins.errors import RecipeError
+from tools.dryrun.plan import plan_jobs, stages_of
+from tools.model.architecture import DENSE, MOE
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import View
+
+RECIPES = Path(__file__).resolve().parents[3] / "recipes"
+
+
+def recipe(name, *changes):
+    return apply_overrides(load_recipe(RECIPES / name), changes)
+
+
+def test_stages_of_105b():
+    stages = stages_of(View(recipe("telechat3_105b/pretrain_4k.yaml")))
+    assert [len(stage.kinds) for stage in stages] == [6, 6, 6, 6, 6, 7, 7, 1]
+    assert stages[0].chunks == ((0, (DENSE,) + (MOE,) * 5),)
+    assert [stage.ends for stage in stages] == [("embedding",), *[()] * 6, ("head",)]
+    assert [stage.chunks[0][0] for stage in stages] == [0, 6, 12, 18, 24, 30, 37, 44]
+
+
+def test_one_rank_for_each_kind_of_stage():
+    plan = plan_jobs(recipe("telechat3_105b/pretrain_4k.yaml"))
+    assert plan.job_of == [0, 1, 1, 1, 1, 2, 2, 3]
+    assert [job.rank for job in plan.jobs] == [0, 32, 160, 224]
+    assert plan.micro_batches == 16
+    assert all(job.recipe["parallel_config"]["micro_batch_num"] == 16 for job in plan.jobs)
+
+
+def test_recompute_of_a_stage_sets_it_apart():
+    lists = "recompute_config.recompute=[6, 6, 3, 6, 6, 7, 7, 1]"
+    plan = plan_jobs(recipe("telechat3_105b/pretrain_4k.yaml", lists))
+    assert plan.job_of == [0, 1, 2, 1, 1, 3, 3, 4]
+
+
+@pytest.mark.parametrize("key", ["select_recompute_exclude", "select_comm_recompute_exclude"])
+def test_what_a_stage_excludes_sets_it_apart(key):
+    loaded = recipe("telechat3_105b/pretrain_4k.yaml")
+    loaded["recompute_config"][key] = {r"mlp\.mul": [0, 0, 0, 6, 0, 0, 0, 0]}
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 2, 1, 3, 3, 4]
+
+
+def test_swapped_layers_are_named_and_set_their_stage_apart():
+    loaded = recipe("telechat3_105b/pretrain_4k.yaml")
+    loaded["recompute_config"]["recompute"] = [7, 13]  # with swapping, numbers of layers: the second of stages 1 and 2
+    swapped = [{"backward_prefetch": 1, "layers": [8, 14, 26]}]  # the third of stages 1 and 2
+    model = loaded["model"]["model_config"]
+    operators = [{"op_name": r"mlp\.mul", **swapped[0]}]
+    model |= {"swap": True, "layer_swap": swapped, "op_swap": operators}
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 2, 3, 4, 4, 5]
+    model["swap"] = False
+    loaded["recompute_config"]["recompute"] = True
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 1, 1, 2, 2, 3]
+
+
+def test_a_chunk_that_is_recomputed_whole_stands_beside_one_that_is_counted():
+    loaded = recipe("telechat3_438b/pretrain_4k.yaml")
+    loaded["recompute_config"]["recompute"] = [True, [1, 2, 2, 2, 3, 2, 2, 1]]
+    assert plan_jobs(loaded).job_of == [0, 1, 1, 1, 2, 1, 1, 3]
+
+
+def test_interleaved_chunks_follow_each_other_through_all_stages():
+    stages = stages_of(View(recipe("telechat3_438b/pretrain_4k.yaml")))
+    assert [stage.chunks[0][0] for stage in stages] == [0, 4, 8, 12, 16, 20, 24, 28]
+    assert [stage.chunks[1][0] for stage in stages] == [32, 35, 38, 41, 44, 47, 50, 53]
+    assert plan_jobs(recipe("telechat3_438b/pretrain_4k.yaml")).job_of == [0, 1, 1, 1, 1, 1, 1, 2]
+
+
+def test_zero_bubble_v_comes_back_to_the_first_stage():
+    changes = ("parallel.pipeline_config.pipeline_scheduler=zero_bubble_v",)
+    changes += ("model.model_config.offset=[[1, 1, 1, 1, 1, 1, 1, 1], [-2, 0, 0, 0, 0, 0, 0, 0]]",)
+    stages = stages_of(View(recipe("telechat3_438b/pretrain_4k.yaml", *changes)))
+    assert [stage.ends for stage in stages] == [("embedding", "head"), *[()] * 7]
+    layers = [layer for stage in stages for first, kinds in stage.chunks for layer in range(first, first + len(kinds))]
+    assert sorted(layers) == list(range(54))
+    firsts = [stage.chunks[1][0] for stage in stages]
+    assert firsts == sorted(firsts, reverse=True)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(str(path.relative_to(RECIPES)) for path in RECIPES.glob("telechat3_*/*4k.yaml"))
+)
+def test_every_layer_is_on_one_stage(name):
+    loaded = recipe(name)
+    stages = stages_of(View(loaded))
+    layers = [layer for stage in stages for first, kinds in stage.chunks for layer in range(first, first + len(kinds))]
+    assert sorted(layers) == list(range(loaded["model"]["model_config"]["num_hidden_layers"]))
+
+
+def test_chosen_ranks_stand_for_their_kind_only():
+    plan = plan_jobs(recipe("telechat3_105b/pretrain_4k.yaml"), ranks=(40, 33))
+    assert plan.job_of == [-1, 0, 0, 0, 0, -1, -1, -1]
+    assert [job.stage for job in plan.jobs] == [1, 1]
+
+
+def test_a_rank_that_is_not_there():
+    with pytest.raises(RecipeError, match="--ranks 256: the recipe has ranks 0 to 255"):
+        plan_jobs(recipe("telechat3_105b/pretrain_4k.yaml"), ranks=(0, 256))
+
+
+def test_an_offset_that_does_not_fit():
+    with pytest.raises(RecipeError, match="offset"):
+        stages_of(
+            View(recipe("telechat3_105b/pretrain_4k.yaml", "model.model_config.offset=[1, 1, 1, 1, 1, 2, 2, -5]"))
+        )

@@ -1,0 +1,154 @@
+"""What a device sends, and the report in a terminal."""
+
+import copy
+import io
+
+import pytest
+from rich.console import Console
+
+from plugins.errors import DataError
+from tools.dryrun.render import draw, notes, render
+from tools.dryrun.report import BETWEEN, INSIDE, traffic_of
+from tools.files.figure import check_ending
+from tools.hardware.units import GIB
+
+GROUPS = [[0, 1, 2, 3], [0, 8], [0, 16]]
+
+
+def item(op, group, size, role="forward", **more):
+    return {"op": op, "group": group, "role": role, "bytes": size, **more}
+
+
+@pytest.mark.parametrize(
+    ("op", "sent"), [("AllGather", 75), ("ReduceScatter", 75), ("AllReduce", 150), ("AlltoAllV", 75), ("Barrier", 0)]
+)
+def test_volume_of_an_operator(op, sent):
+    (line,) = traffic_of({"groups": GROUPS, "collectives": [item(op, 0, 100)]}, step=1, compiled=1, node=8)
+    assert (line["bytes"], line["calls"], line["link"]) == (sent, 1, INSIDE)
+
+
+def test_lines_add_up_by_kind_and_scale_with_the_micro_batches():
+    calls = [item("AllGather", 1, 100), item("AllGather", 1, 100), item("AllGather", 1, 100, role="step")]
+    lines = traffic_of({"groups": GROUPS, "collectives": calls}, step=32, compiled=2, node=8)
+    assert [(line["role"], line["calls"], line["bytes"]) for line in lines] == [("forward", 32, 1600), ("step", 1, 50)]
+    assert {line["link"] for line in lines} == {BETWEEN}
+
+
+def test_a_send_goes_to_its_peer_and_repeats_with_its_micro_batch():
+    more = {"role": "step", "me": 0, "dtype": "Float32", "shape": [10], "chunk": 0}
+    sends = [item("Send", 2, 10, peer=16, micro=micro, **more) for micro in range(2)]
+    once = item("Send", 2, 10, peer=1, micro=None, **more)
+    lines = traffic_of({"groups": GROUPS, "collectives": [*sends, once]}, step=8, compiled=2, node=8)
+    assert [(line["bytes"], line["link"]) for line in lines] == [(80, BETWEEN), (10, INSIDE)]
+
+
+def test_an_embedding_that_two_stages_share_goes_between_them_once_a_step():
+    """The Sends of rank 0 of the 105B recipe at 32K, compiled with 16 of 128 micro-batches."""
+    more = {"role": "step", "me": 0, "chunk": 0}
+    sends = [item("Send", 2, 4096 * 2560 * 4, peer=224, micro=0, dtype="Float32", shape=[4096, 2560], **more)]
+    for micro in range(16):
+        sends.append(item("Send", 2, 512 * 2560 * 2, peer=32, micro=micro, dtype="BFloat16", shape=[512, 2560], **more))
+        sends.append(item("Send", 2, 4, peer=32, micro=micro, dtype="Float32", shape=[1], **more))
+    (line,) = traffic_of({"groups": GROUPS, "collectives": sends}, step=128, compiled=16, node=8)
+    assert (line["calls"], line["bytes"] >> 20) == (257, 40 + 320)
+
+
+def test_routed_sizes_are_marked():
+    (line,) = traffic_of(
+        {"groups": GROUPS, "collectives": [item("AlltoAllV", 0, 8, routed=True)]}, step=1, compiled=1, node=8
+    )
+    assert line["routed"]
+
+
+MEMORY = {"weights": 1, "state": 2, "accumulated": 6, "gathered": 3, "saved": 1, "working": 1}
+STAGE = {
+    "stage": 0,
+    "compiled_rank": 0,
+    "compiled": True,
+    "layers": 6,
+    "memory": {name: size * GIB for name, size in MEMORY.items()}
+    | {"exact": 12 * GIB, "total": 14 * GIB, "limit": 20 * GIB},
+    "peak": {"bytes": 14 * GIB, "pass": "B 3.0", "owners": [{"part": "state", "module": "experts", "bytes": GIB}]},
+    "flops": {"forward": 10**15, "recompute": 10**15, "gradient": 2 * 10**15},
+    "traffic": [
+        {"op": "AlltoAllV", "role": "forward", "ranks": 8, "link": "inside a node", "calls": 96,
+         "bytes": 5 * GIB, "routed": True},
+        {"op": "AllReduce", "role": "step", "ranks": 32, "link": "between nodes", "calls": 1, "bytes": GIB},
+    ],
+}  # fmt: skip
+REPORT = {
+    "recipe": "a.yaml",
+    "quick": False,
+    "quick_error": None,
+    "fit": "fits",
+    "compiled": True,
+    "devices": 64,
+    "layout": {"dp": 4, "tp": 8, "pp": 2, "cp": 1, "ep": 8, "chunks": 1},
+    "schedule": "1f1b",
+    "schedule_model_equals_graph": True,
+    "micro_batches": {"step": 256, "compiled": 4},
+    "parameters": {"compiled": 1000, "check": 1000},
+    "stages": [STAGE, {**STAGE, "stage": 1, "compiled": False}],
+    "links": {"exact": 1, "alike": 0, "unknown": 0},
+    "groups": {"all": 14, "compared": 2},
+    "problems": [],
+}
+
+
+def shown(report):
+    console = Console(file=io.StringIO(), width=160)
+    render(report, console)
+    return console.file.getvalue()
+
+
+def test_a_clean_report():
+    text = shown(REPORT)
+    assert "stage 0 is fullest in B 3.0: 14.0 GiB, of them state: experts 1.0" in text
+    assert "64 virtual devices, dp4 tp8 pp2 ep8" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("1="))
+    assert [word for word in row.split() if word != "│"] == [
+        *("1=", "6", "1.00", "2.00", "6.00", "3.00", "1.00", "1.00", "14.00", "20.00", "4.00"),
+    ]
+    assert "5.00*" in text and "1,000 (as tc3 check counts)" in text
+    assert "1 of 1 links between stages compared" in text and "2 of 14 groups" in text
+
+
+def test_what_was_concluded_is_said():
+    text = " ".join(notes(REPORT))
+    assert "4 of 256 micro-batches" in text and "1 as rank 0" in text and "equals the model of schedule 1f1b" in text
+    unknown = {**REPORT, "schedule_model_equals_graph": False}
+    assert "is not known, or differs from" in " ".join(notes(unknown))
+    assert notes({**REPORT, "quick": True, "quick_error": 0.03})[0].startswith("quick: each kind of layer")
+
+
+def test_problems_and_a_count_that_differs():
+    report = copy.deepcopy(REPORT)
+    report |= {"problems": ["parallel: group of 2 [0, 1]: wrong"], "parameters": {"compiled": 1000, "check": 999}}
+    text = shown(report)
+    assert "parallel: group of 2 [0, 1]: wrong" in text and "tc3 check: 999" in text
+    assert "links" not in text
+
+
+def test_links_that_were_not_compared_are_counted():
+    some = shown({**REPORT, "links": {"exact": 2, "alike": 1, "unknown": 4}})
+    assert "3 of 7 links between stages compared" in some and "of 4 links no end was compiled" in some
+    quick = shown({**REPORT, "quick": True, "quick_error": 0.03, "links": {"exact": 0, "alike": 0, "unknown": 7}})
+    assert "of the pipeline's 7 links none was compared" in quick and "Receives fit" not in quick
+    assert "fits: the fullest stage, 0, takes 70% of the limit (--quick may be off by 3%)" in quick
+    alone = shown({**REPORT, "links": {"exact": 0, "alike": 0, "unknown": 0}})
+    assert "links" not in alone and "in the same order" in alone
+
+
+def test_the_picture_of_a_quick_run_has_no_empty_half(tmp_path):
+    quick = {**REPORT, "quick": True, "stages": [{**STAGE, "traffic": []}]}
+    drawn = draw(quick, tmp_path / "a.svg").read_text()
+    assert "GiB on a device" in drawn and "sent by a device" not in drawn
+    assert "sent by a device" in draw(REPORT, tmp_path / "b.svg").read_text()
+
+
+def test_the_picture_is_the_same_for_the_same_numbers(tmp_path):
+    first, second = (draw(REPORT, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
+    assert first == second
+    assert b"gathered weights" in first and b"between nodes" in first
+    with pytest.raises(DataError, match="want a file that ends in"):
+        check_ending(tmp_path / "a.pdf")

@@ -1,0 +1,151 @@
+"""Signals around work that must not be cut in half, and a map over worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+
+from plugins.errors import DataError
+from tools.process.children import DEPTH, deaf_children, ordered_map, terminate_as_interrupt, uninterrupted
+
+BOTH = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_a_signal_waits_for_the_end_of_the_block(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in BOTH]
+    done = []
+    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), uninterrupted():
+        with uninterrupted():
+            os.kill(os.getpid(), number)
+            done.append("inner")
+        done.append("outer")
+    assert done == ["inner", "outer"]
+    assert [signal.getsignal(each) for each in BOTH] == before
+
+
+def test_a_signal_is_delivered_though_the_block_fails() -> None:
+    with pytest.raises(KeyboardInterrupt), terminate_as_interrupt(), uninterrupted():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise OSError("disk full")
+
+
+def test_sigterm_without_a_handler_ends_the_process_after_the_block() -> None:
+    code = (
+        "import os, signal; from tools.process.children import uninterrupted\n"
+        "with uninterrupted():\n    os.kill(os.getpid(), signal.SIGTERM); print('done', flush=True)\n"
+        "print('never')"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "done\n")
+
+
+@pytest.mark.parametrize("number", BOTH)
+def test_what_is_started_inside_hears_sigterm_only(number: signal.Signals) -> None:
+    code = f"import os; os.kill(os.getpid(), {int(number)}); print('alive')"
+    with uninterrupted(), deaf_children():
+        ended = subprocess.run([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == {signal.SIGINT: (0, "alive\n"), signal.SIGTERM: (-15, "")}[number]
+
+
+def test_ctrl_c_while_children_are_started_is_not_lost() -> None:
+    with pytest.raises(KeyboardInterrupt), uninterrupted(), deaf_children():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def interrupted_worker():
+    return lambda number: os.kill(os.getpid(), signal.SIGINT) or number
+
+
+def test_workers_do_not_hear_ctrl_c_and_end_by_sigterm() -> None:
+    before = set(psutil.Process().children())
+    results = ordered_map(interrupted_worker, range(20), workers=2)
+    assert next(results) == 0
+    started = set(psutil.Process().children()) - before  # on a busy machine one may not have become Python's yet
+    workers = [each for each in started if "resource_tracker" not in " ".join(each.cmdline())]
+    assert list(results) == list(range(1, 20)) and len(workers) == 2
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
+
+
+HERE = Path(__file__).resolve()
+
+
+def squarer(naps: bool) -> Callable[[int], tuple[int, int]]:
+    """What a worker runs: squares, at a different pace for each number."""
+
+    def square(number: int) -> tuple[int, int]:
+        if naps:
+            time.sleep(0.002 * (number * 7 % 5))
+        if number == 99:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number == 98:
+            raise DataError("98 is not wanted")
+        return number * number, os.getpid()
+
+    return square
+
+
+def test_order_is_kept_and_all_workers_work() -> None:
+    results = list(ordered_map(partial(squarer, True), range(60), workers=3))
+    assert [square for square, _ in results] == [n * n for n in range(60)]
+    assert len({pid for _, pid in results}) == 3
+    assert os.getpid() not in {pid for _, pid in results}
+
+
+def test_jobs_are_taken_only_as_results_are_wanted() -> None:
+    before = set(psutil.Process().children())  # other tests of this process may keep workers of their own
+    taken: list[int] = []
+    results = ordered_map(partial(squarer, False), (taken.append(n) or n for n in range(50)), workers=2)
+    next(results)
+    assert len(taken) <= DEPTH * 2 + 1
+    results.close()
+    left = set(psutil.Process().children()) - before
+    assert all("resource_tracker" in " ".join(child.cmdline()) for child in left)
+
+
+def test_large_jobs_and_results_do_not_block_each_other() -> None:
+    jobs = [[n] * 300_000 for n in range(12)]  # far more than a pipe holds, both ways
+    assert [result[0] for result in ordered_map(echo, jobs, workers=2)] == list(range(12))
+
+
+def echo() -> Callable[[list[int]], list[int]]:
+    return list
+
+
+@pytest.mark.parametrize(("number", "why"), [(99, r"a worker process died \(exit code -9\)"), (98, "98 is not wanted")])
+def test_a_failing_worker_is_an_error_and_not_a_hang(number: int, why: str) -> None:
+    with pytest.raises(DataError, match=why):
+        list(ordered_map(partial(squarer, False), [1, 2, number, 3, 4, 5, 6, 7, 8, 9, 10], workers=2))
+
+
+def test_one_worker_works_in_this_process() -> None:
+    assert list(ordered_map(partial(squarer, False), [3], workers=1)) == [(9, os.getpid())]
+
+
+def test_workers_end_when_their_parent_is_killed() -> None:
+    code = (
+        f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parents[3])!r}]\n"
+        "from functools import partial; from itertools import count; import test_workers as t\n"
+        "if __name__ == '__main__':\n"
+        "    for square, pid in t.ordered_map(partial(t.squarer, True), (n % 50 for n in count()), 2):\n"
+        "        print(pid, flush=True)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout
+    workers = [psutil.Process(pid) for pid in {int(parent.stdout.readline()) for _ in range(4)}]
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert alive == []

@@ -1,0 +1,295 @@
+"""How unevenly a corpus loads the devices of a recipe, without and with `plugins/attention_balance`, before any run.
+
+1. Document lengths from PREFIX.idx, mapped; the dataset's index as MindFormers will build it; no token is read.
+2. Documents of every sample that the run trains, against the room of the compressed mask.
+3. Some steps, spread over the run: the cost of each sample, who trains it, and what the slowest device does over the
+   mean.
+
+Modelled: a device's computation takes as long as its FLOPs say, equally fast for attention and the rest, or the costs
+that the recipe's plugin section measured; what a step has beside it is the estimator's (`seconds`). Experts that get
+more tokens than others are not counted; they make the gain a smaller part of the step. Memory: for each document 4
+bytes of mapped lengths, 4 bytes an epoch and 4 while they are shuffled; some 28 bytes for each sample of the dataset;
+and one window of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from plugins.attention_balance.plan import GPTIndex, build_gpt_index
+from plugins.attention_balance.samples.eod import check_fits
+from plugins.errors import DataError, RecipeError
+from tools.data.imbalance.recipe import Setting, Steps, equal_costs, measure_steps, setting_of
+from tools.data.index import map_lengths
+from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.efficiency import cluster as cluster_of
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
+from tools.hardware import DEFAULT_HARDWARE, Hardware
+from tools.process.waiting import Reporter
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+
+# A step of the recipe in seconds, by the estimator of `tc3 search`, and how many of them uneven samples add.
+#
+#     step = even + (ratio - 1) * stretched
+#
+# `even` is a step whose samples all cost what the corpus's samples cost on average, documents apart; `ratio` is what
+# devices compute and wait in a step, pipeline included, over that of an even one; `stretched` are the seconds of `even`
+# that grow by it. Communication, gradients and the optimizer take as long whatever the samples cost.
+
+_STRETCHED = ("compute", "recompute", "bubble")  # parts of a step that last longer where samples are uneven
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """A predicted step.
+
+    Args:
+        cluster: it runs on.
+        whole: seconds of a step whose samples are one document each, as tc3 search has it.
+        even: seconds of a step whose samples all cost what the corpus's samples cost on average.
+        stretched: those of `even` in which devices compute, or wait for others that do.
+        error: how far such predictions are off, in words.
+    """
+
+    cluster: str
+    whole: float
+    even: float
+    stretched: float
+    error: str
+
+    def step(self, over_even: float) -> float:
+        """Seconds of a step that computes `over_even` times as long as one of even samples."""
+        return self.even + (over_even - 1) * self.stretched
+
+
+def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Seconds | str:
+    """The step of a recipe in which nothing is `auto`, or why it is not predicted.
+
+    Args:
+        attended: pairs of tokens that attend to each other over those of samples of one document.
+    """
+    if View(recipe).on_cpu:
+        return "it runs on CPU workers"
+    try:
+        config, times = from_recipe(recipe), TimeModel(hardware)
+        whole = times.step(config, simulated=True)
+        even = times.step(replace(config, attended=attended), simulated=True)
+    except RecipeError as error:
+        return str(error)
+    known, parts = known_error(hardware), even.by_part
+    stretched = sum(parts[name] for name in _STRETCHED)
+    return Seconds(hardware.name, whole.total, even.total, stretched, known.words if known else UNKNOWN)
+
+
+# The distribution of document lengths, exact, in one pass and in memory that does not grow with the corpus.
+
+QUANTILES = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+_CHUNK = 1 << 20  # documents or samples at a time
+_COUNTED = 1 << 20  # shorter documents are counted by length; of longer ones a corpus has few, so they are kept
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Values that occur and how often: int64 [n] each, values rising. Tokens of documents, or documents of samples."""
+
+    values: np.ndarray
+    counts: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return int(self.counts.sum())
+
+    @property
+    def total(self) -> int:
+        """Their sum."""
+        return int(self.values @ self.counts)
+
+    def quantile(self, share: float) -> int:
+        """The smallest value that at least `share` of them do not exceed."""
+        return _first(self.values, self.counts, share)
+
+    def weighted_quantile(self, share: float) -> int:
+        """The smallest value such that those up to it hold at least `share` of the total."""
+        return _first(self.values, self.counts * self.values, share)
+
+    def octaves(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (from, below, how many, their sum) for powers of two, from the smallest value's to the largest's."""
+        octave = np.frexp(self.values)[1] - 1  # exact below 2**53
+        for power in range(int(octave[0]), int(octave[-1]) + 1):
+            mine = octave == power
+            yield 1 << power, 2 << power, int(self.counts[mine].sum()), int(self.values[mine] @ self.counts[mine])
+
+
+def _first(values: np.ndarray, weights: np.ndarray, share: float) -> int:
+    total = np.cumsum(weights)
+    return int(values[np.searchsorted(total, share * total[-1] * (1 - 1e-12))])
+
+
+class Counter:
+    """Collects a `Distribution` chunk by chunk."""
+
+    def __init__(self) -> None:
+        self._short = np.zeros(_COUNTED, np.int64)
+        self._long: list[np.ndarray] = []
+
+    def add(self, values: np.ndarray) -> None:
+        """values: int [n], at least 0."""
+        long = values >= _COUNTED
+        if long.any():
+            self._long.append(np.asarray(values[long], np.int64))
+            values = values[~long]
+        counts = np.bincount(values)
+        self._short[: len(counts)] += counts
+
+    def result(self) -> Distribution:
+        """Of everything added."""
+        values = np.flatnonzero(self._short)
+        long, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *self._long]), return_counts=True)
+        return Distribution(np.concatenate((values, long)), np.concatenate((self._short[values], counts)))
+
+
+def count_lengths(lengths: np.ndarray, name: str, reporter: Reporter) -> Distribution:
+    """Count document lengths, int32 [documents], perhaps memory-mapped; `name` is the file that errors name.
+
+    Raises:
+        DataError: a document without tokens.
+    """
+    counter = Counter()
+    reporter.start("reading document lengths", len(lengths))
+    for start in range(0, len(lengths), _CHUNK):
+        some = np.asarray(lengths[start : start + _CHUNK])
+        if some.min() < 1:
+            raise DataError(f"{name}: document {start + int(some.argmin()):,} has {int(some.min())} tokens")
+        counter.add(some)
+        reporter.advance(len(some))
+    return counter.result()
+
+
+_DOCUMENTS = 12_000_000  # documents in the samples that the default number of steps reads: a few seconds
+_MOST_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Result:
+    """A recipe that keeps documents apart.
+
+    Args:
+        dataset: samples that the dataset holds; epochs: passes over the corpus in them.
+        samples: documents of each sample that the run trains.
+        steps: what the chosen steps say.
+    """
+
+    setting: Setting
+    dataset: int
+    epochs: int
+    samples: Distribution
+    steps: Steps
+
+
+@dataclass(frozen=True)
+class Imbalance:
+    """A corpus and a recipe.
+
+    Args:
+        equal: why every sample costs the same; then there is no result.
+        seconds: a step of the recipe, or why it is not predicted.
+    """
+
+    prefix: str
+    recipe: str
+    documents: Distribution
+    equal: str
+    result: Result | None
+    seconds: Seconds | str
+
+    @property
+    def uneven(self) -> tuple[float, float] | None:
+        """Seconds of a step of this corpus (without, with) the plugin, where they are predicted."""
+        if self.result is None or isinstance(self.seconds, str):
+            return None
+        model = self.result.steps.model
+        return self.seconds.step(float(model.before.mean())), self.seconds.step(float(model.after.mean()))
+
+    @property
+    def speed_up(self) -> float | None:
+        """A step's seconds without the plugin over those with it; of its computation alone where none are predicted."""
+        if self.result is None:
+            return None
+        return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
+
+
+def imbalance(
+    prefix: str | Path,
+    recipe: Recipe,
+    steps: int | None = None,
+    window: int | None = None,
+    reporter: Reporter | None = None,
+    cluster: str = DEFAULT_HARDWARE,
+) -> Imbalance:
+    """Measure PREFIX.idx as the only corpus of `recipe`.
+
+    Args:
+        steps: global batches to look at, rounded up to whole windows; None: as many as take seconds.
+        window: global batches whose samples may change places; None: what the recipe says, or 1.
+        cluster: whose seconds to predict.
+
+    Raises:
+        DataError: no index, a broken one, or less than one sample.
+        RecipeError: see `equal_costs` and `setting_of`; a sample with more documents than the mask holds.
+    """
+    reporter = reporter or Reporter()
+    equal, hardware = equal_costs(recipe), cluster_of(cluster)
+    setting = None if equal else setting_of(recipe, prefix, window)
+    lengths = map_lengths(prefix)
+    documents = count_lengths(lengths, f"{prefix}.idx", reporter)
+    result = _result(lengths, setting, steps, reporter) if setting else None
+    seconds = seconds_of(recipe, hardware, result.steps.of_one_document if result else 1.0)
+    return Imbalance(str(prefix), recipe.source, documents, equal, result, seconds)
+
+
+def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: Reporter) -> Result:
+    used = lengths[: round(setting.training_share * len(lengths))]
+    reporter.start(f"shuffling {len(used):,} documents as the dataset does", 1)
+    index = build_gpt_index(used, setting.sequence_length, setting.wanted, setting.seed)
+    documents = documents_of_samples(index, setting.steps * setting.layout.batch, reporter)
+    if setting.room is not None:
+        check_fits(documents, setting.room, setting.layout.batch)
+    counter = Counter()
+    counter.add(documents)
+    samples = counter.result()
+    chosen = measure_steps(index, setting, _starts(setting, samples, steps), reporter)
+    return Result(setting, len(index), len(index.document_index) // len(used), samples, chosen)
+
+
+def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.ndarray:
+    """int32 [count]: documents (or parts of one) in each of the dataset's first samples.
+
+    Equal to the counts of `segments_of`, from the sample index alone.
+    """
+    out = np.empty(count, np.int32)
+    reporter.start("counting the documents of samples", count)
+    for start in range(0, count, _CHUNK):
+        samples = np.asarray(index.shuffle_index[start : min(start + _CHUNK, count)], np.int64)
+        last, end = index.sample_index[samples + 1].T
+        # a sample that ends with a document has no token of the next one, where its end is noted
+        out[start : start + len(samples)] = last - index.sample_index[samples, 0] + (end > 0)
+        reporter.advance(len(samples))
+    return out
+
+
+def _starts(setting: Setting, samples: Distribution, steps: int | None) -> np.ndarray:
+    """First steps of the windows to look at, int64 [n], rising, spread evenly over the run."""
+    layout = setting.layout
+    if steps is None:
+        of_a_step = layout.batch * samples.total / samples.count
+        steps = min(max(int(_DOCUMENTS / of_a_step), 1), _MOST_STEPS)
+    windows = setting.steps // layout.window
+    count = min(-(-steps // layout.window), windows)
+    return layout.window * np.unique(np.rint(np.linspace(0, windows - 1, count)).astype(np.int64))

@@ -1,0 +1,340 @@
+"""What a recipe says about the balance of its data, and what each device computes in some steps of a run.
+
+Samples, layout, cost of a sample and separation of documents are read by the readers of `plugins/attention_balance`,
+so that what is predicted is what the plugin would do. Steps are computed without and with the plugin's plan. One plan,
+made with the whole model's cost as in training, is read twice: by attention only, and by attention and the part that
+is linear in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plugins.attention_balance import settings as plugin
+from plugins.attention_balance.plan import (
+    Balance,
+    GPTIndex,
+    Layout,
+    balance,
+    causal_pairs,
+    epoch_plan,
+    segments_of,
+    unscheduled,
+)
+from plugins.attention_balance.samples.cost import Cost
+from plugins.attention_balance.samples.eod import check_apart
+from plugins.attention_balance.schedule.context_parallel import balanced, contiguous
+from plugins.errors import DataError, RecipeError
+from tools.data.index import Blend, read_blend
+from tools.data.outputs import read_sidecar
+from tools.layout.resolve import sample_cost
+from tools.process.waiting import Reporter
+from tools.recipe.findings import refusal
+from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.override import dotted
+from tools.recipe.view import LOADER, MODEL, View, require_resolved
+
+CONFIG = (*LOADER, "config")
+_PLUGIN = ("plugins", "attention_balance")
+_MARGIN = 1.005  # a blend, even of one corpus, asks each for this much more (_get_size_per_split_per_dataset)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One recipe that keeps documents apart.
+
+    Args:
+        sequence_length: tokens of a sample. seed: of the dataset's shuffling.
+        training_share: the part of the documents, from the first on, that is trained on.
+        wanted: samples that the dataset is asked for.
+        steps: of the run.
+        layout, cost: as the planner wants them.
+        context_parallel: ranks that take consecutive parts of each sample; 1 where none do.
+        room: documents of a sample that the mask holds; None for a mask without such a limit.
+        notes: what to know before believing the numbers.
+    """
+
+    sequence_length: int
+    seed: int
+    training_share: float
+    wanted: int
+    steps: int
+    layout: Layout
+    cost: Cost
+    context_parallel: int
+    room: int | None
+    notes: tuple[str, ...]
+
+
+def equal_costs(recipe: Recipe) -> str:
+    """Why every sample of this recipe costs the same, or an empty string.
+
+    Raises:
+        RecipeError: it trains on no Megatron corpus.
+    """
+    view = View(recipe)
+    if not view.megatron:
+        raise refusal(recipe, (*LOADER, "type"), f"{view.get((*LOADER, 'type'))!r} reads no Megatron corpus")
+    try:
+        check_apart(view.get(CONFIG, {}), view.get(MODEL, {}))
+    except RecipeError as error:
+        return str(error)
+    return ""
+
+
+def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
+    """Read a recipe that trains on PREFIX alone.
+
+    Args:
+        window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.
+
+    Raises:
+        RecipeError: it is not resolved, lacks a size, its sizes do not fit each other, or its plugin section is wrong.
+    """
+    require_resolved(recipe)
+    view, settings = View(recipe), plugin.read(View(recipe).get(_PLUGIN) or {})
+    if not view.flag((*CONFIG, "add_extra_token_to_sequence"), True):
+        raise refusal(recipe, (*CONFIG, "add_extra_token_to_sequence"), "False is not supported here; leave it out")
+    layout = plugin.layout_of(recipe, settings.window if window is None else window)
+    samples, blend = _samples(view, layout), _blend(view)
+    if layout.window > layout.steps(samples):
+        raise RecipeError(f"--window {layout.window}: the run has {layout.steps(samples):,} steps")
+    algorithm = view.get(("parallel_config", "context_parallel_algo"), "colossalai_cp")
+    return Setting(
+        sequence_length=_number(view, (*CONFIG, "seq_length")),
+        seed=view.get((*CONFIG, "seed"), 1234),
+        training_share=_training_share(view),
+        wanted=math.ceil(samples * _MARGIN) if blend and blend.weights else samples,
+        steps=layout.steps(samples),
+        layout=layout,
+        cost=settings.cost or sample_cost(recipe),
+        context_parallel=view.cp if view.parallel and algorithm == "colossalai_cp" else 1,
+        room=_room(view),
+        notes=tuple(_notes(view, prefix)),
+    )
+
+
+def _notes(view: View, prefix: str | Path) -> list[str]:
+    notes = []
+    compressed = view.flag((*CONFIG, "create_compressed_eod_mask"))
+    resets = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    if compressed and not any(view.flag((*CONFIG, key)) for key in resets):
+        notes.append(
+            "with this recipe MindFormers serves the first sample's mask to all samples; these numbers are for right "
+            f"masks, which {dotted((*CONFIG, 'reset_position_ids'))}: True gives"
+        )
+    if not compressed and not view.on_cpu:
+        notes.append(
+            "a full mask is read: whether time follows the documents is up to the attention kernel; these numbers are "
+            f"for one that skips what is masked, as with {dotted((*CONFIG, 'create_compressed_eod_mask'))}: True"
+        )
+    if view.parallel and view.pp > 1:
+        notes.append("the pipeline is modelled as 1F1B with equal stages; other schedules have other bubbles")
+    blend = _blend(view)
+    if blend and len(blend.prefixes) > 1:
+        notes.append(
+            f"the recipe blends {len(blend.prefixes)} corpora{_shares(blend)}; these numbers are as if it trained on "
+            "PREFIX alone"
+        )
+    written, found = view.get((*CONFIG, "eod")), _end_of_document(prefix)
+    if found is not None and written != found:
+        notes.append(
+            f"{dotted((*CONFIG, 'eod'))} is {written}, but documents of {prefix} end with {found}: without that id "
+            "masks would not end where documents do"
+        )
+    return notes
+
+
+def _shares(blend: Blend) -> str:
+    """The samples that each corpus gives, where weights say it."""
+    if not blend.weights:
+        return ""
+    whole = sum(blend.weights)
+    parts = [
+        f"{100 * weight / whole:.3g} % of the samples from {name}"
+        for name, weight in zip(blend.prefixes, blend.weights, strict=True)
+    ]
+    return f" ({', '.join(parts)})"
+
+
+def _end_of_document(prefix: str | Path) -> int | None:
+    """What `tc3 data prepare` noted; None for corpora of others."""
+    try:
+        return read_sidecar(prefix).get("eod_id")
+    except DataError:
+        return None
+
+
+def _samples(view: View, layout: Layout) -> int:
+    """Samples of the run."""
+    path = (*LOADER, "sizes")
+    sizes = view.get(path)
+    if not isinstance(sizes, list) or not sizes or type(sizes[0]) is not int:
+        raise refusal(view.recipe, path, f"{sizes!r}; write [samples of the run, 0, 0]")
+    if sizes[0] < layout.batch:
+        raise refusal(view.recipe, path, f"{sizes[0]:,} samples fill no step of {layout.batch:,}")
+    return sizes[0]
+
+
+def _blend(view: View) -> Blend | None:
+    """The recipe's own corpora, for PREFIX takes their place; None where it names none.
+
+    Raises:
+        RecipeError: MindFormers could not read its `data_path`.
+    """
+    path = (*CONFIG, "data_path")
+    try:
+        return read_blend(view.get(path)) if view.get(path) else None
+    except DataError as error:
+        raise refusal(view.recipe, path, str(error)) from None
+
+
+def _training_share(view: View) -> float:
+    """The first of `split`'s shares, normalised as MindFormers does."""
+    shares = [float(text) for text in re.findall(r"[.0-9]+", str(view.get((*CONFIG, "split"), "1")))]
+    if not shares or not shares[0]:
+        raise refusal(view.recipe, (*CONFIG, "split"), "trains on no document; write '1, 0, 0'")
+    return shares[0] / sum(shares)
+
+
+def _room(view: View) -> int | None:
+    if not view.flag((*CONFIG, "create_compressed_eod_mask")):
+        return None
+    return view.mask_documents
+
+
+def _number(view: View, path: KeyPath) -> int:
+    value = view.get(path)
+    if type(value) is not int or value < 1:
+        raise refusal(view.recipe, path, f"{value!r}; write the tokens of a sample")
+    return value
+
+
+SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)  # quantiles of loads
+_CONTEXT_SAMPLES = 32
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """Attention in one step [ranks, micro-batches] over the mean of all, without and with the plan."""
+
+    number: int
+    before: np.ndarray
+    after: np.ndarray
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What the chosen steps say; pairs are (without, with) the plan.
+
+    Args:
+        numbers: int64 [steps].
+        attention, model: time over that of a step whose samples all cost the same, float64 [steps], by attention and
+            by all work.
+        micro_batch_loads, step_loads: attention of a rank's micro-batch, and of its step, over the mean of the step:
+            float64 [len(SHARES)], means over steps.
+        speed_up: modelled computation of these steps without the plan over that with it, waiting included.
+        attention_share: of all work. of_one_document: attending pairs over those of undivided samples.
+        one_step: the middle one of them.
+        context: attending pairs of the slowest context-parallel rank over the mean, for samples cut into consecutive
+            parts and by `context_parallel.balanced`; None without context parallelism that cuts samples.
+    """
+
+    numbers: np.ndarray
+    attention: Balance
+    model: Balance
+    micro_batch_loads: tuple[np.ndarray, np.ndarray]
+    step_loads: tuple[np.ndarray, np.ndarray]
+    speed_up: float
+    attention_share: float
+    of_one_document: float
+    one_step: OneStep
+    context: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What remains of one window of consecutive steps.
+
+    quantiles: [micro-batch or step, without or with, len(SHARES)]; times: without, with, in the cost's unit.
+    """
+
+    attention: Balance
+    model: Balance
+    quantiles: np.ndarray
+    times: np.ndarray
+    pairs: float
+
+
+def measure_steps(index: GPTIndex, setting: Setting, starts: np.ndarray, reporter: Reporter) -> Steps:
+    """Plan the windows of steps that begin at `starts` (int64 [n], rising) and compare with no plan."""
+    reporter.start("planning steps", len(starts))
+    windows = []
+    for number, start in enumerate(starts.tolist()):
+        window, loads = _window(index, setting, start)
+        windows.append(window)
+        if number == len(starts) // 2:
+            one_step = OneStep(start, loads[0][0], loads[1][0])
+        reporter.advance(1)
+    micro_batch, step = np.mean([window.quantiles for window in windows], 0)
+    before, after = np.sum([window.times for window in windows], 0).tolist()
+    layout, length, cost = setting.layout, setting.sequence_length, setting.cost
+    samples = len(starts) * layout.window * layout.batch
+    attention = cost.per_pair * sum(window.pairs for window in windows)
+    return Steps(
+        numbers=(starts[:, None] + np.arange(layout.window)).ravel(),
+        attention=_joined([window.attention for window in windows]),
+        model=_joined([window.model for window in windows]),
+        micro_batch_loads=(micro_batch[0], micro_batch[1]),
+        step_loads=(step[0], step[1]),
+        speed_up=before / after,
+        attention_share=attention / (attention + cost.per_token * length * samples),
+        of_one_document=attention / (cost.per_pair * samples * length * (length + 1) / 2),
+        one_step=one_step,
+        context=_context(index, setting, int(starts[0]) * layout.batch) if setting.context_parallel > 1 else None,
+    )
+
+
+def _window(index: GPTIndex, setting: Setting, first: int) -> tuple[_Window, tuple[np.ndarray, np.ndarray]]:
+    """The window that begins at step `first`, and attention [steps, ranks, micro-batches] over each step's mean."""
+    layout = setting.layout
+    pairs = np.concatenate([
+        causal_pairs(segments_of(index, step * layout.batch, (step + 1) * layout.batch))
+        for step in range(first, first + layout.window)
+    ])  # fmt: skip
+    attention = setting.cost.per_pair * pairs
+    linear = setting.cost.per_token * setting.sequence_length
+    # a window's plan follows from its samples alone, so it is planned as if it were the whole run
+    plan = epoch_plan(attention + linear, layout)
+    natural = unscheduled(layout.ranks, layout.micro_batches, layout.slots)
+    natural = natural + layout.batch * np.arange(layout.window)[:, None, None, None]
+    loads = [attention[order].sum(-1) for order in (natural, plan)]
+    times = [layout.objective.step_time(side + linear * layout.slots).sum() for side in loads]
+    relative = [side / side.mean((1, 2), keepdims=True) for side in loads]
+    quantiles = [
+        [np.quantile(side, SHARES, axis=(1, 2)).mean(1) for side in relative],
+        [np.quantile(side.mean(2), SHARES, axis=1).mean(1) for side in relative],
+    ]
+    by_attention, by_all = (balance(costs, plan, layout) for costs in (attention, attention + linear))
+    window = _Window(by_attention, by_all, np.array(quantiles), np.array(times), float(pairs.sum()))
+    return window, (relative[0], relative[1])
+
+
+def _joined(parts: list[Balance]) -> Balance:
+    return Balance(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("before", "after", "bound")))
+
+
+def _context(index: GPTIndex, setting: Setting, first: int) -> tuple[float, float]:
+    """Mean over some samples from item `first` on."""
+    segments = segments_of(index, first, first + min(_CONTEXT_SAMPLES, setting.layout.batch))
+    ranks = setting.context_parallel
+    plans = [
+        [split(segments[item], ranks).imbalance for split in (contiguous, balanced)] for item in range(len(segments))
+    ]
+    apart, even = np.mean(plans, 0).tolist()
+    return apart, even

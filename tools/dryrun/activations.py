@@ -1,0 +1,370 @@
+"""Estimate activation memory from the graph: what the forward leaves for the backward, and what is alive, by layer.
+
+MindSpore's forward subgraph hands its backward a list of tensors: that is what recomputation and everything else left
+to be kept, and its bytes are exact up to tensors that share memory. What is alive inside a subgraph is counted in the
+order of the text; a device runs another order, reuses and fragments: that part is an estimate.
+
+A pass is also taken apart by layer, so that stages of other layers can be composed from the parts. MindSpore writes a
+pass in the order of its layers and keeps the path of cells on most operators. What comes before the first layer (the
+embedding) is `FRONT`, what comes behind the last one (the head, MTP layers, the loss) is `BACK`, and what several
+layers read but none makes for itself (the angles of rotary positions) is `COMMON`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from tools.dryrun.collectives import attributes_of
+from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, chunks_of
+from tools.dryrun.memory import BYTES
+from tools.estimate.memory.training_graph import LAYER_INPUT, module_of_path
+
+FRONT, BACK, COMMON = "front", "back", "common"
+_LAYER = re.compile(r"decoder-\w+/layers-CellList/(\d+)-")
+_CELL = re.compile(r"-\w+Model/(\w+)-\w+/(\w+)")
+_BEFORE = ("embedding", "rotary_pos_emb")
+_PARAMETER_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\.")
+_OF_HEAD = re.compile(r"accu_grads\.(?!decoder\.layers\.|embedding\.)")
+_FIRST, _LAST = -1, 1 << 30  # of `FRONT` and `BACK` among numbers of layers
+
+
+class Moment(NamedTuple):
+    """Bytes alive while an operator runs, and after what it was the last to read is gone."""
+
+    most: int
+    left: int
+
+
+def name_of(place: int) -> str:
+    """A part's key in a report."""
+    return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
+
+
+def places_of(nodes: list[Node]) -> list[int]:
+    """For each operator of a forward its layer, by its path of cells, else that of the operators in front of it."""
+    found, current = [], _FIRST
+    for node in nodes:
+        place = _place(node)
+        if place is not None:
+            current = max(current, place)
+        found.append(current if place is None else place)
+    return found
+
+
+def _place(node: Node) -> int | None:
+    layer = _LAYER.search(node.scope)
+    if layer:
+        return int(layer[1])
+    cell = _CELL.search(node.scope)
+    if cell is None:
+        return None
+    if cell[1] == "decoder":
+        return _LAST if cell[2] == "final_layernorm" else None
+    return _FIRST if cell[1] in _BEFORE else _LAST
+
+
+def owner_place(own: int, readers: Iterable[int]) -> str:
+    """The part to which a kept tensor belongs: what only a later layer reads is that layer's input.
+
+    Args:
+        own: place of the operator that makes it.
+        readers: places of those that read it in the forward.
+    """
+    others = set(readers)
+    later = {place for place in others if place > own}
+    if later and later == others:
+        return name_of(min(later)) if len(later) == 1 else COMMON
+    return COMMON if later else name_of(own)
+
+
+def forward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
+    """(part, place behind its last operator) in the order in which a forward runs them."""
+    found: list[tuple[str, int]] = []
+    current = _FIRST
+    for number, node in enumerate(nodes):
+        place = _place(node)
+        if place is not None and place > current:
+            found.append((name_of(current), number))
+            current = place
+    return [*found, (name_of(current), len(nodes))]
+
+
+def backward_segments(nodes: list[Node]) -> list[tuple[str, int]]:
+    """(part, place behind its last operator): a layer's backward ends with the last gradient that it adds up."""
+    ends: dict[int, int] = {}
+    head = 0
+    for number, node in enumerate(nodes):
+        if layer := _PARAMETER_LAYER.search(node.head):
+            ends[int(layer[1])] = number + 1
+        elif not ends and _OF_HEAD.search(node.head):
+            head = number + 1
+    found = [(BACK, head)] + [(str(layer), end) for layer, end in sorted(ends.items(), key=lambda item: item[1])]
+    return [*found, (FRONT, len(nodes))]
+
+
+def parts_of(
+    saved: Mapping[str, int], forward: list[Node], backward: list[Node], moments: Callable[[list[Node]], list[Moment]]
+) -> dict[str, dict[str, int]]:
+    """Part -> what it leaves ("saved"), and the most alive in its "forward", above its start, and in its "backward"."""
+    found = {name: {"saved": size, "forward": 0, "backward": 0} for name, size in saved.items()}
+    for key, segments, seen in (
+        ("forward", forward_segments(forward), moments(forward)),
+        ("backward", backward_segments(backward), moments(backward)),
+    ):
+        first, start = 0, 0
+        for name, end in segments:
+            if end > first:
+                inside = seen[first:end]
+                part = found.setdefault(name, {"saved": 0, "forward": 0, "backward": 0})
+                part[key] = max(item.most for item in inside) - (start if key == "forward" else 0)
+                first, start = end, inside[-1].left
+    return found
+
+
+def curves_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Most bytes alive in each part of a forward ("F") and, from the last part to the first, of a backward ("B")."""
+    alive, forward = 0, []
+    for part in parts:
+        forward.append(alive + part["forward"])
+        alive += part["saved"]
+    return {"F": forward, "B": [part["backward"] for part in reversed(parts)]}
+
+
+def put_together(parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """ "saved", "forward" and "backward" of a chunk of such parts, in the order of its forward.
+
+    A forward piles up what its parts leave; a backward hands back what it took and adds its gradients up as it goes,
+    so that its fullest part counts.
+    """
+    most = alive = 0
+    for part in parts:
+        most = max(most, alive + part["forward"])
+        alive += part["saved"]
+    return {"saved": alive, "forward": most, "backward": max((part["backward"] for part in parts), default=0)}
+
+
+POINTS = 16  # of a curve
+_PARAMETER = re.compile(r"%(para\d+)_")
+VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze", "Load"))  # of their first argument
+
+
+def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
+    """For each chunk: bytes "saved" for a micro-batch's backward, and most bytes alive in "forward" and "backward".
+
+    "parts" holds the same by layer (see `by_layer`), "modules" what is saved by module, and "curves" the most bytes
+    alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
+
+    Args:
+        rows: what stands for dimensions that only routing decides (see `routed_rows`).
+    """
+    found = []
+    for name, behind in chunks_of(graph):
+        forward, backward = graph.graphs[name], graph.graphs.get(behind, [])
+        modules = saved_modules(forward, behind, rows)
+        for place, size in received_bytes(graph, name, behind, rows).items():
+            own = modules.setdefault(place, {})
+            own[LAYER_INPUT] = own.get(LAYER_INPUT, 0) + size
+        saved = {place: sum(own.values()) for place, own in modules.items()}
+        parts = parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows))
+        found.append(
+            {
+                "saved": sum(saved.values()),
+                "forward": peak_bytes(forward, rows),
+                "backward": peak_bytes(backward, rows),
+                "parts": {place: part | {"modules": modules.get(place, {})} for place, part in parts.items()},
+                "modules": added(modules.values()),
+                "curves": {"F": curve_of(forward, rows), "B": curve_of(backward, rows)},
+            }
+        )
+    if not found:  # without a pipeline MindSpore leaves no passes in subgraphs of their own
+        root = graph.graphs[graph.root]
+        whole = {"saved": 0, "forward": 0, "backward": peak_bytes(root, rows), "parts": {}, "modules": {}}
+        found.append(whole | {"curves": {"F": [], "B": curve_of(root, rows)}})
+    return found
+
+
+def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by module."""
+    found: dict[str, int] = {}
+    for own in modules:
+        for module, size in own.items():
+            found[module] = found.get(module, 0) + size
+    return found
+
+
+def curve_of(nodes: list[Node], rows: int) -> list[int]:
+    """Most bytes alive in each of at most `POINTS` stretches of about as many operators, in the order of the text."""
+    most = [moment.most for moment in moments_of(nodes, rows)]
+    ends = [len(most) * point // POINTS for point in range(POINTS + 1)]
+    return [max(most[first:end]) for first, end in pairwise(ends) if end > first]
+
+
+def routed_rows(graph: GraphText, even: int) -> int:
+    """Rows of a rank's dispatch: the padded number that it sends, where the graph knows it, else `even`.
+
+    `even` is tokens x top-k of a rank: what each rank gets when routing is even.
+    """
+    rows = even
+    for node in _exchanges(graph.graphs.values()):
+        block = attributes_of(node.text).get("block_size", 1)
+        taken = node.inputs[0] if node.inputs else TensorType("", (-1,))
+        if -1 not in taken.shape and isinstance(block, int):
+            rows = max(rows, math.prod(taken.shape) // block)
+    return rows
+
+
+def _exchanges(graphs: Iterable[list[Node]]) -> Iterable[Node]:
+    return (node for nodes in graphs for node in nodes if node.op in ("AlltoAllV", "AllToAllV"))
+
+
+def saved_bytes(nodes: list[Node], backward: str, rows: int) -> dict[str, int]:
+    """Part -> bytes that the forward subgraph binds to its backward; its parameters are counted elsewhere."""
+    return {part: sum(own.values()) for part, own in saved_modules(nodes, backward, rows).items()}
+
+
+def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, dict[str, int]]:
+    """Part -> module whose operator made it -> bytes; see `saved_bytes`."""
+    bound = next((node for node in nodes if node.binds == backward), None)
+    if bound is None:
+        return {}
+    kept = set()
+    for number in bound.operands:
+        kept |= _owners(number, nodes)
+    places = places_of(nodes)
+    readers: dict[int, set[int]] = {number: set() for number in kept}
+    for place, node in zip(places, nodes, strict=True):
+        if node.op in VIEWS or node.op in ("MakeTuple", "Partial", "Return", "UpdateState"):
+            continue
+        for number in node.operands:
+            for owner in _owners(number, nodes) & kept:
+                readers[owner].add(place)
+    found: dict[str, dict[str, int]] = {}
+    for number in kept:
+        own = found.setdefault(owner_place(places[number], readers[number]), {})
+        module = module_of_path(nodes[number].scope)
+        own[module] = own.get(module, 0) + output_bytes(nodes[number], rows)
+    return found
+
+
+def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> dict[str, int]:
+    """Part -> bytes that a chunk takes from the stage in front of it and binds to its backward as they came.
+
+    They are parameters of the forward subgraph, one of their own for each micro-batch: a layer that is recomputed
+    starts from them.
+    """
+    nodes, root = graph.graphs[forward], graph.graphs[graph.root]
+    bound = next((node for node in nodes if node.binds == backward), None)
+    calls = [node for node in root if forward in node.calls]
+    if bound is None or not calls:
+        return {}
+    arguments = [arguments_of(node.head) for node in calls[:2]]
+    kept = set(_PARAMETER.findall(bound.head))
+    places = places_of(nodes)
+    found: dict[str, int] = {}
+    for index, parameter in enumerate(graph.parameters.get(forward, ())):
+        taken = [row[index] for row in arguments if index < len(row)]
+        if parameter not in kept or not taken or len(set(taken)) < len(taken) or not taken[0][1:].isdecimal():
+            continue  # not kept, or the same for every micro-batch
+        owners = [root[owner] for owner in _owners(int(taken[0][1:]), root)]
+        size = sum(output_bytes(node, rows) for node in owners if node.op == "Receive")
+        if size:
+            reader = f"%{parameter}_"
+            place = min((place for place, node in zip(places, nodes, strict=True) if reader in node.head), default=0)
+            found[name_of(place)] = found.get(name_of(place), 0) + size
+    return found
+
+
+def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
+    """Weight -> bytes that the root graph computes of it once and hands to the passes of all micro-batches.
+
+    These are the weights in compute precision, gathered from the optimizer's shards: they stay for the whole step.
+    """
+    nodes = graph.graphs[graph.root]
+    forward = {name for name, _ in chunks_of(graph)}
+    taken: dict[int, int] = {}
+    for node in nodes:
+        if forward.intersection(node.calls):
+            owners = {owner for operand in node.operands for owner in _owners(operand, nodes)}
+            for owner in owners:
+                taken[owner] = taken.get(owner, 0) + 1
+    found: dict[str, int] = {}
+    for owner, times in taken.items():
+        if times > 1:
+            name = _weight(nodes[owner], nodes)
+            found[name] = found.get(name, 0) + output_bytes(nodes[owner], rows)
+    return found
+
+
+def _weight(node: Node, nodes: list[Node]) -> str:
+    """The parameter that a node is computed from, by its first arguments; "" when it has none."""
+    while node.value is not None:
+        node = nodes[node.value]
+    match = re.search(r"%para\d+_([^\s,()]+)", node.head)
+    return match[1] if match else ""
+
+
+def peak_bytes(nodes: list[Node], rows: int) -> int:
+    """Most bytes alive at once when the operators run in the order of the text; views cost nothing."""
+    return max((moment.most for moment in moments_of(nodes, rows)), default=0)
+
+
+def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
+    """Bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
+    last: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        for operand in node.operands:
+            for owner in _owners(operand, nodes):
+                last[owner] = place
+    ends: dict[int, list[int]] = {}
+    for owner, place in last.items():
+        ends.setdefault(place, []).append(owner)
+    alive, found = 0, []
+    for place, node in enumerate(nodes):
+        if node.op not in VIEWS and node.op != "MakeTuple" and place in last:
+            alive += output_bytes(node, rows)
+        most = alive
+        alive -= sum(output_bytes(nodes[owner], rows) for owner in ends.get(place, ()))
+        found.append(Moment(most, alive))
+    return found
+
+
+def output_bytes(node: Node, rows: int) -> int:
+    """Bytes of what an operator gives."""
+    block = attributes_of(node.text).get("block_size", 1) if -1 in {d for t in node.outputs for d in t.shape} else 1
+    return sum(tensor_bytes(item, rows * (block if isinstance(block, int) else 1)) for item in node.outputs)
+
+
+def tensor_bytes(item: TensorType, rows: int) -> int:
+    """Bytes of a tensor; -1 counts as `rows`."""
+    return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
+
+
+def _owners(number: int, nodes: list[Node]) -> set[int]:
+    """The operators whose memory node `number` is, or is a view of."""
+    found, waiting = set(), [number]
+    while waiting:
+        node = nodes[waiting[-1]]
+        current = waiting.pop()
+        if node.op == "MakeTuple":
+            waiting.extend(node.operands)
+        elif node.op not in VIEWS:
+            found.add(current)
+        elif node.value is None:
+            continue  # a view of a parameter, which is counted elsewhere
+        elif node.op == "TupleGetItem" and nodes[node.value].op == "MakeTuple":
+            waiting.extend(_member(node, nodes[node.value]))
+        else:
+            waiting.append(node.value)
+    return found
+
+
+def _member(node: Node, made: Node) -> list[int]:
+    """The one element of a MakeTuple that a TupleGetItem takes, if it is a node of this graph."""
+    parts = made.head.partition("(")[2].rstrip(")").split(", ")
+    index = int(node.head.rpartition("I64(")[2].partition(")")[0])
+    part = parts[index]
+    return [int(part[1:])] if part[1:].isdecimal() and part[0] == "%" else []

@@ -1,0 +1,251 @@
+"""Read MindSpore's final graph from its text: operators of each subgraph, what they take and give, and what they call.
+
+The text lists a subgraph's operators so that each stands behind its operands, which is an order in which they can run.
+`passes_of` says in which order the root of the graph runs the forward and backward passes of a stage's micro-batches.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from plugins.errors import ClusterError
+
+_ROOT = re.compile(r"# IR entry: @(\S+)")
+_GRAPH = re.compile(r"subgraph @([^\s(]+)\(")
+_PARAMETER = re.compile(r"%(para\d+)_")
+_NODE = re.compile(r"  %(\d+)\([^)]*\) = (.*)")
+_TYPES = re.compile(r"      : (\(.*\)) -> (\(.*\))$")
+_SCOPE = re.compile(r"      # Fullname with scope: \((.*)\)")
+_FILE = re.compile(r"      # In file (\S+?):(\d+)")
+_CALL = re.compile(r"(?:Partial\()?(?:call )?@|call @|%\d+\[")  # by name, or of a value whose graphs are in brackets
+_SECTION = re.compile(r" \{instance name:| (?:primitive_attrs|cnode_attrs|cnode_primal_attrs): \{")
+_OPERATOR = re.compile(r"(?:PrimFunc_)?(\w+)\(")
+_TENSOR = re.compile(r"Tensor\[(\w+)\]\]?, \(([-\d, ]*)\)")
+_MEMBER = r"(?:Ref\[)?Tensor\[(\w+)\]\]?(?:\*(\d+))?"
+_TUPLE = re.compile(
+    r"<Tuple\[((?:(?:Ref\[)?Tensor\[\w+\]\]?(?:\*\d+)?,?)+)\], TupleShape\(((?:\([-\d, ]*\)(?:, )?)+)\)"
+)
+_FIRST = re.compile(r"(?:PrimFunc_)?\w+\(%(\d+)\b")
+_GROUP = re.compile(r"\(([-\d, ]*)\)")
+
+
+class TensorType(NamedTuple):
+    """MindSpore's name of the type, and the shape on one rank (-1: known at run time only)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Node:
+    """One operator of a subgraph.
+
+    Args:
+        op: its name, "" for calls.
+        head: its text without attributes; `text` with them.
+        operands: numbers of the nodes that it takes, in the order in which they stand.
+        calls: names of the subgraphs that it runs (Partial only binds one: `binds`).
+        types: (inputs, outputs) as text.
+        scope: path of cells.
+        source: innermost line of Python, "folder/file.py:line".
+        hand_written: whether a `bprop` that somebody wrote stands among its lines.
+    """
+
+    op: str
+    head: str
+    text: str
+    operands: list[int]
+    calls: list[str] = field(default_factory=list)
+    binds: str = ""
+    types: tuple[str, str] = ("", "")
+    scope: str = ""
+    source: str = ""
+    hand_written: bool = False
+
+    @property
+    def value(self) -> int | None:
+        """The node that its first argument is; None when that is a parameter or a constant."""
+        first = _FIRST.match(self.head)
+        return int(first[1]) if first else None
+
+    @property
+    def inputs(self) -> tuple[TensorType, ...]:
+        """Tensors that it takes."""
+        return tensors(self.types[0])
+
+    @property
+    def outputs(self) -> tuple[TensorType, ...]:
+        """Tensors that it gives, those of a tuple one by one."""
+        return tensors(self.types[1])
+
+
+@dataclass(frozen=True)
+class GraphText:
+    """All subgraphs by name, and the name of the one that runs; the parameters ("para1" ...) that each takes."""
+
+    root: str
+    graphs: dict[str, list[Node]]
+    parameters: dict[str, list[str]] = field(default_factory=dict)
+
+
+def read_graph(file: Path) -> GraphText:
+    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`cache.text_of`, .gz).
+
+    Raises:
+        ClusterError: it cannot be read, or is no such text.
+    """
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
+            root, graphs, parameters = _parse(lines)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise ClusterError(f"{file}: cannot be read ({error})") from None
+    if root not in graphs:
+        raise ClusterError(f"{file}: this is not the text of a graph that MindSpore compiled")
+    for nodes in graphs.values():
+        for node in nodes:
+            node.calls = [called for called in node.calls if called in graphs]
+    return GraphText(root, graphs, parameters)
+
+
+def tensors(text: str) -> tuple[TensorType, ...]:
+    """`<Tensor[BFloat16], (256, -1)>, ...` as types, members of tuples included."""
+    found = [(match.start(), TensorType(match[1], _shape(match[2]))) for match in _TENSOR.finditer(text)]
+    for match in _TUPLE.finditer(text):
+        dtypes = [dtype for dtype, count in re.findall(_MEMBER, match[1]) for _ in range(int(count or 1))]
+        shapes = [_shape(shape) for shape in _GROUP.findall(match[2])]
+        found += [(match.start(), TensorType(*item)) for item in zip(dtypes, shapes, strict=False)]
+    return tuple(item for _, item in sorted(found, key=lambda pair: pair[0]))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"-?\d+", text)))
+
+
+def arguments_of(head: str) -> list[str]:
+    """What a call hands over, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
+    inside = head.partition("(")[2].rpartition(")")[0]
+    found, depth = [""], 0
+    for letter in inside:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [text.strip() for text in found]
+
+
+def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, list[str]]]:
+    """Name of the root graph, the operators of each graph, and the parameters that each takes.
+
+    Raises:
+        ValueError: lines are missing or out of order.
+    """
+    root = ""
+    graphs: dict[str, list[Node]] = {}
+    parameters: dict[str, list[str]] = {}
+    nodes: list[Node] = []
+    for number, line in enumerate(lines, 1):
+        if match := _NODE.match(line):
+            if int(match[1]) != len(nodes):
+                raise ValueError(
+                    f"line {number}: operator %{match[1]} where %{len(nodes)} comes next: lines are missing"
+                )
+            nodes.append(_node(match[2]))
+        elif line.startswith("      ") and nodes:
+            _complete(nodes[-1], line)
+        elif match := _GRAPH.match(line):
+            nodes = graphs[match[1]] = []
+            parameters[match[1]] = _PARAMETER.findall(line)
+        elif match := _ROOT.match(line):
+            root = match[1]
+    return root, graphs, parameters
+
+
+def _node(text: str) -> Node:
+    """An operator from the text right of its '='."""
+    head = _SECTION.split(text, maxsplit=1)[0]
+    operator = _OPERATOR.match(head)
+    node = Node(operator[1] if operator else "", head, text, [int(number) for number in re.findall(r"%(\d+)\b", head)])
+    if node.op == "Partial":
+        bound = re.match(r"Partial\(@([^\s(),\[\]]+)", head)
+        node.binds = bound[1] if bound else ""
+    elif _CALL.match(head):
+        node.calls = re.findall(r"@([^\s(),\[\]]+)", head)
+    return node
+
+
+def _complete(node: Node, line: str) -> None:
+    """What one of the lines below an operator says of it."""
+    if match := _TYPES.match(line):
+        if not node.types[1]:  # the second such line holds symbolic shapes
+            node.types = match[1], match[2]
+    elif match := _SCOPE.match(line):
+        node.scope = match[1]
+    elif match := _FILE.match(line):  # the last one is the innermost, and the forward's
+        node.source = f"{'/'.join(Path(match[1]).parts[-2:])}:{match[2]}"
+        node.hand_written |= "def bprop(" in line
+
+
+class Pass(NamedTuple):
+    """One forward ("F") or backward ("B") of a micro-batch through a chunk of the stage's layers."""
+
+    kind: str
+    micro_batch: int
+    chunk: int
+
+
+def passes_of(graph: GraphText) -> list[Pass]:
+    """The passes in the order of the root graph.
+
+    A chunk has one forward and one backward subgraph (lazy inline), called once for each micro-batch in their order;
+    chunks are numbered by their first forward.
+    """
+    chunks = chunks_of(graph)
+    place = {name: (kind, chunk) for chunk, pair in enumerate(chunks) for kind, name in zip("FB", pair, strict=True)}
+    seen: dict[str, int] = {}
+    found = []
+    for node in graph.graphs[graph.root]:
+        for name in node.calls:
+            if name in place:
+                kind, chunk = place[name]
+                found.append(Pass(kind, seen.setdefault(name, 0), chunk))
+                seen[name] += 1
+    return found
+
+
+def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
+    """Names of the forward and backward subgraph of each chunk, by first forward."""
+    backward = {}
+    for name, nodes in graph.graphs.items():
+        if "▸" in name:
+            backward[name] = next((node.binds for node in nodes if node.binds in graph.graphs), "")
+    called = [name for node in graph.graphs[graph.root] for name in node.calls if name in backward]
+    return [(name, backward[name]) for name in dict.fromkeys(called)]
+
+
+def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
+    """Bytes that wait for their backward at the fullest moment, when a micro-batch leaves `sizes[chunk]` in a chunk."""
+    own = ((sizes[item.chunk] if item.kind == "F" else 0) for item in passes)
+    return max(map(sum, zip(waiting(passes, sizes), own, strict=True)), default=0)
+
+
+def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
+    """Bytes that wait for their backward in front of each pass.
+
+    Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
+    """
+    split = {item[1:] for item in passes if item.kind == "W"}
+    now, found = 0, []
+    for item in passes:
+        found.append(now)
+        if item.kind == "F":
+            now += sizes[item.chunk]
+        elif item.kind == "W" or item[1:] not in split:
+            now -= sizes[item.chunk]
+    return found

@@ -1,0 +1,234 @@
+"""Plan a dry run: which ranks of a recipe to compile, and which pipeline stages each of them stands for.
+
+Stages that hold the same layers, chunk by chunk, recomputed and swapped alike have the same graph. One rank of each
+such kind of stage is compiled, with two micro-batches a stage. A `Job` is one compile in a process of its own, and a
+`Plan` holds all of them. `resized` and `without_files` prepare the recipe: another number of devices, and nothing that
+names files of a host.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.errors import RecipeError
+from tools.model.architecture import model_of
+from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import MODEL, View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process of its own compiles.
+
+    Args:
+        recipe: flat; with the number of micro-batches (and in a quick run the layers) to compile.
+        rank: global rank.
+        stage: its pipeline stage.
+    """
+
+    recipe: Recipe
+    rank: int
+    stage: int
+
+
+SWAP = tuple((*MODEL, key) for key in ("layer_swap", "op_swap"))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage.
+
+    Args:
+        number: place in the pipeline.
+        chunks: for each chunk its layers as (first layer, kinds of its layers).
+        ends: what it holds beside layers: "embedding", "head" (with the MTP layers).
+        recompute: what the recipe's settings of recomputation and swapping say of this stage.
+    """
+
+    number: int
+    chunks: tuple[tuple[int, tuple[str, ...]], ...]
+    ends: tuple[str, ...]
+    recompute: tuple[Any, ...]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Stages with equal signatures compile to the same graph, but for layer numbers, ranks and order of passes."""
+        return tuple(kinds for _, kinds in self.chunks), self.ends, self.recompute
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of all its layers."""
+        return [kind for _, kinds in self.chunks for kind in kinds]
+
+
+def stages_of(view: View) -> list[Stage]:
+    """The pipeline's stages in order.
+
+    Raises:
+        RecipeError: the offset does not fit the layers; `tc3 check` says how.
+    """
+    built = convert(view, load_schema())
+    layers = layers_of(view, built)
+    if layers is None:
+        raise RecipeError(f"{'.'.join(MODEL)}.offset: does not fit the layers and stages: see tc3 check")
+    pattern = model_of(built.fields).pattern
+    rows = [list(row) for row in layers]
+    if view.scheduler == "zero_bubble_v" and len(rows) > 1:
+        rows[1].reverse()  # `layers_of` counts in the order of MindFormers' tables; the model runs back up the pipeline
+    found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in rows[0]]
+    first = 0
+    for chunk, row in enumerate(rows):
+        order = range(len(row))
+        for stage in reversed(order) if _runs_back(view, chunk) else order:
+            kinds = pattern[first : first + row[stage]]
+            found[stage].append((first, kinds))
+            first += row[stage]
+    last = 0 if _runs_back(view, len(rows) - 1) else len(rows[0]) - 1
+    return [
+        Stage(
+            number,
+            tuple(chunks),
+            (("embedding",) if number == 0 else ()) + (("head",) if number == last else ()),
+            _settings(view, number, tuple(chunks)),
+        )
+        for number, chunks in enumerate(found)
+    ]
+
+
+def _runs_back(view: View, chunk: int) -> bool:
+    """In zero_bubble_v the second chunk goes from the last stage to the first."""
+    return view.scheduler == "zero_bubble_v" and chunk == 1
+
+
+def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]], ...]) -> tuple[Any, ...]:
+    """All that the recipe says of one stage's recomputation and swapping, as something to compare."""
+    excluded = tuple(_setting(view.get(("recompute_config", key)), stage) for key in EXCLUDE)
+    written = [view.get(("recompute_config", key)) for key in RECOMPUTE]
+    if not swaps(view):
+        return tuple(_setting(value, stage) for value in written) + excluded
+    layers = {
+        first + place: (chunk, place) for chunk, (first, kinds) in enumerate(chunks) for place in range(len(kinds))
+    }
+    written += [view.get(path) for path in SWAP]
+    return tuple(_own_layers(value, layers) for value in written) + excluded
+
+
+def _own_layers(value: Any, layers: Mapping[int, tuple[int, int]]) -> Any:
+    """A setting that names layers, with those of one stage by their places in its chunks."""
+    if isinstance(value, dict):
+        return tuple(sorted((key, _own_layers(inner, layers)) for key, inner in value.items()))
+    if isinstance(value, list):
+        if all(type(item) is int for item in value):
+            return tuple(layers[item] for item in sorted(value) if item in layers)
+        return tuple(_own_layers(item, layers) for item in value)
+    return value
+
+
+def _setting(value: Any, stage: int) -> Any:
+    """What of a recompute setting concerns one stage, as something to compare."""
+    if isinstance(value, dict):
+        return tuple(sorted((key, _setting(inner, stage)) for key, inner in value.items()))
+    if isinstance(value, list) and value and not any(isinstance(item, str) for item in value):
+        if any(isinstance(row, list) for row in value):
+            return tuple(row[stage] if isinstance(row, list) else row for row in value)
+        return value[stage] if stage < len(value) else None
+    return tuple(value) if isinstance(value, list) else value
+
+
+ROUNDS = 2  # micro-batches to compile, in numbers of stages: each schedule reaches its steady state within
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compile.
+
+    Args:
+        stages: of the pipeline.
+        jobs: compiles, by stage and rank.
+        job_of: stage -> the job that stands for it.
+        micro_batches: compiled, of those of a step.
+    """
+
+    stages: list[Stage]
+    jobs: list[Job]
+    job_of: list[int]
+    micro_batches: int
+
+
+def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
+    """The compiles of a recipe.
+
+    Args:
+        ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last
+            stage, whose schedule differs most from the first's.
+        micro_batches: how many to compile; by default `ROUNDS` for each stage. A pass through a chunk is one subgraph
+            that each micro-batch calls, so that a step of more repeats what a step of few does.
+
+    Raises:
+        RecipeError: a rank outside the recipe.
+    """
+    view = View(recipe)
+    stages = stages_of(view)
+    compiled = min(view.micro_batches, micro_batches or ROUNDS * view.pp) if view.pp > 1 else view.micro_batches
+    small = copy.deepcopy(recipe)
+    if view.pp > 1:
+        small["parallel_config"]["micro_batch_num"] = compiled
+    per_stage = view.devices // view.pp
+    if ranks is None:
+        first: dict[object, int] = {}
+        for stage in stages:
+            first.setdefault(stage.signature, stage.number)
+        ranks = tuple(number * per_stage for number in sorted(first.values()))
+    outside = [rank for rank in ranks if not 0 <= rank < view.devices]
+    if outside:
+        raise RecipeError(f"--ranks {','.join(map(str, outside))}: the recipe has ranks 0 to {view.devices - 1}")
+    jobs = [Job(small, rank, rank // per_stage) for rank in ranks]
+    stands_for = {stages[job.stage].signature: place for place, job in reversed(list(enumerate(jobs)))}
+    return Plan(stages, jobs, [stands_for.get(stage.signature, -1) for stage in stages], compiled)
+
+
+def resized(recipe: Recipe, devices: int | None) -> Recipe:
+    """The recipe for another number of devices, by its data-parallel degree.
+
+    Raises:
+        RecipeError: the other degrees do not divide the devices.
+    """
+    if devices is None:
+        return recipe
+    view = View(recipe)
+    other = view.tp * view.pp * view.cp
+    if devices % other:
+        degrees = f"model_parallel x pipeline_stage x context_parallel = {other}"
+        near = devices // other * other or other
+        raise RecipeError(f"--devices {devices} is no multiple of {degrees}; {near} is one")
+    dp = devices // other
+    changes = [f"parallel_config.data_parallel={dp}"]
+    rows = view.get(("parallel", "dataset_strategy"))
+    if isinstance(rows, list):
+        wanted = [[dp, *row[1:]] if isinstance(row, list) and row else row for row in rows]
+        if wanted != rows:
+            changes.append(f"parallel.dataset_strategy={json.dumps(wanted, default=str)}")
+    return apply_overrides(recipe, changes)
+
+
+def without_files(recipe: Recipe) -> Recipe:
+    """The recipe without what it says of files of the host.
+
+    That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
+    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level alone.
+    """
+    context = recipe.get("context") or {}
+    for key in ("save_graphs", "save_graphs_path"):
+        context.pop(key, None)
+    ascend = context.get("ascend_config")
+    if isinstance(ascend, dict) and ascend.pop("parallel_speed_up_json_path", None) is not None:
+        context.setdefault("dataset_broadcast_opt_level", 3)
+    return recipe

@@ -1,0 +1,362 @@
+"""Compile one rank's training step by MindSpore's own front end in this process, and report what the graph says.
+
+`python -m launch.workers.dryrun_rank` runs it: a process compiles once. MindFormers' Trainer runs as in a real
+training, from `build_context` to the call of `Model.train`, where the step is taken from it: model, loss, wrappers,
+recompute, clipping, learning-rate groups and optimizer are its own. What is left out needs data or a file system and
+adds nothing to the graph: data loading, callbacks, checkpoints. Parameters have shapes but no memory, and the columns
+of the recipe's loader have the shapes that one rank reads for a step. The report is plain data.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gzip
+import importlib
+import os
+import re
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError
+from plugins.private_hooks import replaced
+from plugins.semi_auto_cpu.ranks import WORLD
+from tools.check.arithmetic import columns_of
+from tools.dryrun.activations import activations_of, kept_bytes, routed_rows, tensor_bytes
+from tools.dryrun.collectives import Collective, flops_of, read_collectives
+from tools.dryrun.graph_text import GraphText, passes_of, read_graph
+from tools.dryrun.memory import Held, kinds_of
+from tools.dryrun.plan import Job
+from tools.dryrun.virtual_cluster import VirtualCluster, final_graph, virtual_cluster
+from tools.files.atomic import atomic_file
+from tools.process import light_nltk
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.schema.converter import model_default, model_number
+
+_HOST = re.compile(r"can't start new thread|No space left on device|Cannot allocate memory|bad_alloc")  # from C++, too
+
+
+def compile_job(
+    job: Job, folder: Path, enable_plugins: Callable[[Any], None], text: Path | None = None
+) -> dict[str, Any]:
+    """Compile one rank; a refusal by MindSpore or MindFormers is a result as well.
+
+    Args:
+        folder: where temporary files go.
+        enable_plugins: see `training_step`.
+        text: where the text of the final graph is kept, compressed.
+
+    Returns:
+        {"rank", "stage"} with {"error"} (and "of_the_host", where another try may end otherwise), or with {"seconds",
+        "held"} for a recipe of the CPU, or with {"seconds", "peak_mib", "groups", "held", "graph"}.
+    """
+    report: dict[str, Any] = {"rank": job.rank, "stage": job.stage}
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        graphs = Path(temporary) / "graphs"
+        graphs.mkdir()
+        view = View(job.recipe)
+        with virtual_cluster(view.devices, job.rank, graphs) as cluster:
+            try:
+                started = time.monotonic()
+                step = training_step(job.recipe, Path(temporary), enable_plugins)
+                built = time.monotonic()
+                if view.cpu_classes:  # data parallel: each rank has what it builds, MindSpore shards nothing
+                    report["held"] = [dataclasses.asdict(item) for item in _built(step, view)]
+                    return report | {"seconds": {"build": round(time.monotonic() - started, 1)}}
+                parameters = parameters_of(step)
+                _compile(cluster, step, job)
+            except Exception as error:  # whatever MindSpore or MindFormers raises is the finding
+                refused = {"error": {"type": type(error).__name__, "message": str(error)}}
+                return report | refused | ({"of_the_host": True} if of_the_host(error) else {})
+        report["seconds"] = {"build": round(built - started, 1), "compile": round(time.monotonic() - built, 1)}
+        report["groups"] = list(cluster.groups.items())
+        report["held"] = [dataclasses.asdict(item) for item in _held(step, parameters, cluster, view)]
+        graph = read_graph(final_graph(graphs))
+        if text:
+            keep_text(final_graph(graphs), text)
+        report["graph"] = report_graph(graph, job.rank, cluster.ranks_of, even_rows(view))
+    report["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    return report
+
+
+def keep_text(graph: Path, text: Path) -> None:
+    """Compress the text of a graph to where it is kept."""
+    with atomic_file(text) as part, graph.open("rb") as plain, gzip.open(part, "wb", compresslevel=3) as packed:
+        shutil.copyfileobj(plain, packed)
+
+
+def of_the_host(error: Exception) -> bool:
+    """Whether an error may be one of this machine at this moment: a full disk, too little memory, a broken package."""
+    return isinstance(error, (OSError, MemoryError, ImportError)) or _HOST.search(str(error)) is not None
+
+
+def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
+    """Kind and type of each parameter, and whether the optimizer updates it; compiling cuts shapes, not types."""
+    trained = {item.name for item in cell.optimizer.parameters}
+    kinds = kinds_of(cell)
+    return {item.name: (kinds[item.name], str(item.dtype), item.name in trained) for item in cell.get_parameters()}
+
+
+def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
+    """The front end, for Ascend."""
+    from mindspore.common.api import _cell_graph_executor
+
+    inputs = inputs_of(job.recipe)
+    cluster.target_ascend()
+    _cell_graph_executor.compile(cell, *inputs, phase="train")
+
+
+def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: VirtualCluster, view: View) -> list[Held]:
+    """What the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the whole."""
+    held = []
+    for name, layout in cell.parameter_layout_dict.items():
+        if name not in parameters:
+            continue  # an input
+        kind, dtype, trainable = parameters[name]
+        shards = _shards(layout[5], cluster, view) if layout[5] else 1
+        held.append(Held(name, kind, dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable))
+    return held
+
+
+def _built(cell: Any, view: View) -> list[Held]:
+    """What a data-parallel rank keeps: all of it, but of the experts its own (`layerwise_parallel`)."""
+    held, parameters = [], parameters_of(cell)
+    for item in cell.get_parameters():
+        part = tuple(item.shape)
+        whole = (part[0] * view.devices, *part[1:]) if item.layerwise_parallel else part
+        kind, dtype, trained = parameters[item.name]
+        held.append(Held(item.name, kind, dtype, whole, part, 1, trained))
+    return held
+
+
+def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
+    """Ranks over which the optimizer shards; the world's name means the stage's devices here."""
+    if group == WORLD:
+        return view.devices // view.pp
+    return cluster.size_of(group)
+
+
+def even_rows(view: View) -> int:
+    """Tokens of a rank and micro-batch x experts that each goes to."""
+    tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
+    return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
+
+
+# they choose and read samples: nothing of them is in the graph
+_DATA_PLUGINS = ("attention_balance", "held_out_loss", "packed_labels", "spike_guard")
+
+
+class _Reached(Exception):
+    """The Trainer has called `Model.train`."""
+
+
+class _NoData:
+    """A dataset of the right length whose samples nobody reads."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        raise AssertionError("a dry run reads no data")
+
+
+def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], None]) -> Any:
+    """The cell that the Trainer was about to train with; call it inside an open `virtual_cluster`.
+
+    Args:
+        recipe: flat; for Ascend or for CPU. It is not changed.
+        folder: an empty one for what MindFormers insists on writing.
+        enable_plugins: switches on the recipe's plugins, given the MindFormerConfig (tools never import adapters).
+    """
+    os.environ["LOCAL_DEFAULT_PATH"] = str(folder)
+    plain = _without_files(recipe, folder)
+    light_nltk.import_it()
+    from mindformers import MindFormerConfig, Trainer, build_context
+    from mindformers.core.context import parallel
+    from mindspore._c_expression import AutoParallelContext
+    from mindspore.communication import get_rank
+    from mindspore.dataset import GeneratorDataset
+    from mindspore.nn.utils import no_init_parameters
+    from mindspore.parallel import strategy
+
+    flat = folder / "recipe.yaml"
+    dump_recipe(plain, flat)  # MindFormers applies its defaults only to a file
+    config = MindFormerConfig(str(flat))
+    context = importlib.import_module("mindformers.core.context.build_context")  # its package hides it
+    no_affinity = replaced(context, "_setup_affinity", '"affinity_cpu_list" in context_config', lambda _: None)
+    with replaced(parallel, "init", "def init(backend_name=None)", lambda: None), no_affinity:
+        build_context(config)  # the virtual cluster is up already, and this host's CPUs are left alone
+    # which C++ would ask of the library that is not there; Python's own setter stops at 4,095
+    AutoParallelContext.get_instance().set_global_rank(get_rank())
+    config.context.device_target = recipe["context"]["device_target"]  # what plugins and model are to build for
+    enable_plugins(config)
+    _set_data_strategy(config, View(recipe).packs)
+    columns = list(shapes_of(View(recipe)))
+    data = GeneratorDataset(_NoData(_samples(recipe)), column_names=columns, shuffle=False)
+    # asked to, MindSpore also writes every rank's strategy for checkpoints: 14 of 16 GB and 40 % of the time at 8,192
+    # devices, and nothing of it is in the graph
+    online = "enable_save_strategy_online"
+    keep_no_strategy = replaced(strategy, online, f"strategy_layout_handle.{online}()", lambda: None)
+    with no_init_parameters(), keep_no_strategy, _stop_at_training() as taken:
+        trainer = Trainer(config, train_dataset=data.batch(1))
+        with suppress(_Reached):
+            trainer.train()
+    cell = taken[0]
+    return cell.set_train()
+
+
+def _set_data_strategy(config: Any, packs: bool) -> None:
+    """How inputs lie on the ranks: the step of the Trainer that it leaves out where it is handed its data."""
+    from mindformers.trainer.base_trainer import BaseTrainer
+
+    loader = config.train_dataset.data_loader
+    if packs:
+        loader.create_attention_mask = True
+    described = loader.config if loader.type == "BlendedMegatronDatasetDataLoader" else loader
+    _, strategy, *_ = BaseTrainer._get_columns_with_strategy(config, described, loader.type)
+    BaseTrainer._set_full_batch_with_strategy(config, strategy)
+
+
+def inputs_of(recipe: Recipe) -> list[Any]:
+    """What one rank reads for a step, as Tensors of zeros, in the order of the loader's columns."""
+    from mindspore import Tensor
+
+    return [Tensor(np.zeros(shape, dtype)) for shape, dtype in shapes_of(View(recipe)).values()]
+
+
+def _without_files(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe without what reads or writes files and without callbacks; eager operators run on this CPU."""
+    plain = copy.deepcopy(recipe)
+    plain["output_dir"] = str(folder / "output")
+    plain["callbacks"] = []
+    plain["load_checkpoint"] = ""
+    plain.setdefault("checkpoint", {}).update(load_path="", save_path=str(folder / "checkpoint"))
+    plain["context"]["device_target"] = "CPU"
+    for name in _DATA_PLUGINS:
+        (plain.get("plugins") or {}).pop(name, None)
+    return plain
+
+
+def _samples(recipe: Recipe) -> int:
+    """Samples of the stand-in for the data."""
+    sizes = recipe["train_dataset"]["data_loader"].get("sizes") or [1]
+    return max(int(sizes[0]), 1)
+
+
+@contextmanager
+def _stop_at_training() -> Iterator[list[Any]]:
+    """Let `Model.train` hand over its network instead of training."""
+    from mindspore.train import Model
+
+    taken: list[Any] = []
+
+    def train(model: Any, *_: Any, **__: Any) -> None:
+        taken.append(model._network)
+        raise _Reached
+
+    with replaced(Model, "train", "_init_auto_parallel_context(self._network)", train):
+        yield taken
+
+
+def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Column -> (shape, NumPy type) of what one rank reads for one step, in the order of the arguments.
+
+    All micro-batches of the step come at once: the first dimension is batch size x micro-batches x accumulated steps,
+    and with full_batch those of all data-parallel ranks.
+
+    Raises:
+        RecipeError: a column of which the shape is not known here.
+    """
+    batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
+    length = model_number(view, "seq_length")
+    tokens = ((batch, length), "int32")
+    known = {
+        "input_ids": tokens,
+        "labels": tokens,
+        "loss_mask": ((batch, length), "float32"),
+        "position_ids": tokens,
+        "attention_mask": ((batch, 1, length, length), "uint8"),
+        "actual_seq_len": ((batch, view.mask_documents), "int32"),
+    }
+    columns = view.get(("train_dataset", "input_columns")) or columns_of(view)
+    unknown = [name for name in columns if name not in known]
+    if unknown:
+        raise RecipeError(f"train_dataset.input_columns: no shape is known for {unknown}; known are {sorted(known)}")
+    return {name: known[name] for name in columns}
+
+
+_LARGER_SIDE = {"AllGather": "outputs", "AllGatherV": "outputs", "Receive": "outputs", "Broadcast": "outputs"}
+
+
+def report_graph(
+    graph: GraphText, rank: int, ranks_of: Callable[[str], tuple[int, ...] | None], even_rows: int
+) -> dict[str, Any]:
+    """Collectives in program order, order of the passes, activations and FLOPs of each chunk, what all passes share.
+
+    "groups" are lists of ranks; a collective names its group by place. "routed" marks bytes that depend on routing and
+    stand for an even one. "after" are places of those, of the same subgraph, whose results a collective needs: no
+    backend can swap these.
+
+    Args:
+        even_rows: tokens x top-k of a rank.
+    """
+    rows = routed_rows(graph, even_rows)
+    groups: dict[tuple[int, ...], int] = {}
+    found = read_collectives(graph, ranks_of)
+    collectives = [_plain(item, rank, groups, rows) | {"after": _direct(item, found)} for item in found]
+    passes = passes_of(graph)
+    return {
+        "groups": [list(ranks) for ranks in groups],
+        "collectives": collectives,
+        "passes": [list(item) for item in passes],
+        "kept": kept_bytes(graph, rows),
+        "activations": activations_of(graph, rows),
+        "flops": flops_of(graph, rows),
+    }
+
+
+def _direct(item: Collective, every: Sequence[Collective]) -> list[int]:
+    """Places of the collectives whose results this one needs, without those that these need themselves."""
+    direct: list[int] = []
+    implied: set[int] = set()
+    for place in reversed(item.after):
+        if place not in implied:
+            direct.append(place)
+            implied.update(every[place].after)
+    return direct
+
+
+def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows: int) -> dict[str, Any]:
+    """One collective; `bytes` is what one rank's tensor holds on its larger side."""
+    side = getattr(item, _LARGER_SIDE.get(item.op, "inputs"))[:1]
+    block = item.attributes.get("block_size", 1)
+    routed = any(size < 0 for tensor in side for size in tensor.shape)
+    plain = {
+        "op": item.op,
+        "group": groups.setdefault(item.ranks, len(groups)),
+        "role": item.role,
+        "bytes": sum(tensor_bytes(tensor, rows * (block if isinstance(block, int) else 1)) for tensor in side),
+        "shape": list(side[0].shape) if side else [],
+        "dtype": side[0].dtype if side else "",
+        "source": item.source,
+    }
+    if routed:
+        plain["routed"] = True
+    for name in ("dst_global_rank", "src_global_rank"):
+        if name in item.attributes:
+            plain |= {"me": rank, "peer": item.attributes[name], "tag": item.attributes.get("sr_tag")}
+            plain |= {key: item.attributes.get(key) for key in ("micro", "chunk")}
+    return plain

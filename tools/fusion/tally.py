@@ -1,0 +1,339 @@
+"""Count operators, kernels and bytes through HBM of a graph, by the part of the model that they belong to.
+
+Parts are layers by their number, MTP layers, the embedding and the head. MindSpore keeps the path of cells on most
+operators, and the names of parameters on those that read them. In a backward a gradient belongs to the layer whose
+gradients of weights are added up next, whatever its path: what several layers share (the angles of rotary positions)
+has the path of the first. An operator that says nothing belongs to what it takes from, else to what stands before it.
+
+An operator or kernel moves what it reads from outside and what is read of it outside. A composite operator, which
+Ascend opens before it fuses, is one kernel whether it is opened or not, so that only its own bytes are counted before:
+what its parts hand to each other never leaves the chip. Opened, it has the shape rules of its main part: a sum over a
+dimension (SumExt) is a reduction, an addition with a factor (AddExt) is elementwise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from plugins.operator_fusion.operators import CUBE, EXPANDED, VECTOR
+from plugins.operator_fusion.plan import Fusion
+from tools.dryrun.activations import VIEWS, backward_segments, tensor_bytes
+from tools.dryrun.collectives import COLLECTIVES, MULTIPLY, role_of
+from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors
+from tools.fusion.cluster import NOTHING, VIRTUAL, Operator, clusters, refusal
+from tools.fusion.named_passes import weight_gradients
+from tools.fusion.split import kernels
+
+
+@dataclass
+class Tally:
+    """Of one part and pass; numbers of a mean may be broken.
+
+    Args:
+        operators: that DVM takes; kernels: that they become; fused: those of several operators.
+        before, after: bytes that they move through HBM, each operator by itself, and by kernels.
+        patterns: operators of a kernel, joined by "-" -> how often; saved: -> bytes.
+        alone: (operator that DVM refuses, why) -> how often; moved: -> bytes. Collectives are left out.
+        named: (pass that MindSpore knows by name, chain, why it does not match) -> how often; named_bytes: at stake.
+    """
+
+    operators: float = 0
+    kernels: float = 0
+    fused: float = 0
+    before: float = 0
+    after: float = 0
+    patterns: Counter[str] = field(default_factory=Counter)
+    saved: Counter[str] = field(default_factory=Counter)
+    alone: Counter[tuple[str, str]] = field(default_factory=Counter)
+    moved: Counter[tuple[str, str]] = field(default_factory=Counter)
+    named: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    named_bytes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def add(self, other: Tally, times: float = 1) -> None:
+        """Take in another's numbers, `times` over."""
+        for name, value in vars(other).items():
+            mine = getattr(self, name)
+            if isinstance(value, Counter):
+                for key, number in value.items():
+                    mine[key] += number * times
+            else:
+                setattr(self, name, mine + value * times)
+
+    @property
+    def launches(self) -> float:
+        """Kernels fewer than operators."""
+        return self.operators - self.kernels
+
+    @property
+    def beside(self) -> float:
+        """Bytes of operators that DVM refuses, but for products and attention."""
+        return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
+
+    def as_json(self) -> dict[str, Any]:
+        """The sums."""
+        numbers = {name: round(getattr(self, name)) for name in ("operators", "kernels", "fused")}
+        return numbers | {
+            "launches_saved": round(self.launches),
+            "bytes_before": round(self.before),
+            "bytes_after": round(self.after),
+            "bytes_of_others": round(self.beside),
+        }
+
+
+Tallies = dict[tuple[str, str], Tally]  # (part, pass: "forward", "recompute", "gradient" or "step")
+
+
+def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
+    """All operators of a graph by part and pass. A subgraph that is called twice counts once, as one micro-batch does.
+
+    Args:
+        rows: what stands for dimensions that only routing decides.
+    """
+    found: Tallies = {}
+    for name, nodes in graph.graphs.items():
+        _count(nodes, name, fusion, rows, found)
+    return found
+
+
+def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
+    """The places of the operators of each kernel that DVM makes of a subgraph; alone ones are kernels, too."""
+    ops = [_operator(node) for node in nodes]
+    names = listed(fusion)
+    taken = [node.op in names and not refused(_operator(node, False), fusion) for node in nodes]
+    users = users_of(nodes)
+    found, left = [], {place for place, good in enumerate(taken) if good}
+    for group in clusters(ops, taken):
+        here = {place: number for number, place in enumerate(group)}
+        body = [_inside(ops[place], here) for place in group]
+        outputs = {here[place] for place in read_outside(nodes, users, group)}
+        found += [[group[place] for place in kernel] for kernel in kernels(body, outputs)]
+        left -= set(group)
+    return sorted(found + [[place] for place in left])
+
+
+def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: Tallies) -> None:
+    parts, users = parts_of(nodes, "◂" in name), users_of(nodes)
+
+    def tally(place: int) -> Tally:
+        return found.setdefault((parts[place], _pass(nodes[place], name)), Tally())
+
+    seen: set[int] = set()
+    for kernel in kernels_of(nodes, fusion):
+        alone = [moved_alone(nodes, place, rows) for place in kernel]
+        after = moved_together(nodes, kernel, read_outside(nodes, users, kernel), rows) if len(kernel) > 1 else alone[0]
+        one, pattern = tally(kernel[-1]), "-".join(nodes[place].op for place in kernel)
+        several = len(kernel) > 1
+        add = Tally(len(kernel), 1, several, sum(alone), after)
+        if several:
+            add.patterns[pattern], add.saved[pattern] = 1, sum(alone) - after
+        one.add(add)
+        seen.update(kernel)
+    for place, node in enumerate(nodes):
+        if place not in seen and node.op not in UNMOVED and node.op not in COLLECTIVES:
+            key = (node.op, refused(_operator(node, False), fusion))
+            tally(place).add(Tally(alone=Counter({key: 1}), moved=Counter({key: moved_alone(nodes, place, rows)})))
+    for gradient in weight_gradients(nodes, rows):
+        part = parts[gradient.place]
+        chain = (gradient.fusion, gradient.chain, gradient.refusal)
+        one = found.setdefault((part, _pass(nodes[gradient.place], name)), Tally())
+        one.add(Tally(named=Counter({chain: 1}), named_bytes=Counter({chain: gradient.bytes})))
+
+
+def _pass(node: Node, graph: str) -> str:
+    """As `role_of`; what adds gradients up carries no sign of a gradient, and none of recomputation either."""
+    role = role_of(node, graph)
+    return "gradient" if role == "recompute" and not node.scope.startswith("recompute_") else role
+
+
+def _operator(node: Node, standing: bool = True) -> Operator:
+    """A node as the model sees it, a composite by its main part."""
+    output = node.outputs[0] if node.outputs else NOTHING
+    name = main_part(node.op) if standing else node.op
+    return Operator(name, output, tuple(dict.fromkeys(node.operands)), node.inputs)
+
+
+def _inside(operator: Operator, here: dict[int, int]) -> Operator:
+    """An operator of a cluster with the places of those of its operands that are in it."""
+    inputs = tuple(here[place] for place in operator.inputs if place in here)
+    return Operator(operator.name, operator.output, inputs, operator.takes)
+
+
+EMBEDDING, HEAD, MTP, COMMON = "embedding", "head", "mtp", "other"
+_LAYER = re.compile(r"decoder-\w+/layers-CellList/(\d+)-|(?<![A-Za-z])decoder\.layers\.(\d+)\.")
+_WORDS = (
+    (MTP, re.compile(r"/mtp-\w+/|(?<![A-Za-z])mtp\.")),
+    (EMBEDDING, re.compile(r"/embedding-\w+|(?<![A-Za-z])embedding\.\w")),
+    (
+        HEAD,
+        re.compile(
+            r"/output_layer-\w+|/final_layernorm-|(?<![A-Za-z])(?:output_layer|decoder\.final_layernorm)\.|/loss-\w+"
+        ),
+    ),
+)
+
+
+def parts_of(nodes: Sequence[Node], backward: bool = False) -> list[str]:
+    """For each operator of a subgraph "0", "1", ... of a layer, or one of the names above."""
+    found: list[str] = []
+    segments = backward_segments(list(nodes)) if backward else []
+    for place, node in enumerate(nodes):
+        own = next(filter(None, map(_written, (node.scope, node.head, *node.types))), "")
+        if (not own or own.isdecimal()) and not node.scope.startswith("recompute_"):
+            own = _layer_behind(segments, place) or own
+        taken = (found[place] for place in node.operands if found[place] != COMMON)
+        found.append(own or next(taken, found[-1] if found else COMMON))
+    return found
+
+
+def _layer_behind(segments: Sequence[tuple[str, int]], place: int) -> str:
+    """The layer in whose stretch of the backward an operator stands; "" of the head's and the embedding's."""
+    part = next((part for part, end in segments if place < end), "")
+    return part if part.isdecimal() else ""
+
+
+def _written(text: str) -> str:
+    """The part that a path of cells or a parameter's name says."""
+    for part, pattern in _WORDS[:1]:
+        if pattern.search(text):
+            return part
+    if layer := _LAYER.search(text):
+        return layer[1] or layer[2]
+    return next((part for part, pattern in _WORDS[1:] if pattern.search(text)), "")
+
+
+_SUMS = ("SumExt", "ReduceMean", "MeanExt", "BiasAddGrad", "ClipByNormNoDivSum")
+_WHOLE_NUMBERS = ("AddExt", "AddN", "SubExt", "AssignAdd", "Muls", "Square")  # int32, too
+_BROADCASTS = ("Tile",)
+_OTHERS = "Exp"  # floats alone
+
+
+def main_part(name: str) -> str:
+    """The operator that stands for a composite; any other stands for itself."""
+    if name not in EXPANDED:
+        return name
+    if name in _SUMS:
+        return "ReduceSum"
+    if name in _BROADCASTS:
+        return "BroadcastTo"
+    return "Mul" if name in _WHOLE_NUMBERS else _OTHERS
+
+
+def listed(fusion: Fusion) -> Collection[str]:
+    """Operators that are fused at a level, composites too, less those that a recipe disables.
+
+    `cube` counts as `vector`: how products are joined with their neighbours is not modelled.
+    """
+    known = () if fusion.level == "off" else (*VECTOR, *EXPANDED)
+    return frozenset(known) - set(fusion.disable)
+
+
+def refused(operator: Operator, fusion: Fusion) -> str:
+    """Why DVM leaves an operator alone; "" where it may fuse it."""
+    names = listed(fusion)
+    if fusion.level == "off":
+        return "nothing is fused"
+    if operator.name in fusion.disable:
+        return f"{operator.name} is in plugins.operator_fusion.disable"
+    if fusion.level == "cube" and operator.name in CUBE:
+        return f"{operator.name}: fused at level cube, which is not modelled"
+    part = main_part(operator.name)
+    if operator.name in EXPANDED and part in fusion.disable:
+        return f"{part}, which it is opened into, is in plugins.operator_fusion.disable"
+    if operator.name not in names:
+        return refusal(operator)
+    why = refusal(replace(operator, name=part))
+    return f"{why} (opened into {part})" if why and part != operator.name else why
+
+
+_BINDS = frozenset(("", "UpdateState", "Partial", "Switch", "FuncUnion", "Stack", "StopGradient", "TransposeExtView"))
+UNMOVED = VIEWS | _BINDS | frozenset(VIRTUAL)  # they name, bind and view tensors
+_WRITES_FIRST = ("Assign",)  # what they overwrite is not read
+_ALIKE = frozenset(("Load", "Depend", "Reshape"))  # the same bytes as their first argument
+
+
+class Read(NamedTuple):
+    """A tensor that an operator reads: the operator (or parameter) that it is of, and its type."""
+
+    source: str
+    tensor: TensorType
+
+
+def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
+    """The tensors that an operator reads from HBM, each once."""
+    node = nodes[place]
+    arguments, types = arguments_of(node.head), _split(node.types[0])
+    if len(arguments) != len(types):
+        own = [Read(f"{place}.{number}", tensor) for number, tensor in enumerate(node.inputs)]
+    else:
+        own = [
+            Read(_source(nodes, argument), tensor)
+            for argument, text in zip(arguments, types, strict=True)
+            for tensor in tensors(text)
+        ]
+    return list(dict.fromkeys(own[1:] if node.op in _WRITES_FIRST else own))
+
+
+def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
+    """Bytes of one operator by itself: each tensor that it takes and gives."""
+    return _bytes((read.tensor for read in reads_of(nodes, place)), rows) + _bytes(nodes[place].outputs, rows)
+
+
+def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
+    """Bytes of a kernel: tensors from outside, each once, and those that something outside reads.
+
+    Args:
+        kept: places whose results are read outside the kernel (`read_outside`), or overwrite a parameter.
+    """
+    inner = {f"%{place}" for place in kernel}
+    reads = dict.fromkeys(read for place in kernel for read in reads_of(nodes, place) if read.source not in inner)
+    written = (tensor for place in kernel if place in kept for tensor in nodes[place].outputs)
+    return _bytes((read.tensor for read in reads), rows) + _bytes(written, rows)
+
+
+def users_of(nodes: Sequence[Node]) -> list[list[int]]:
+    """For each operator those that take from it."""
+    users: list[list[int]] = [[] for _ in nodes]
+    for place, node in enumerate(nodes):
+        for operand in dict.fromkeys(node.operands):
+            users[operand].append(place)
+    return users
+
+
+def read_outside(nodes: Sequence[Node], users: Sequence[Sequence[int]], kernel: Collection[int]) -> set[int]:
+    """Places of a kernel whose results something outside takes; what writes a parameter is always one."""
+    inside = set(kernel)
+    return {
+        place
+        for place in kernel
+        if nodes[place].op.startswith("Assign") or not users[place] or not inside.issuperset(users[place])
+    }
+
+
+def _source(nodes: Sequence[Node], argument: str) -> str:
+    """What an argument is, seen through operators that give the same bytes under another name."""
+    while argument.startswith("%") and argument[1:].isdecimal() and nodes[int(argument[1:])].op in _ALIKE:
+        inner = arguments_of(nodes[int(argument[1:])].head)
+        if not inner or not inner[0].startswith("%"):
+            break
+        argument = inner[0]
+    return argument
+
+
+def _bytes(found: Iterable[TensorType], rows: int) -> int:
+    return sum(tensor_bytes(tensor, rows) for tensor in found)
+
+
+def _split(text: str) -> list[str]:
+    """`(<A, (1, 2)>, <B>)` as its types."""
+    found, depth = [""], 0
+    for letter in text[1:-1]:
+        depth += (letter in "([{<") - (letter in ")]}>")
+        if letter == "," and depth == 0:
+            found.append("")
+        else:
+            found[-1] += letter
+    return [each.strip() for each in found if each.strip()]

@@ -1,0 +1,260 @@
+"""Signals around work that must not be cut in half, and child processes that end when their parent is ended.
+
+`run_child` starts a training, or another side of a comparison, and takes it along when we are ended. `ordered_map` is a
+map over worker processes that keeps order, bounds memory, and outlives neither parent nor Ctrl-C. Each worker has its
+own pipe and jobs are dealt round robin, so results come back in job order by reading the pipes in the same turn. At
+most `DEPTH` jobs a worker are under way: memory is O(workers x job), whatever the corpus. A worker that dies closes its
+pipe, which the parent sees at once; a parent that dies closes all pipes, which ends the workers.
+(`multiprocessing.Pool` hangs in the first case, `ProcessPoolExecutor` leaves orphans in the second.)
+
+A process that compiles runs with `HUGE_PAGES`, because MindSpore's front end allocates small objects without end: with
+glibc's malloc on transparent huge pages it takes a tenth (mini recipes) to a fifth (large ones) less time
+(benchmarks/RESULTS.md). An older glibc, another libc or a kernel without such pages ignores the setting.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from itertools import cycle
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any, TypeVar
+
+from plugins.errors import DataError
+
+Result = TypeVar("Result")
+INTERRUPTED = 130  # exit code
+_LOOK = 0.2  # seconds after which a waiting main thread looks for signals
+
+
+def interruptibly(work: Callable[[], Result]) -> Result:
+    """Do `work`, which may stay in C for minutes, in a thread, so that Ctrl-C ends the wait for it at once.
+
+    The work itself goes on until the process ends, so it must write nothing. It must let go of Python's lock.
+    Outside the main thread, which no signal reaches, it is done right here.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_LOOK)  # Python handles a signal between two waits
+    except BaseException:
+        atexit.register(_leave_behind, outcome)
+        raise
+    return outcome.result()
+
+
+def _leave_behind(outcome: Future[Any]) -> None:
+    """End the process around work that goes on: Rust panics when it comes back to an interpreter that is torn down."""
+    if not outcome.done():  # an interrupted join takes its thread for stopped: is_alive() does not tell
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Put off Ctrl-C and SIGTERM until the end of the block (milliseconds of renames or of starting a process)."""
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    try:
+        with _handler(signal.SIGINT, note), _handler(signal.SIGTERM, note):
+            yield
+    finally:
+        for number in dict.fromkeys(arrived):
+            signal.raise_signal(number)
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Keep Ctrl-C from processes started inside, so that it reaches the parent alone; SIGTERM still ends them.
+
+    They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
+    """
+    resource_tracker.ensure_running()  # else the first process starts it, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def terminate_as_interrupt() -> Iterator[None]:
+    """Make SIGTERM end the block as Ctrl-C would: with the clean-up of every `with` and `finally`."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with _handler(signal.SIGTERM, interrupt):
+        yield
+
+
+@contextmanager
+def _handler(number, handler) -> Iterator[None]:
+    """Install `handler` for the block; do nothing outside the main thread, where Python allows no handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+GRACE = 20.0  # seconds that `tc3 train` may take to end its workers
+
+
+def run_child(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end; like `subprocess.run(..., text=True, check=False)`, `options` being those of Popen.
+
+    Ctrl-C and SIGTERM end the child first, by SIGTERM, and by SIGKILL where that is not enough.
+
+    Raises:
+        OSError: it cannot be started. KeyboardInterrupt: we were told to end.
+    """
+    with terminate_as_interrupt(), subprocess.Popen(command, text=True, **options) as child:
+        try:
+            out, errors = child.communicate()
+        except KeyboardInterrupt:
+            _end(child)
+            raise
+    return subprocess.CompletedProcess(command, child.returncode, out, errors)
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """A second Ctrl-C does not wait for it."""
+    child.terminate()
+    try:
+        child.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        child.kill()
+
+
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # a default: what the user has set stays
+
+
+Job = TypeVar("Job")
+DEPTH = 3  # one being worked on, one waiting, one on its way back
+
+
+def ordered_map(make: Callable[[], Callable[[Job], Result]], jobs: Iterable[Job], workers: int) -> Iterator[Result]:
+    """Yield ``make()(job)`` for every job, in order.
+
+    make: builds the function, once in each worker (picklable: a module's function or a `functools.partial`).
+    workers: processes; 1 works in this process. Raises `DataError` when a worker dies.
+    """
+    if workers == 1:
+        yield from map(make(), jobs)
+        return
+    with _started(make, workers) as team:
+        pending: deque[_Member] = deque()
+        for job, member in zip(jobs, cycle(team), strict=False):
+            if len(pending) == DEPTH * workers:
+                yield pending.popleft().receive()
+            member.send(job)
+            pending.append(member)
+        while pending:
+            yield pending.popleft().receive()
+
+
+class _Member:
+    """The parent's side of one worker."""
+
+    def __init__(self, make: Callable[[], Callable]) -> None:
+        context = multiprocessing.get_context("spawn")  # forking after threads have run is not safe
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def send(self, job: object) -> None:
+        try:
+            self.connection.send(job)
+        except OSError:
+            raise self._death() from None
+
+    def receive(self) -> Any:
+        try:
+            result = self.connection.recv()
+        except (EOFError, OSError):
+            raise self._death() from None
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def stop(self) -> None:
+        self.connection.close()
+        self.process.terminate()
+        self.process.join()
+
+    def _death(self) -> DataError:
+        self.process.join(timeout=5)
+        code = self.process.exitcode
+        return DataError(
+            f"a worker process died (exit code {code}); -9 mostly means out of memory: try fewer --workers"
+        )
+
+
+@contextmanager
+def _started(make: Callable[[], Callable], workers: int) -> Iterator[list[_Member]]:
+    team: list[_Member] = []
+    try:
+        with uninterrupted(), deaf_children():
+            team.extend(_Member(make) for _ in range(workers))
+        yield team
+    finally:
+        with uninterrupted():
+            for member in team:
+                member.stop()
+
+
+def _serve(connection: Connection, make: Callable[[], Callable]) -> None:
+    """Answer jobs until the parent closes the pipe."""
+    inbox: queue.SimpleQueue = queue.SimpleQueue()
+    # a thread of its own empties the pipe, so that the parent's send never waits for our send: no deadlock
+    threading.Thread(target=_fetch, args=(connection, inbox), daemon=True).start()
+    function = make()
+    while True:
+        job = inbox.get()
+        try:
+            result = function(job)
+        except Exception as error:
+            result = error
+        connection.send(result)
+
+
+def _fetch(connection: Connection, inbox: queue.SimpleQueue) -> None:
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        os._exit(0)  # the parent is done, or gone; either way nobody wants what is still being worked on

@@ -1,0 +1,276 @@
+"""What a host says of itself: its files below a root, the output of its tools, names of hosts, and `npu-smi`'s tables.
+
+A recorded host is a folder that mirrors the parts of `/` that were copied (`proc/cmdline`, `sys/bus/pci/...`), with
+the output of a tool in `outputs/`, named after its command line: `outputs/npu-smi_info_-t_topo.txt`. So recorded hosts
+stand in for real ones in tests.
+
+`npu-smi` is read leniently, because columns and words differ between generations of the driver. Read so far: tables of
+drivers 22.0 to 26.0 (910A and Atlas A2, one chip a card; Atlas A3, two), and the layout of Ascend 950, whose columns
+are others (tests/tools/process/outputs/SOURCES.md). A table that is not understood is None or empty, and whoever asks
+says so.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
+
+from plugins.errors import ClusterError
+
+OUTPUTS = "outputs"
+_PATIENCE = 10.0  # seconds for one tool; a driver that hangs is a finding of its own
+_GRACE = 0.5  # seconds to wait for one that was killed
+
+
+@dataclass(frozen=True)
+class Root:
+    """The host whose files stand below `path`: this one if that is `/`, otherwise a recorded one."""
+
+    path: Path = Path("/")
+    _answers: dict[tuple[str, ...], str | None] = field(default_factory=dict, compare=False, repr=False)
+    _hung: set[str] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def live(self) -> bool:
+        """Whether it is the host that we run on, whose tools can be asked."""
+        return self.path == Path("/")
+
+    def place(self, path: str) -> Path:
+        """Where `path` of the host stands."""
+        return self.path / path.lstrip("/")
+
+    def read(self, path: str) -> str | None:
+        """The text of a file without blanks around it; None where it is not there or may not be read."""
+        try:
+            return self.place(path).read_text(errors="replace").strip()
+        except OSError:
+            return None
+
+    def find(self, pattern: str) -> list[str]:
+        """The host's paths that match a pattern, sorted."""
+        found = self.path.glob(pattern.lstrip("/"))
+        return sorted("/" + str(path.relative_to(self.path)) for path in found)
+
+    def has_tool(self, name: str) -> bool:
+        """Whether a program is installed."""
+        if self.live:
+            return shutil.which(name) is not None
+        return any(
+            self.place(f"{folder}/{name}").exists() for folder in ("usr/bin", "bin", "usr/sbin", "usr/local/bin")
+        )
+
+    def ask(self, *command: str) -> str | None:
+        """What a tool prints; None where it is not there, fails or takes more than ten seconds.
+
+        It is asked once: some take a second, and many checks read the same. One that hung is not started again.
+        """
+        if not self.live:
+            return self.read(f"{OUTPUTS}/{'_'.join(command).replace('/', '')}.txt")
+        if command not in self._answers:
+            self._answers[command] = None if command[0] in self._hung else self._run(command)
+        return self._answers[command]
+
+    def _run(self, command: tuple[str, ...]) -> str | None:
+        """In a session of its own, so that children go with it. One that a driver holds cannot even be killed."""
+        try:
+            process = Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL, start_new_session=True)
+        except OSError:
+            return None
+        try:
+            text = process.communicate(timeout=_PATIENCE)[0].decode(errors="replace")
+            return text if process.returncode == 0 else None
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(TimeoutExpired):
+                process.wait(_GRACE)
+            if not isinstance(error, TimeoutExpired):
+                raise
+            self._hung.add(command[0])
+            return None
+
+
+# Lists of cores as Linux writes them: ``0-3,8``.
+
+MOST = 1 << 17  # more than any host has cores, and than there are ports
+
+
+def expand(text: str) -> list[int]:
+    """``"0-3,8"`` -> [0, 1, 2, 3, 8], in the order written.
+
+    Raises:
+        ValueError: something else than numbers and ranges, or more of them than any host has.
+    """
+    cores: list[int] = []
+    for part in filter(None, "".join(text.split()).split(",")):
+        first, _, last = part.partition("-")
+        found = range(int(first), int(last or first) + 1)
+        if len(found) + len(cores) > MOST:
+            raise ValueError(f"{part}: more than {MOST:,} numbers")
+        cores += found
+    return cores
+
+
+def compress(cores: Iterable[int]) -> str:
+    """[0, 1, 2, 3, 8] -> ``"0-3,8"``; nothing for no cores."""
+    ranges: list[list[int]] = []
+    for core in sorted(cores):
+        if ranges and core == ranges[-1][1] + 1:
+            ranges[-1][1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+DEVICES = 8  # of a node, where nothing else is said: Atlas 800T A2
+_HOST = re.compile(r"[A-Za-z0-9\[][\w.:\[\]-]*")
+_LINE = re.compile(r"(?P<host>\S+)(\s+(slots=)?(?P<slots>\d+))?")
+_DIGITS = 4  # of the number of workers of a host
+_NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
+
+
+def read_hosts(path: Path) -> tuple[list[str], int]:
+    """Names and workers a host of a hosts file: a line each, HOST or HOST SLOTS; `#` starts a comment.
+
+    Raises:
+        ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise ClusterError(f"--nodes {path}: cannot be read (not an ordinary file)")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ClusterError(f"--nodes {path}: cannot be read: byte {error.start + 1} is not UTF-8") from None
+    except OSError as error:
+        raise ClusterError(f"--nodes {path}: cannot be read ({error.strerror})") from None
+    seen: dict[str, int] = {}
+    slots = 0
+    for number, line in enumerate(lines, 1):
+        if not (text := line.split("#")[0].strip()):
+            continue
+        match = _LINE.fullmatch(text)
+        if not match or not _HOST.fullmatch(match["host"]) or match["slots"] == "0":
+            raise ClusterError(f"{path}:{number}: want HOST or HOST SLOTS (node0 8), got {text!r}")
+        if len(match["slots"] or "") > _DIGITS:
+            raise ClusterError(f"{path}:{number}: {text[:40]!r}: no host has so many slots")
+        host, here = match["host"], int(match["slots"] or DEVICES)
+        if host in seen:
+            raise ClusterError(f"{path}:{number}: {host} stands in line {seen[host]} already")
+        if slots and here != slots:
+            wrong = f"{host} has {here} slots, {next(iter(seen))} has {slots}"
+            raise ClusterError(f"{path}:{number}: {wrong}; msrun numbers workers as if every node had as many")
+        seen[host], slots = number, here
+    if not seen:
+        raise ClusterError(f"--nodes {path}: names no host; want a line each: HOST or HOST SLOTS")
+    return list(seen), slots
+
+
+def shorten(hosts: Iterable[str]) -> str:
+    """``["node3", "node5", "node4", "x"]`` -> ``"node[3-5],x"``, as Slurm writes lists of hosts.
+
+    Numbers of other widths stand apart, for ``node1`` and ``node01`` are two names.
+    """
+    matches = [(host, _NUMBERED.fullmatch(host)) for host in hosts]
+    padded = {len(match[2]) for _, match in matches if match and match[2][0] == "0"}
+    groups: dict[tuple[str, str, int], list[int]] = {}
+    for _, match in matches:
+        if match:
+            width = len(match[2]) if len(match[2]) in padded else 0
+            groups.setdefault((match[1], match[3], width), []).append(int(match[2]))
+    words = [host for host, match in matches if match is None]
+    for (before, after, width), numbers in groups.items():
+        ranges = [part.split("-") for part in compress(numbers).split(",")]
+        text = ",".join("-".join(number.zfill(width) for number in ends) for ends in ranges)
+        words.append(f"{before}[{text}]{after}" if len(numbers) > 1 else f"{before}{text}{after}")
+    return ",".join(sorted(words))
+
+
+_BUS = re.compile(r"[0-9A-Fa-f]{4}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.\d")
+_VERSION = re.compile(r"npu-smi\s+(?:v|V)?(\d\S*)")
+_TOPOLOGY = re.compile(r"^\s*NPU(\d+)\s(.*)$", re.MULTILINE)
+_CORES = re.compile(r"\d+-\d+(?:,\d+(?:-\d+)?)*")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One device of `npu-smi info`: number for programs, card, name, health in npu-smi's word, PCI address or ""."""
+
+    device: int
+    card: int
+    name: str
+    health: str
+    bus: str
+
+
+def chips(text: str) -> list[Chip]:
+    """The devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one.
+
+    Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
+    """
+    found: list[Chip] = []
+    first: tuple[int, str, str] | None = None
+    for cells in _table(text, "Health"):
+        if first is None:
+            first = _first_row(cells)
+        else:
+            bus = _BUS.search(" ".join(cells))
+            chip = cells[0].split()
+            number = int(chip[1]) if len(chip) > 1 and chip[1].isdigit() else len(found)
+            found.append(Chip(number, *first, bus[0].lower() if bus else ""))
+            first = None
+    return found
+
+
+def _first_row(cells: list[str]) -> tuple[int, str, str] | None:
+    """(card, name, health): the first two share a column, except on Ascend 950; None for what is no such row."""
+    words = cells[0].split()
+    card, name, health = (words + cells[1:] + ["", "", ""])[:3]
+    return (int(card), name, health) if card.isdigit() and name and health.isalpha() else None
+
+
+def npu_processes(text: str) -> list[tuple[int, int, str]] | None:
+    """(card, process id, name) of each row of the table of processes; None where it is not there or not understood."""
+    rows = list(_table(text, "Process id"))
+    found = []
+    for cells in rows:
+        card = cells[0].split()
+        if len(cells) > 2 and card and all(word.isdigit() for word in card) and cells[1].isdigit():
+            found.append((int(card[0]), int(cells[1]), cells[2]))
+        elif not cells[0].startswith("No running processes"):
+            return None
+    return found if rows else None
+
+
+def _table(text: str, column: str) -> Iterator[list[str]]:
+    """The rows, by cells, of the table that has a column of this name; rows of a title and lines are left out."""
+    inside = False
+    for line in text.splitlines():
+        if "|" not in line:
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if any(cell.startswith(("NPU ", "Chip", "Bus-Id")) for cell in cells):
+            inside = column in cells or (inside and not cells[0].startswith("NPU "))
+        elif inside:
+            yield cells
+
+
+def npu_smi_version(text: str) -> str | None:
+    """Of the driver's tools: the first line of `npu-smi info`."""
+    found = _VERSION.search(text)
+    return found[1] if found else None
+
+
+def core_lists(text: str) -> dict[int, str]:
+    """Device -> its column `CPU Affinity` in `npu-smi info -t topo`; nothing where a driver has no such column."""
+    found = {}
+    for row in _TOPOLOGY.finditer(text):
+        words = row[2].split()
+        if words and _CORES.fullmatch(words[-1]):
+            found[int(row[1])] = words[-1]
+    return found

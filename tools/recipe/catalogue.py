@@ -1,0 +1,325 @@
+"""The catalogue of recipes: each folder's `card.yaml` and the recipes beside it, as one table in recipes/README.md.
+
+    python -m tools.recipe.catalogue          # writes recipes/README.md; --check only says whether it is current
+
+A card says what is true today of the recipes in its folder, and what each of them assumes. Under `host_measures` it
+says which of the measures of section 6 of the technical report a launch here applies and which `tc3 doctor` checks;
+docs/doctor.md has the same as a table for people.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from plugins.errors import RecipeError, TC3Error, did_you_mean, refuse_unknown
+
+ROLES = ("applied", "checked")  # by each launch; by `tc3 doctor` only, and the administrator mends it
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One measure: what the report gained by it on up to 4,096 devices, our role, and the checks that look at it.
+
+    The gains are the report's. Nothing here has measured them.
+    """
+
+    gain: str
+    role: str
+    checks: tuple[str, ...]
+
+
+_ISOLATION = "10-15 % in large configurations, 1-2 % in small ones, up to 38 % less variance; both together"
+MEASURES = {
+    "core_binding": Measure(_ISOLATION, "applied", ("binding", "cores")),
+    "isolation": Measure(_ISOLATION, "checked", ("irqbalance", "interrupts", "isolated")),
+    "idle_threshold": Measure("25-30 %", "checked", ("npu_clock",)),
+    "iommu_passthrough": Measure("3-5 %", "checked", ("iommu",)),
+}
+
+
+CARD = "card.yaml"
+KINDS = ("full", "mini", "modelled")
+CLAIMS = ("trained-on-cpu-mini", "compiled-virtual-", "modelled", "assumed")  # a trailing dash wants a number
+_CARD_KEYS = {"model", "name_billion", "kind", "summary", "recipes", "assumed", "sources"}
+_ENTRY_KEYS = {"stage", "devices", "layout", "global_batch_size", "status"}
+_OPTIONAL = {
+    "card": {"parameters", "why", "conflicts", "host_measures"},
+    "entry": {"kind", "why", "assumed", "parameters"},
+}
+_CONFLICT_KEYS = {"key", "recipe", "ours", "ours_at", "other", "other_at", "why"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One recipe of a folder: its stage, its mesh in words, and what has been shown of it."""
+
+    file: Path
+    stage: str
+    devices: int
+    layout: str
+    global_batch_size: int
+    kind: str
+    status: list[dict[str, str]]
+    assumed: dict[str, str] = field(default_factory=dict)  # key path -> reasoning
+    why: str = ""  # a modelled recipe says why it cannot train
+    parameters: int = 0  # the card's unless the recipe leaves a part of the model away
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A value on which public sources disagree, and why the recipe has the one it has."""
+
+    key: str  # key path in the recipe, or global_batch_size
+    recipe: str  # file beside the card
+    ours: Any
+    ours_at: str
+    other: Any
+    other_at: str
+    why: str
+    child: str = ""  # the recipe beside the card that has the other value
+
+
+@dataclass(frozen=True)
+class Card:
+    """The card of a folder; `parameters` is 0 where the name makes no promise."""
+
+    file: Path
+    model: str
+    name_billion: float
+    parameters: int
+    kind: str
+    summary: str
+    assumed: dict[str, str]  # of every recipe in the folder
+    sources: list[dict[str, str]]
+    entries: list[Entry]
+    why: str = ""
+    conflicts: list[Conflict] = field(default_factory=list)
+    host_measures: dict[str, str] = field(default_factory=dict)  # of section 6: applied or checked; none: not launched
+
+
+def load_cards(recipes: Path) -> list[Card]:
+    """The cards below the folder `recipes`: TeleChat3-MoE first, modelled families last, in each small models first.
+
+    Raises:
+        RecipeError: a card lacks a key, has one too many, or claims what no card may claim.
+    """
+    cards = [load_card(path) for path in sorted(recipes.glob(f"*/{CARD}"))]
+    cards.sort(key=lambda card: card.name_billion)
+    return sorted(cards, key=lambda card: (card.kind != "modelled", card.model.split()[0]), reverse=True)
+
+
+def why_modelled(files: Iterable[str]) -> str:
+    """Why no training should start from a recipe; empty where no card says so.
+
+    Args:
+        files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
+    """
+    for path in sorted(map(Path, files)):
+        try:
+            card = load_card(path.parent / CARD)
+        except (OSError, RecipeError):
+            continue  # no card, or a file of that name that means something else
+        for entry in card.entries:
+            if entry.file.name == path.name and entry.kind == "modelled":
+                return entry.why
+    return ""
+
+
+@functools.lru_cache(maxsize=32)  # every check of a recipe asks the cards of all its files
+def _content(text: str) -> Any:
+    """What a card says, which nobody changes; libyaml reads it ten times as fast as Python."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
+def load_card(path: Path) -> Card:
+    """One card; raises RecipeError naming file and key, OSError where there is none."""
+    try:
+        raw = _content(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: {error}") from None
+    _check_keys(path, "", raw, _CARD_KEYS, _OPTIONAL["card"])
+    _check_mapping(path, "recipes", raw["recipes"])
+    _check_choice(path, "kind", raw["kind"])
+    entries = [_entry(path, name, body, raw) for name, body in raw["recipes"].items()]
+    return Card(
+        file=path,
+        model=raw["model"],
+        name_billion=raw["name_billion"],
+        parameters=raw.get("parameters", 0),
+        kind=raw["kind"],
+        summary=raw["summary"],
+        assumed=raw["assumed"],
+        sources=raw["sources"],
+        entries=entries,
+        why=raw.get("why", ""),
+        conflicts=[_conflict(path, number, body) for number, body in enumerate(raw.get("conflicts") or [])],
+        host_measures=_host_measures(path, raw.get("host_measures") or {}),
+    )
+
+
+def assumptions(card: Card) -> Iterator[tuple[Entry, str, str]]:
+    """(recipe, key path, reasoning) of every assumed value, those of the folder once for each recipe."""
+    for entry in card.entries:
+        for key_path, reason in {**card.assumed, **entry.assumed}.items():
+            yield entry, key_path, reason
+
+
+def _entry(path: Path, name: str, body: dict[str, Any], card: dict[str, Any]) -> Entry:
+    where = f"recipes.{name}"
+    _check_keys(path, where, body, _ENTRY_KEYS, _OPTIONAL["entry"])
+    kind = body.get("kind", card["kind"])
+    _check_choice(path, f"{where}.kind", kind)
+    for number, status in enumerate(body["status"]):
+        _check_keys(path, f"{where}.status[{number}]", status, {"claim", "how", "what"}, set())
+        _check_claim(path, f"{where}.status[{number}].claim", status["claim"])
+    if not (path.parent / name).is_file():
+        raise RecipeError(f"{path}: {where}: no such recipe beside the card")
+    return Entry(
+        file=path.parent / name,
+        stage=body["stage"],
+        devices=body["devices"],
+        layout=body["layout"],
+        global_batch_size=body["global_batch_size"],
+        kind=kind,
+        status=body["status"],
+        assumed=body.get("assumed") or {},
+        why=body.get("why", card.get("why", "")),
+        parameters=body.get("parameters", card.get("parameters", 0)),
+    )
+
+
+def _host_measures(path: Path, raw: dict[str, Any]) -> dict[str, str]:
+    """Which measures of section 6 a launch of these recipes applies, and which are only checked."""
+    _check_keys(path, "host_measures", raw, set(), set(MEASURES))
+    for name, role in raw.items():
+        if role not in ROLES:
+            raise RecipeError(f"{path}: host_measures.{name}: {role!r}, expected one of {', '.join(ROLES)}")
+    return raw
+
+
+def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
+    where = f"conflicts[{number}]"
+    _check_keys(path, where, body, _CONFLICT_KEYS, {"child"})
+    for name in (body["recipe"], *([body["child"]] if "child" in body else [])):
+        if not (path.parent / name).is_file():
+            raise RecipeError(f"{path}: {where}: {name}: no such recipe beside the card")
+    return Conflict(**body)
+
+
+def _check_mapping(path: Path, where: str, raw: Any) -> None:
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path}: {where or 'the card'}: {raw!r} is no mapping of keys to values")
+
+
+def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: set[str]) -> None:
+    _check_mapping(path, where, raw)
+    prefix = f"{where}." if where else ""
+    refuse_unknown(f"{path}: {prefix}", raw, sorted(wanted | optional))
+    for key in sorted(wanted - set(raw)):
+        raise RecipeError(f"{path}: {prefix}{key}: missing")
+
+
+def _check_choice(path: Path, where: str, kind: str) -> None:
+    if kind not in KINDS:
+        hint = did_you_mean(kind, list(KINDS))
+        raise RecipeError(f"{path}: {where}: unknown kind {kind!r}, expected one of {', '.join(KINDS)}{hint}")
+
+
+def _check_claim(path: Path, where: str, claim: str) -> None:
+    for known in CLAIMS:
+        if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
+            return
+    raise RecipeError(f"{path}: {where}: {claim!r} is no claim; write trained-on-cpu-mini, compiled-virtual-<devices>, "
+                      "modelled or assumed")  # fmt: skip
+
+
+HEAD = """\
+# Recipes
+
+Written by `python -m tools.catalogue` from the `card.yaml` of each folder; a test fails when it is stale.
+
+A recipe is a native MindFormers YAML: `base_config:` pulls shared sections from `base/`, and every file loads in
+stock MindFormers. Layouts read data x tensor x context x pipeline (x interleaved) parallel, and the expert-parallel
+degree inside them. The card of a folder names the sources, lists under `assumed` what no public source states, with
+the reasoning, and under `conflicts` what two sources state differently: both values, and why the recipe has its own.
+Under `host_measures` stands which measures of the report's section 6 a launch applies, and which `tc3 doctor` only
+checks; what they gained there, and who acts, is in [doctor.md](../docs/doctor.md#section-6-of-the-report).
+
+What a status says: **trained-on-cpu-mini** was trained on CPU by the command given; **compiled-virtual-N** compiled
+for N virtual devices; **modelled** serves search and comparison only, MindFormers cannot run it as published;
+**assumed** has not been compiled or run in this form.
+"""
+COLUMNS = ("Recipe", "Stage", "Devices", "Layout", "Global batch", "Status")
+
+
+def catalogue(recipes: Path) -> str:
+    """The text of recipes/README.md for the cards below `recipes`."""
+    cards = load_cards(recipes)
+    return "\n".join([HEAD, *(_section(card) for card in cards)])
+
+
+def _section(card: Card) -> str:
+    """One model: heading, size, table of its recipes, and why it cannot run, where it cannot."""
+    folder = card.file.parent.name
+    lines = [
+        f"## {card.model}",
+        "",
+        f"{_size(card)}{_sentence(card.summary)} Card: [{folder}]({folder}/card.yaml).",
+        "",
+    ]
+    lines += [_row(COLUMNS), _row(["---"] * len(COLUMNS)), *(_row(_cells(folder, entry)) for entry in card.entries)]
+    reasons = dict.fromkeys(entry.why for entry in card.entries if entry.why)
+    for reason in reasons:
+        lines += ["", f"Modelled because {reason}."]
+    return "\n".join([*lines, ""])
+
+
+def _cells(folder: str, entry: Entry) -> list[str]:
+    status = "; ".join(f"{item['claim']} ({item['how']})" for item in entry.status)
+    name = f"[{entry.file.name}]({folder}/{entry.file.name})"
+    return [name, entry.stage, f"{entry.devices:,}", entry.layout, f"{entry.global_batch_size:,}", status]
+
+
+def _size(card: Card) -> str:
+    return f"{card.parameters / 1e9:,.1f} B parameters. " if card.parameters else ""
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+@click.command()
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 when recipes/README.md is stale.")
+def main(check: bool) -> None:
+    """Write recipes/README.md from the cards."""
+    target = RECIPES / "README.md"
+    try:
+        text = catalogue(RECIPES)
+    except TC3Error as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    stale = not target.is_file() or target.read_text(encoding="utf-8") != text
+    if check:
+        click.echo("recipes/README.md is stale: python -m tools.catalogue" if stale else "recipes/README.md is current")
+        sys.exit(int(stale))
+    if stale:
+        target.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

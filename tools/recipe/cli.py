@@ -1,0 +1,174 @@
+"""`tc3 recipe`: show one as it will run, compare two."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools.layout.resolve import resolve
+from tools.ranges import Number
+from tools.recipe.diff import ABSENT, GROUPS, Batch, Change, Comparison, compare
+from tools.recipe.dump import recipe_text
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import WORKERS, load_mini
+from tools.recipe.override import apply_overrides
+
+# The flat effective recipe: bases merged in, overrides applied, as YAML that stock MindFormers reads, or as JSON.
+
+
+def effective(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    mini: bool = False,
+    as_written: bool = False,
+    workers: int | None = None,
+) -> Recipe:
+    """The recipe of a file as it would run, or the mini of it that `tc3 train --mini` would.
+
+    With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to so many (`--mini --parallel`).
+    What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves them.
+
+    Raises:
+        RecipeError: the file, a base or an override is wrong; what `auto` stands for is not known.
+    """
+    recipe = load_mini(path, workers=workers) if mini else load_recipe(path)
+    recipe = apply_overrides(recipe, overrides) if overrides else recipe
+    return recipe if as_written else resolve(recipe, partial(click.echo, err=True))
+
+
+def recipe_as_text(
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] = (),
+    as_json: bool = False,
+    mini: bool = False,
+    as_written: bool = False,
+    workers: int | None = None,
+) -> str:
+    """The text of `effective`, with a line at its end; YAML keeps the anchors that its author wrote."""
+    recipe = effective(path, overrides, mini, as_written, workers)
+    if as_json:
+        return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
+    return recipe_text(recipe)
+
+
+SETTINGS = {"help_option_names": ["-h", "--help"]}
+TITLES = {
+    "numbers": "changes the numbers",
+    "layout": "changes the layout (values equal up to rounding)",
+    "nothing": "changes nothing numerical",
+}
+as_written_option = click.option(
+    "--as-written", is_flag=True, help="Leave `auto` and layout strings, which MindFormers cannot read, as they are."
+)
+_LONG = 120  # characters of a value that are printed; --json has them all
+
+
+@click.group(context_settings=SETTINGS)
+def recipe() -> None:
+    """Show a recipe as it will run, or what sets two recipes apart."""
+
+
+@recipe.command(context_settings=SETTINGS)
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--mini", is_flag=True, help="The mini of it that `tc3 train --mini` trains on CPU.")
+@click.option("--parallel", is_flag=True, help="With --mini: the one that keeps the recipe's parallel strategy.")
+@click.option("--workers", type=Number("workers"), help=f"CPU workers of --parallel.  [default: {WORKERS}]")
+@as_written_option
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
+def show(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    mini: bool,
+    parallel: bool,
+    workers: int | None,
+    as_written: bool,
+    as_json: bool,
+) -> None:
+    """Print RECIPE flat: its bases merged in, overrides applied, values for `auto`. Stock MindFormers reads it."""
+    if (parallel and not mini) or (workers is not None and not parallel):
+        raise click.UsageError(
+            "--parallel works only with --mini, and --workers only with --parallel: --mini --parallel --workers N"
+        )
+    processes = (workers or WORKERS) if parallel else None
+    click.echo(recipe_as_text(recipe, overrides, as_json, mini, as_written, processes), nl=False)
+
+
+@recipe.command(context_settings=SETTINGS)
+@click.argument("before", metavar="A", type=click.Path(path_type=Path))
+@click.argument("after", metavar="B", type=click.Path(path_type=Path))
+@as_written_option
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def diff(before: Path, after: Path, as_written: bool, as_json: bool) -> None:
+    """Compare recipes A and B by full key path and say what each difference means for training.
+
+    Exit code: 0 the same, 1 different, 2 something to mend first.
+    """
+    comparison = compare(*(effective(path, as_written=as_written) for path in (before, after)))
+    if as_json:
+        click.echo(json.dumps(_as_dict(comparison, before, after), default=str))
+    else:
+        _print(comparison, before, after)
+    sys.exit(bool(comparison.changes))
+
+
+def _print(comparison: Comparison, before: Path, after: Path) -> None:
+    """The batches of both sides, then the changes by group."""
+    width = max(len(str(before)), len(str(after)))
+    for name, batch in ((before, comparison.before), (after, comparison.after)):
+        click.echo(f"{name!s:{width}}  {_batch(batch)}")
+    if not comparison.changes:
+        click.echo("the same recipe")
+    for group in GROUPS:
+        if changes := comparison.group(group):
+            click.echo("\n" + click.style(f"{TITLES[group]}: {len(changes)}", bold=True))
+        for change in changes:
+            click.echo(f"  {_line(change)}")
+
+
+def _batch(batch: Batch) -> str:
+    plural = "s" if batch.devices > 1 else ""
+    return f"{batch.devices:,} device{plural}, global batch {batch.samples:,}, {batch.tokens:,} tokens per step"
+
+
+def _line(change: Change) -> str:
+    """``optimizer.weight_decay 0.1 -> 0.01: changes training``."""
+    also = f" (also {', '.join(change.also)})" if change.also else ""
+    return f"{change.path} {_value(change.before)} -> {_value(change.after)}: {change.meaning.phrase}{also}"
+
+
+def _value(value: Any) -> str:
+    """A value as YAML's flow style writes it, long ones cut."""
+    if value is ABSENT:
+        return "absent"
+    text = value if isinstance(value, str) and value else json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= _LONG else f"{text[:_LONG]}..."
+
+
+def _as_dict(comparison: Comparison, before: Path, after: Path) -> dict[str, Any]:
+    """The comparison for machines; a side without the key has no `before` or no `after`."""
+    changes: dict[str, list[dict[str, Any]]] = {}
+    for group in GROUPS:
+        changes[group] = [
+            {
+                "path": change.path,
+                **{side: value for side, value in _sides(change) if value is not ABSENT},
+                "meaning": change.meaning.phrase,
+                "also": list(change.also),
+            }
+            for change in comparison.group(group)
+        ]
+    sides = {"before": (before, comparison.before), "after": (after, comparison.after)}
+    headers = {side: {"recipe": str(name), **batch._asdict()} for side, (name, batch) in sides.items()}
+    return {"same": not comparison.changes, **headers, "changes": changes}
+
+
+def _sides(change: Change) -> list[tuple[str, Any]]:
+    return [("before", change.before), ("after", change.after)]
