@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from plugins.attention_balance.context_parallel import balanced, contiguous, head_tail
 from plugins.attention_balance.plan import (
     Cost,
     Layout,
@@ -34,8 +35,7 @@ from plugins.attention_balance.plan import (
     lower_bound,
     segments_of,
 )
-from plugins.attention_balance.schedule.baselines import BASELINES
-from plugins.attention_balance.schedule.context_parallel import balanced, contiguous, head_tail
+from plugins.attention_balance.reference import BASELINES
 from tools.data.index import CORPORA, IndexReader, synthetic_index
 from tools.layout.resolve import sample_cost
 from tools.recipe.load import load_recipe

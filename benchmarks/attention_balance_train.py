@@ -6,7 +6,7 @@ Trains recipes/mini/pretrain_eod.yaml, smaller but with long samples and many he
 on off on), one thread a worker. The corpus is synthetic: documents of `tools/data/index.py`'s 128K mixture, their
 medians divided so that a sample has as many of them as one of 128K. By FLOPs, attention is about as large a part of
 this model as of recipes/base/telechat3_105b.yaml at 128K with these documents (0.59); on CPU its share of the time is
-another. A sample's attention costs what its documents cost (plugins/cpu_backend/layers/by_document.py).
+another. A sample's attention costs what its documents cost (plugins/cpu_backend/attention.py).
 
 Ratios are the result; absolute times belong to the machine. A step is timed from the moment its data is there; the
 first steps compile and are dropped. Beside the wall's clock stands the processor time of the worker that used most in a

@@ -4,7 +4,7 @@
 
 Two Linux network namespaces are two nodes of two ranks. The link between them is shaped with `tc` to a tenth of the
 nodes' loopback, over which the ranks of a node talk. Every rank is a process; they move exactly the bytes that
-`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/network/transport.py`. A layer's experts are a sleep:
+`plugins/hierarchical_ep/plan.py` plans, over `plugins/cpu_backend/transport.py`. A layer's experts are a sleep:
 four ranks that compute on a few cores would slow each other and the network down. Needs root and iproute2 (ip, tc), and
 says so otherwise; touches only its own namespaces.
 """

@@ -12,10 +12,9 @@ import numpy as np
 
 from plugins.ep_overlap.plan import issue_order
 from plugins.ep_overlap.timeline import Op, Timeline, simulate
-from plugins.hierarchical_ep.plan import Plan, make_plan
+from plugins.hierarchical_ep.plan import Plan, StepBytes, make_plan
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import LINKS, per_rank_bytes
-from plugins.hierarchical_ep.transfer import StepBytes
 
 ITEMSIZE = 4
 TOPOLOGY = Topology(nodes=2, devices_per_node=2, experts=64)

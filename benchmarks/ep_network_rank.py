@@ -21,11 +21,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.ep_network_model import ITEMSIZE, TOPOLOGY, Case, step_names, stream_of
-from plugins.cpu_backend.network.transport import Mesh
+from plugins.cpu_backend.transport import Mesh
 from plugins.ep_overlap.plan import issue_order
 from plugins.errors import ClusterError
-from plugins.hierarchical_ep.plan import Plan
-from plugins.hierarchical_ep.transfer import COUNT_BYTES, Transfer, row_bytes
+from plugins.hierarchical_ep.plan import COUNT_BYTES, Plan, Transfer, row_bytes
 
 BARRIER_TAG = 1000
 KINDS = ("moves", "whole", "chunks")

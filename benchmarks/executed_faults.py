@@ -7,7 +7,7 @@ FAULT: names of `FAULTS`, all by default. Each is put into one of the executed s
 training, and what names the fault: the first finding, the weight whose gradient errs most in step 1, and copies that
 differ; or, where the ranks notice it themselves, their error: without its Send a Receive waits ten minutes, all else
 takes one or two on a quiet machine. Faults in communication are words of
-TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/exchange/disturbance.py), the others
+TC3_COLLECTIVES_TEST (plugins/semi_auto_cpu/collectives.py), the others
 layout_fault.py's.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 
-from plugins.semi_auto_cpu.exchange.disturbance import VARIABLE
+from plugins.semi_auto_cpu.collectives import VARIABLE
 from tools.accuracy.equivalence.executed import compare_executed, read_executed
 from tools.accuracy.equivalence.runs import Trained, make_corpus
 from tools.accuracy.equivalence.sharding import EXECUTED_ROWS, Sharding, derive_sharded

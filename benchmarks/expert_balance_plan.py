@@ -21,9 +21,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from plugins.expert_balance.baselines import eplb
 from plugins.expert_balance.plan import device_loads, greedy, imbalance, moved, swaps
 from plugins.expert_balance.reference import least_by_program, least_by_trying
+from plugins.expert_balance.replay import eplb
 from tests.plugins.expert_balance.drifting import drifting
 
 LAYERS, EXPERTS, PERIODS = 58, 256, 6

@@ -32,7 +32,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from plugins.attention_balance.samples.gpt_index import build_gpt_index  # noqa: E402
+from plugins.attention_balance.samples import build_gpt_index  # noqa: E402
 from plugins.expert_balance.plan import imbalance  # noqa: E402
 from plugins.expert_balance.record import Record, load_file, read  # noqa: E402
 from tests.training import runs  # noqa: E402

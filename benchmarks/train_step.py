@@ -44,7 +44,7 @@ def block_diagonal_experts():
     import mindspore as ms
     from mindspore import Tensor, ops
 
-    from plugins.cpu_backend.layers import experts
+    from plugins.cpu_backend import layers as experts
 
     class BlockDiagonalExperts(experts.GroupedExperts):
         def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
@@ -72,7 +72,7 @@ def train_variant(variant: str, steps: int, run_dir: Path, profile: bool) -> Non
     recipe = build_config(RECIPE, (samples, "checkpoint.save_interleaved_steps=100000"), run_dir, None)
     recipe["plugins"] = {}
     if variant == "block-diagonal":
-        from plugins.cpu_backend import compat
+        from plugins.cpu_backend import adapter as compat
 
         compat.before_mindformers(distributed=False)
         from plugins.cpu_backend import model

@@ -88,7 +88,7 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
 
         host = sharded_graph.before_mindformers(recipe)
     if on_cpu:
-        from plugins.cpu_backend import compat
+        from plugins.cpu_backend import adapter as compat
 
         compat.before_mindformers(distributed=recipe.get("use_parallel", False))
     light_nltk.import_it()

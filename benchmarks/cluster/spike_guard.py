@@ -18,8 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from plugins.finite_loss.plan import NORM  # noqa: E402
-from plugins.spike_guard.plan import Window, good_steps, spreads_above  # noqa: E402
-from plugins.spike_guard.settings import Settings  # noqa: E402
+from plugins.spike_guard.plan import (  # noqa: E402
+    Settings,  # noqa: E402
+    Window,
+    good_steps,
+    spreads_above,
+)
 
 WINDOWS, THRESHOLDS = (16, 32, 64), (6.0, 8.0, 10.0, 12.0, 16.0)
 STEPS, SEEDS = 2_000, 2

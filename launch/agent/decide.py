@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from launch.agent.initiator import Began, initiator, silent
-from plugins.spike_guard.words import NO_MORE
+from plugins.spike_guard.plan import NO_MORE
 from tools.runs.attempts import Attempt, Decision, End, Plan, Verdict
 
 _NOBODYS = ("user error", "not finite", "spike", "port")  # causes that say nothing against the host

@@ -23,7 +23,7 @@ from launch.run import compile_cache
 from launch.run.msrun import MASTER, free_port
 from plugins.errors import ClusterError
 from plugins.sealed_checkpoint.plan import adopt, fault, step_of
-from plugins.spike_guard.skip import Ranges
+from plugins.spike_guard.ledger import Ranges
 from tools.checkpoint.scan import CheckpointInfo, iterations, scan_checkpoints
 from tools.files.atomic import real_path
 from tools.recipe.dump import dump_recipe

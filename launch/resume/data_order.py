@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from launch.resume.skipped import SKIPPED, left_out
-from plugins.attention_balance.settings import COST
+from plugins.attention_balance.plan import COST
 from plugins.errors import DataError
-from plugins.spike_guard.skip import reached, same_until
+from plugins.spike_guard.ledger import reached, same_until
 from tools.data.index import map_lengths, read_blend
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted

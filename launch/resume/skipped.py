@@ -14,9 +14,8 @@ from pathlib import Path
 import click
 
 from plugins.sealed_checkpoint.plan import made
-from plugins.spike_guard import settings as spike_guard
-from plugins.spike_guard.ledger import read_ledger, samples_of
-from plugins.spike_guard.skip import Ranges, normal
+from plugins.spike_guard import plan as spike_guard
+from plugins.spike_guard.ledger import Ranges, normal, read_ledger, samples_of
 from tools.checkpoint.scan import iteration, iterations, set_aside
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from plugins.spike_guard.words import SPIKE
+from plugins.spike_guard.plan import SPIKE
 from tools.files.atomic import last_lines
 from tools.runs.attempts import Cause
 from tools.runs.failures import diagnose, without_noise

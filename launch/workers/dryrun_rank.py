@@ -43,7 +43,7 @@ def enable(config: Any, on_cpu: bool) -> None:
     """Switch on what `train.py` would: the CPU backend for a recipe of the CPU, and the recipe's plugins."""
     if on_cpu:
         from plugins.cpu_backend import adapter
-        from plugins.cpu_backend.network import peers
+        from plugins.cpu_backend import transport as peers
 
         adapter.enable(config)
         peers.connect = lambda timeout=0.0: None  # there is nobody to connect to

@@ -21,10 +21,9 @@ from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore.dataset import GeneratorDataset
 
-from plugins.attention_balance.plan import balance, delivery_order, epoch_plan
-from plugins.attention_balance.samples import eod
-from plugins.attention_balance.samples.gpt_index import GPTIndex, blended
-from plugins.attention_balance.settings import LOADER, Schedule, schedule_of
+from plugins.attention_balance import samples as eod
+from plugins.attention_balance.plan import LOADER, Schedule, balance, delivery_order, epoch_plan, schedule_of
+from plugins.attention_balance.samples import GPTIndex, blended
 from plugins.errors import RecipeError
 
 _DOCUMENTS_LOOKED_AT = 16

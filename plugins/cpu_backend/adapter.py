@@ -1,5 +1,9 @@
-"""Point a recipe's MindFormers config at the CPU classes. Called by `launch/train.py` when, and only when,
-`context.device_target` is CPU."""
+"""Point a recipe's MindFormers config at the CPU classes, and patch the lines that no hook reaches.
+
+`launch/train.py` calls this when, and only when, `context.device_target` is CPU: `before_mindformers` first, `enable`
+when the context is built. The two functions that patch are the only monkeypatches of the CPU backend; each line that
+they stand in for is one of MindSpore 2.9.0 or MindFormers 1.9.0. Neither is imported here before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,46 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from plugins.cpu_backend import compat
 from plugins.errors import RecipeError
+from plugins.private_hooks import replace
+
+
+def before_mindformers(distributed: bool) -> None:
+    """Patch what MindFormers copies by `from ... import`: call before mindformers is imported.
+
+    Barrier has no CPU kernel, and nothing lets a caller choose another one: an AllReduce of one element waits
+    for the same ranks.
+    """
+    if not distributed:
+        return
+    from mindspore import Tensor, ops
+    from mindspore.common import dtype as mstype
+    from mindspore.communication import comm_func
+
+    def barrier(group=None):
+        """Wait for every rank (the group is always the world in MindFormers' calls)."""
+        ops.AllReduce()(Tensor([0.0], mstype.float32)).asnumpy()
+
+    replace(comm_func, "barrier", "_get_cache_prim(P.Barrier)(group)", barrier)
+
+
+def after_context() -> None:
+    """Patch MindFormers itself; call when communication is up.
+
+    * `core/callback/callback.py:_get_separate_loss` reads parameters by `asnumpy()` and clears them at once; on
+      CPU that array is a view, so 0.0 would be printed. Losses are averaged over ranks here too.
+    * `checkpoint/sharded_tensor.py` asks MindSpore's strategy of a sharded graph, which data parallel has not.
+    """
+    from mindformers.checkpoint import sharded_tensor
+    from mindformers.core.callback import callback
+
+    from plugins.cpu_backend import train_step as losses
+    from plugins.cpu_backend import train_step as strategy
+
+    replace(callback, "_get_separate_loss", 'parameter_register.get("lm_loss").asnumpy()', losses.separate_losses)
+    replace(sharded_tensor, "get_strategy_metadata", ".get_rank_layout(rank_id)", strategy.strategy_of_all_ranks)
+    replace(sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", strategy.strategy_of_this_rank)
+
 
 # MindFormers' class -> ours, by the key that names it
 ARCHITECTURES = {"TeleChat3MoeForCausalLM": "CpuTeleChat3MoeForCausalLM"}
@@ -24,11 +66,11 @@ def enable(config) -> None:
         RecipeError: a setting that CPU cannot execute.
     """
     check(config)
-    compat.after_context()
+    after_context()
     for module in ("model", "train_step"):
         importlib.import_module(f"plugins.cpu_backend.{module}")
     apart = documents_apart(config.train_dataset.data_loader)
-    importlib.import_module("plugins.cpu_backend.layers.attention").follow_documents(apart)
+    importlib.import_module("plugins.cpu_backend.attention").follow_documents(apart)
     model_config = config.model.model_config
     model_config.architectures = [ARCHITECTURES[name] for name in model_config.architectures]
     config.runner_wrapper.type = WRAPPERS[config.runner_wrapper.type]

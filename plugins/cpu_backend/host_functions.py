@@ -4,7 +4,7 @@ MindSpore knows the function of `ops.Custom(func_type="pyfunc")` by its address 
 A graph that another process loads would look for the wrong number. Here a function's number is a digest of its name:
 its module, its qualified name and the values that it has captured, as in
 
-    plugins.cpu_backend.network.exchange._moving.<locals>.move(group=(0, 1), tag=3)
+    plugins.cpu_backend.expert_parallel._moving.<locals>.move(group=(0, 1), tag=3)
 
 Functions of one name compute the same, whatever process has made them; a function whose name would not say all that it
 computes with is refused. What it reads besides is code of this repository, of which the compile cache's key has a

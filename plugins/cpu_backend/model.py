@@ -14,11 +14,10 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore import Tensor, context, ops
 from mindspore.communication import get_group_size
 
-from plugins.cpu_backend import world
-from plugins.cpu_backend.layers.attention import core_attention
-from plugins.cpu_backend.layers.experts import GroupedExperts
-from plugins.cpu_backend.layers.operators import EmbeddingLookup, Outer, TopK
-from plugins.cpu_backend.losses import MeanOfSamples, TokensOfARank
+from plugins.cpu_backend import train_step
+from plugins.cpu_backend.attention import core_attention
+from plugins.cpu_backend.layers import EmbeddingLookup, GroupedExperts, Outer, TopK
+from plugins.cpu_backend.train_step import MeanOfSamples, TokensOfARank
 from plugins.private_hooks import relies_on
 from plugins.telechat3_moe import apply_router_edits, apply_template, gpt_model
 
@@ -76,8 +75,8 @@ def replace_hard_coded(model, config):
         router.dp = config.batch_size
         if config.moe_router_load_balancing_type == "gbs_aux_loss":  # built for one rank's samples together
             router.ones_dp = Tensor(np.ones((1, config.batch_size, 1), np.float32))
-            router.reduce_mean_dp = MeanOfSamples(get_group_size() if world.distributed() else 1)
-    if world.distributed():
+            router.reduce_mean_dp = MeanOfSamples(get_group_size() if train_step.distributed() else 1)
+    if train_step.distributed():
         for loss in cells_of(model, CrossEntropyLoss):  # of the last layer, and of MTP's, which has a mask of its own
             loss.add2 = TokensOfARank(get_group_size())
 
@@ -99,7 +98,7 @@ class CpuTrainingTeleChat3Moe(TrainingTeleChat3MoeForCausalLM):
 
     def update_topk_bias(self, gradient_accumulation_steps=1):
         """As MindFormers, with the expert load averaged over the ranks: each has seen its own tokens only."""
-        if world.distributed():
+        if train_step.distributed():
             mean = ops.AllReduce()
             for router in cells_of(self.model, TopKRouter):
                 router.expert_load.set_data(mean(router.expert_load.value() + 0) / get_group_size())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from plugins.ep_overlap import settings as reader
+from plugins.ep_overlap import plan as reader
 from plugins.errors import UNRESOLVED, RecipeError
 from plugins.hierarchical_ep import adapter
 

@@ -1,10 +1,12 @@
 """Into how many chunks to cut a micro-batch, and in which order to issue their steps. Report section 4.4.
 
-One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way back.
-Cut into chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts run at
-once. More chunks hide more and cost more: launches, latencies of messages and the reading of expert weights
-do not shrink with the chunk, and small matmuls are slower. `choose` weighs the two by simulation; how long a step of a
+One MoE layer is a chain of steps: dispatch between nodes, dispatch inside the node, the experts, and the same way
+back. Cut into chunks, one chunk's AllGather between nodes, another's All-to-All inside a node and a third's experts
+run at once. More chunks hide more and cost more: launches, latencies of messages and the reading of expert weights do
+not shrink with the chunk, and small matmuls are slower. `choose` weighs the two by simulation; how long a step of a
 chunk takes is the caller's knowledge.
+
+The end of the file reads `plugins.ep_overlap` of a recipe: `{chunks: auto | [b, s], stride: n}`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from plugins.ep_overlap.timeline import Op, Timeline, simulate
 from plugins.errors import RecipeError
+from plugins.settings import section_of, whole_number
 
 FORWARD_STEPS = ("dispatch.inter", "dispatch.intra", "experts", "combine.intra", "combine.inter")
 WHOLE = -1  # the chunk number of what is not cut into chunks: the shared expert
@@ -270,3 +273,40 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
     if len(shares) == 1:
         return simulate(uncut_ops(chains, shared, layer.shared_beside))
     return simulate(layer_ops(chains, shares, stride, shared))
+
+
+KEY = "plugins.ep_overlap"
+SETTINGS = ("chunks", "stride")
+
+
+def read(settings: Any) -> tuple[Any, int]:
+    """(chunks, stride) of `{chunks: auto | [b, s], stride: n}`; the stride is 1 where it is not written.
+
+    Raises:
+        RecipeError: an unknown key, or values that are no such thing.
+    """
+    right = "write `chunks:` under it, auto or [parts of the batch, parts of the sequence]"
+    section = section_of(KEY, settings, SETTINGS, right, needs=["chunks"])
+    chunks = section["chunks"]
+    if chunks != "auto":
+        chunks = tuple(chunks) if isinstance(chunks, (list, tuple)) else ()
+        if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
+            raise RecipeError(f"{KEY}.chunks: {section['chunks']!r} is neither auto nor [b, s] with b and s from 1 on")
+    stride = whole_number(KEY, section, "stride", "write a whole number of steps, 1 for a wavefront", least=0)
+    return chunks, stride
+
+
+def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]:
+    """Token indices of each chunk among a rank's tokens.
+
+    Args:
+        batch: samples of a micro-batch and data-parallel rank; chunks: (b, s).
+        config: TransformerConfig; its tensor and context parallel ranks split the sequence.
+    """
+    split = config.tensor_model_parallel_size * config.context_parallel_size
+    return chunk_slices(batch, config.seq_length // split, chunks)
+
+
+def order(stride: int, chunks: int) -> list[tuple[int, str]]:
+    """The order of issue, see `plan.issue_order`."""
+    return issue_order(chunks, stride=stride)

@@ -7,8 +7,7 @@ import importlib
 from mindformers.parallel_core.utils.spec_utils import ModuleSpec
 
 from plugins import telechat3_moe
-from plugins.expert_balance.limits import Sharded, check
-from plugins.expert_balance.settings import SETTINGS, Settings, read
+from plugins.expert_balance.settings import SETTINGS, Settings, Sharded, check, read
 from plugins.semi_auto_cpu.chosen import chosen
 
 __all__ = ["SETTINGS", "enable"]
@@ -48,7 +47,7 @@ def _sharded(config) -> Sharded:
 
 
 def _on_cpu(config, ours: Settings) -> None:
-    from plugins.cpu_backend.network import peers
+    from plugins.cpu_backend import transport as peers
     from plugins.expert_balance.placed import PlacedGroupedExperts, PlacedRoutedExperts
     from plugins.hierarchical_ep import adapter as hierarchical_ep
 
@@ -64,7 +63,7 @@ def _on_cpu(config, ours: Settings) -> None:
 
 
 def _in_graph(config, ours: Settings) -> None:
-    from plugins.expert_balance.graph import balance as graph
+    from plugins.expert_balance import graph
 
     graph.use_placed_experts(config)
     devices = config.parallel_config.expert_parallel if config.use_parallel else 1

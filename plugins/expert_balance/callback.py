@@ -16,7 +16,7 @@ from mindformers.tools.utils import get_real_group_size
 from mindformers.trainer import base_trainer
 from mindspore import Tensor, ops
 
-from plugins.expert_balance import history
+from plugins.expert_balance import record
 from plugins.expert_balance.executor import Layer, from_first, move, total
 from plugins.expert_balance.plan import Prediction, imbalance, moved, next_placement
 from plugins.expert_balance.record import Moved, Record, append, load_file
@@ -58,7 +58,7 @@ class ExpertBalance(ExpertMigrateCallback):
         self.settings, self.devices, self.nodes = settings, devices, nodes
         self.copies, self.decoder = copies, layers
         self.file = load_file(run_dir)
-        self.before = history.file_of(checkpoint, save_path, run_dir)
+        self.before = record.file_of(checkpoint, save_path, run_dir)
         self.prediction = Prediction(settings.memory)
 
     def on_train_begin(self, run_context):
@@ -83,7 +83,7 @@ class ExpertBalance(ExpertMigrateCallback):
 
     def connect(self):
         """All ranks of the run."""
-        from plugins.cpu_backend.network import peers
+        from plugins.cpu_backend import transport as peers
 
         return peers.mesh()
 
@@ -116,8 +116,8 @@ class ExpertBalance(ExpertMigrateCallback):
     def _remember(self):
         """Rank 0 reads the records of the steps before, as a file may be its own alone; all ranks see the same."""
         form = (self.devices, len(self.layers), self.layers[0].placement.shape[0])
-        records, missing = ([], "") if self.ranks.rank else history.carry_over(self.before, self.file, self.done, form)
-        for loads in from_first(self.ranks, history.loads(records, form)):
+        records, missing = ([], "") if self.ranks.rank else record.carry_over(self.before, self.file, self.done, form)
+        for loads in from_first(self.ranks, record.loads(records, form)):
             self.prediction.see(loads)
         if missing and self.settings.every:
             logger.warning(

@@ -1,6 +1,7 @@
 """Move experts between the ranks of an EP group, between two steps: rows of weights and of the optimizer's moments.
 
-All or nothing, a layer at a time:
+`routes` says which rows of a rank go where when one placement follows another. A move is all or nothing, a layer at a
+time:
 1. All ranks compare digests of the whole plan. Where one differs, every rank raises and nothing has changed.
 2. A layer's rows are exchanged into memory beside the tensors: a rank that is lost, late or sends something else makes
    the exchange raise, and nothing of this layer has changed.
@@ -20,14 +21,35 @@ from typing import Any, Protocol
 import numpy as np
 
 from plugins.errors import ClusterError
-from plugins.expert_balance.routes import routes
+
+
+def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """What `rank` sends and receives, the rows that stay with it included.
+
+    Both ends count the experts between two ranks in the order of their new slots.
+
+    Args:
+        old, new: int [E], logical expert -> slot; slot // (E / D) is the device.
+
+    Returns:
+        leave: [D] for each rank, the places on `rank` of the experts that it gets; int [any].
+        arrive: [D] for each rank, the places on `rank` that its rows fill, in the order in which they are sent.
+    """
+    each = len(old) // devices
+    order = np.argsort(new)
+    sent = order[old[order] // each == rank]
+    got = order[new[order] // each == rank]
+    leave = [old[sent[new[sent] // each == peer]] % each for peer in range(devices)]
+    arrive = [new[got[old[got] // each == peer]] % each for peer in range(devices)]
+    return leave, arrive
+
 
 # the graph's exchanges count their tags from 0: these never meet them
 _DIGESTS, _ROWS, _LOADS = range(1 << 40, (1 << 40) + 3)
 
 
 class Ranks(Protocol):
-    """The ranks of an EP group that are all of this run: a `plugins.cpu_backend.network.transport.Mesh`."""
+    """The ranks of an EP group that are all of this run: a `plugins.cpu_backend.transport.Mesh`."""
 
     rank: int
     size: int

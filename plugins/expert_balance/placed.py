@@ -11,8 +11,8 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, ops
 
-from plugins.cpu_backend.layers.expert_parallel import CpuRoutedExperts
-from plugins.cpu_backend.layers.experts import GroupedExperts
+from plugins.cpu_backend.expert_parallel import CpuRoutedExperts
+from plugins.cpu_backend.layers import GroupedExperts
 
 
 def placement(experts: int) -> Parameter:

@@ -21,7 +21,7 @@ from mindspore.common import dtype as mstype
 from mindspore.ops.operations import ReduceMean
 
 from plugins import telechat3_moe
-from plugins.group_aux_loss import settings as reader
+from plugins.group_aux_loss import plan as reader
 from plugins.private_hooks import relies_on
 from plugins.semi_auto_cpu.chosen import chosen, splits_model
 

@@ -19,8 +19,7 @@ from mindspore.train.callback import Callback
 
 from plugins.all_ranks import sum_over_ranks
 from plugins.held_out_loss.plan import check, due, held_out_file, held_out_loader, of_instructions
-from plugins.lines import append_line
-from plugins.spans import Span, note
+from plugins.lines import Span, append_line, note
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)

@@ -53,8 +53,8 @@ def current() -> reader.Settings:
 
 
 def _on_cpu(settings) -> None:
-    from plugins.cpu_backend.layers.expert_parallel import CpuRoutedExperts
-    from plugins.cpu_backend.network import peers
+    from plugins.cpu_backend import transport as peers
+    from plugins.cpu_backend.expert_parallel import CpuRoutedExperts
 
     if len(settings.ranks) > 1:
         peers.connect()
@@ -62,8 +62,8 @@ def _on_cpu(settings) -> None:
 
 
 def _on_ascend(settings, model_config) -> None:
-    from plugins.hierarchical_ep.graph.ascend import Net, Rows
-    from plugins.hierarchical_ep.graph.experts import RoutedExperts
+    from plugins.hierarchical_ep.ascend import Net, Rows
+    from plugins.hierarchical_ep.experts import RoutedExperts
 
     telechat3_moe.use_edited_model(model_config, "plugins.hierarchical_ep")
     net = Net(settings.ranks)

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from plugins.errors import ClusterError
-from plugins.hierarchical_ep.plan import Plan
+from plugins.hierarchical_ep.plan import Plan, Transfer
 from plugins.hierarchical_ep.topology import Topology
-from plugins.hierarchical_ep.transfer import Transfer
 
 
 @dataclass(frozen=True)

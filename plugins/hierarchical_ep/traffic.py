@@ -12,17 +12,18 @@ from math import comb
 import numpy as np
 
 from plugins.errors import RecipeError
-from plugins.hierarchical_ep.plan import Plan, check_mode
-from plugins.hierarchical_ep.topology import Topology
-from plugins.hierarchical_ep.transfer import (
+from plugins.hierarchical_ep.plan import (
     ID_BYTES,
     PROB_BYTES,
+    Plan,
     StepBytes,
     Transfer,
+    check_mode,
     copy_transfer,
     row_transfer,
     step_bytes,
 )
+from plugins.hierarchical_ep.topology import Topology
 
 LINKS = ("inter", "intra")
 

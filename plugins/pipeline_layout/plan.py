@@ -1,12 +1,13 @@
-"""Megatron-Core's pipeline layout strings <-> MindFormers' `offset`. Pure Python.
+"""Megatron-Core's pipeline layout strings <-> MindFormers' `offset`, and the order of work in a pipeline stage.
 
-A layout string names what each chunk of each stage holds: E embedding, t decoder layer, m MTP layer, L loss. `|` ends a
-chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a letter,
-`(...)*n` a group, commas are decoration: "Et*3|(t*4|)*6,t*3,mL" is 3 + 6 x 4 + 3 layers in 8 chunks, MTP and loss last.
+A layout string names what each chunk of each stage holds: E embedding, t decoder layer, m MTP layer, L loss. `|` ends
+a chunk; chunk 0 of all stages comes first, then chunk 1 (vpp-major, as in MindFormers). `x*n` repeats a letter,
+`(...)*n` a group, commas are decoration: "Et*3|(t*4|)*6,t*3,mL" is 3 + 6 x 4 + 3 layers in 8 chunks, MTP and loss
+last.
 
 MindFormers' offset says how many decoder layers chunk v of stage p holds: num_layers // (stages * chunks) +
 offset[v][p]. Embedding and loss are where they are; MTP layers run where the last decoder layer does (MindFormers
-1.9.0, multi_token_prediction.py, `_build_layers`).
+1.9.0, multi_token_prediction.py, `_build_layers`). NumPy only.
 """
 
 from __future__ import annotations
@@ -14,7 +15,32 @@ from __future__ import annotations
 import itertools
 import re
 
+import numpy as np
+
 from plugins.errors import RecipeError
+
+FORWARD, BACKWARD = 0, 1
+
+
+def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
+    """`warm_up` forwards, then one forward and one backward by turns, then the backwards that are left.
+
+    Args:
+        forward, backward: [operations, columns] each in its own order, equally many.
+        warm_up: forwards before the first backward but one; more than there are means all.
+    """
+    warm_up = min(warm_up, len(forward))
+    steady = len(forward) - warm_up
+    turns = np.stack([forward[warm_up:], backward[:steady]], axis=1).reshape(-1, forward.shape[1])
+    return np.concatenate([forward[:warm_up], turns, backward[steady:]])
+
+
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.ndarray:
+    """What `stage` of `stages` runs: int64 [2 * micro_batches, 2] of `FORWARD` or `BACKWARD`, and micro-batch."""
+    numbers = np.arange(micro_batches)
+    forward, backward = (np.stack([np.full(micro_batches, kind), numbers], axis=1) for kind in (FORWARD, BACKWARD))
+    return by_turns(forward, backward, stages - 1 - stage)
+
 
 LETTERS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")

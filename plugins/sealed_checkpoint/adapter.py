@@ -1,4 +1,11 @@
-"""MindFormers' CheckpointMonitor, sealing what it saved (see `plan`). Imported for its registration."""
+"""MindFormers' CheckpointMonitor, sealing what it saved (see `plan`), and resuming with another global batch.
+
+Imported for its registration. `load_scaled_step` is about the optimizer's count of steps, which the learning rate and
+Adam's bias correction follow. MindFormers 1.9.0 scales it as it scales the step of the data
+(`trainer/base_trainer.py`: "Scaled global step"), and hands it to `load_checkpoint`, which takes it only where the
+checkpoint lists none: a sharded graph's. One process, and data parallelism on CPU, list it, and would go on with the
+learning rate of another step.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +22,9 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindformers.utils.parallel_utils import barrier_world
 
-from plugins.private_hooks import relies_on
-from plugins.sealed_checkpoint import global_step, router_state
+from plugins.lines import Span, note
+from plugins.private_hooks import relies_on, replace
+from plugins.sealed_checkpoint import router_state
 from plugins.sealed_checkpoint.plan import (
     ATTEMPT,
     TRACKER,
@@ -29,7 +37,26 @@ from plugins.sealed_checkpoint.plan import (
     write_refusal,
     write_seal,
 )
-from plugins.spans import Span, note
+
+
+def load_scaled_step() -> None:
+    """Have MindFormers' trainer load the count that it has computed, wherever the checkpoint keeps it."""
+    import mindspore as ms
+    from mindformers.trainer import base_trainer
+
+    load_all = base_trainer.load_checkpoint
+
+    def load_checkpoint(
+        checkpoint: str, network: Any, optimizer: Any = None, global_step: int | None = None, *more: Any, **named: Any
+    ) -> None:
+        load_all(checkpoint, network, optimizer, global_step, *more, **named)
+        if optimizer is not None and global_step is not None:
+            count = optimizer.global_step
+            # a parameter that is not marked as sliced is left out of the next checkpoint of a sharded graph
+            count.set_data(ms.Tensor([global_step], ms.int32), slice_shape=count.sliced)
+
+    replace(base_trainer, "load_checkpoint", 'if optimizer and "global_step" not in state_dict', load_checkpoint)
+
 
 # where it is no longer called, or what is kept no longer listed, nothing would be sealed and nothing removed
 relies_on(CheckpointMonitor, "self._save_megatron_ckpt_file_format(cb_params)")
@@ -160,4 +187,4 @@ class SealingCheckpointMonitor(CheckpointMonitor):
 
 MindFormerRegister.register_cls(SealingCheckpointMonitor, MindFormerModuleType.CALLBACK, alias="CheckpointMonitor")
 router_state.enable()
-global_step.enable()
+load_scaled_step()

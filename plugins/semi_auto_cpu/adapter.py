@@ -1,22 +1,132 @@
-"""Make MindFormers' Trainer train a sharded recipe on CPU. Called by `launch/train.py` where `chosen` says so."""
+"""Make MindFormers' Trainer train a sharded recipe on CPU. Called by `launch/train.py` where `chosen` says so.
+
+`Host` is what MindSpore's graph asks of this process: collectives with the other workers, and operators that CPU
+lacks. `enable_checkpoints` patches lines of MindFormers 1.9.0 that keep a sharded run on CPU from saving and resuming.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
 import numpy as np
 
 from plugins import all_ranks
-from plugins.cpu_backend.network import peers
-from plugins.cpu_backend.network.transport import Mesh
+from plugins.cpu_backend import transport
+from plugins.cpu_backend.transport import Mesh
+from plugins.errors import RecipeError, TC3Error
 from plugins.private_hooks import replace
-from plugins.semi_auto_cpu import checkpoints
+from plugins.semi_auto_cpu import library
+from plugins.semi_auto_cpu.collectives import NAMES, Collectives
 from plugins.semi_auto_cpu.communication import stand_in
 from plugins.semi_auto_cpu.compile import FrontEnd
-from plugins.semi_auto_cpu.host import Host
-from plugins.semi_auto_cpu.ranks import Ranks
+from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
+from plugins.semi_auto_cpu.library import store
+from plugins.semi_auto_cpu.ranks import WORLD, Ranks
+
+
+def enable_checkpoints(ranks: Ranks) -> None:
+    """Let MindFormers save and resume the slices of this rank; call after importing it.
+
+    * `checkpoint/utils.py:compile_model` compiles before it loads slices, in sink mode only, which CPU has not.
+    * `checkpoint/sharded_tensor.py` asks MindSpore for the layouts of this rank, and gets those of rank 0 where no
+      communication library told it otherwise. Those of all ranks are right, with one pipeline stage and with many.
+    """
+    from mindformers.checkpoint import sharded_tensor
+    from mindformers.trainer import base_trainer
+
+    def of_this_rank(network: Any) -> dict[int, Any]:
+        """As `mindspore.parallel.strategy.get_current_strategy_metadata`: the key is always 0."""
+        return {0: sharded_tensor.get_strategy_metadata(network)[ranks.rank]}
+
+    replace(base_trainer, "compile_model", "'sink_mode' must be set to True", compile_without_sink)
+    replace(sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", of_this_rank)
+
+
+def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
+    """Compile the train step of a `mindspore.train.Model`: where slices lie is known after any compile."""
+    batch = next(iter(dataset.create_tuple_iterator(num_epochs=1)))
+    model._train_network.set_train()
+    model._train_network.compile(*batch)
+
+
+# These get another name. MindSpore has CPU kernels of them, and remembers at first use which types they take; of
+# AlltoAllV it infers the shape () for a rank that receives nothing, the library (0)
+RENAMED = ("AllReduce", "AllGather", "Broadcast", "Barrier", "AlltoAllV")
+
+
+class Host:
+    """The Python side of the library, for one process.
+
+    Args:
+        ranks: who this is; mesh: connected to all of them;
+        front_end_done: called when MindSpore has sharded a graph and goes on to make kernels of it.
+
+    Raises:
+        ClusterError: the library cannot be built or loaded.
+    """
+
+    def __init__(self, ranks: Ranks, mesh: Mesh, front_end_done: Callable[[], None]):
+        self.ranks = ranks
+        self.collectives = Collectives(mesh, ranks)
+        self.kernels = {**LOW_PRECISION, **KERNELS}
+        self.library = library.load()
+        self.library.set_host(self.run, ranks.rank)
+        self.library.set_cluster(ranks)
+        for name in (*KERNELS, *RENAMED):
+            self.library.replace(name)
+        for name in LOW_PRECISION.keys() - KERNELS.keys():
+            self.library.replace(name, low=True)
+        # the backend copies some of what is loaded from weights and from tensors that operators change in place, by
+        # TensorMove, which the pass never sees and whose own kernel takes no bfloat16
+        self.library.register("TensorMove")
+        for name in NAMES:
+            if name not in RENAMED:
+                self.library.register(name)
+        self.library.add_pass(front_end_done, refuse_missing)
+
+    def run(self, name: str, attrs: dict[str, str], inputs: list[Any], outputs: list[np.ndarray]) -> None:
+        """Compute one operator."""
+        if name not in self.kernels:
+            self.collectives.run(name, attrs, inputs, outputs)
+            return
+        try:
+            store(self.kernels[name](attrs, *inputs), outputs)
+        except Exception as error:  # the others wait for this rank: they are to know why
+            self.collectives.mesh.tell(f"failed: {name}: {error}")
+            raise
+
+    def sum_over_ranks(self, value: float) -> float:
+        """The float32 sum of every rank's `value`; outside a graph."""
+        total = np.zeros(1, np.float32)
+        self.collectives.run(
+            "AllReduce", {"group": WORLD, "op": "sum"}, [np.array([value], np.float32)], [total], record=False
+        )
+        return float(total[0])
+
+    def barrier(self, group: str | None = None) -> None:
+        """Wait for every rank of a group; outside a graph."""
+        self.collectives.run("Barrier", {"group": group or WORLD}, [], [], record=False)
+
+    @contextmanager
+    def own_errors(self) -> Iterator[None]:
+        """MindSpore tells what failed here in words of its own; raise what it was instead."""
+        try:
+            yield
+        except Exception:
+            if isinstance(self.library.failure, TC3Error):
+                raise self.library.failure from None
+            raise
+
+
+def refuse_missing(nodes: dict[str, int]) -> None:
+    """Name operators that nothing here computes, and how many nodes of the graph need each, before anything runs."""
+    if nodes:
+        told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
+        raise RecipeError(f"device_target CPU: no kernel for {told}; see docs/semi-auto-cpu.md")
+
 
 SLOWEST = 600.0  # seconds that a rank waits for another: one may compile while the other waits already
 _host: list[Host] = []
@@ -49,14 +159,14 @@ def after_import() -> None:
     from mindformers.core.callback import callback
     from mindformers.core.context import parallel
 
-    from plugins.cpu_backend import losses
+    from plugins.cpu_backend import train_step as losses
 
     def separate_losses() -> tuple[np.ndarray, ...]:
-        return tuple(np.split(losses.of_this_rank(), len(losses.PARTS)))
+        return tuple(np.split(losses.losses_of_this_rank(), len(losses.PARTS)))
 
     replace(parallel, "init", "def init(backend_name=None)", lambda: None)  # the workers have joined already
     replace(callback, "_get_separate_loss", 'parameter_register.get("lm_loss").asnumpy()', separate_losses)
-    checkpoints.enable(_host[0].ranks)
+    enable_checkpoints(_host[0].ranks)
 
 
 def after_context() -> None:
@@ -70,5 +180,5 @@ def _join() -> Mesh:
     from mindspore.communication import init
 
     init()
-    peers.connect(timeout=SLOWEST)
-    return peers.mesh()
+    transport.connect(timeout=SLOWEST)
+    return transport.mesh()

@@ -1,36 +1,282 @@
-"""Every collective of MindSpore's sharded graph, between processes over `plugins.cpu_backend.network`.
+"""Every collective of MindSpore's sharded graph, between processes over `plugins.cpu_backend.transport`.
 
     collectives = Collectives(mesh, ranks)
     collectives.run("AllReduce", {"group": "2-77", "op": "sum", "group_rank_ids": "(0, 1)"}, [x], [out])
 
 Results are the same whatever comes first. Members of a group that are not at the same call, a Send without its Receive
-and ranks that wait for each other are errors that name operator, group and ranks (ClusterError).
+and ranks that wait for each other are errors that name operator, group and ranks (ClusterError). The parts:
+
+* `Calls`: what a rank called in a step, in order, to be compared with what `tc3 dryrun` says that it would call.
+* `Disturbance`, for tests only: delays before collectives, and faults that a run must notice. `TC3_COLLECTIVES_TEST`
+  names them. "delay=20 seed=3" waits up to 20 ms before each call, otherwise on each rank. "drop:Send:2@0" never sends
+  the third Send of rank 0, "skip:AllReduce" leaves all AllReduce of all ranks out (each returns its own input),
+  "skip:Receive:0@1" the first Receive of rank 1, which gets zeros, so that its next one takes what was sent to the
+  first, "reverse:AllGather:0@1" has the first AllGather of rank 1 believe in the reverse order of its group.
+  "synchronous" makes each Send wait for its Receive.
+* `Groups`: which ranks a collective concerns, from what Python created and from the operator's own attributes.
+* `PointToPoint`: Send and Receive of pipelines. A Send leaves its tensor behind and goes on, a Receive waits for it.
+  Messages of one pair of ranks, group and `sr_tag` are matched by order, so that micro-batches that share a tag arrive
+  as they were sent.
+* `Collectives`: all of it for one rank; what each collective does is in `exchange.py`.
 """
 
 from __future__ import annotations
 
 import os
+import random
+import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from plugins.cpu_backend.network.transport import Mesh
+from plugins.cpu_backend.transport import Mesh
 from plugins.errors import ClusterError
-from plugins.semi_auto_cpu.exchange.calls import CallRecord, Calls
-from plugins.semi_auto_cpu.exchange.disturbance import VARIABLE, Disturbance
-from plugins.semi_auto_cpu.exchange.groups import Groups
-from plugins.semi_auto_cpu.exchange.meeting import Meeting
-from plugins.semi_auto_cpu.exchange.operators import OPERATORS
-from plugins.semi_auto_cpu.exchange.point_to_point import PointToPoint
-from plugins.semi_auto_cpu.ranks import Ranks
+from plugins.semi_auto_cpu.exchange import OPERATORS, Meeting, describe, tag_of
+from plugins.semi_auto_cpu.ranks import MADE_UP, Ranks, made_up_name
+
+# the side of an operator that is as large as what all members hold together; the inputs of all others
+_FROM_OUTPUT = ("AllGather", "_MiniStepAllGather", "_MicroStepAllGather", "Receive", "Broadcast")
+
+
+class CallRecord(NamedTuple):
+    """One collective.
+
+    Attributes:
+        op: as MindSpore names it; ranks: its group's, in their order; bytes, shape, dtype: of its tensor on the larger
+            side (several tensors: the bytes of all, the rest of the first);
+        peer, sr_tag: of a Send or Receive.
+    """
+
+    op: str
+    ranks: tuple[int, ...]
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    peer: int | None = None
+    sr_tag: int | None = None
+
+
+class Calls:
+    """Calls between `begin` and `end`; none are kept otherwise."""
+
+    def __init__(self) -> None:
+        self._calls: list[CallRecord] = []
+        self._on = False
+
+    def begin(self) -> None:
+        """Keep what follows."""
+        self._calls, self._on = [], True
+
+    def add(
+        self,
+        op: str,
+        ranks: tuple[int, ...],
+        inputs: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
+        peer: int | None = None,
+        sr_tag: int | None = None,
+    ) -> None:
+        """Remember one call, if asked to."""
+        if not self._on:
+            return
+        side = outputs if op in _FROM_OUTPUT else inputs
+        side = side[:1] if op.endswith("V") else side[: len(outputs) or 1]
+        size = sum(tensor.nbytes for tensor in side)
+        shape, dtype = (side[0].shape, side[0].dtype.name) if side else ((), "")
+        self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
+
+    def end(self) -> list[CallRecord]:
+        """What was called since `begin`, in order."""
+        self._on = False
+        return self._calls
+
+
+VARIABLE = "TC3_COLLECTIVES_TEST"
+_FAULT = re.compile(r"(drop|skip|reverse):(\w+)(?::(\d+))?(?:@(\d+))?")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong: `kind` at an operator's call of this number on this rank; None is each of them."""
+
+    kind: str
+    operator: str
+    call: int | None = None
+    rank: int | None = None
+
+
+class Disturbance:
+    """Delays and faults of one rank.
+
+    Args:
+        text: see the module; "" is none.
+
+    Raises:
+        ClusterError: a word of the text is none of these.
+    """
+
+    def __init__(self, text: str, rank: int):
+        words = dict.fromkeys(text.split())
+        settings = dict(word.split("=", 1) for word in words if re.fullmatch(r"(delay|seed)=\d+", word))
+        self.synchronous = "synchronous" in words
+        faults = [match for word in words if (match := _FAULT.fullmatch(word))]
+        if len(settings) + len(faults) + self.synchronous != len(words):
+            raise ClusterError(f"{VARIABLE}={text!r}: words are delay=MS, seed=N, drop|skip|reverse:OP:CALL@RANK")
+        self._most = int(settings.get("delay", 0)) / 1000
+        self._random = random.Random(f"{settings.get('seed', 0)} {rank}")
+        self._faults = [_fault(match) for match in faults]
+        self._faults = [fault for fault in self._faults if fault.rank in (None, rank)]
+        self._calls: defaultdict[str, int] = defaultdict(int)
+
+    def begin(self, operator: str) -> str:
+        """Wait; return the kind of fault that this call of the operator has, or "" for none."""
+        if self._most:
+            time.sleep(self._random.uniform(0, self._most))
+        if not self._faults:
+            return ""
+        number = self._calls[operator]
+        self._calls[operator] += 1
+        hits = (fault.kind for fault in self._faults if fault.operator == operator and fault.call in (None, number))
+        return next(hits, "")
+
+
+def _fault(match: re.Match[str]) -> Fault:
+    kind, operator, call, rank = match.groups()
+    return Fault(kind, operator, None if call is None else int(call), None if rank is None else int(rank))
+
+
+WORLDS = ("hccl_world_group", "mccl_world_group", "nccl_world_group")
+# MindSpore states the ranks of groups that C++ made up in one of these: "(0, 4)", "[0, 4]" or "0-4". Of groups that
+# Python created they may say the world, which is wrong
+STATED = ("rank_list", "group_rank_ids", "group_ranks")
+
+
+class Groups:
+    """The groups of one rank.
+
+    Args:
+        ranks: who this is, and the groups that Python created.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self._known: dict[tuple[str, ...], tuple[int, ...]] = {}
+
+    def members(self, operator: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
+        """Global ranks of an operator's group, in the order of the group.
+
+        Raises:
+            ClusterError: nobody says which ranks these are, or this rank is none of them.
+        """
+        name = attrs.get("group", "")
+        created = self.ranks.groups.get(name)
+        if created is not None:
+            return self._with_me(operator, name, created)
+        key = name, *(attrs.get(stated, "") for stated in STATED)
+        if key not in self._known:
+            members = self._with_me(operator, name, self._stated(operator, name, attrs))
+            self._known[key] = self._proven(operator, name, members)
+        return self._known[key]
+
+    def _stated(self, operator: str, name: str, attrs: Mapping[str, str]) -> tuple[int, ...]:
+        """The ranks that attributes name: those with this rank first; the world's, where there are none."""
+        lists = [tuple(map(int, re.findall(r"\d+", attrs.get(stated, "")))) for stated in STATED]
+        found = sorted(filter(None, lists), key=lambda ranks: self.ranks.rank not in ranks)
+        if found:
+            return found[0]
+        if name in WORLDS:
+            return tuple(range(self.ranks.devices))
+        known = [*self.ranks.groups, *WORLDS]
+        raise ClusterError(
+            f"rank {self.ranks.rank}: {operator} uses group {name!r}, which nobody created and whose ranks its "
+            f"attributes ({', '.join(STATED)}) do not state; known are {', '.join(known)}"
+        )
+
+    def _proven(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
+        """The stated ranks, which a name that C++ made up must agree with: weights are cut by it."""
+        if MADE_UP.fullmatch(name) and name != made_up_name(members):
+            raise ClusterError(
+                f"rank {self.ranks.rank}: {operator} says that group {name!r} has ranks {list(members)}, "
+                f"of which MindSpore makes the name {made_up_name(members)!r}"
+            )
+        return members
+
+    def _with_me(self, operator: str, name: str, members: tuple[int, ...]) -> tuple[int, ...]:
+        if self.ranks.rank not in members:
+            raise ClusterError(
+                f"rank {self.ranks.rank} runs {operator} in group {name!r} of ranks {list(members)}: it is none of them"
+            )
+        if len(set(members)) != len(members) or max(members) >= self.ranks.devices:
+            raise ClusterError(
+                f"{operator}: group {name!r} of ranks {list(members)} is no group of {self.ranks.devices} processes"
+            )
+        return members
+
+
+Attrs = Mapping[str, str]
+
+
+class PointToPoint:
+    """The Sends and Receives of one rank.
+
+    Args:
+        synchronous: a Send waits for its Receive, as `tc3 dryrun`'s deadlock check assumes; the same on all ranks.
+    """
+
+    def __init__(self, mesh: Mesh, synchronous: bool = False):
+        self.mesh, self.synchronous = mesh, synchronous
+        self._numbers: defaultdict[int, int] = defaultdict(int)
+
+    def send(self, attrs: Attrs, peer: int, members: tuple[int, ...], x: np.ndarray, dropped: bool = False) -> None:
+        """Leave `x` for a peer; `dropped` is for tests: it is never sent.
+
+        Raises:
+            ClusterError: only where it is synchronous: the peer is lost or late.
+        """
+        tag, name = self._next(attrs, self.mesh.rank, peer, members)
+        if not dropped:
+            self.mesh.send(peer, tag, x, f"Send {name}: {describe(x)}")
+        if self.synchronous:
+            where = f"rank {self.mesh.rank}, Send {name}{_micro(attrs)}: {describe(x)}"
+            self.mesh.receive(peer, tag_of("taken", tag), where)
+
+    def receive(self, attrs: Attrs, peer: int, members: tuple[int, ...], out: np.ndarray) -> None:
+        """Wait for what a peer sends, and write it to `out`.
+
+        Raises:
+            ClusterError: the peer is lost, late or sends another type or shape.
+        """
+        tag, name = self._next(attrs, peer, self.mesh.rank, members)
+        where = f"rank {self.mesh.rank}, Receive {name}{_micro(attrs)}: {describe(out)}"
+        frame = self.mesh.receive(peer, tag, where)
+        if frame.note != f"Send {name}: {describe(out)}":
+            raise ClusterError(f"{where} is due, and arrived is {frame.note}")
+        out[...] = frame.array(out.dtype)
+        if self.synchronous:
+            self.mesh.send(peer, tag_of("taken", tag), np.empty(0, np.uint8), f"Receive {name}")
+
+    def _next(self, attrs: Attrs, source: int, target: int, members: tuple[int, ...]) -> tuple[int, str]:
+        """Tag of this message's stream, and how messages name it."""
+        sr_tag = attrs.get("sr_tag", "0")
+        tag = tag_of("send", source, target, sorted(members), sr_tag)
+        number = self._numbers[tag]
+        self._numbers[tag] += 1
+        return tag, f"{number} of sr_tag {sr_tag} from rank {source} to rank {target}"
+
+
+def _micro(attrs: Attrs) -> str:
+    return f" of micro-batch {attrs['micro']}" if "micro" in attrs else ""
+
 
 # what `run` knows
 NAMES = (*OPERATORS, "Send", "Receive")
 
-Attrs = Mapping[str, str]
 Arrays = Sequence[np.ndarray]
 
 

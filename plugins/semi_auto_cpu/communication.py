@@ -1,6 +1,8 @@
-"""What MindSpore's Python asks of its C++ communication, answered by a rank's `Ranks`.
+"""What MindSpore's front end is told so that it shards a graph for Ascend: who the rank is, and which device it is for.
 
-The front end for Ascend wants to know who it is and how large a group is; no communication library is there to ask.
+The front end for Ascend wants to know who it is and how large a group is; no communication library is there to ask, so
+a rank's `Ranks` answers in the place of MindSpore's C++. And it shards a graph for Ascend only: `target_ascend` and
+`target_cpu` change the device that MindSpore compiles for underneath it.
 """
 
 from __future__ import annotations
@@ -92,3 +94,23 @@ def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
     ):
         undo(setattr, owner, name, getattr(owner, name))
         setattr(owner, name, value)
+
+
+def target_ascend() -> None:
+    """Compile for Ascend from here on; eager operators crash until `target_cpu`.
+
+    `set_device_target_inner` would look for the Ascend plugin, and a world of another size than the (absent)
+    communication library's would be refused (`GetCommInfo` in step_parallel_utils.cc).
+    """
+    from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
+
+    AutoParallelContext.get_instance().set_hccl_test_avaible(True)
+    DeviceManagerConf.get_instance().set_device("Ascend", 0, True)
+
+
+def target_cpu() -> None:
+    """Back to CPU."""
+    from mindspore._c_expression import AutoParallelContext, DeviceManagerConf
+
+    DeviceManagerConf.get_instance().set_device("CPU", 0, True)
+    AutoParallelContext.get_instance().set_hccl_test_avaible(False)

@@ -13,9 +13,9 @@ from mindspore.graph import api
 
 from plugins.errors import ClusterError
 from plugins.private_hooks import relies_on, replace
+from plugins.semi_auto_cpu.communication import target_ascend, target_cpu
 from plugins.semi_auto_cpu.kept import REMEDY, Entry, KeptGraphs, described
 from plugins.semi_auto_cpu.ranks import Ranks
-from plugins.semi_auto_cpu.target import target_ascend, target_cpu
 
 SHARDED = ("semi_auto_parallel", "auto_parallel")
 

@@ -29,10 +29,8 @@ from plugins.errors import DataError, StoppedError
 from plugins.finite_loss import adapter as finite_loss
 from plugins.finite_loss.plan import NORM, Watch
 from plugins.private_hooks import relies_on
-from plugins.spike_guard.ledger import add_entry, read_ledger
-from plugins.spike_guard.plan import Window, good_steps, what_follows
-from plugins.spike_guard.settings import KEY, LOADER, SETTINGS, Settings, check
-from plugins.spike_guard.skip import Ranges, continued, count, original
+from plugins.spike_guard.ledger import Ranges, add_entry, continued, count, original, read_ledger
+from plugins.spike_guard.plan import KEY, LOADER, SETTINGS, Settings, Window, check, good_steps, what_follows
 
 __all__ = ["SETTINGS", "enable"]
 

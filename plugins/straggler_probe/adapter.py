@@ -18,9 +18,7 @@ from mindspore.train.callback import Callback
 
 from plugins.private_hooks import relies_on
 from plugins.straggler_probe.record import probe_file
-from plugins.straggler_probe.settings import SETTINGS, read
-from plugins.straggler_probe.watch import Watch
-from plugins.straggler_probe.work import of_device
+from plugins.straggler_probe.watch import SETTINGS, Watch, of_device, read
 
 __all__ = ["SETTINGS", "enable"]
 
@@ -34,7 +32,7 @@ class StragglerProbe(Callback):
     """Records probes of this rank, see `watch.Watch`.
 
     Args:
-        settings: `plugins.straggler_probe.settings.Settings`. device: its type. run_dir: the run's folder.
+        settings: `plugins.straggler_probe.watch.Settings`. device: its type. run_dir: the run's folder.
     """
 
     def __init__(self, settings, device, run_dir, **kwargs):

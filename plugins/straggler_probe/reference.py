@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import NormalDist, median
 
 from plugins.straggler_probe import plan
+from plugins.straggler_probe.plan import LEVELS
 from plugins.straggler_probe.record import Record
-from plugins.straggler_probe.sequential import LEVELS
 
 
 def slow_ranks(records: Sequence[Record], groups: Mapping[int, Hashable]) -> set[tuple[int, str, str]]:

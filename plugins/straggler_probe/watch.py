@@ -1,15 +1,116 @@
-"""What a rank notes between probes, without MindSpore: the adapter calls it at the beginning and end of each step."""
+"""What a rank notes between probes, and the probe itself: a fixed piece of work, timed.
+
+The adapter calls `Watch` at the beginning and end of each step. A probe's time is taken without what other processes
+took of the core. `read` reads `plugins.straggler_probe` of a recipe: every default stands here. MindSpore is imported
+only for an NPU.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from plugins.processor_time import scheduled, text_of, throttled
+import numpy as np
+
+from plugins.processor_time import scheduled, text_of, thread_waited, throttled
+from plugins.settings import section_of, whole_number
 from plugins.straggler_probe.record import Record, append
-from plugins.straggler_probe.settings import Settings
-from plugins.straggler_probe.work import seconds_of
+
+KEY = "plugins.straggler_probe"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """When a rank is probed, and with how much work.
+
+    Args:
+        every: steps between probes.
+        work: how often the fixed piece of work is done in a probe (see `work`).
+    """
+
+    every: int = 5
+    work: int = 1
+
+
+SETTINGS = tuple(field.name for field in fields(Settings))
+
+
+def read(settings: Any) -> Settings:
+    """The section of a recipe, with defaults for what it does not write.
+
+    Raises:
+        RecipeError: an unknown key, or a value that is no such number.
+    """
+    right = f"write {', '.join(SETTINGS)} under it (or {{}} for the defaults), or {KEY}: False"
+    section = section_of(KEY, settings, SETTINGS, right)
+    return Settings(
+        every=whole_number(KEY, section, "every", "write steps between probes, from 1 on", default=Settings.every),
+        work=whole_number(KEY, section, "work", "write a number of pieces of work, from 1 on", default=Settings.work),
+    )
+
+
+DEVICE_SIDE, _PRODUCTS = 4096, 16  # some 8 ms of an Atlas A2
+_NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: some 0.5 ms of a current core
+ROUNDS = 5  # of which the median counts: a pause of a few milliseconds falls into one of them
+
+
+def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:
+    """Products in float16 by MindSpore on the device of this process; it returns GFLOP. Never run on an NPU."""
+    import mindspore as ms
+
+    left = ms.Tensor(np.full((side, side), 0.01), ms.float16)
+
+    def work() -> float:
+        for _ in range(_PRODUCTS):
+            ms.ops.matmul(left, left)
+        ms.runtime.synchronize()
+        return 2e-9 * side**3 * _PRODUCTS
+
+    work()  # compiles
+    return work
+
+
+def processor_work() -> Callable[[], float]:
+    """Square roots by one thread of this process; it returns billions of them.
+
+    Neither MindSpore's operators nor a product by NumPy's BLAS: both spread over as many threads as they like, which
+    then wait for the cores of others.
+    """
+    numbers = np.full(_NUMBERS, 2.0, np.float32)
+    out = np.empty_like(numbers)
+
+    def work() -> float:
+        for _ in range(_PASSES):
+            np.sqrt(numbers, out=out)
+            np.add(out, numbers, out=out)
+        return 1e-9 * _NUMBERS * _PASSES
+
+    work()
+    return work
+
+
+def of_device(device: str) -> Callable[[], float]:
+    """The piece of work for a type of device."""
+    return processor_work() if device == "CPU" else device_products()
+
+
+def seconds_of(work: Callable[[], float], pieces: int) -> float:
+    """Time of so many pieces of `work`: the median of `ROUNDS`, each without what the thread waited for a core.
+
+    Time in which a limit or a signal stopped the process stays in, as far as the kernel counts it as no waiting.
+    """
+    times = []
+    for _ in range(ROUNDS):
+        began, waited = time.perf_counter(), thread_waited()
+        for _ in range(pieces):
+            work()
+        took = time.perf_counter() - began
+        times.append(max(took - (thread_waited() - waited), 1e-9))
+    return median(times)
 
 
 class Watch:

@@ -20,7 +20,7 @@ from benchmarks.ep_network_model import (
 from benchmarks.ep_network_rank import KINDS, Job, Rank
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.traffic import per_rank_bytes
-from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
+from tests.plugins.cpu_backend.ranks import meshes, on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 RATES = Rates(inter=25e6, intra=250e6)

@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import pytest
 
-from plugins.attention_balance.samples.gpt_index import build_gpt_index
+from plugins.attention_balance.samples import build_gpt_index
 from plugins.spike_guard.ledger import read_ledger
 from tests.training import runs
 from tools.data.index import map_lengths

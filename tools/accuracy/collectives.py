@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import chosen
-from plugins.semi_auto_cpu.exchange.calls import CallRecord
+from plugins.semi_auto_cpu.collectives import CallRecord
 from tools.accuracy.equivalence.runs import launch, make_corpus
 from tools.dryrun.compiles import compile_all, diagnose
 from tools.dryrun.executed import calls_file, compare_calls, wrong_places

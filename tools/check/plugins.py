@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from plugins.attention_balance import settings as attention_balance
-from plugins.ep_overlap import settings as ep_overlap
+from plugins.attention_balance import plan as attention_balance
+from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import FORWARD_STEPS, chunk_slices
 from plugins.errors import RecipeError
-from plugins.expert_balance import limits as expert_limits
 from plugins.expert_balance import settings as expert_balance
+from plugins.expert_balance import settings as expert_limits
 from plugins.finite_loss import plan as finite_loss
-from plugins.group_aux_loss import settings as group_aux_loss
+from plugins.group_aux_loss import plan as group_aux_loss
 from plugins.grouped_gradient import plan as grouped_gradient
 from plugins.hierarchical_ep import settings as hierarchical_ep
 from plugins.hierarchical_ep.plan import make_plan
@@ -27,8 +27,8 @@ from plugins.hierarchical_ep.programs import check_groups, check_programs, creat
 from plugins.hierarchical_ep.topology import DEVICES_PER_NODE
 from plugins.operator_fusion import plan as operator_fusion
 from plugins.packed_labels import plan as packed_labels
-from plugins.spike_guard import settings as spike_guard
-from plugins.straggler_probe import settings as straggler_probe
+from plugins.spike_guard import plan as spike_guard
+from plugins.straggler_probe import watch as straggler_probe
 from tools.check.conflicts import KEYS as MINDFORMERS_OWN
 from tools.recipe.findings import Findings
 from tools.recipe.load import KeyPath, Recipe

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from plugins.attention_balance.samples.gpt_index import GPTIndex, build_gpt_index
+from plugins.attention_balance.samples import GPTIndex, build_gpt_index
 from plugins.errors import DataError
 
 HEADER = b"MMIDIDX\x00\x00"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plugins.semi_auto_cpu.exchange.calls import CallRecord
+from plugins.semi_auto_cpu.collectives import CallRecord
 from plugins.semi_auto_cpu.ranks import made_up_name
 
 # operator -> what it is in the graph that the dry run reads

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from plugins.errors import ClusterError
-from plugins.semi_auto_cpu.communication import stand_in
+from plugins.semi_auto_cpu.communication import stand_in, target_ascend
 from plugins.semi_auto_cpu.ranks import Ranks
-from plugins.semi_auto_cpu.target import target_ascend
 from tools.schema.versions import require_verified
 
 FINAL_PASS = "backend_pass"  # the last stage of the front end: Morph is expanded and gradients are in it

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from plugins.ep_overlap import settings as ep_overlap
+from plugins.ep_overlap import plan as ep_overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep.settings import DISPATCHERS
 from tools.estimate.configuration import PATTERNS, Configuration, Cut, Recompute, Table, spread

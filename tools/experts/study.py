@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plugins.expert_balance.baselines import eplb
 from plugins.expert_balance.plan import bound, device_loads, imbalance
-from plugins.expert_balance.replay import Replay, differences, replay, replay_policy
+from plugins.expert_balance.replay import Replay, differences, eplb, replay, replay_policy
 from tools.experts.seconds import Seconds, seconds_of
 from tools.experts.source import Source
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from plugins.operator_fusion.operators import CUBE, VECTOR
+from plugins.operator_fusion.plan import CUBE, VECTOR
 from tools.dryrun.graph_text import Node, TensorType
 
 

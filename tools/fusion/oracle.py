@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plugins.errors import ClusterError
-from plugins.operator_fusion.operators import VECTOR
-from plugins.operator_fusion.plan import VARIABLE
+from plugins.operator_fusion.plan import VARIABLE, VECTOR
 from tools.dryrun.graph_text import GraphText, Node, read_graph
 from tools.fusion.cluster import VIRTUAL, Operator, operators
 

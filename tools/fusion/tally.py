@@ -19,8 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from plugins.operator_fusion.operators import CUBE, EXPANDED, VECTOR
-from plugins.operator_fusion.plan import Fusion
+from plugins.operator_fusion.plan import CUBE, EXPANDED, VECTOR, Fusion
 from tools.dryrun.activations import VIEWS, backward_segments, tensor_bytes
 from tools.dryrun.collectives import COLLECTIVES, MULTIPLY, role_of
 from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from plugins.ep_overlap import settings as ep_overlap
+from plugins.ep_overlap import plan as ep_overlap
 from plugins.ep_overlap.plan import DIGITS, Choice, Chunks
 from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep import settings as hierarchical_ep

@@ -27,8 +27,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from plugins.attention_balance.samples.cost import COMPUTED, Cost
-from plugins.attention_balance.settings import COST, KEY, recomputed_share
+from plugins.attention_balance.plan import COST, KEY, recomputed_share
+from plugins.attention_balance.samples import COMPUTED, Cost
 from plugins.errors import RecipeError
 from plugins.pipeline_layout.plan import counts_of_offset, is_layout, layout_of, offset_of
 from tools.estimate.efficiency import cluster as load_cluster

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from plugins.spans import Span
+from plugins.lines import Span
 from tools.runs.attempts import Attempt
 from tools.runs.source import Part, Run
 

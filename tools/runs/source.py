@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from plugins.errors import DataError, TC3Error
-from plugins.spans import Span, as_span, spans_file
+from plugins.lines import Span, as_span, spans_file
 from tools.recipe.load import Recipe, load_recipe
 from tools.runs.attempts import Attempt, read_attempts
 from tools.runs.readings import Follower, Steps, loss_rank

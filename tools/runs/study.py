@@ -14,7 +14,7 @@ import numpy as np
 
 from plugins.errors import DataError
 from plugins.spike_guard.ledger import Entry, read_ledger
-from plugins.spike_guard.settings import Settings
+from plugins.spike_guard.plan import Settings
 from tools.checkpoint.scan import iteration, iterations
 from tools.files.atomic import real_path
 from tools.recipe.view import View

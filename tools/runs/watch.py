@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from plugins.spans import as_span, spans_file
+from plugins.lines import as_span, spans_file
 from tools.files.atomic import real_path
 from tools.runs.attempts import Attempt, numbers, read_attempt
 from tools.runs.failures import Failure, failure_of, has_failed

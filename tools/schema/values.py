@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from plugins.attention_balance.samples.cost import UNITS
+from plugins.attention_balance.samples import UNITS
 from plugins.expert_balance.settings import METHODS
 from plugins.hierarchical_ep.plan import MODES
 from plugins.hierarchical_ep.settings import DISPATCHERS

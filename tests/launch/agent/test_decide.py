@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launch.agent.decide import Rules, Smaller, next_hosts
-from plugins.spike_guard.words import NO_MORE
+from plugins.spike_guard.plan import NO_MORE
 from tests.launch.agent.ends import A, B, C, attempt, end, judge, told
 from tools.runs.attempts import Beat, End, Verdict
 

@@ -23,10 +23,8 @@ from launch.agent.start import Start
 from launch.resume import checkpoints, skipped
 from launch.run.msrun import ROOT
 from plugins.sealed_checkpoint.plan import fault, made, publish, remove_old, saving_folder, write_seal
-from plugins.spike_guard.ledger import add_entry, read_ledger
-from plugins.spike_guard.plan import what_follows
-from plugins.spike_guard.settings import Settings
-from plugins.spike_guard.skip import original
+from plugins.spike_guard.ledger import add_entry, original, read_ledger
+from plugins.spike_guard.plan import Settings, what_follows
 from tests.launch.agent.simulation import Agent, World, _Disk
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View

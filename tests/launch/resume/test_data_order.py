@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from launch.resume import data_order
 from launch.resume.data_order import Shuffle, all_steps, differences, most_steps, shuffle_of, shuffles
-from plugins.attention_balance.samples.gpt_index import build_gpt_index
+from plugins.attention_balance.samples import build_gpt_index
 from plugins.errors import DataError
 from tools.recipe.load import Recipe
 

@@ -12,7 +12,7 @@ from launch.resume.data_order import differences
 from launch.run.failure import worker_failure
 from launch.run.supervise import Outcome
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
-from plugins.spike_guard.words import NO_MORE, SPIKE
+from plugins.spike_guard.plan import NO_MORE, SPIKE
 from tests.launch.agent.test_decide import A, attempt, end
 from tests.launch.conftest import RECIPE
 from tests.launch.resume.conftest import stored

@@ -1,5 +1,6 @@
 """MindFormers' real loader in this process, one shard after the other, with the plan and without."""
 
+import json
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -10,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.attention_balance.plan import (
+    LOADER,
+    OWN_BATCHES,
     Cost,
     Layout,
     Objective,
+    Schedule,
     delivery_order,
     epoch_plan,
     segments_of,
 )
-from plugins.attention_balance.settings import LOADER, Schedule
 from plugins.errors import DataError, RecipeError
 from tools.data.index import write_corpus
 from tools.recipe.load import load_recipe
@@ -216,3 +219,19 @@ def test_enable_marks_the_training_data_alone(adapter):
         adapter.enable(config, {"window": 2})
     with pytest.raises(RecipeError, match=r"plugins\.attention_balance\.windows"):
         adapter.enable(config, {"windows": 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "own", "rows"),
+    [
+        ("pipeline", "0", [[1], [3], [5], [7]]),
+        ("pipeline", "1", [[4], [5], [6], [7]]),
+        ("accumulation", "1", [[1], [3], [5], [7]]),
+    ],
+)
+def test_rows_that_rank_1_of_2_computes(forks, tmp_path, kind, own, rows):
+    worker = "tests.plugins.attention_balance.micro_batches_worker"
+    done = forks.python("-m", worker, kind, 1, cwd=tmp_path, **{OWN_BATCHES: own})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == rows

@@ -10,7 +10,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.communication import get_rank, init
 
-from plugins.cpu_backend.network import exchange, peers
+from plugins.cpu_backend import expert_parallel, transport
 from plugins.cpu_backend.train_step import AllReduceMean, ClipSplitGradNorm
 from tests.plugins.cpu_backend.gradients import run
 
@@ -23,7 +23,7 @@ class Sending(nn.Cell):
 
     def __init__(self, group, send, receive):
         super().__init__(auto_prefix=False)
-        self.move = exchange.AllToAllV(group)
+        self.move = expert_parallel.AllToAllV(group)
         self.send, self.receive = Tensor(send, ms.int32), Tensor(receive, ms.int32)
 
     def construct(self, rows):
@@ -51,10 +51,13 @@ def check(ranks, label):
     small, large = (rng.standard_normal((size, rows, 3)).astype(np.float32) for rows in (2, 2 * size))
     whole, summed = np.concatenate(small), sum(large)
     compare(
-        run(exchange.AllGather(ranks), [small[me]], large[me]), whole, summed[2 * me : 2 * me + 2], f"{label} gather"
+        run(expert_parallel.AllGather(ranks), [small[me]], large[me]),
+        whole,
+        summed[2 * me : 2 * me + 2],
+        f"{label} gather",
     )
     compare(
-        run(exchange.ReduceScatter(ranks), [large[me]], small[me]),
+        run(expert_parallel.ReduceScatter(ranks), [large[me]], small[me]),
         summed[2 * me : 2 * me + 2],
         whole,
         f"{label} scatter",
@@ -66,7 +69,7 @@ def check(ranks, label):
     back = moved(splits.T, douts, 8)[me]
     compare(run(cell, [rows[me]], douts[me]), moved(splits, rows, ROOM)[me], back, f"{label} all-to-all-v")
 
-    counts = exchange.ExchangeCounts(ranks)(Tensor(np.arange(2 * size).reshape(size, 2) + 10 * me, ms.int32))
+    counts = expert_parallel.ExchangeCounts(ranks)(Tensor(np.arange(2 * size).reshape(size, 2) + 10 * me, ms.int32))
     send, receive, arriving = (value.asnumpy().tolist() for value in counts)
     theirs = np.array([[2 * me + 10 * other, 2 * me + 1 + 10 * other] for other in range(size)])
     assert send == [4 * other + 1 + 20 * me for other in range(size)], label
@@ -81,8 +84,8 @@ def compare(result, forward, backward, label):
 
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 init()
-peers.connect()
-peers.connect()  # connected already: nothing to do
+transport.connect()
+transport.connect()  # connected already: nothing to do
 check([0, 1, 2], "world")
 if get_rank() != 1:
     check([0, 2], "sub-group")

@@ -6,7 +6,7 @@ from mindformers.parallel_core.training_graph.loss_func import CrossEntropyLoss
 from mindformers.utils.parameter_register import parameter_register
 from mindspore import Tensor, nn, ops
 
-from plugins.cpu_backend import losses
+from plugins.cpu_backend import train_step
 from plugins.cpu_backend.train_step import CpuTrainOneStepCell
 from plugins.errors import ClusterError
 from tests.plugins.cpu_backend.test_host_functions import call
@@ -38,11 +38,11 @@ def test_one_bad_gradient_is_an_overflow(bad, place):
 
 def test_losses_survive_their_clearing():
     """MindFormers reads a view of the parameter and clears it: 0.0 on CPU."""
-    for value, name in enumerate(losses.PARTS, start=1):
+    for value, name in enumerate(train_step.PARTS, start=1):
         parameter_register.register(name, Tensor([float(value)]))
-    values = losses.separate_losses()
+    values = train_step.separate_losses()
     assert [part.tolist() for part in values] == [[1.0], [2.0], [3.0], [4.0]]
-    assert [float(parameter_register.get(name).asnumpy()[0]) for name in losses.PARTS] == [0.0] * 4
+    assert [float(parameter_register.get(name).asnumpy()[0]) for name in train_step.PARTS] == [0.0] * 4
 
 
 def test_a_graph_that_calls_an_unknown_function_ends_the_worker_before_it_is_loaded(tmp_path, monkeypatch):
@@ -84,7 +84,7 @@ def test_the_mean_over_ranks_is_the_loss_of_one_process_however_many_tokens_each
     of_ranks = []
     for rank in range(2):
         own = CrossEntropyLoss()
-        own.add2 = losses.TokensOfARank(2)
+        own.add2 = train_step.TokensOfARank(2)
         own.add2.sum = OfAnother([counts[1 - rank]])
         of_ranks.append(loss(own, logits[rank], labels[rank], masks[rank]))
     assert np.mean([value for value, _ in of_ranks]) == pytest.approx(whole, abs=1e-6)
@@ -95,8 +95,8 @@ def test_experts_shares_are_the_mean_over_the_samples_of_all_ranks():
     """`gbs_aux_loss` multiplied the shares of a rank's samples together, [1, 1, 16], with [4, 16] and stopped."""
     shares = np.random.default_rng(0).random((2, 4, 16)).astype(np.float32)
     for rank in range(2):
-        mean = losses.MeanOfSamples(2)
+        mean = train_step.MeanOfSamples(2)
         mean.sum = OfAnother(shares[1 - rank].mean(0))
         np.testing.assert_allclose(mean(Tensor(shares[rank]), 0).asnumpy(), shares.reshape(8, 16).mean(0), rtol=1e-6)
-    alone = losses.MeanOfSamples(1)(Tensor(shares[0]), 0)
+    alone = train_step.MeanOfSamples(1)(Tensor(shares[0]), 0)
     np.testing.assert_allclose(alone.asnumpy(), shares[0].mean(0), rtol=1e-6)

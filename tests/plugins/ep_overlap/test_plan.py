@@ -1,12 +1,14 @@
 """Chunks partition the tokens, orders are valid on every rank, and the choice is the best of all that it could try."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from plugins.ep_overlap import plan
 from plugins.ep_overlap.plan import (
     FORWARD_STEPS,
     Layer,
@@ -217,3 +219,33 @@ def test_the_shared_expert_fills_the_first_dispatch():
     assert (first.op.name, first.start) == ("shared", 0.0)
     beside = cut_layer(layer(shared_beside=True), (1, 1), 1, (1.0,))
     assert makespan(beside.before) < makespan(cut_layer(layer(), (1, 1), 1, (1.0,)).before)
+
+
+def test_what_is_written_is_read():
+    assert plan.read({"chunks": [2, 4], "stride": 2}) == ((2, 4), 2)
+    assert plan.read({"chunks": "auto"}) == ("auto", 1)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({}, "write `chunks:`"),
+        (True, "write `chunks:`"),
+        ({"chunk": [1, 2]}, "write `chunks:`"),
+        ({"chunks": [1, 2], "strides": 1}, "did you mean 'stride'"),
+        ({"chunks": [0, 2]}, "from 1 on"),
+        ({"chunks": 4}, "neither auto"),
+        ({"chunks": [1, 2.0]}, "neither auto"),
+        ({"chunks": [1, 2], "stride": -1}, "whole number"),
+    ],
+)
+def test_wrong_settings_are_refused(written, message):
+    with pytest.raises(RecipeError, match=message):
+        plan.read(written)
+
+
+def test_slices_are_of_the_sequence_that_a_rank_holds():
+    config = SimpleNamespace(seq_length=64, tensor_model_parallel_size=2, context_parallel_size=4)
+    slices = plan.slices(2, (2, 4), config)
+    assert sorted(np.concatenate(slices)) == list(range(2 * 64 // 8))
+    assert slices[1].tolist() == [2, 3]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from plugins.errors import ClusterError
 from plugins.expert_balance import executor
-from plugins.expert_balance.routes import routes
-from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
+from plugins.expert_balance.executor import routes
+from tests.plugins.cpu_backend.ranks import meshes, on_ranks
 
 RANKS, EXPERTS, LAYERS = 4, 12, 2
 EACH = EXPERTS // RANKS

@@ -7,10 +7,9 @@ from mindformers.parallel_core.training_graph.transformer.moe.router import TopK
 from mindformers.parallel_core.transformer_config import TransformerConfig
 from mindspore import Tensor, nn, ops
 
-from plugins.cpu_backend.layers.operators import TopK
+from plugins.cpu_backend.layers import TopK
 from plugins.group_aux_loss import adapter, reference
 
-pytestmark = pytest.mark.usefixtures("graph_mode")
 COEFFICIENT, RANKS, TOKENS, EXPERTS, TOP_K = 0.1, 4, 12, 8, 2
 
 
@@ -62,6 +61,7 @@ def loss_and_gradient(cell, scores, chosen):
     return float(loss.asnumpy()), gradient.asnumpy()[0]
 
 
+@pytest.mark.usefixtures("graph_mode")
 def test_ranks_of_a_group_are_one_process_that_holds_their_tokens(routed):
     together = [array.reshape(RANKS * TOKENS, -1) for array in routed]
     shares = np.mean([reference.shares(rank, EXPERTS) for rank in routed[1]], 0)
@@ -77,6 +77,7 @@ def test_ranks_of_a_group_are_one_process_that_holds_their_tokens(routed):
     np.testing.assert_allclose(np.concatenate(gradients), reference.gradient(*together, COEFFICIENT), atol=1e-8)
 
 
+@pytest.mark.usefixtures("graph_mode")
 def test_one_worker_has_mindformers_own_formula_over_all_tokens(routed):
     together = [array.reshape(RANKS * TOKENS, -1) for array in routed]
     stock, ours = router(1), router(1)
@@ -88,6 +89,7 @@ def test_one_worker_has_mindformers_own_formula_over_all_tokens(routed):
     np.testing.assert_allclose(gradient, reference.gradient(*together, COEFFICIENT), atol=1e-8)
 
 
+@pytest.mark.usefixtures("graph_mode")
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_sharded_graph_averages_over_each_group(ranks, routed):
     """All ranks' tokens in one tensor, as semi-auto parallel writes it: two groups of two are two losses."""
@@ -100,3 +102,37 @@ def test_a_sharded_graph_averages_over_each_group(ranks, routed):
     assert loss == pytest.approx(np.mean([reference.loss(*group, COEFFICIENT) for group in cut]), abs=1e-7)
     expected = np.concatenate([reference.gradient(*group, COEFFICIENT) for group in cut]) / groups
     np.testing.assert_allclose(gradient, expected, atol=1e-8)
+
+
+@pytest.fixture
+def routed_in_float64():
+    """Skewed scores [RANKS, TOKENS, EXPERTS] and the experts chosen."""
+    rng = np.random.default_rng(3)
+    scores = rng.gamma(np.linspace(0.3, 3, EXPERTS), size=(RANKS, TOKENS, EXPERTS))
+    scores /= scores.sum(-1, keepdims=True)
+    return scores, np.argsort(-scores, -1)[..., :TOP_K]
+
+
+def test_the_gradient_is_that_of_differences(routed_in_float64):
+    scores, chosen = (array.reshape(RANKS * TOKENS, -1) for array in routed_in_float64)
+    found = reference.gradient(scores, chosen, COEFFICIENT)
+    for token, expert in [(0, 0), (7, 3), (40, 7)]:
+        moved = scores.copy()
+        moved[token, expert] += 1e-6
+        change = reference.loss(moved, chosen, COEFFICIENT) - reference.loss(scores, chosen, COEFFICIENT)
+        assert change / 1e-6 == pytest.approx(found[token, expert], rel=1e-5)
+
+
+def test_the_mean_over_ranks_with_the_groups_shares_is_the_loss_of_one_process(routed_in_float64):
+    scores, chosen = routed_in_float64
+    shares = np.mean([reference.shares(rank, EXPERTS) for rank in chosen], 0)
+    by_rank = [COEFFICIENT * EXPERTS * np.sum(shares * rank.mean(0)) for rank in scores]
+    together = [array.reshape(RANKS * TOKENS, -1) for array in routed_in_float64]
+    assert np.mean(by_rank) == pytest.approx(reference.loss(*together, COEFFICIENT), abs=1e-15)
+    alone = [reference.loss(*rank, COEFFICIENT) for rank in zip(scores, chosen, strict=True)]
+    assert abs(np.mean(alone) - np.mean(by_rank)) > 1e-4, "ranks that balance by themselves have another loss"
+
+
+def test_balanced_choices_cost_the_coefficient():
+    chosen = np.arange(EXPERTS).reshape(-1, 1)
+    assert reference.loss(np.full((EXPERTS, EXPERTS), 1 / EXPERTS), chosen, COEFFICIENT) == pytest.approx(COEFFICIENT)

@@ -20,7 +20,8 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.auto_generate import GroupedMatmul
 
 from plugins.grouped_gradient import adapter
-from plugins.semi_auto_cpu import call, library
+from plugins.semi_auto_cpu import library
+from plugins.semi_auto_cpu import library as call
 from plugins.semi_auto_cpu.communication import stand_in
 from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.ranks import Ranks

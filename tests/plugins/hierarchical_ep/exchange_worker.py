@@ -13,12 +13,11 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.communication import get_rank, init
 
-from plugins.cpu_backend.network import peers
-from plugins.cpu_backend.network.exchange import Net, Rows, SparseGroupedMatmul
+from plugins.cpu_backend import transport
+from plugins.cpu_backend.expert_parallel import Net, Rows, SparseGroupedMatmul
 from plugins.ep_overlap.plan import chunk_slices, issue_order
 from plugins.hierarchical_ep import reference
-from plugins.hierarchical_ep.graph.dispatcher import Dispatcher
-from plugins.hierarchical_ep.graph.layer import UNCUT, RoutedLayer, cut
+from plugins.hierarchical_ep.dispatcher import UNCUT, Dispatcher, RoutedLayer, cut
 from plugins.hierarchical_ep.plan import MODES, make_plan
 from plugins.hierarchical_ep.topology import Topology
 from plugins.hierarchical_ep.traffic import per_rank_bytes
@@ -96,10 +95,10 @@ def check(cell, slices, mode, label, exact_bytes=True):
     for name, ids in routings(rng).items():
         own = [tokens[rank], probs[rank], w1[first:end], w2[first:end], weight[rank]]
         x, p, a, b, dout = (Tensor(value.astype(np.float32)) for value in own)
-        before = np.array(peers.mesh().sent_bytes)
+        before = np.array(transport.mesh().sent_bytes)
         (_, out), gradients = step(x, p, Tensor(ids[rank]), a, b, dout)
         gradients = [gradient.asnumpy() for gradient in gradients]
-        sent = np.array(peers.mesh().sent_bytes) - before
+        sent = np.array(transport.mesh().sent_bytes) - before
 
         flat = [value.reshape(-1, value.shape[-1]) for value in (tokens, probs, ids, weight)]
         expected = reference.moe(*flat[:3], w1, w2).reshape(tokens.shape)[rank]
@@ -131,7 +130,7 @@ def planned_bytes(mode, ids, slices):
 
 ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 init()
-peers.connect()
+transport.connect()
 # each chunk is compiled by itself; four of them are compiled for Ascend in test_compiled.py
 for mode, chunks, rows in zip(MODES, ((2, 1), (1, 1), (1, 2)), (Rows, Rows, SpareRows), strict=True):
     check(*layer(mode, chunks, rows=rows()), mode, f"{mode} {chunks}")

@@ -5,12 +5,12 @@ from mindformers import MindFormerConfig
 from mindformers.parallel_core.transformer_config import TransformerConfig
 
 from plugins import telechat3_moe
-from plugins.cpu_backend.network import peers
-from plugins.cpu_backend.network.exchange import Rows
+from plugins.cpu_backend import transport
+from plugins.cpu_backend.expert_parallel import Rows
 from plugins.ep_overlap import adapter as overlap
 from plugins.errors import RecipeError
 from plugins.hierarchical_ep import adapter
-from plugins.hierarchical_ep.graph.experts import RoutedExperts
+from plugins.hierarchical_ep.experts import RoutedExperts
 from plugins.hierarchical_ep.topology import Topology
 
 
@@ -35,7 +35,7 @@ def config(target="CPU", **changes):
 @pytest.fixture
 def enable(monkeypatch):
     """`adapter.enable` without workers to connect to; no trace of it for other tests."""
-    monkeypatch.setattr(peers, "connect", lambda: None)
+    monkeypatch.setattr(transport, "connect", lambda: None)
     monkeypatch.setattr(telechat3_moe, "_experts", [])
     monkeypatch.setattr(adapter, "_current", [])
     return adapter.enable

@@ -7,7 +7,7 @@ import pytest
 from plugins.errors import ClusterError, RecipeError
 from plugins.operator_fusion import plan
 from plugins.operator_fusion.adapter import before_mindspore
-from plugins.operator_fusion.operators import CUBE, EXPANDED, VECTOR
+from plugins.operator_fusion.plan import CUBE, EXPANDED, VECTOR
 
 ASCEND = {"device_target": "Ascend", "jit_config": {"jit_level": "O1"}}
 

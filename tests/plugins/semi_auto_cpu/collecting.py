@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 from plugins.semi_auto_cpu.collectives import Collectives
 from plugins.semi_auto_cpu.ranks import Ranks, made_up_name
-from tests.plugins.cpu_backend.network.ranks import meshes, on_ranks
+from tests.plugins.cpu_backend.ranks import meshes, on_ranks
 
 __all__ = ["attributes", "collectives", "on_ranks"]
 

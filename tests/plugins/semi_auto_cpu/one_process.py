@@ -8,7 +8,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, lazy_inline, mutable, nn, ops
 from mindspore.ops.auto_generate import RmsNorm, SumExt, TopkExt
 
-from plugins.semi_auto_cpu import call, library
+from plugins.semi_auto_cpu import library
+from plugins.semi_auto_cpu import library as call
 from plugins.semi_auto_cpu.communication import stand_in
 from plugins.semi_auto_cpu.ranks import Ranks
 

@@ -1,19 +1,122 @@
 """The C++ library in real processes: two lines of a model on one and on two of them, and one graph for each rule."""
 
+import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
+
+from plugins.semi_auto_cpu import library
+
+
+def text(inputs, outputs=(), arguments=None, **attrs):
+    told = {"name": "Some", "attrs": attrs, "inputs": list(inputs), "outputs": list(outputs)}
+    return json.dumps(told | ({} if arguments is None else {"arguments": arguments})).encode()
+
+
+def tensor(array, kind):
+    return {"type": kind, "bytes": array.nbytes, "shape": list(array.shape)}
+
+
+def addresses(*arrays):
+    return (ctypes.c_void_p * len(arrays))(*(None if a is None else a.ctypes.data for a in arrays))
+
+
+@pytest.mark.parametrize("kind", library.DTYPES)
+def test_every_dtype_is_a_view_of_the_memory(kind):
+    memory = np.arange(6).reshape(2, 3).astype(library.DTYPES[kind])
+    (view,) = library.parse(text([tensor(memory, kind)])).take(addresses(memory))
+    assert view.dtype == memory.dtype and view.shape == (2, 3) and np.shares_memory(view, memory)
+    view[0, 0] = 1
+    assert memory[0, 0] == 1
+
+
+def test_names_of_dtypes_are_numpys():
+    own = {"BFloat16": np.dtype(ml_dtypes.bfloat16)}
+    assert {kind: np.dtype(kind.lower()) for kind in library.DTYPES if kind not in own} | own == library.DTYPES
+
+
+def test_a_scalar_and_an_empty_tensor():
+    memory = np.array(3, np.float32)
+    none = np.empty((0, 4), np.float32)
+    got = library.parse(text([tensor(memory, "Float32"), tensor(none, "Float32")])).take(addresses(memory, None))
+    assert got[0] == 3 and got[0].shape == () and got[1].shape == (0, 4)
+
+
+def test_a_type_that_numpy_does_not_have_is_named():
+    with pytest.raises(TypeError, match="Int4 have no NumPy type"):
+        library.parse(text([{"type": "Int4", "bytes": 1, "shape": [2]}]))
+
+
+def test_arguments_in_the_operators_own_order():
+    a, b, c = (np.full(2, n, np.float32) for n in range(3))
+    arguments = [{"value": 7}, {"list": 2}, {"value": None}, {}, {"value": [1, [2, 3]]}, {"list": 0}]
+    one = library.parse(text([tensor(x, "Float32") for x in (a, b, c)], arguments=arguments))
+    number, items, none, last, nested, nothing = one.take(addresses(a, b, c))
+    assert (number, none, nested, nothing) == (7, None, (1, (2, 3)), [])
+    assert [item[0] for item in items] == [0, 1] and last[0] == 2
+
+
+def test_without_arguments_the_inputs_are_taken_as_they_are():
+    a = np.zeros(2, np.int64)
+    got = library.parse(text([tensor(a, "Int64"), {"value": "sum"}])).take(addresses(a, None))
+    assert np.shares_memory(got[0], a) and got[1] == "sum"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        ("true", True),
+        ("null", None),
+        ("-3", -3),
+        ("1e-06", 1e-6),
+        ("9.9999999747524271e-07", float(np.float32(1e-6))),
+        ("2.0", 2.0),
+        ("-Infinity", -math.inf),
+        ('"a|b=\\"c\\";d"', 'a|b="c";d'),
+        ('["x", [1, 2.5]]', ("x", (1, 2.5))),
+        ('"true"', "true"),
+    ],
+)
+def test_constants_keep_their_kind(words, value):
+    told = text([], arguments=[{"value": "#"}]).decode().replace('"#"', words).encode()
+    (got,) = library.parse(told).take(addresses())
+    assert got == value and type(got) is type(value)
+
+
+def test_attributes_are_text():
+    assert library.parse(text([], group="2-0|1", op="sum")).attrs == {"group": "2-0|1", "op": "sum"}
+
+
+def test_a_text_is_parsed_once():
+    told = text([], op="only here")
+    assert library.parse(told) is library.parse(bytes(bytearray(told)))
+
+
+def test_store_rounds_reshapes_and_leaves_alone():
+    outputs = [np.zeros((2, 2), ml_dtypes.bfloat16), np.full(1, 5, np.int32), np.zeros(2, np.float32)]
+    library.store((np.full(4, 1.003, np.float32), None), outputs)
+    assert outputs[0].astype(float).tolist() == [[1.0, 1.0]] * 2 and outputs[1][0] == 5
+    library.store(np.float64(2), outputs[1:2])
+    assert outputs[1][0] == 2
+
+
+def test_store_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match=r"result 0 is \(3,\) where MindSpore expects \(2,\)"):
+        library.store(np.zeros(3), [np.zeros(2)])
+    with pytest.raises(ValueError, match="2 results where MindSpore expects 1"):
+        library.store((np.zeros(2), np.zeros(2)), [np.zeros(2)])
+
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 STEPS = 3
-
-pytestmark = pytest.mark.slow
 
 
 def start(name, *arguments, **environment):
@@ -63,6 +166,7 @@ def two(tmp_path_factory):
     return two_line(1, 2, folder / "first", folder / "cache"), folder
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_does(alone, two):
     for told in two[0]:
         assert told["losses"] == pytest.approx(alone["losses"], rel=1e-6)
@@ -70,6 +174,7 @@ def test_two_processes_train_as_one_does(alone, two):
         assert told["asked"].count("AllReduce") == STEPS * 2
 
 
+@pytest.mark.slow
 def test_a_graph_of_the_compile_cache_is_loaded_and_trains_to_the_same_bits(two):
     first, folder = two
     second = two_line(1, 2, folder / "second", folder / "cache")
@@ -78,6 +183,7 @@ def test_a_graph_of_the_compile_cache_is_loaded_and_trains_to_the_same_bits(two)
         assert again == told
 
 
+@pytest.mark.slow
 def test_weights_cut_over_copies_that_are_not_consecutive_ranks(alone, tmp_path):
     """Optimizer sharding over ranks 0 and 2, 1 and 3: each starts with its own part of its half of a weight."""
     for told in two_line(2, 2, tmp_path / "four"):
@@ -91,12 +197,14 @@ def graphs():
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_without_rows_gets_rows_of_the_right_width(graphs):
     told, _ = graphs
     assert [told[f"rows {count}"] for count in (2, 0, 1)] == [[[1, 2], [3, 4]], [], [[1, 2]]]
     assert told["shape 0"] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_kernel_gets_the_operators_own_arguments(graphs):
     told, _ = graphs
     four = [[4], "float32"]
@@ -105,11 +213,13 @@ def test_a_kernel_gets_the_operators_own_arguments(graphs):
     assert told["topk"] == [[3, 2], [[four, 2, -1, True, True], None]]
 
 
+@pytest.mark.slow
 def test_a_sum_in_bfloat16_over_axes_that_show_in_the_step_is_taken_in_float32(graphs):
     """Its axes are no constants, and Python gets constants only."""
     assert graphs[0]["weighted"] == [[1, 5], [1]]
 
 
+@pytest.mark.slow
 def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):
     x = np.arange(4) / 8
 
@@ -124,19 +234,23 @@ def test_lazily_inlined_blocks_give_the_gradients_of_their_formula(graphs):
     assert graphs[0]["blocks"] == pytest.approx([stack([1, 2, 3]), *gradients], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_an_operator_may_be_replaced_for_16_bits_only(graphs):
     assert graphs[0]["cosines"] == [[1, False], [1, True]]
 
 
+@pytest.mark.slow
 def test_a_value_that_is_not_known_is_refused(graphs):
     assert graphs[0]["unknown"].startswith("semi_auto_cpu: SumExt, input 2")
     assert graphs[0]["unknown"].endswith("the front end does not know this value yet")
 
 
+@pytest.mark.slow
 def test_what_nothing_computes_is_counted(graphs):
     assert graphs[0]["missing"][:2] == [{"RmsNorm": 2}, {"Tan of BFloat16": 1}]
 
 
+@pytest.mark.slow
 def test_a_failing_kernel_stops_mindspore_with_its_name_and_traceback(graphs):
     told, words = graphs
     assert told["fault"] == "semi_auto_cpu: rank 3, Sin: ArithmeticError: no such luck"
@@ -144,5 +258,6 @@ def test_a_failing_kernel_stops_mindspore_with_its_name_and_traceback(graphs):
     assert "semi_auto_cpu: rank 3, Sin failed\nTraceback" in words and "in compute\n" in words
 
 
+@pytest.mark.slow
 def test_what_the_pass_refuses_stops_the_compilation(graphs):
     assert graphs[0]["refused"] == "semi_auto_cpu: rank 3, compiler pass, missing: LookupError: not here"

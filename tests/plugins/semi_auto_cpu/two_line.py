@@ -16,10 +16,10 @@ import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
-from plugins.cpu_backend.network.transport import Mesh
+from plugins.cpu_backend.transport import Mesh
+from plugins.semi_auto_cpu.adapter import Host
 from plugins.semi_auto_cpu.communication import stand_in
 from plugins.semi_auto_cpu.compile import FrontEnd
-from plugins.semi_auto_cpu.host import Host
 from plugins.semi_auto_cpu.ranks import Ranks
 
 rank, dp, tp, folder = *map(int, sys.argv[1:4]), Path(sys.argv[4])

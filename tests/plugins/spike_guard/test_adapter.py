@@ -11,7 +11,7 @@ from plugins.finite_loss import adapter as finite_loss
 from plugins.spike_guard import reference
 from plugins.spike_guard.adapter import Guard, Skipping, _beginning, check_enough, spare_of
 from plugins.spike_guard.ledger import read_ledger
-from plugins.spike_guard.settings import Settings
+from plugins.spike_guard.plan import Settings
 from tests.plugins.finite_loss.test_adapter import Logging, Training
 
 NAN = float("nan")

@@ -11,9 +11,7 @@ from plugins.errors import DataError, RecipeError
 from plugins.finite_loss.plan import NORM
 from plugins.spike_guard import reference
 from plugins.spike_guard.ledger import Entry, ledger_file, read_ledger, samples_of, write_ledger
-from plugins.spike_guard.plan import Window, good_steps, spreads_above, what_follows
-from plugins.spike_guard.settings import Settings, check, read
-from plugins.spike_guard.words import NO_MORE
+from plugins.spike_guard.plan import NO_MORE, Settings, Window, check, good_steps, read, spreads_above, what_follows
 
 GOOD = [3.0, 3.1, 2.9, 3.05, 2.95, 3.02, 2.98, 3.0]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plugins.errors import DataError, RecipeError
-from plugins.straggler_probe import settings
+from plugins.straggler_probe import watch
 from plugins.straggler_probe.record import append, probe_file, read, read_run
 from tests.plugins.straggler_probe.histories import history
 
@@ -58,8 +58,8 @@ def test_a_line_of_something_else_is_refused(tmp_path):
 
 
 def test_settings_have_defaults_and_say_what_is_wrong():
-    assert settings.read({}) == settings.Settings(every=5, work=1)
-    assert settings.read({"every": 20, "work": 3}) == settings.Settings(20, 3)
+    assert watch.read({}) == watch.Settings(every=5, work=1)
+    assert watch.read({"every": 20, "work": 3}) == watch.Settings(20, 3)
     for wrong, says in (
         ({"every": 0}, "straggler_probe.every: 0"),
         ({"work": 0.5}, "straggler_probe.work: 0.5"),
@@ -67,4 +67,4 @@ def test_settings_have_defaults_and_say_what_is_wrong():
         (True, "straggler_probe: write every, work"),
     ):
         with pytest.raises(RecipeError, match=says):
-            settings.read(wrong)
+            watch.read(wrong)

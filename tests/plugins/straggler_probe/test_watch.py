@@ -1,13 +1,18 @@
 """What a rank notes of its steps, by a clock of the test; and the callback that tells it of them."""
 
+import os
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
 from plugins import processor_time
-from plugins.straggler_probe import watch, work
-from plugins.straggler_probe.record import probe_file, read
-from plugins.straggler_probe.settings import Settings
+from plugins.straggler_probe import watch
+from plugins.straggler_probe import watch as work
+from plugins.straggler_probe.plan import slow_ranks
+from plugins.straggler_probe.record import probe_file, read, read_run
+from plugins.straggler_probe.watch import Settings
+from tests.plugins.straggler_probe import workers
 
 
 @pytest.fixture
@@ -102,3 +107,24 @@ def test_the_callback_follows_the_steps_of_a_resumed_run(tmp_path):
     assert [(one.step, one.rank, one.steps) for one in read(probe_file(tmp_path, 0))] == [(8, 0, 1), (10, 0, 2)]
     order = BaseTrainer.sort_callbacks([probe, object.__new__(CheckpointMonitor), losses])
     assert [type(each) for each in order] == [MFLossMonitor, CheckpointMonitor, StragglerProbe]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need a core each")
+def test_nobody_is_named_where_nobody_is_slowed(tmp_path):
+    """Where this machine does other work as well, a worker may be named for that; it is true then."""
+    workers.train(tmp_path, 100)
+    verdict = slow_ranks(read_run(tmp_path))
+    own = [one for one in verdict.slow if "others have its cores" not in one.seen]
+    assert (own, verdict.unknown, verdict.compared) == ([], [], 2)
+    assert len(read_run(tmp_path)) == 2 * 50
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two workers need a core each")
+@pytest.mark.skipif(not workers.can_limit(), reason="making a control group with a limit needs root")
+def test_a_worker_that_a_limit_stops_is_named_with_the_limit(tmp_path):
+    with ExitStack() as held:
+        workers.train(tmp_path, 50, lambda pids: held.enter_context(workers.limit(pids[1:], 0.05)))
+    one = next(one for one in slow_ranks(read_run(tmp_path)).slow if one.kind == "limit")
+    assert (one.rank, one.until) == (1, None) and one.since <= 10

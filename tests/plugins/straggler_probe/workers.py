@@ -11,9 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plugins.straggler_probe.record import probe_file
-from plugins.straggler_probe.settings import Settings
-from plugins.straggler_probe.watch import Watch
-from plugins.straggler_probe.work import processor_work
+from plugins.straggler_probe.watch import Settings, Watch, processor_work
 
 COMPUTES, SLEEPS = 0.01, 0.02  # seconds of a step: processor time, and time in which the core is free
 

@@ -92,7 +92,7 @@ def test_after_how_many_steps_that_are_not_finite_a_run_stops(settings, key, wor
         (False, "", ""),
         ({"every": 20, "work": 2}, "", ""),
         ({"every": 0}, "plugins.straggler_probe.every", "steps between probes, from 1 on"),
-        ({"work": 1.5}, "plugins.straggler_probe.work", "a number of pieces of work, from 1 on"),
+        ({"work": 1.5}, "plugins.straggler_probe.watch", "a number of pieces of work, from 1 on"),
         ({"evry": 5}, "plugins.straggler_probe.evry", "did you mean 'every'"),
         (True, "plugins.straggler_probe", "write every, work under it"),
     ],

@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from plugins.semi_auto_cpu.exchange.calls import CallRecord
+from plugins.semi_auto_cpu.collectives import CallRecord
 from tests.plugins.semi_auto_cpu.collecting import attributes, collectives, on_ranks
 from tools.dryrun.executed import compare_calls
 

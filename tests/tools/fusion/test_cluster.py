@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.operator_fusion.operators import VECTOR
+from plugins.operator_fusion.plan import VECTOR
 from tests.tools.fusion import answers, random_graphs, renew
 from tools.dryrun.graph_text import TensorType, read_graph
 from tools.fusion.cluster import CPU, DVM, Operator, Rules, clusters, operators, refusal

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plugins.spans import Span, note
+from plugins.lines import Span, note
 from tools.runs import attempts
 from tools.runs.attempts import Beat, End, Plan, Verdict
 

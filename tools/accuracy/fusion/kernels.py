@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.operator_fusion.operators import VECTOR
+from plugins.operator_fusion.plan import VECTOR
 from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors
 from tools.fusion.cluster import VIRTUAL, clusters, operators, refusal
 from tools.fusion.split import kernels

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plugins.attention_balance import settings as plugin
+from plugins.attention_balance import plan as plugin
+from plugins.attention_balance.context_parallel import balanced, contiguous
 from plugins.attention_balance.plan import (
     Balance,
     GPTIndex,
@@ -26,9 +27,7 @@ from plugins.attention_balance.plan import (
     segments_of,
     unscheduled,
 )
-from plugins.attention_balance.samples.cost import Cost
-from plugins.attention_balance.samples.eod import check_apart
-from plugins.attention_balance.schedule.context_parallel import balanced, contiguous
+from plugins.attention_balance.samples import Cost, check_apart
 from plugins.errors import DataError, RecipeError
 from tools.data.index import Blend, read_blend
 from tools.data.outputs import read_sidecar

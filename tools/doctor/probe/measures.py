@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from plugins.straggler_probe.work import DEVICE_SIDE, device_products
+from plugins.straggler_probe.watch import DEVICE_SIDE, device_products
 
 _SIDE = 768  # of a product for one thread: some 10 ms of a current core
 _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies

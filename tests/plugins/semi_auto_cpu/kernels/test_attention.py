@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.semi_auto_cpu.kernels import KERNELS
-from plugins.semi_auto_cpu.kernels.attention import blocks
+from plugins.semi_auto_cpu.kernels import KERNELS, attention
 from tests.plugins.semi_auto_cpu.kernels.derivative import LOW, numerical, rounded
 
 COMPRESSED = np.triu(np.ones((2048, 2048), np.uint8), 1)
@@ -96,19 +95,19 @@ def test_explicit_masks_hide_what_they_mark(rng, layout):
 
 @pytest.mark.parametrize("rows", [3, 5])
 def test_the_compressed_mask_is_causal_from_the_first_place(rng, monkeypatch, rows):
-    monkeypatch.setattr(blocks, "_ROWS", 2)  # several blocks
+    monkeypatch.setattr(attention, "_ROWS", 2)  # several blocks
     q, k, v = tensors(rng, rows=rows, columns=5, batch=1, heads=2, key_heads=1)
     check(q, k, v, "SBH", 2, lambda b, n, i, j: j <= i, mask=COMPRESSED)
 
 
 def test_mode_3_counts_from_the_last_place(rng, monkeypatch):
-    monkeypatch.setattr(blocks, "_ROWS", 2)
+    monkeypatch.setattr(attention, "_ROWS", 2)
     q, k, v = tensors(rng, rows=3, columns=5, batch=1, heads=2, key_heads=2)
     check(q, k, v, "BSND", 3, lambda b, n, i, j: j <= i + 2, mask=COMPRESSED)
 
 
 def test_mode_4_is_a_band_from_the_last_place(rng, monkeypatch):
-    monkeypatch.setattr(blocks, "_ROWS", 2)
+    monkeypatch.setattr(attention, "_ROWS", 2)
     q, k, v = tensors(rng, rows=4, columns=6, batch=1, heads=2, key_heads=2)
     arguments = {"mask": COMPRESSED, "before": 2, "behind": 1}
     check(q, k, v, "BNSD", 4, lambda b, n, i, j: -2 <= j - (i + 2) <= 1, **arguments)
@@ -132,7 +131,7 @@ def sees_documents(query_ends, key_ends):
 
 
 def test_documents_see_only_themselves(rng, monkeypatch):
-    monkeypatch.setattr(blocks, "_ROWS", 2)
+    monkeypatch.setattr(attention, "_ROWS", 2)
     q, k, v = tensors(rng, batch=1, rows=7, columns=7, key_heads=2)
     ends = (2, 3, 3, 7, 7)  # one empty; padded by repeating the last
     check(q, k, v, "TND", 3, sees_documents(ends, ends), mask=COMPRESSED, ends=(ends, np.array(ends)))

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.attention_balance import reference
-from plugins.attention_balance.plan import Layout, Objective, build_gpt_index, epoch_plan, segments_of
-from plugins.attention_balance.settings import layout_of
+from plugins.attention_balance.plan import Layout, Objective, build_gpt_index, epoch_plan, layout_of, segments_of
 from plugins.errors import DataError, RecipeError
 from tests.tools.data.data_helpers import REPOSITORY, write_index
 from tools.data.imbalance.measure import Counter, count_lengths, documents_of_samples, imbalance

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 
-MODULES = {"softmax": "plugins.cpu_backend.layers.attention", "decay": "mindformers.core.optim.adamw"}
+MODULES = {"softmax": "plugins.cpu_backend.attention", "decay": "mindformers.core.optim.adamw"}
 
 
 class _Spoil(importlib.abc.MetaPathFinder):

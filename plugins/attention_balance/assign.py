@@ -1,0 +1,323 @@
+"""Samples of one global batch -> (data-parallel rank, micro-batch, slot), for the shortest step. NumPy only.
+
+One sample a slot, all ranks in one barrier (g = R): sort the samples and give each R consecutive ones to a
+micro-batch.
+
+    Claim. The k-th largest of the micro-batches' maxima is, in any assignment, at least x[(k - 1) R] (x sorted
+    falling, from 0), which is what the sorted assignment has.
+    Proof. The k - 1 micro-batches with the largest maxima hold (k - 1) R samples. So among the (k - 1) R + 1 largest
+    samples at least one lies in another micro-batch, whose maximum is then at least x[(k - 1) R].
+
+So the sorted assignment minimises every non-decreasing function of the maxima at once: their sum, and also a
+pipeline's makespan for the best order of micro-batches; only that order is then a heuristic.
+
+Several groups of ranks (g < R): the same claim holds for blocks of g samples over all groups; which blocks go to
+which group is number partitioning with equally many numbers in each part (`partition`), as with plain data parallelism
+(g = 1, a block is a sample). Several samples a slot: two constructions, the better one is taken, see `_blocks`.
+
+Costs are turned into integers first: every rank computes the plan for itself, and float sums could differ between
+processors. Ties are broken by position.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plugins.attention_balance.objective import Objective, best_order
+
+
+def falling_order(weights: np.ndarray) -> np.ndarray:
+    """int64 [rows, n]: indices that sort each row of `weights` (int64, at least 0) falling; equal ones by index.
+
+    Weight and index are sorted as one number: all are different, so the fast unstable sort gives the stable result.
+    """
+    count = weights.shape[1]
+    bits = max(count - 1, 1).bit_length()
+    top = int(weights.max(initial=0))
+    if top.bit_length() + bits > 62:
+        return np.argsort(-weights, axis=1, kind="stable")
+    keys = np.left_shift(top - weights, bits)
+    keys |= np.arange(count)
+    keys.sort(axis=1)
+    keys &= (1 << bits) - 1
+    return keys
+
+
+def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """values [rows, n] at indices [rows, ...], row by row: the shape of `indices`."""
+    rows, count = values.shape
+    if rows == 1:
+        return values[0].take(indices)
+    flat = indices.reshape(rows, -1) + np.arange(rows)[:, None] * count
+    return values.ravel().take(flat).reshape(indices.shape)
+
+
+# up to so many items the start looks at the loads for each item, above for each round
+_ITEM_BY_ITEM = 1024
+_FEW = 16  # and so many in a part: with more, no single item weighs much
+# rounds of the greedy start that look at the loads; later rounds hold the light items and just go back and forth
+_GREEDY_ROUNDS = 16
+_SWAP_ROUNDS = 12
+# a heaviest part within 1 / 2^17 of the mean is good enough: costs are not known better
+_CLOSE = 17
+
+
+def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bool = True) -> np.ndarray:
+    """Divide the items of each row into `parts` parts of as many items, with small heaviest part.
+
+    1. Sort falling. Few items, few in a part: each goes to the lightest part that is not full (LPT), so a part that
+       begins with a giant ends with the lightest items of all. Else: cut into rounds of `parts` items, and each round
+       gives its heaviest item to the lightest part, the next to the next. With two items a part this is optimal.
+    2. Pair the heaviest part with the lightest, the second heaviest with the second lightest and so on; each pair
+       swaps the two items that bring it closest to equal. Repeat with shifted pairs; stop when the row's heaviest
+       part is close to the mean or after a fixed number of rounds (not of seconds: the plan must not depend on the
+       clock).
+
+    Args:
+        weights: int64 [rows, items], at least 0; items is a multiple of `parts`, and items times the
+            largest weight below 2^62.
+        parts: number of parts.
+        by_item: False starts round by round always. swap: False leaves step 2 out.
+
+    Returns:
+        int64 [rows, parts, items / parts]: indices into a row. A row's result depends on that row alone.
+    """
+    rows, items = weights.shape
+    size = items // parts
+    assert size * parts == items
+    order = falling_order(weights)
+    if parts == 1 or size == 1:
+        return order.reshape(rows, parts, size)
+    few = by_item and 2 < size <= _FEW and items <= _ITEM_BY_ITEM
+    start = _lightest_part if few else _greedy
+    chosen, weight = start(order.reshape(rows, size, parts), taken(weights, order).reshape(rows, size, parts))
+    if swap and size > 2:
+        # the swaps sort a few numbers as one; so many rows fit into 62 bits
+        at_a_time = max((1 << 62) // (items * (int(weights.max()) + 1)), 1)
+        for row in range(0, rows, at_a_time):
+            _swap(chosen[row : row + at_a_time], weight[row : row + at_a_time])
+    return chosen
+
+
+def _lightest_part(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Step 1 item by item. Arguments and results as in `_greedy`."""
+    rows, size, parts = rounds.shape
+    rounds, weight = rounds.reshape(rows, -1), weight.reshape(rows, -1)
+    loads, room = np.zeros((rows, parts), np.int64), np.full(rows * parts, size)
+    flat, first = loads.ravel(), np.arange(rows) * parts
+    part_of = np.empty_like(rounds)
+    for number in range(parts * size):
+        part = loads.argmin(1)
+        part_of[:, number] = part
+        part += first
+        flat[part] += weight[:, number]
+        room[part] -= 1
+        flat[part[room[part] == 0]] = np.iinfo(np.int64).max
+    by_part = np.argsort(part_of, axis=1, kind="stable").reshape(rows, parts, size)
+    return taken(rounds, by_part), taken(weight, by_part)
+
+
+def _greedy(rounds: np.ndarray, weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Step 1 round by round. rounds, weight: [rows, size, parts], items and their weights, heaviest first.
+
+    Returns both as [rows, parts, size].
+    """
+    rows, size, parts = rounds.shape
+    row = np.arange(rows)[:, None]
+    source = np.empty_like(rounds)  # which item of the round goes to each part
+    loads = np.zeros((rows, parts), np.int64)
+    numbers = np.broadcast_to(np.arange(parts), (rows, parts))
+    greedy = min(size, _GREEDY_ROUNDS)
+    for number in range(greedy):
+        lightest = np.argsort(loads, axis=1, kind="stable")
+        source[row, number, lightest] = numbers
+        loads[row, lightest] += weight[:, number]
+    lightest = np.argsort(loads, axis=1, kind="stable")
+    inverse = np.empty_like(lightest)
+    inverse[row, lightest] = numbers
+    source[:, greedy::2] = inverse[:, None]
+    source[:, greedy + 1 :: 2] = (parts - 1 - inverse)[:, None]
+    flat = (source + np.arange(rows * size).reshape(rows, size, 1) * parts).transpose(0, 2, 1)
+    return rounds.ravel().take(flat), weight.ravel().take(flat)
+
+
+def _swap(chosen: np.ndarray, weight: np.ndarray) -> None:
+    """Step 2, in place. chosen, weight: [rows, parts, size]."""
+    parts = chosen.shape[1]
+    pairs = parts // 2
+    loads = weight.sum(2)
+    enough = -(-loads.sum(1) // parts)
+    enough += enough >> _CLOSE
+    for number in range(_SWAP_ROUNDS):
+        active = np.flatnonzero(loads.max(1) > enough)
+        if not len(active):
+            return
+        order = falling_order(loads[active])
+        row = np.repeat(active, pairs)
+        heavy = order[:, :pairs].ravel()
+        light = np.roll(order[:, ::-1][:, :pairs], number % pairs, axis=1).ravel()
+        wanted = loads[row, heavy] > enough[row]
+        row, heavy, light = row[wanted], heavy[wanted], light[wanted]
+        excess = loads[row, heavy] - loads[row, light]
+        give, take, gain = _closest(weight[row, heavy], weight[row, light], excess // 2)
+
+        better = (gain > 0) & (gain < excess)
+        row, heavy, light, give, take, gain = (a[better] for a in (row, heavy, light, give, take, gain))
+        for table in (chosen, weight):
+            given = table[row, heavy, give]
+            table[row, heavy, give] = table[row, light, take]
+            table[row, light, take] = given
+        loads[row, heavy] -= gain
+        loads[row, light] += gain
+
+
+def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each pair of parts the items whose weights differ by close to `wanted`.
+
+    heavy, light: int64 [pairs, size]; wanted: int64 [pairs], at least 0.
+    Returns give (of heavy), take (of light), and the difference: int64 [pairs].
+    """
+    pairs, size = heavy.shape
+    top = int(max(heavy.max(), light.max())) + 1
+    # one sorted array for all pairs; a number is (pair, weight, item)
+    base = np.arange(pairs)[:, None] * top
+    bits = (size - 1).bit_length()
+    keys = ((light + base) << bits | np.arange(size)).ravel()
+    keys.sort()
+    target = np.clip(heavy - wanted[:, None], 0, top - 1) + base
+    position = np.searchsorted(keys, (target << bits).ravel()).reshape(pairs, size)
+    first = np.arange(pairs)[:, None] * size
+    above = np.minimum(position, first + size - 1)
+    below = np.maximum(position - 1, first)
+    goal = heavy - wanted[:, None] + base
+    values = keys >> bits
+    over, under = np.abs(values.take(above) - goal), np.abs(values.take(below) - goal)
+    nearest = np.where(over < under, above, below)
+    give = np.minimum(over, under).argmin(1)
+    pair = np.arange(pairs)
+    key = keys.take(nearest[pair, give])
+    return give, key & (1 << bits) - 1, heavy[pair, give] - ((key >> bits) - base[:, 0])
+
+
+_SCALE = float(1 << 32)
+
+
+def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:
+    """int64 [ranks, micro-batches, slots]: what MindFormers delivers, as positions in the global batch.
+
+    `GeneratorDataset` deals positions to ranks in turn; a rank's samples fill its micro-batches one after the other.
+    Where the graph gathers the batches first (`plan.delivery_order`) it is another order that knows no costs either.
+    """
+    return np.arange(ranks * micro_batches * slots).reshape(micro_batches, slots, ranks).transpose(2, 0, 1)
+
+
+def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
+    """Assign the samples of one global batch, or of several at once.
+
+    Args:
+        costs: float64 [..., ranks * micro_batches * slots], at least 0, in the order of the global batch.
+        ranks: data-parallel ranks. micro_batches: of a step. slots: samples of a rank's micro-batch.
+        objective: where ranks wait for each other.
+
+    Returns:
+        int64 [..., ranks, micro_batches, slots]: positions in the global batch, each once. Equal costs keep their
+        order; a batch's result depends on its costs alone, the same on every machine. Never slower than
+        `unscheduled` (which is returned when nothing beats it).
+    """
+    *lead, size = costs.shape
+    assert size == ranks * micro_batches * slots
+    weights = _integers(costs.reshape(-1, size))
+    if objective.ranks_per_barrier == 1:
+        plan = _ranks_alone(weights, ranks, micro_batches, slots, objective)
+    else:
+        plan = _groups(weights, ranks, micro_batches, slots, objective)
+    if objective.stages > 1:
+        plan = _ordered(weights, plan, objective)
+    natural = np.broadcast_to(unscheduled(ranks, micro_batches, slots), plan.shape)
+    plan = _fastest(weights, [natural, plan], objective)
+    return plan.reshape(*lead, ranks, micro_batches, slots)
+
+
+def loads_of(costs: np.ndarray, plan: np.ndarray) -> np.ndarray:
+    """Cost [..., ranks, micro-batches] of each rank's micro-batches. costs: [..., samples]; plan as in `assign`."""
+    rows = int(np.prod(plan.shape[:-3]))
+    return taken(costs.reshape(rows, -1), plan.reshape(rows, -1)).reshape(plan.shape).sum(-1)
+
+
+def _integers(costs: np.ndarray) -> np.ndarray:
+    """Costs [rows, n] as int64 of 32 bits: exact sums, so that every rank of a mixed cluster finds the same plan."""
+    largest = costs.max(1, keepdims=True)
+    return np.rint(costs * (_SCALE / np.where(largest > 0, largest, 1.0))).astype(np.int64)
+
+
+def _ranks_alone(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
+    """Plain data parallelism: each rank's total counts, and with a pipeline how even its micro-batches are."""
+    rows = len(weights)
+    parts = partition(weights, ranks)
+    if objective.stages > 1 and slots > 1:
+        inner = partition(taken(weights, parts).reshape(rows * ranks, -1), micro_batches).reshape(rows, ranks, -1)
+        parts = np.take_along_axis(parts, inner, 2)
+    return parts.reshape(rows, ranks, micro_batches, slots)
+
+
+def _groups(weights: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
+    """Barriers inside groups of ranks: blocks of samples that run together, then blocks to groups."""
+    rows, together = len(weights), objective.ranks_per_barrier
+    groups = ranks // together
+    plans = []
+    for blocks in _blocks(weights, together, slots):
+        mine = partition(taken(weights, blocks).sum(-1).max(-1), groups)  # [rows, groups, micro_batches]
+        plan = blocks[np.arange(rows)[:, None, None], mine]
+        # heavy to light, then light to heavy: ranks' totals come close too, for the waits that no barrier forces
+        plan[:, :, 1::2] = plan[:, :, 1::2, ::-1]
+        plans.append(plan.transpose(0, 1, 3, 2, 4).reshape(rows, ranks, micro_batches, slots))
+    if slots > 1:
+        plans.append(_sorted_inside(weights, partition(weights, ranks)).reshape(plans[0].shape))
+    return plans[0] if len(plans) == 1 else _fastest(weights, plans, objective)
+
+
+def _sorted_inside(weights: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """The items of each part [rows, parts, size] in falling order."""
+    rows, count, size = parts.shape
+    order = falling_order(taken(weights, parts).reshape(-1, size))
+    return taken(parts.reshape(-1, size), order).reshape(rows, count, size)
+
+
+def _blocks(weights: np.ndarray, together: int, slots: int):
+    """Yield ways to cut the samples into blocks [rows, blocks, together, slots] that run at the same time.
+
+    1. Sort, cut into blocks of together * slots, divide each evenly over its ranks: best when costs vary smoothly.
+    2. (several slots) Divide all samples evenly into rank-sized bins, sort the bins, cut: best when a few samples
+       are far heavier than the rest and each needs the lightest ones beside it.
+    """
+    rows, size = weights.shape
+    order = falling_order(weights)
+    if slots == 1:
+        yield order.reshape(rows, -1, together, 1)
+        return
+    blocks = order.reshape(-1, together * slots)
+    inside = partition(taken(weights, order).reshape(blocks.shape), together, by_item=False)
+    yield taken(blocks, inside).reshape(rows, -1, together, slots)
+    # they are sorted next, so closer bins gain nothing
+    bins = partition(weights, size // slots, by_item=False, swap=False)
+    falling = falling_order(taken(weights, bins).sum(-1))
+    yield np.take_along_axis(bins, falling[:, :, None], 1).reshape(rows, -1, together, slots)
+
+
+def _ordered(weights: np.ndarray, plan: np.ndarray, objective: Objective) -> np.ndarray:
+    """The same plan with each group's micro-batches in an order that suits the pipeline."""
+    micro_batches, slots = plan.shape[2:]
+    together = objective.ranks_per_barrier
+    times = taken(weights, plan).sum(-1).reshape(-1, together, micro_batches).max(1)
+    order = best_order(times, objective.stages, objective.forward_share)
+    grouped = plan.reshape(-1, together, micro_batches, slots)
+    return np.take_along_axis(grouped, order[:, None, :, None], 2).reshape(plan.shape)
+
+
+def _fastest(weights: np.ndarray, plans: list[np.ndarray], objective: Objective) -> np.ndarray:
+    """For each row the fastest of the plans, the first of equals."""
+    times = objective.step_time(np.stack([taken(weights, plan).sum(-1) for plan in plans]))
+    best = times.argmin(0)
+    if (best == best[0]).all():
+        return plans[best[0]]
+    return np.stack(plans)[best, np.arange(len(weights))]

@@ -1,0 +1,342 @@
+"""The samples of a corpus, from MindFormers' index only: which documents each one holds, and what it costs to train.
+
+No token is read, and NumPy is all that is needed. The file has four parts:
+
+1. `GPTIndex`: MindFormers' `GPTDataset` as its four arrays, and the same arrays made without MindFormers. The
+   documents of all epochs, in the order of `document_index`, form one stream of tokens; sample i is the tokens [i *
+   sequence_length, (i + 1) * sequence_length) of it (and one more, for the last label); the dataset's item n is sample
+   `shuffle_index[n]`. MindFormers keeps the three indices as .npy files in <prefix>/cache/GPTDataset_indices;
+   memory-mapped they serve here as they are.
+2. `Segments`: the documents inside each sample. With an end-of-document mask a token attends only to its own document.
+   A document boundary inside a sample starts a new segment, and so does the beginning of the sample: a document that
+   was cut goes on as if it began there. This holds for a corpus whose documents end with the end-of-document token and
+   contain no other (`tc3 data prepare` writes such).
+3. `Cost` = per_pair * (pairs of tokens that attend) + per_token * tokens. A document of n tokens under a causal mask
+   has n * (n + 1) / 2 pairs; everything else in the model is linear in tokens. Devices of one tensor- or
+   context-parallel group share a sample, so the cost is relative: it compares samples, whatever the group's size.
+4. Checks that a recipe keeps documents apart. MindFormers' dataset has two masks that end a document at its
+   end-of-document (EOD) token: a full one, [1, S, S] (`create_attention_mask` with `reset_attention_mask`), and a
+   compressed one, the ends of up to `eod_pad_length` documents (`create_compressed_eod_mask`). With the compressed one
+   the attention kernel computes nothing between documents; how much of a full mask a kernel skips is its own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import DataError, RecipeError
+
+_CHUNK = 1 << 22  # documents handled at a time
+# GPTDataset shuffles the last epoch by itself when less than this share of it is used
+_WHOLE_EPOCH = 0.80
+
+
+@dataclass(frozen=True)
+class GPTIndex:
+    """Where every sample of one dataset lies. Arrays may be memory-mapped.
+
+    lengths: int32 [documents], tokens of each, the end-of-document token included;
+    document_index: int32 [epochs * documents], the order in which they are read;
+    sample_index: int64 [samples + 1, 2], position in `document_index` and token offset at which each sample begins;
+    shuffle_index: [samples], the sample behind each item of the dataset;
+    sequence_length: tokens of a sample.
+    """
+
+    lengths: np.ndarray
+    document_index: np.ndarray
+    sample_index: np.ndarray
+    shuffle_index: np.ndarray
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+
+def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | None, seed: int) -> GPTIndex:
+    """The index that `GPTDataset` builds over all documents of a training split, bit for bit.
+
+    Args:
+        lengths: int32 [documents], tokens of each.
+        sequence_length: tokens of a sample.
+        samples: how many the dataset must have at least (whole epochs are added); None for one epoch.
+            A blend of datasets asks each for 0.5 % more than its share.
+        seed: `train_dataset.data_loader.config.seed`.
+
+    Memory: 4 bytes per document and epoch, 24 bytes per sample, besides one chunk of documents.
+
+    Raises:
+        DataError: the corpus holds less than one sample.
+    """
+    per_epoch = int(np.sum(lengths, dtype=np.int64))
+    if per_epoch <= sequence_length:
+        raise DataError(f"a corpus of {per_epoch:,} tokens holds no sample of {sequence_length:,} and one more token")
+    wanted = 0 if samples is None else samples * sequence_length + 1
+    epochs = max(1, -(-wanted // per_epoch))
+    without_last = ((epochs - 1) * per_epoch - 1) // sequence_length
+    last_apart = False
+    if epochs > 1:
+        assert samples is not None
+        last_apart = samples - without_last < int(_WHOLE_EPOCH * ((per_epoch - 1) // sequence_length))
+
+    random = np.random.RandomState(seed)
+    document_index = _shuffled_documents(len(lengths), epochs, last_apart, random)
+    count = (epochs * per_epoch - 1) // sequence_length
+    sample_index = _sample_starts(lengths, document_index, sequence_length, count)
+    shuffle_index = np.arange(count, dtype=np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64)
+    split = without_last if last_apart else count
+    random.shuffle(shuffle_index[:split])
+    if split < count:
+        random.shuffle(shuffle_index[split:])
+    return GPTIndex(lengths, document_index, sample_index, shuffle_index, sequence_length)
+
+
+def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> np.ndarray:
+    """One value for each item of a `BlendedDataset`.
+
+    Args:
+        values: for each dataset, float64 [its samples], in that dataset's order.
+        dataset_index, dataset_sample_index: [items], as in `BlendedDataset`.
+
+    Returns:
+        float64 [items].
+    """
+    out = np.empty(len(dataset_index))
+    for number, of_dataset in enumerate(values):
+        mine = dataset_index == number
+        out[mine] = of_dataset[dataset_sample_index[mine]]
+    return out
+
+
+def _shuffled_documents(count: int, epochs: int, last_apart: bool, random: np.random.RandomState) -> np.ndarray:
+    """int32 [epochs * count]; the epochs are shuffled together, the last one by itself if `last_apart`."""
+    order = np.tile(np.arange(count, dtype=np.int32), epochs)
+    together = (epochs - 1) * count if last_apart else epochs * count
+    random.shuffle(order[:together])
+    if together < len(order):
+        random.shuffle(order[together:])
+    return order
+
+
+def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_length: int, count: int) -> np.ndarray:
+    """int64 [count + 1, 2]: the document that holds token i * sequence_length, and the offset in it."""
+    starts = np.empty((count + 1, 2), np.int64)
+    tokens = done = 0
+    for begin in range(0, len(document_index), _CHUNK):
+        sizes = lengths[document_index[begin : begin + _CHUNK]]
+        ends = tokens + np.cumsum(sizes, dtype=np.int64)
+        tokens = int(ends[-1])
+        stop = min(-(-tokens // sequence_length), count + 1)
+        targets = np.arange(done, stop, dtype=np.int64) * sequence_length
+        position = np.searchsorted(ends, targets, side="right")
+        starts[done:stop, 0] = begin + position
+        starts[done:stop, 1] = targets - (ends[position] - sizes[position])
+        done = stop
+    return starts
+
+
+_SEGMENTS = 1 << 21  # segments handled at a time when a whole dataset is read
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segment lengths of several samples in CSR form.
+
+    values: int64 [segments], tokens of each, sample after sample; all at least 1;
+    offsets: int64 [samples + 1]: sample i has values[offsets[i] : offsets[i + 1]].
+
+    MindFormers' compressed mask (`actual_seq_len`) is the cumulative sum of a sample's values, padded with the
+    sequence length up to `eod_pad_length`.
+    """
+
+    values: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, sample: int) -> np.ndarray:
+        """int64 [segments of one sample], tokens of each."""
+        return self.values[self.offsets[sample] : self.offsets[sample + 1]]
+
+    def counts(self) -> np.ndarray:
+        """int64 [samples], segments of each.
+
+        The compressed mask needs `counts <= eod_pad_length`. MindFormers itself raises only at eod_pad_length + 2:
+        with exactly one too many its mask lacks the end of the last document.
+        """
+        return np.diff(self.offsets)
+
+
+def segments_of(index: GPTIndex, start: int, stop: int) -> Segments:
+    """Segments of the items [start, stop) of the dataset, in the dataset's order.
+
+    Memory: some 50 bytes a segment of that range.
+
+    Raises:
+        DataError: the indices do not belong to these documents or to this sequence length.
+    """
+    return _segments(index, np.asarray(index.shuffle_index[start:stop], np.int64))
+
+
+def segments_in_stream_order(index: GPTIndex):
+    """Yield (first sample, `Segments`) over all samples before shuffling, a bounded number of segments at a time.
+
+    Sequential in the indices, so a memory-mapped corpus of 10^8 documents is read once.
+    """
+    per_sample = -(-len(index.document_index) // max(len(index), 1)) + 1
+    step = max(_SEGMENTS // per_sample, 1)
+    for start in range(0, len(index), step):
+        yield start, _segments(index, np.arange(start, min(start + step, len(index)), dtype=np.int64))
+
+
+def _segments(index: GPTIndex, samples: np.ndarray) -> Segments:
+    """`samples`: int64 [n], numbers before shuffling."""
+    first, offset = np.asarray(index.sample_index[samples]).T
+    last, end = np.asarray(index.sample_index[samples + 1]).T
+    counts = last - first + 1
+    offsets = np.concatenate(([0], np.cumsum(counts)))
+    position = np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], counts)
+    values = np.asarray(index.lengths[index.document_index[position]], np.int64)
+    # the last document is cut at `end`, the first begins at `offset`; they may be the same one
+    values[offsets[1:] - 1] = end
+    values[offsets[:-1]] -= offset
+    _check(values, offsets, index.sequence_length)
+
+    kept = values > 0
+    if not kept.all():
+        offsets = np.concatenate(([0], np.cumsum(kept)))[offsets]
+        values = values[kept]
+    return Segments(values, offsets)
+
+
+def _check(values: np.ndarray, offsets: np.ndarray, sequence_length: int) -> None:
+    if not len(values):
+        return
+    tokens = np.add.reduceat(values, offsets[:-1])
+    if values.min() < 0 or (tokens != sequence_length).any():
+        wrong = int(tokens[tokens != sequence_length][0]) if (tokens != sequence_length).any() else int(values.min())
+        raise DataError(
+            f"a sample of this index has {wrong:,} tokens where the sequence length is {sequence_length:,}: the cached "
+            "indices belong to another corpus, sequence length or seed; remove the cache folder beside the corpus"
+        )
+
+
+UNITS = MEASURED, COMPUTED = "s", "FLOP"
+
+
+def causal_pairs(segments: Segments) -> np.ndarray:
+    """int64 [samples], pairs of tokens that attend, the sum of n * (n + 1) / 2 over a sample's segments."""
+    return np.add.reduceat(segments.values * (segments.values + 1) // 2, segments.offsets[:-1])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the model costs, computed from its sizes (`unit` is "FLOP") or measured ("s").
+
+    per_pair: `unit` for each attending pair of tokens; per_token: `unit` for each token.
+    """
+
+    per_pair: float
+    per_token: float
+    unit: str = COMPUTED
+
+    def of(self, segments: Segments) -> np.ndarray:
+        """float64 [samples], in `unit`."""
+        tokens = np.add.reduceat(segments.values, segments.offsets[:-1])
+        return self.per_pair * causal_pairs(segments) + self.per_token * tokens
+
+    def of_dataset(self, index: GPTIndex) -> np.ndarray:
+        """float64 [items], in `unit`, for a dataset in its own order. Memory: 16 bytes per sample and one chunk."""
+        in_stream = np.empty(len(index))
+        for start, segments in segments_in_stream_order(index):
+            in_stream[start : start + len(segments)] = self.of(segments)
+        return in_stream[index.shuffle_index]
+
+    def attention_only(self) -> Cost:
+        """The same without the part that is linear in tokens."""
+        return replace(self, per_token=0.0)
+
+
+CONFIG = "train_dataset.data_loader.config"
+
+
+def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse a recipe whose documents see each other.
+
+    Args:
+        config: `train_dataset.data_loader.config`. model: `model.model_config`.
+
+    Raises:
+        RecipeError: every sample then costs the same, and there is nothing to balance.
+    """
+    if config.get("create_compressed_eod_mask"):
+        return
+    if not config.get("reset_attention_mask"):
+        raise RecipeError(
+            "plugins.attention_balance: without a mask at the end of documents every sample costs the same, so no "
+            f"order is faster than another; write {CONFIG}.create_compressed_eod_mask: True (or "
+            "create_attention_mask and reset_attention_mask: True for a full mask), or leave the plugin out"
+        )
+    if not config.get("create_attention_mask", True):
+        raise RecipeError(
+            f"{CONFIG}.reset_attention_mask: without create_attention_mask MindFormers makes no mask that it could "
+            "reset, and documents see each other; write create_attention_mask: True or create_compressed_eod_mask: True"
+        )
+    if model.get("use_attn_mask_compression"):
+        raise RecipeError(
+            "model.model_config.use_attn_mask_compression: attention then makes its own causal mask, and the one of "
+            f"{CONFIG}.reset_attention_mask is not read; write False"
+        )
+
+
+def documents_of_items(index: GPTIndex) -> np.ndarray:
+    """int32 [items]: documents (or parts of one) in each sample, in the dataset's order.
+
+    Memory: 8 bytes per sample and one chunk of the index.
+    """
+    in_stream = np.empty(len(index), np.int32)
+    for start, segments in segments_in_stream_order(index):
+        in_stream[start : start + len(segments)] = segments.counts()
+    return in_stream[index.shuffle_index]
+
+
+def check_fits(documents: np.ndarray, eod_pad_length: int, batch: int) -> None:
+    """Refuse a compressed mask that is too short for a sample that will be trained.
+
+    With `eod_pad_length` + 1 documents MindFormers 1.9.0 drops the end of the last one in silence (attention runs over
+    an unfinished mask); from + 2 on it raises in the step that meets the sample.
+
+    Args:
+        documents: [samples], of each sample in the order of training. batch: samples of a step.
+
+    Raises:
+        RecipeError: names the first such sample, the largest one, and the length that would do.
+    """
+    over = np.flatnonzero(documents > eod_pad_length)
+    if len(over):
+        first, largest = int(over[0]), int(documents.argmax())
+        raise RecipeError(
+            f"{CONFIG}.eod_pad_length: {eod_pad_length} is less than the {documents[first]:.0f} documents of sample "
+            f"{first} (step {first // batch + 1}); {len(over)} of {len(documents)} samples have too many, "
+            f"sample {largest} the most: write {documents[largest]:.0f} or more"
+        )
+
+
+def check_last_tokens(tokens: np.ndarray, eod: int, corpus: str) -> None:
+    """Refuse an `eod` that is not the token with which this corpus' documents end.
+
+    tokens: [documents looked at], the last one of each.
+
+    Raises:
+        DataError: masks would then not end where the documents do.
+    """
+    other = tokens[tokens != eod]
+    if len(other):
+        raise DataError(
+            f"{CONFIG}.eod: {eod} is not how documents of {corpus} end: {len(other)} of the {len(tokens)} looked at "
+            f"end with token {other[0]}; masks and costs need the corpus' own end-of-document token"
+        )

@@ -1,0 +1,290 @@
+"""Core attention on CPU: what `FlashAttentionScore` computes, from operators that CPU has.
+
+`CoreAttention` is the dense form: it multiplies S x S scores and masks most of them. `DocumentCoreAttention` is for
+data whose masks keep documents apart. There a document's queries go in blocks of at most `BLOCK`, each against the
+keys from its document's start to the block's end (`document_attention`, `document_gradients`: NumPy, as host functions
+in the graph). A document of n tokens costs about n * (n + BLOCK) / 2 scores, which follows the attending pairs n * (n
++ 1) / 2 that `plugins/attention_balance` counts, and memory grows with BLOCK * n instead of S * S. Backward makes the
+scores again from the log-sum-exp of each row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.ops import operations as P
+
+from plugins.cpu_backend import host_functions
+from plugins.errors import RecipeError
+
+BLOCK = 128  # queries; smaller ones waste fewer masked scores, larger ones make better matmuls
+
+_LATER = np.triu(np.ones((BLOCK, BLOCK), bool), 1)
+
+
+def document_blocks(breaks: np.ndarray) -> Iterator[tuple[int, int, int]]:
+    """Yield (start of the document, first query, end of the queries) of each block of one sample.
+
+    breaks: [S - 1]; entry i is not 0 where token i + 1 begins a document.
+    """
+    starts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+    for start, end in zip(starts, [*starts[1:], len(breaks) + 1], strict=True):
+        for first in range(start, end, BLOCK):
+            yield start, first, min(first + BLOCK, end)
+
+
+def document_attention(
+    query: np.ndarray, key: np.ndarray, value: np.ndarray, breaks: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """softmax(Q K^T * scale) V within each document, causal.
+
+    Args:
+        query, key: [S, B, N, D]; value: [S, B, N, Dv]; breaks: [B, S - 1], see `blocks`.
+
+    Returns:
+        [S, B, N, Dv], and the log-sum-exp of each row's scores [B, N, S].
+    """
+    length, batch, heads, _ = query.shape
+    out = np.empty(value.shape, value.dtype)
+    log_sum = np.empty((batch, heads, length), query.dtype)
+    for sample in range(batch):
+        q, k, v, o = (_heads_first(x, sample) for x in (query, key, value, out))
+        for start, first, end in document_blocks(breaks[sample]):
+            scores = _scores(q, k, start, first, end, scale)
+            top = scores.max(-1, keepdims=True)
+            scores -= top
+            np.exp(scores, out=scores)
+            total = scores.sum(-1, keepdims=True)
+            o[:, first:end] = np.matmul(scores, v[:, start:end]) / total
+            log_sum[sample, :, first:end] = (top + np.log(total))[..., 0]
+    return out, log_sum
+
+
+def document_gradients(
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    breaks: np.ndarray,
+    out: np.ndarray,
+    log_sum: np.ndarray,
+    dout: np.ndarray,
+    scale: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of `forward` with respect to query, key and value; out, log_sum: its results; dout: as `out`."""
+    gradients = np.empty(query.shape, query.dtype), np.zeros(key.shape, key.dtype), np.zeros(value.shape, value.dtype)
+    inner = (out * dout).sum(-1).transpose(1, 2, 0)[..., None]  # [B, N, S, 1]
+    for sample in range(len(breaks)):
+        q, k, v, do, dq, dk, dv = (_heads_first(x, sample) for x in (query, key, value, dout, *gradients))
+        for start, first, end in document_blocks(breaks[sample]):
+            rows, keys = np.s_[:, first:end], np.s_[:, start:end]
+            weights = _scores(q, k, start, first, end, scale)
+            weights -= log_sum[sample][rows][..., None]
+            np.exp(weights, out=weights)
+            dv[keys] += np.matmul(weights.transpose(0, 2, 1), do[rows])
+            dscores = np.matmul(do[rows], v[keys].transpose(0, 2, 1))
+            dscores -= inner[sample][rows]
+            dscores *= weights
+            dscores *= scale
+            dq[rows] = np.matmul(dscores, k[keys])
+            dk[keys] += np.matmul(dscores.transpose(0, 2, 1), q[rows])
+    return gradients
+
+
+def _heads_first(x: np.ndarray, sample: int) -> np.ndarray:
+    """A view of one sample: [S, B, N, D] -> [N, S, D]; BLAS takes its strides as they are."""
+    return x[:, sample].transpose(1, 0, 2)
+
+
+def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scale: float) -> np.ndarray:
+    """Scores [N, queries, keys] of one block, -inf where a key comes after its query: only in the last square."""
+    scores = np.matmul(q[:, first:end], k[:, start:end].transpose(0, 2, 1))
+    scores *= scale
+    size = end - first
+    scores[:, :, first - start :][:, _LATER[:size, :size]] = -np.inf
+    return scores
+
+
+_follows_documents = False
+
+
+def follow_documents(follows: bool) -> None:
+    """Whether models built later compute attention document by document; for data with `reset_attention_mask` only."""
+    global _follows_documents
+    _follows_documents = follows
+
+
+def core_attention():
+    """The class for a layer spec's `core_attention`."""
+    return DocumentCoreAttention if _follows_documents else CoreAttention
+
+
+class CoreAttention(nn.Cell):
+    """Stands in for `training_graph.transformer.flash_attention.FlashAttention` as `core_attention` submodule.
+
+    Softmax runs in float32. Memory grows with S squared: it is for mini recipes.
+
+    Inputs:
+        query, key: [S, B, N, D] or [S, B, N * D]; value: [S, B, N, Dv] or [S, B, N * Dv];
+        attention_mask: 1 where attention is forbidden, [B, 1, S, S] or [S, S].
+
+    Outputs:
+        [S, B, N * Dv] in the value's type.
+
+    Raises:
+        RecipeError: for a variant of attention that this cell does not compute.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type=None,
+        attention_type=None,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+    ):
+        super().__init__()
+        _refuse_unsupported(config, attention_dropout)
+        self.layer_number = layer_number
+        self.heads = config.num_attention_heads
+        head_dim = config.kv_channels
+        if config.multi_latent_attention:
+            head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+        self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        self.scores = P.BatchMatMul(transpose_b=True)
+        self.context = P.BatchMatMul()
+        self.softmax = P.Softmax(-1)
+        self.masked_score = Tensor(-1e9, ms.float32)
+
+    def construct(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        alibi_mask=None,
+        prefix=None,
+        padding_mask=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
+        """See the class."""
+        query = self._heads_first(query)
+        key = self._heads_first(key)
+        value = self._heads_first(value)
+        scores = ops.cast(self.scores(query, key), ms.float32) * self.scale
+        scores = scores + ops.cast(attention_mask, ms.float32) * self.masked_score
+        weights = ops.cast(self.softmax(scores), value.dtype)
+        out = ops.transpose(self.context(weights, value), (2, 0, 1, 3))
+        return ops.reshape(out, (out.shape[0], out.shape[1], -1))
+
+    def _heads_first(self, x):
+        """[S, B, N * D] or [S, B, N, D] -> [B, N, S, D]."""
+        x = ops.reshape(x, (x.shape[0], x.shape[1], self.heads, -1))
+        return ops.transpose(x, (1, 2, 0, 3))
+
+
+class DocumentCoreAttention(CoreAttention):
+    """`CoreAttention` for masks of `reset_attention_mask`: causal within documents, and as expensive as those.
+
+    The dataset delivers a dense mask; its entry below the diagonal says whether a token sees the one before it, and
+    so where documents begin. Nothing else of the mask is read. Memory does not grow with S squared, the mask apart.
+    """
+
+    def __init__(self, config, layer_number, **kwargs):
+        super().__init__(config, layer_number, **kwargs)
+        self.within_documents = WithinDocuments(self.scale)
+
+    def construct(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params=None,
+        alibi_mask=None,
+        prefix=None,
+        padding_mask=None,
+        actual_seq_qlen=None,
+        actual_seq_kvlen=None,
+    ):
+        """As `CoreAttention`; attention_mask: [B, 1, S, S]."""
+        length, batch = query.shape[0], query.shape[1]
+        shape = (length, batch, self.heads, -1)
+        # the entries (i + 1, i), behind each other at a stride of S + 1
+        flat = ops.reshape(attention_mask, (batch, length * length))
+        breaks = ops.cast(flat[:, length :: length + 1], ms.int32)
+        out, _ = self.within_documents(
+            ops.reshape(query, shape), ops.reshape(key, shape), ops.reshape(value, shape), breaks
+        )
+        return ops.reshape(out, (length, batch, -1))
+
+
+class WithinDocuments(nn.Cell):
+    """`attention_documents` as host functions in the graph.
+
+    Inputs: query, key [S, B, N, D]; value [S, B, N, Dv]; breaks int32 [B, S - 1].
+    Outputs: [S, B, N, Dv], and the log-sum-exp of the rows [B, N, S], for backward only: no gradient passes it.
+    """
+
+    def __init__(self, scale):
+        super().__init__(auto_prefix=False)
+        self.attend, self.gradients = _operators(scale)
+
+    def construct(self, query, key, value, breaks):
+        """See the class."""
+        return self.attend(query, key, value, breaks)
+
+    def bprop(self, query, key, value, breaks, out, dout):
+        """`by_document.backward`."""
+        gradients = self.gradients(query, key, value, breaks, out[0], out[1], dout[0])
+        return gradients[0], gradients[1], gradients[2], ops.zeros_like(breaks)
+
+
+def _operators(scale):
+    """Forward and backward of `WithinDocuments`."""
+    scale = float(scale)
+
+    def forward(query, key, value, breaks):
+        return document_attention(query, key, value, breaks, scale)
+
+    def forward_shapes(query, key, value, breaks):
+        return value, [query[1], query[2], query[0]]
+
+    def forward_types(query, key, value, breaks):
+        return value, query
+
+    def backward(query, key, value, breaks, out, log_sum, dout):
+        return document_gradients(query, key, value, breaks, out, log_sum, dout, scale)
+
+    def first_three(query, key, value, breaks, out, log_sum, dout):
+        return query, key, value
+
+    return (
+        host_functions.operator(forward, forward_shapes, forward_types),
+        host_functions.operator(backward, first_three, first_three),
+    )
+
+
+def _refuse_unsupported(config, attention_dropout):
+    """Raise RecipeError for what would be computed wrongly in silence."""
+    dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+    where = "on CPU, model.model_config"
+    if dropout:
+        raise RecipeError(f"{where}.attention_dropout: only 0.0 is supported, not {dropout}")
+    if config.use_eod_attn_mask_compression or config.use_attn_mask_compression:
+        raise RecipeError(f"{where}.use_attn_mask_compression: must be False, CPU attention reads the full mask")
+    if config.window_size:
+        raise RecipeError(f"{where}.window_size: sliding windows are not supported")
+    if not config.multi_latent_attention and config.num_query_groups != config.num_attention_heads:
+        raise RecipeError(f"{where}.n_kv_heads: grouped-query attention is not supported")

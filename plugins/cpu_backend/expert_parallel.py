@@ -1,0 +1,298 @@
+"""Expert parallelism on CPU: each worker holds its own experts' weights, and only routed tokens move.
+
+Collectives, row operations and grouped matmul are host functions in the graph. MindSpore's CPU backend has AllReduce
+only, and gradients of shapes that depend on data fail there. So a buffer is as large as its worst case, rows in use
+first: the host functions move and multiply the rows in use only and leave zeros behind them. `Net` and `Rows` are the
+backend of `plugins/hierarchical_ep/dispatcher.py`; `CpuRoutedExperts` are the model's routed experts on top of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import operations as P
+
+from plugins.cpu_backend import host_functions, transport
+from plugins.cpu_backend.plan import grouped_matmul, grouped_matmul_dw, grouped_matmul_dx
+from plugins.hierarchical_ep.experts import RoutedExperts
+
+_tags = itertools.count()
+
+
+def _operator(function, shape):
+    """A host function as an operator of the graph; the result has the dtype of the first input."""
+
+    def dtype(*dtypes):
+        return dtypes[0]
+
+    return host_functions.operator(function, shape, dtype)
+
+
+def _moving(group):
+    """The operator of an all-to-all-v: (rows, send, receive, like) -> the arrived rows, zeros up to `like`'s shape."""
+    # every rank, and every start of a run, builds the same operators in the same order, so tags agree
+    group, tag = tuple(map(int, group)), next(_tags)
+
+    def move(rows, send, receive, like):
+        out = np.zeros(like.shape, rows.dtype)
+        parts = np.split(rows[: send.sum()], np.cumsum(send)[:-1])
+        arrived = transport.mesh().all_to_all_v(group, tag, parts, rows=receive.tolist())
+        np.concatenate(arrived, out=out[: receive.sum()])
+        return out
+
+    def shape(rows, send, receive, like):
+        return like
+
+    return _operator(move, shape)
+
+
+def _gathering(group):
+    """The operator of an all-gather: [m, ...] -> [n * m, ...]."""
+    group, tag, size = tuple(map(int, group)), next(_tags), len(group)
+
+    def gather(rows):
+        return np.concatenate(transport.mesh().all_to_all_v(group, tag, [rows] * size))
+
+    def shape(rows):
+        return [size * rows[0], *rows[1:]]
+
+    return _operator(gather, shape)
+
+
+def _scattering(group):
+    """The operator of a reduce-scatter: [n * m, ...] -> [m, ...]; added up in group order."""
+    group, tag, size = tuple(map(int, group)), next(_tags), len(group)
+
+    def scatter(rows):
+        return sum(transport.mesh().all_to_all_v(group, tag, np.split(rows, size)))
+
+    def shape(rows):
+        return [rows[0] // size, *rows[1:]]
+
+    return _operator(scatter, shape)
+
+
+class AllToAllV(nn.Cell):
+    """Rows to the members of a group, as many to each as `send` says."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.there, self.back = _moving(group), _moving(group)
+
+    def construct(self, rows, send, receive, room):
+        """rows: [C, w], send and receive: int32 [n], room: rows of the result -> [room, w]."""
+        return self.there(rows, send, receive, ops.zeros((room, rows.shape[1]), rows.dtype))
+
+    def bprop(self, rows, send, receive, room, out, dout):
+        """The same way back."""
+        return self.back(dout, receive, send, rows), ops.zeros_like(send), ops.zeros_like(receive), 0
+
+
+class AllGather(nn.Cell):
+    """Concatenate along axis 0 in group order; the gradient is a reduce-scatter."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.gather, self.scatter = _gathering(group), _scattering(group)
+
+    def construct(self, rows):
+        """[m, ...] -> [n * m, ...]."""
+        return self.gather(rows)
+
+    def bprop(self, rows, out, dout):
+        """[n * m, ...] -> [m, ...]."""
+        return (self.scatter(dout),)
+
+
+class ReduceScatter(nn.Cell):
+    """Sum over the group, keep this rank's part of axis 0; the gradient is an all-gather."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.gather, self.scatter = _gathering(group), _scattering(group)
+
+    def construct(self, rows):
+        """[n * m, ...] -> [m, ...]."""
+        return self.scatter(rows)
+
+    def bprop(self, rows, out, dout):
+        """[m, ...] -> [n * m, ...]."""
+        return (self.gather(dout),)
+
+
+class ExchangeCounts(nn.Cell):
+    """How many rows each member sends and receives."""
+
+    def __init__(self, group):
+        super().__init__(auto_prefix=False)
+        self.size = len(group)
+        self.move = _moving(group)
+        self.one = Tensor(np.ones(self.size), ms.int32)
+
+    def construct(self, counts):
+        """counts: int32 [n, m], rows of m kinds for each member -> send [n], receive [n], arriving rows by kind [m]."""
+        counts = ops.stop_gradient(counts)
+        arriving = self.move(counts, self.one, self.one, counts)
+        return _sum(counts, 1), _sum(arriving, 1), _sum(arriving, 0)
+
+
+def _sum(counts, axis):
+    return ops.cast(ops.reduce_sum(ops.cast(counts, ms.float32), axis), ms.int32)
+
+
+class Net:
+    """Makes the collectives of one EP group.
+
+    Args:
+        ranks: global ranks of the EP group; the methods take indices into it.
+
+    `small` is for Ascend: on CPU a recomputed layer sends everything again.
+    """
+
+    def __init__(self, ranks):
+        self.ranks = ranks
+
+    def _global(self, group):
+        return [self.ranks[index] for index in group]
+
+    def all_gather(self, group, small=False):
+        """A cell [m, ...] -> [n * m, ...]."""
+        return AllGather(self._global(group))
+
+    def reduce_scatter(self, group):
+        """A cell [n * m, ...] -> [m, ...]."""
+        return ReduceScatter(self._global(group))
+
+    def all_to_all_v(self, group, width, small=False):
+        """A cell (rows [C, width], send, receive, room) -> [room, width]."""
+        return AllToAllV(self._global(group))
+
+    def exchange_counts(self, group):
+        """A cell counts [n, m] -> send [n], receive [n], arriving [m]."""
+        return ExchangeCounts(self._global(group))
+
+
+class Rows(nn.Cell):
+    """Row operations with static shapes."""
+
+    limit = 2**31  # of int32
+    spare = 0  # buffers of a fixed size may arrive with no row in use
+
+    @staticmethod
+    def numbers(kinds, count):
+        """How many numbers `sort` tells apart for `count` keys of `kinds` values."""
+        return kinds * count
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        self.ascending = P.Sort(axis=0)
+        self.gather = P.Gather()
+        self.scatter = P.UnsortedSegmentSum()
+        self.cumsum = P.CumSum()
+
+    def sort(self, keys):
+        """int32 [n] -> sorted keys, and where each came from; equal keys keep their order."""
+        count = keys.shape[0]
+        # unique keys make the order independent of the sort's stability
+        unique, order = self.ascending(keys * count + Tensor(np.arange(count), ms.int32))
+        return unique // count, order
+
+    def invert(self, order):
+        """A permutation int32 [n] -> its inverse."""
+        _, inverse = self.ascending(order)
+        return inverse
+
+    def keep(self, values, mask):
+        """Rows not in use stay: they are last and nothing sends them."""
+        return values
+
+    def take(self, values, index):
+        """[n, ...], int32 [m] -> [m, ...]."""
+        return self.gather(values, index, 0)
+
+    def add(self, values, index, count):
+        """Sum rows [m, ...] into [count, ...] by index."""
+        return self.scatter(values, index, count)
+
+    def cumulate(self, counts, padded):
+        """int32 [E] -> cumulative int32 [E], with one row more for each where `padded`."""
+        counts = ops.cast(counts, ms.float32) + (1.0 if padded else 0.0)
+        return ops.cast(self.cumsum(counts, 0), ms.int32)
+
+
+class SparseGroupedMatmul(nn.Cell):
+    """rows [C, h] sorted by expert x weights [E, h, H], for the rows in use: [C, H]."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+        def product(rows, weight, ends):
+            return [rows[0], weight[2]]
+
+        def input_gradient(dout, weight, ends):
+            return [dout[0], weight[1]]
+
+        def weight_gradient(dout, rows, ends):
+            return [ends[0], rows[1], dout[1]]
+
+        self.forward = _operator(grouped_matmul, product)
+        self.dx = _operator(grouped_matmul_dx, input_gradient)
+        self.dw = _operator(grouped_matmul_dw, weight_gradient)
+
+    def construct(self, rows, weight, ends):
+        """ends: int32 [E], cumulative counts."""
+        return self.forward(rows, weight, ends)
+
+    def bprop(self, rows, weight, ends, out, dout):
+        """Gradients of rows and weight."""
+        return self.dx(dout, weight, ends), self.dw(dout, rows, ends), ops.zeros_like(ends)
+
+
+class _Share(nn.Cell):
+    """A weight whose gradient is divided by the number of workers.
+
+    Each worker's loss is the mean over its own tokens. The reducer averages the gradients of shared weights over the
+    workers; an expert's gradient has been added up over all workers' tokens already, and nothing divides it.
+    """
+
+    def __init__(self, workers):
+        super().__init__(auto_prefix=False)
+        self.workers = workers
+
+    def construct(self, weight):
+        return weight + 0.0
+
+    def bprop(self, weight, out, dout):
+        return (dout / self.workers,)
+
+
+class CpuRoutedExperts(RoutedExperts):
+    """`RoutedExperts` on CPU, data parallel: expert weights are local, and the gradient reducer leaves them alone."""
+
+    def __init__(self, config, settings):
+        super().__init__(config, settings, Net(settings.ranks), Rows(), streams=1)
+        self.matmul = SparseGroupedMatmul()
+        self.share = _Share(settings.topology.ep)
+        first, end = settings.topology.expert_bounds[settings.rank : settings.rank + 2]
+        # all experts are built first: the same random numbers as in one process
+        for name in ("weight1", "weight2"):
+            setattr(self, name, _part(getattr(self, name), first, end, self.num_local_experts))
+
+    def forward_func(self, tokens, probs, routing_map, w1, w2, num_tokens_per_expert=None):
+        """As the parent's."""
+        return self.routed(tokens, probs, routing_map, self.share(w1), self.share(w2))
+
+    def experts_forward(self, permuted_local_hidden_states, tokens_per_expert, w1, w2):
+        """SwiGLU: rows [R, h] sorted by expert, cumulative counts [E], w1 [E, h, 2H], w2 [E, H, h] -> [R, h]."""
+        gate, up = ops.chunk(self.matmul(permuted_local_hidden_states, w1, tokens_per_expert), 2, -1)
+        return self.matmul(gate * ops.sigmoid(gate) * up, w2, tokens_per_expert)
+
+
+def _part(weight, first, end, experts):
+    """Experts first .. end - 1 of a weight [experts * n, ...], as a parameter of this worker alone."""
+    value = weight.asnumpy().reshape(experts, -1, weight.shape[-1])[first:end]
+    value = np.ascontiguousarray(value.reshape(-1, weight.shape[-1]))
+    return Parameter(Tensor(value, ms.float32), name=weight.name, layerwise_parallel=True)

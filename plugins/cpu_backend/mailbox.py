@@ -1,0 +1,274 @@
+"""What travels between two ranks of a `transport.Mesh`, what has arrived, and how a call waits for its part.
+
+A `Frame` on a socket is a header of fixed size, a note, then the raw bytes of one array. Nothing is pickled: a header
+holds numbers and the name of a dtype, so a stranger's bytes can only be refused.
+
+The `Mailbox` of a rank holds what has arrived and was not asked for yet. A call that cannot end is told with all that
+is known: whom it waits for, why that rank is lost, what it sent instead, and what it says that it waits in itself.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from plugins.errors import ClusterError
+
+MAGIC = b"tc3f"
+MAX_AXES = 8
+MAX_NOTE = 4096
+# magic, tag, number, name of the dtype, bytes of note and of payload, axes, the shape padded with zeros; little-endian
+HEADER = struct.Struct(f"<4sqq24sHqB{MAX_AXES}q")
+# magic, rank, size: the first bytes of whoever opens a connection
+HELLO = struct.Struct("<4sii")
+
+
+class Disconnected(OSError):
+    """The other side closed the connection, or what it sends is not ours."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One part of an exchange.
+
+    Attributes:
+        tag: which conversation; number: which exchange of that conversation, from 0;
+        dtype: NumPy's name of it ("float32", "bfloat16"), native byte order;
+        shape: of the array, at most `MAX_AXES` axes;
+        payload: [nbytes] uint8, the array in C order;
+        note: what the sender calls it, for messages and to compare; at most `MAX_NOTE` bytes.
+    """
+
+    tag: int
+    number: int
+    dtype: str
+    shape: tuple[int, ...]
+    payload: np.ndarray
+    note: str = ""
+
+    def array(self, dtype: np.dtype) -> np.ndarray:
+        """The payload as an array, without a copy; `dtype` is the one that `self.dtype` names."""
+        return self.payload.view(dtype).reshape(self.shape)
+
+
+def pack(tag: int, number: int, part: np.ndarray, note: str = "") -> Frame:
+    """A frame of `part`; copies only if it is not contiguous."""
+    assert part.ndim <= MAX_AXES and part.dtype.isnative and not part.dtype.hasobject
+    return Frame(tag, number, part.dtype.name, part.shape, np.ascontiguousarray(part).reshape(-1).view(np.uint8), note)
+
+
+def send(connection: socket.socket, frame: Frame) -> None:
+    """Write one frame; blocks until the kernel has taken all of it.
+
+    Raises:
+        OSError: when the connection is gone.
+    """
+    shape = frame.shape + (0,) * (MAX_AXES - len(frame.shape))
+    size, note = frame.payload.nbytes, frame.note.encode()[:MAX_NOTE]
+    numbers = frame.tag, frame.number, frame.dtype.encode(), len(note), size, len(frame.shape), *shape
+    # MSG_MORE keeps the header from leaving as a packet of its own
+    connection.sendall(HEADER.pack(MAGIC, *numbers) + note, socket.MSG_MORE if size else 0)
+    if size:
+        connection.sendall(frame.payload.data)
+
+
+def receive(connection: socket.socket) -> Frame:
+    """Read one frame into a buffer of its own; blocks until it is complete.
+
+    Raises:
+        Disconnected: when the other side closed, or when the bytes are not a frame;
+        OSError: when the connection broke.
+    """
+    header = bytearray(HEADER.size)
+    fill(connection, memoryview(header))
+    magic, tag, number, dtype, letters, size, axes, *shape = HEADER.unpack(header)
+    if magic != MAGIC:
+        raise Disconnected("sent bytes that are not a frame")
+    note, payload = bytearray(letters), np.empty(size, np.uint8)
+    fill(connection, memoryview(note))
+    fill(connection, payload.data)
+    name = dtype.rstrip(b"\0").decode()
+    return Frame(tag, number, name, tuple(shape[:axes]), payload, note.decode(errors="replace"))
+
+
+def greet(connection: socket.socket, rank: int, size: int) -> None:
+    """Say first who calls: `rank` of `size`. Raises OSError when the connection is gone."""
+    connection.sendall(HELLO.pack(MAGIC, rank, size))
+
+
+def greeting(connection: socket.socket) -> tuple[int, int]:
+    """Who calls: (rank, size). Raises as `receive` does."""
+    hello = bytearray(HELLO.size)
+    fill(connection, memoryview(hello))
+    magic, rank, size = HELLO.unpack(hello)
+    if magic != MAGIC:
+        raise Disconnected("sent bytes that are not a greeting")
+    return rank, size
+
+
+def fill(connection: socket.socket, buffer: memoryview) -> None:
+    """Read exactly as many bytes as `buffer` holds. Raises as `receive` does."""
+    while buffer:
+        count = connection.recv_into(buffer)
+        if count == 0:
+            raise Disconnected("closed its connection")
+        buffer = buffer[count:]
+
+
+# tag of frames that carry no data but say, in their note, what a rank waits in
+STATUS = -1
+# seconds after which a rank that waits tells the others, unless it gives up soon
+PATIENCE = 5.0
+
+
+@dataclass
+class Call:
+    """What one call of this rank still waits for.
+
+    Attributes:
+        where: how messages name it; tag: its conversation; named: whether it has a name that others understand;
+        numbers: peer -> which frame of the conversation is due from it;
+        unsent, missing: peers to which its frame has not left, from which none has come;
+        arrived: what has come.
+    """
+
+    where: str
+    tag: int
+    named: bool
+    numbers: dict[int, int]
+    unsent: set[int]
+    missing: set[int]
+    arrived: dict[int, Frame] = field(default_factory=dict)
+
+
+class Mailbox:
+    """Frames by sender and tag, and what is known of the senders.
+
+    Args:
+        rank: whose it is.
+        timeout: seconds that a call may wait.
+        tell: sends a text to all other ranks: what this rank waits in.
+    """
+
+    def __init__(self, rank: int, timeout: float, tell: Callable[[str], None]):
+        self.rank, self.timeout = rank, timeout
+        self._tell = tell
+        self.closing = False
+        # one condition guards all that follows; whoever changes any of it wakes every waiting call
+        self.changed = threading.Condition()
+        self._inbox: defaultdict[tuple[int, int], deque[Frame]] = defaultdict(deque)
+        self._said: dict[int, str] = {}
+        # rank -> why it is lost; in the order of the losses, because the first one is the cause
+        self._lost: dict[int, str] = {}
+        # ranks to which nothing can be sent. A peer that got all its parts may close first and be lost, but no harm
+        self.unreachable: set[int] = set()
+        # peer -> frames that nobody waits for and that have not left yet
+        self.buffered: defaultdict[int, int] = defaultdict(int)
+
+    def put(self, peer: int, frame: Frame) -> None:
+        """Keep what has arrived."""
+        with self.changed:
+            if frame.tag == STATUS:
+                self._said[peer] = frame.note
+                return
+            self._inbox[peer, frame.tag].append(frame)
+            self.changed.notify_all()
+
+    def sent(self, peer: int, call: Call | None) -> None:
+        """The frame of a call, or a buffered one, has left for this peer."""
+        with self.changed:
+            if call is None:
+                self.buffered[peer] -= 1
+            else:
+                call.unsent.discard(peer)
+            self.changed.notify_all()
+
+    def lose(self, peer: int, error: OSError, unreachable: Set[int] = frozenset()) -> None:
+        """A connection ended."""
+        reason = str(error) if isinstance(error, Disconnected) else f"is out of reach: {error}"
+        with self.changed:
+            self._lost.setdefault(peer, reason)
+            self.unreachable |= unreachable
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Calls that wait raise; buffered frames are given a few seconds to leave."""
+        with self.changed:
+            self.closing = True
+            self.changed.notify_all()
+            self.changed.wait_for(self._all_left, min(PATIENCE, self.timeout))
+
+    def _all_left(self) -> bool:
+        return not any(count for peer, count in self.buffered.items() if peer not in self.unreachable)
+
+    def wait(self, call: Call) -> None:
+        """Return when all frames of the call have left and arrived.
+
+        Raises:
+            ClusterError: when one of them cannot, or not in time.
+        """
+        begin = time.monotonic()
+        untold = begin + min(PATIENCE, self.timeout / 4) if call.named else None
+        with self.changed:
+            while not self._complete(call):
+                gone = (call.missing & self._lost.keys()) | (call.unsent & self.unreachable)
+                if gone or self.closing:
+                    raise ClusterError(self._tell_lost(call, gone))
+                now = time.monotonic()
+                if now >= begin + self.timeout:
+                    raise ClusterError(self._tell_late(call))
+                if untold is not None and now >= untold:
+                    self._tell(f"waits in {call.where.removeprefix(f'rank {self.rank}, ')}")
+                    untold = None
+                ends = begin + self.timeout
+                self.changed.wait((ends if untold is None else untold) - now)
+        if call.named and untold is None:
+            self._tell("")
+
+    def _complete(self, call: Call) -> bool:
+        for peer in list(call.missing):
+            if arrived := self._inbox[peer, call.tag]:
+                call.arrived[peer] = arrived.popleft()
+                call.missing.discard(peer)
+        return not call.missing and not call.unsent
+
+    def _tell_lost(self, call: Call, gone: set[int]) -> str:
+        if self.closing:
+            return f"{call.where}: the mesh of this rank was closed"
+        order = list(self._lost)
+        peer = min(gone, key=order.index)
+        told = f"{call.where}: rank {peer} {self._lost[peer]}{self._elsewhere(peer) if call.named else ''}"
+        if peer == order[0]:
+            return told
+        cause = f"rank {order[0]}, which {self._lost[order[0]]}{self._elsewhere(order[0]) if call.named else ''}"
+        return f"{told} (lost before it: {cause})"
+
+    def _tell_late(self, call: Call) -> str:
+        told = [f"{call.where}: no end after {self.timeout:g} s"]
+        for peer in sorted(call.missing | call.unsent):
+            if peer not in call.missing:
+                told.append(f"rank {peer} does not take what is sent to it")
+            elif call.named:
+                told.append(f"rank {peer} has not come{self._elsewhere(peer)}")
+            else:
+                other = [tag for tag, _ in self._waiting(peer)]
+                told.append(f"rank {peer} sent nothing" + (f" of this tag, but of tags {other}" if other else ""))
+        return "; ".join(told)
+
+    def _elsewhere(self, peer: int) -> str:
+        """What a rank said last of itself, and to which calls it came that this rank did not."""
+        said = [f"it {self._said[peer]}"] if self._said.get(peer) else []
+        came = ", ".join(frame.note or f"tag {tag}" for tag, frame in self._waiting(peer)[:4])
+        said += [f"what it sent and nobody took: {came}"] if came else []
+        return f" ({'; '.join(said)})" if said else ""
+
+    def _waiting(self, peer: int) -> list[tuple[int, Frame]]:
+        """(tag, first frame) of what arrived from a peer and was not asked for."""
+        return sorted((tag, waiting[0]) for (rank, tag), waiting in self._inbox.items() if rank == peer and waiting)

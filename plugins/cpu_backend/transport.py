@@ -1,0 +1,316 @@
+"""Arrays from rank to rank over TCP: All-to-All of unequal parts, exchanges that have a name, and buffered sends.
+
+MindSpore's CPU backend has AllReduce only, which moves group-size times what an All-to-All needs. Here exactly the
+planned bytes travel. Each pair of ranks shares one connection; each end of it has a sender and a receiver thread.
+A receiver always drains its socket into memory, so a sender never waits for what its peer is busy with: exchanges of
+several tags can be in flight at once, from several threads, in any order on each rank, without a deadlock.
+
+A run has one `mesh()` between its workers; `connect` makes it, and asks MindSpore's own AllReduce for the addresses.
+MindSpore is imported only there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import queue
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from plugins.cpu_backend import mailbox
+from plugins.cpu_backend.mailbox import STATUS, Call, Frame, Mailbox
+from plugins.errors import ClusterError
+
+Address = tuple[str, int]
+
+
+class Mesh:
+    """Connections of one rank to all others.
+
+    The order is: `listen`, tell every rank every address (the caller's business), `connect`, exchange, `close`.
+    Also a context manager, which closes. Its threads are daemons: an exit without `close` does not hang.
+
+    Attributes:
+        rank, size: who this is, of how many;
+        timeout: seconds that one exchange may take;
+        sent_bytes: [size], payload bytes sent to each rank since `connect`; the own entry stays 0.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float = 120.0):
+        assert 0 <= rank < size
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.sent_bytes = [0] * size
+        self._listener: socket.socket | None = None
+        self._connections: dict[int, socket.socket] = {}
+        self._outboxes: dict[int, queue.SimpleQueue] = {}
+        self._threads: list[threading.Thread] = []
+        self._mail = Mailbox(rank, timeout, self.tell)
+        # (peer, tag) -> how many frames were sent to it and asked for from it
+        self._sent: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def listen(self, host: str = "127.0.0.1") -> Address:
+        """Open an ephemeral port on the interface of `host`; returns the address that other ranks connect to."""
+        try:
+            self._listener = socket.create_server((host, 0), backlog=self.size)
+        except OSError as error:
+            raise ClusterError(f"rank {self.rank} cannot listen on {host}: {error}") from None
+        return self._listener.getsockname()[:2]
+
+    def connect(self, addresses: Sequence[Address], timeout: float = 60.0) -> None:
+        """Connect to every rank: calls the lower ones, answers the higher ones.
+
+        Args:
+            addresses: [size] what `listen` returned, by rank.
+            timeout: seconds until all must be there.
+
+        Raises:
+            ClusterError: when a rank cannot be reached, does not call in time or belongs to another run. This mesh
+                is then closed.
+        """
+        assert self._listener is not None and len(addresses) == self.size
+        deadline = time.monotonic() + timeout
+        try:
+            for peer in range(self.rank):
+                self._connections[peer] = self._call(peer, addresses[peer], deadline)
+            while len(self._connections) < self.size - 1:
+                self._answer(self._listener, deadline)
+        except ClusterError:
+            self.close()
+            raise
+        self._listener.close()
+        for peer, connection in self._connections.items():
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._outboxes[peer] = queue.SimpleQueue()
+            for job in (self._send_loop, self._receive_loop):
+                name = f"mesh rank {self.rank} {job.__name__.split('_')[1]} {peer}"
+                self._threads.append(threading.Thread(target=job, args=(peer, connection), name=name, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def all_to_all_v(
+        self, group: Sequence[int], tag: int, parts: Sequence[np.ndarray], rows: Sequence[int] | None = None
+    ) -> list[np.ndarray]:
+        """Send part j to group[j]; return what each member sent here, in group order.
+
+        Exchanges of one tag between two ranks are matched by order, so one thread at a time may use a tag. The own
+        part is returned as it is, not copied. Returns after the kernel took every part: they may change then.
+
+        Args:
+            group: ranks that take part, this one among them; the same on each of them.
+            tag: names the conversation, any int64 from 0.
+            parts: [len(group)] arrays [any rows, ...] of one dtype and one trailing shape.
+            rows: [len(group)] how many rows each member must send here, where the caller knows.
+
+        Raises:
+            ClusterError: a rank is lost, late, sends another dtype, trailing shape or number of rows, or is at
+                another exchange of this tag. The message names the rank. The mesh is then of no further use.
+        """
+        if self.rank not in group or len(set(group)) != len(group):
+            raise ClusterError(f"rank {self.rank} exchanges in the group {list(group)}: it must be there exactly once")
+        own = parts[group.index(self.rank)]
+        assert len(parts) == len(group) and all(part.dtype == own.dtype for part in parts)
+        assert all(part.ndim and part.shape[1:] == own.shape[1:] for part in parts)
+        others = {peer: part for peer, part in zip(group, parts, strict=True) if peer != self.rank}
+        call = self._exchange(tag, others, "", f"rank {self.rank}, tag {tag}")
+        results = []
+        for peer in group:
+            if peer == self.rank:
+                results.append(own)
+                continue
+            frame = call.arrived[peer]
+            self._check(frame, peer, call.numbers[peer], own)
+            results.append(frame.array(own.dtype))
+        if rows is not None and [len(result) for result in results] != list(rows):
+            wrong = [(peer, n, len(r)) for peer, n, r in zip(group, rows, results, strict=True) if n != len(r)]
+            told = "; ".join(f"rank {peer} sent {got} rows where {due} were planned" for peer, due, got in wrong)
+            raise ClusterError(f"rank {self.rank}, tag {tag}: {told}")
+        return results
+
+    def exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> dict[int, Frame]:
+        """Send each of the peers its part; return the frame that each of them sent, whatever is in it.
+
+        As `all_to_all_v`, but nothing of a frame is checked. Returns after the kernel took every part.
+
+        Args:
+            parts: peer -> its part; an empty one where the peer is only waited for.
+            note: what this is called on every rank.
+            where: what it is called in messages of this rank.
+
+        Raises:
+            ClusterError: a peer is lost or late; says what it waits in or sent instead.
+        """
+        return self._exchange(tag, parts, note, where).arrived
+
+    def send(self, peer: int, tag: int, part: np.ndarray, note: str) -> None:
+        """Leave a copy of `part` for a peer, which asks for it with `receive` when it wants to; returns at once.
+
+        `close` waits for it to leave.
+        """
+        copied = np.array(part, order="C")
+        with self._mail.changed:
+            number = self._sent[peer, tag]
+            self._sent[peer, tag] += 1
+            self._mail.buffered[peer] += 1
+        self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
+
+    def receive(self, peer: int, tag: int, where: str) -> Frame:
+        """The next frame of this tag that a peer sent or will send; raises as `exchange` does."""
+        with self._mail.changed:
+            number = self._taken[peer, tag]
+            self._taken[peer, tag] += 1
+        call = Call(where, tag, True, {peer: number}, unsent=set(), missing={peer})
+        self._mail.wait(call)
+        return call.arrived[peer]
+
+    def tell(self, text: str) -> None:
+        """Let all other ranks know what this one does, for their messages; "" is nothing worth to tell."""
+        for peer, outbox in self._outboxes.items():
+            with self._mail.changed:
+                self._mail.buffered[peer] += 1
+            outbox.put((None, Frame(STATUS, 0, "uint8", (0,), np.empty(0, np.uint8), text)))
+
+    def close(self) -> None:
+        """End all threads and close all sockets; exchanges in flight raise. May be called twice."""
+        self._mail.close()
+        if self._listener is not None:
+            self._listener.close()
+        for outbox in self._outboxes.values():
+            outbox.put(None)
+        for connection in self._connections.values():
+            # an error says that the other side was faster
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
+        self._threads.clear()
+
+    def _call(self, peer: int, address: Address, deadline: float) -> socket.socket:
+        """Connect to a lower rank; it has listened since before its address was told."""
+        try:
+            connection = socket.create_connection(address, max(deadline - time.monotonic(), 0.001))
+            mailbox.greet(connection, self.rank, self.size)
+        except OSError as error:
+            host, port = address
+            raise ClusterError(f"rank {self.rank} cannot connect to rank {peer} at {host}:{port}: {error}") from None
+        return connection
+
+    def _answer(self, listener: socket.socket, deadline: float) -> None:
+        """Take one connection of a higher rank; hang up on whoever is not of our kind."""
+        try:
+            listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            connection, _ = listener.accept()
+        except TimeoutError:
+            absent = [peer for peer in range(self.rank + 1, self.size) if peer not in self._connections]
+            raise ClusterError(f"rank {self.rank}: ranks {absent} did not connect in time") from None
+        try:
+            connection.settimeout(max(deadline - time.monotonic(), 0.001))
+            peer, size = mailbox.greeting(connection)
+        except OSError:
+            connection.close()
+            return
+        if size != self.size or not self.rank < peer < size or peer in self._connections:
+            connection.close()
+            told = f"rank {peer} of {size} connected to rank {self.rank} of {self.size}"
+            raise ClusterError(f"{told}: the ranks do not belong to one run, or one of them was started twice")
+        self._connections[peer] = connection
+
+    def _exchange(self, tag: int, parts: Mapping[int, np.ndarray], note: str, where: str) -> Call:
+        """Number this exchange, hand its frames to the senders, and wait for those of the peers."""
+        if self._mail.closing:
+            raise ClusterError(f"{where}: the mesh of this rank is closed")
+        with self._mail.changed:
+            due = {peer: self._taken[peer, tag] for peer in parts}
+            sent = {peer: self._sent[peer, tag] for peer in parts}
+            for peer in parts:
+                self._taken[peer, tag] += 1
+                self._sent[peer, tag] += 1
+        call = Call(where, tag, bool(note), due, unsent=set(parts), missing=set(parts))
+        for peer, part in parts.items():
+            self._outboxes[peer].put((call, mailbox.pack(tag, sent[peer], part, note)))
+        self._mail.wait(call)
+        return call
+
+    def _check(self, frame: Frame, peer: int, number: int, own: np.ndarray) -> None:
+        where = f"rank {self.rank}, tag {frame.tag}: rank {peer}"
+        if frame.number != number:
+            raise ClusterError(f"{where} is at exchange {frame.number} of this tag where {number} is due")
+        if frame.dtype != own.dtype.name or frame.shape[1:] != own.shape[1:]:
+            sent, due = (", ".join(["rows", *map(str, shape[1:])]) for shape in (frame.shape, own.shape))
+            raise ClusterError(f"{where} sent {frame.dtype} [{sent}] where {own.dtype.name} [{due}] is due")
+
+    def _send_loop(self, peer: int, connection: socket.socket) -> None:
+        outbox = self._outboxes[peer]
+        while (job := outbox.get()) is not None:
+            call, frame = job
+            try:
+                mailbox.send(connection, frame)
+            except OSError as error:
+                self._mail.lose(peer, error, unreachable={peer})
+                return
+            self.sent_bytes[peer] += frame.payload.nbytes  # by this thread only
+            self._mail.sent(peer, call)
+
+    def _receive_loop(self, peer: int, connection: socket.socket) -> None:
+        while True:
+            try:
+                frame = mailbox.receive(connection)
+            except OSError as error:
+                self._mail.lose(peer, error)
+                return
+            self._mail.put(peer, frame)
+
+
+_open: list[Mesh] = []
+
+
+def mesh() -> Mesh:
+    """The mesh of this process; `connect` comes first."""
+    return _open[0]
+
+
+def connect(timeout: float = 120.0) -> None:
+    """Connect all ranks to each other, once; every rank must call it.
+
+    Args:
+        timeout: seconds that one exchange may take: also how much longer one rank may compile than another.
+
+    Raises ClusterError where a rank cannot be reached.
+    """
+    if _open:
+        return
+    from mindspore import Tensor, ops
+    from mindspore.communication import get_group_size, get_rank
+
+    rank, size = get_rank(), get_group_size()
+    new = Mesh(rank, size, timeout)
+    host, port = new.listen(_own_address())
+    table = np.zeros((size, 5), np.float32)  # octets and port: exact in float32
+    table[rank] = [*map(int, host.split(".")), port]
+    table = ops.AllReduce()(Tensor(table)).asnumpy().astype(int)
+    new.connect([(".".join(map(str, row[:4])), int(row[4])) for row in table])
+    _open.append(new)
+    atexit.register(new.close)
+
+
+def _own_address() -> str:
+    """The address by which other workers reach this one: the interface that leads to msrun's scheduler."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))
+        return probe.getsockname()[0]

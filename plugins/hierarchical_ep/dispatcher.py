@@ -1,0 +1,405 @@
+"""Tokens to experts and back in three ways (report section 4.3), written once for Ascend and CPU.
+
+A dispatch has two legs. The first crosses nodes, between the ranks of one inter-node group:
+
+    global         there is no first leg
+    hierarchical   AllGather: every rank holds the rows of its counterparts on all nodes
+    deduplicated   All-to-All: each row goes once to each node where it has an expert
+
+The second leg stays inside a node (it spans the whole EP group in global mode): keep the (row, choice) pairs whose
+expert is here, sort them by expert, All-to-All to the owners, who weight what their experts return by the router's
+probability. The combine walks back: All-to-All, sum of a row's pairs, then ReduceScatter or All-to-All and sum.
+Nothing is dropped. `RoutedLayer` takes the tokens of all chunks through dispatch, experts and combine, in a given
+order.
+
+What differs between devices is behind two objects of a backend (`ascend.py`, on CPU `cpu_backend.expert_parallel`):
+`net` makes the collectives of a group of ranks, `rows` sorts and gathers. On CPU shapes are static: buffers hold as
+many rows as could ever arrive, those in use first, zeros behind; only rows in use travel. Expert ids travel as
+id + 1, so that a row of zeros has no expert.
+
+Ranks that start two collectives in different orders hang. `Depend` orders the forward pass only: its gradient knows
+nothing of the order. So every collective takes and returns a scalar, the turn (`InTurn`): it goes from collective to
+collective, each waits for it and hands it on when done. In the backward pass the turn's gradient walks the same way
+back, and the gradients wait for it. Only who waits for whom matters: the turn's value and its gradient's are never
+read.
+
+Where shapes follow the data, an All-to-All that brings a rank no row would return a scalar without meaning
+(MindSpore's documentation of `AlltoAllV`), and reshaping that stops the run. So with `rows.spare` each rank always
+sends itself a row: in the first leg its first token, in the second one pair of that row with its own first expert, of
+probability 0. Neither adds anything to a result or a gradient, and no row more crosses a link.
+"""
+
+from __future__ import annotations
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from mindspore.common import dtype as mstype
+
+from plugins.hierarchical_ep.topology import Topology
+
+
+class _Enter(nn.Cell):
+    """rows, from now on waiting for the turn."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+        # not the forward pass's turn: the gradient would then keep, or recompute, all that it has waited for
+        self.turn = Tensor(0.0, mstype.float32)
+
+    def construct(self, rows, turn):
+        return ops.depend(rows, turn)
+
+    def bprop(self, rows, turn, out, dout):
+        return dout, ops.depend(self.turn, dout)
+
+
+class _Leave(nn.Cell):
+    """rows, and the turn once they are there."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def construct(self, rows, turn):
+        return rows, ops.depend(turn, rows)
+
+    def bprop(self, rows, turn, out, dout):
+        return ops.depend(dout[0], dout[1]), dout[1]
+
+
+class _Pass(nn.Cell):
+    """The turn once another scalar is there; its gradient goes past that."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def construct(self, turn, scalar):
+        return ops.depend(turn, scalar)
+
+    def bprop(self, turn, scalar, out, dout):
+        return dout, ops.zeros_like(scalar)
+
+
+class InTurn(nn.Cell):
+    """A collective that waits for its turn, forward and backward."""
+
+    def __init__(self, collective):
+        super().__init__(auto_prefix=False)
+        self.collective = collective
+        self.enter, self.leave = _Enter(), _Leave()
+
+    def construct(self, rows, turn, *rest):
+        """What the collective makes of (rows, *rest), and the turn for the next."""
+        return self.leave(self.collective(self.enter(rows, turn), *rest), turn)
+
+
+class InTurnOnce(nn.Cell):
+    """A collective without gradient: it waits for its turn in the forward pass, and the backward pass has none."""
+
+    def __init__(self, collective):
+        super().__init__(auto_prefix=False)
+        self.collective = collective
+        self.through = _Pass()
+
+    def construct(self, rows, turn, *rest):
+        """What the collective makes of (rows, *rest), and the turn for the next."""
+        waiting = ops.stop_gradient(turn)
+        out = ops.stop_gradient(self.collective(ops.depend(ops.stop_gradient(rows), waiting), *rest))
+        return out, self.through(turn, ops.depend(waiting, out))
+
+
+def first_turn(rows):
+    """The turn of whoever comes first: a scalar that the compiler cannot fold away."""
+    return ops.stop_gradient(ops.cast(ops.reshape(rows, (-1,))[0], mstype.float32))
+
+
+class Stay(nn.Cell):
+    """No first leg (global mode)."""
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def construct(self, rows, meta, turn):
+        """rows: [N, h], meta: [N, 2k] -> the same, and nothing to remember."""
+        return rows, meta, (), turn
+
+    def back(self, rows, route, turn):
+        """[N, h] -> [N, h]."""
+        return rows, turn
+
+
+class Gather(nn.Cell):
+    """First leg by AllGather, back by ReduceScatter (hierarchical mode)."""
+
+    def __init__(self, group, net):
+        super().__init__(auto_prefix=False)
+        self.gather_meta = InTurn(net.all_gather(group, small=True))
+        self.gather = InTurn(net.all_gather(group))
+        self.scatter = InTurn(net.reduce_scatter(group))
+
+    def construct(self, rows, meta, turn):
+        """rows: [N, h], meta: [N, 2k] -> [nodes * N, h], [nodes * N, 2k]."""
+        meta, turn = self.gather_meta(meta, turn)
+        rows, turn = self.gather(rows, turn)
+        return rows, meta, (), turn
+
+    def back(self, rows, route, turn):
+        """Partial sums [nodes * N, h] -> [N, h]."""
+        return self.scatter(rows, turn)
+
+
+class Select(nn.Cell):
+    """First leg by All-to-All of the rows that a node needs, each once (deduplicated mode)."""
+
+    def __init__(self, topology: Topology, rank, hidden, top_k, net, rows):
+        super().__init__(auto_prefix=False)
+        group = topology.inter_group(rank)
+        self.nodes, self.top_k = topology.nodes, top_k
+        bounds = topology.expert_bounds[:: topology.devices_per_node]
+        self.first, self.end = Tensor(bounds[:-1], ms.int32), Tensor(bounds[1:], ms.int32)
+        self.node = Tensor(np.arange(self.nodes), ms.int32)
+        self.own = Tensor(np.arange(self.nodes) == int(topology.node_of(rank)))
+        self.count = InTurnOnce(net.exchange_counts(group))
+        self.send_rows = InTurn(net.all_to_all_v(group, hidden))
+        self.send_meta = InTurn(net.all_to_all_v(group, 2 * top_k, small=True))
+        self.return_rows = InTurn(net.all_to_all_v(group, hidden))
+        self.rows = rows
+
+    def construct(self, rows, meta, turn):
+        """rows: [N, h], meta: [N, 2k] -> those that arrive, [R, h] and [R, 2k], own node's rows among them."""
+        tokens = rows.shape[0]
+        ids = ops.cast(ops.stop_gradient(meta[:, : self.top_k]), ms.int32) - 1
+        ids = ops.reshape(ids, (tokens, self.top_k, 1))
+        wanted = ops.cast(ops.logical_and(ids >= self.first, ids < self.end), ms.float32)
+        wanted = ops.reduce_sum(wanted, 1) > 0
+        if self.rows.spare:
+            wanted = ops.logical_or(wanted, ops.logical_and(Tensor(np.arange(tokens).reshape(-1, 1) == 0), self.own))
+        counts = ops.cast(ops.reduce_sum(ops.cast(wanted, ms.float32), 0), ms.int32)
+        # (row, node) pairs, sorted by node, those not wanted last
+        away = ops.cast(ops.logical_not(wanted), ms.int32) * self.nodes
+        key, order = self.rows.sort(ops.reshape(ops.maximum(self.node, away), (-1,)))
+        source = self.rows.keep(order // self.nodes, key < self.nodes)
+        (send, receive, _), turn = self.count(ops.reshape(counts, (self.nodes, 1)), turn)
+        room = self.nodes * tokens
+        meta, turn = self.send_meta(self.rows.take(meta, source), turn, send, receive, room)
+        rows, turn = self.send_rows(self.rows.take(rows, source), turn, send, receive, room)
+        return rows, meta, (source, send, receive, tokens), turn
+
+    def back(self, rows, route, turn):
+        """Partial sums [R, h] -> [N, h]."""
+        source, send, receive, tokens = route
+        returned, turn = self.return_rows(rows, turn, receive, send, self.nodes * tokens)
+        return self.rows.add(returned, source, tokens), turn
+
+
+class Beside(nn.Cell):
+    """Two columns from two vectors; the first has no gradient.
+
+    Its gradient is written out because MindSpore's recompute pass takes a slice or reshape behind the gradient of a CPU
+    collective for the cell's first one, lets what is recomputed wait for it, and has built a cycle.
+    """
+
+    def __init__(self):
+        super().__init__(auto_prefix=False)
+
+    def construct(self, first, second):
+        """[n], [n] -> [n, 2]."""
+        return ops.concat((ops.reshape(first, (-1, 1)), ops.reshape(second, (-1, 1))), 1)
+
+    def bprop(self, first, second, out, dout):
+        """Of the second alone."""
+        return ops.zeros_like(first), dout[:, 1]
+
+
+class Exchange(nn.Cell):
+    """Second leg: pairs to the ranks of `group` that own their experts, and back.
+
+    Args:
+        group: ranks, in the order of their experts.
+        rank: this one, a member of the group.
+        experts: (first, end), the experts that the group owns; equally many on each rank.
+        pad: give each expert a row of zeros, for grouped matmuls that cannot take an empty input.
+    """
+
+    def __init__(self, group, rank, experts, hidden, top_k, net, rows, pad):
+        super().__init__(auto_prefix=False)
+        self.size, self.top_k, self.hidden = len(group), top_k, hidden
+        self.first, self.owned = experts[0], experts[1] - experts[0]
+        self.local = self.owned // self.size
+        self.expert = Tensor(np.arange(self.owned), ms.int32)
+        self.pads = self.local if pad else 0
+        pads = np.zeros((self.local, 2))
+        pads[:, 0] = np.arange(1, self.local + 1)
+        self.pad_meta = Tensor(pads, ms.float32)
+        # the pair for oneself: its expert, its probability
+        self.spare = rows.spare
+        self.spare_id = Tensor([tuple(group).index(rank) * self.local], ms.int32)
+        self.spare_weight = Tensor([0.0], ms.float32)
+        self.probability = Tensor([[0.0, 1.0]], ms.float32)
+        self.beside = Beside()
+        self.count = InTurnOnce(net.exchange_counts(group))
+        self.send_meta = InTurn(net.all_to_all_v(group, 2, small=True))
+        self.send_rows = InTurn(net.all_to_all_v(group, hidden))
+        self.return_rows = InTurn(net.all_to_all_v(group, hidden))
+        self.rows = rows
+
+    def construct(self, rows, meta, turn):
+        """rows: [M, h], meta: [M, 2k] -> copies [R, h] sorted by local expert, cumulative counts [E_local], route."""
+        count, top_k = rows.shape[0], self.top_k
+        ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :top_k]), ms.int32), (-1,)) - 1 - self.first
+        weights = ops.reshape(meta[:, top_k:], (-1,))
+        if self.spare:
+            ids, weights = ops.concat((self.spare_id, ids), 0), ops.concat((self.spare_weight, weights), 0)
+        here = ops.logical_and(ids >= 0, ids < self.owned)
+        key, order = self.rows.sort(ops.select(here, ids, ops.full_like(ids, self.owned)))
+        counts = ops.cast(ops.reshape(key, (-1, 1)) == self.expert, ms.float32)
+        counts = ops.reshape(ops.cast(ops.reduce_sum(counts, 0), ms.int32), (self.size, self.local))
+        order, wanted = self.rows.keep(order, key < self.owned), self.rows.keep(key, key < self.owned)
+        weights = self.rows.take(weights, order)
+        source = (ops.maximum(order - self.spare, 0) if self.spare else order) // top_k
+
+        (send, receive, arriving), turn = self.count(counts, turn)
+        room = self.size * count * min(top_k, self.local) + self.spare
+        meta = self.beside(ops.cast(wanted % self.local + 1, ms.float32), weights)
+        meta, turn = self.send_meta(meta, turn, send, receive, room)
+        copies, turn = self.send_rows(self.rows.take(rows, source), turn, send, receive, room)
+        if self.pads:
+            meta = ops.concat((self.pad_meta, meta), 0)
+            copies = ops.concat((ops.zeros((self.pads, self.hidden), copies.dtype), copies), 0)
+        ids = ops.reshape(ops.cast(ops.stop_gradient(meta[:, :1]), ms.int32), (-1,))
+        _, by_expert = self.rows.sort(ops.select(ids > 0, ids, ops.full_like(ids, self.local + 1)))
+        inverse = self.rows.invert(by_expert)
+        ends = self.rows.cumulate(arriving, self.pads > 0)
+        # a sum, not a slice: see Beside
+        weights = ops.reshape(ops.reduce_sum(self.rows.take(meta, by_expert) * self.probability, 1), (-1, 1))
+        return self.rows.take(copies, by_expert), ends, (source, inverse, weights, send, receive, count), turn
+
+    def back(self, copies, route, turn):
+        """[R, h] sorted by expert -> weighted sums of each row's pairs [M, h]."""
+        source, inverse, weights, send, receive, count = route
+        copies = ops.cast(ops.cast(copies, ms.float32) * weights, copies.dtype)
+        # the index is cut, not the rows, for the same reason
+        copies = self.rows.take(copies, inverse[self.pads :] if self.pads else inverse)
+        pairs, turn = self.return_rows(copies, turn, receive, send, count * self.top_k + self.spare)
+        return self.rows.add(pairs, source, count), turn
+
+
+class Dispatcher(nn.Cell):
+    """Both legs of one mode.
+
+    Args:
+        mode: "global", "hierarchical" or "deduplicated".
+        rank: this rank's index in its EP group.
+        net, rows: the device's collectives (of this EP group) and row operations.
+        pad: see `Exchange`.
+    """
+
+    def __init__(self, mode, topology: Topology, rank, hidden, top_k, net, rows, pad=False):
+        super().__init__(auto_prefix=False)
+        self.crosses = mode != "global" and topology.nodes > 1
+        if not self.crosses:
+            self.first = Stay()
+            group, experts = topology.ep_group, (0, topology.experts)
+        else:
+            if mode == "hierarchical":
+                self.first = Gather(topology.inter_group(rank), net)
+            else:
+                self.first = Select(topology, rank, hidden, top_k, net, rows)
+            group, experts = topology.intra_group(rank), topology.experts_of_node(int(topology.node_of(rank)))
+        self.second = Exchange(group, rank, experts, hidden, top_k, net, rows, pad)
+
+    def to_nodes(self, rows, meta, turn):
+        """First leg: [N, h], [N, 2k] -> rows [M, h], meta [M, 2k], route, turn."""
+        return self.first(rows, meta, turn)
+
+    def to_experts(self, rows, meta, turn):
+        """Second leg: -> copies sorted by expert [R, h], cumulative counts [E_local], route, turn."""
+        return self.second(rows, meta, turn)
+
+    def from_experts(self, copies, route, turn):
+        """Second leg back: [R, h] -> [M, h], turn."""
+        return self.second.back(copies, route, turn)
+
+    def from_nodes(self, rows, route, turn):
+        """First leg back: [M, h] -> [N, h], turn."""
+        return self.first.back(rows, route, turn)
+
+
+def pack(probs, ids):
+    """probs [N, k] and ids int [N, k] as one float32 [N, 2k]: ids + 1, then probabilities."""
+    return ops.concat((ops.cast(ops.stop_gradient(ids), ms.float32) + 1, ops.cast(probs, ms.float32)), 1)
+
+
+STEPS = ("dispatch.inter", "dispatch.intra", "experts", "combine.intra", "combine.inter")
+UNCUT = tuple((0, step) for step in STEPS)
+
+
+class RoutedLayer(nn.Cell):
+    """The chunks of a rank's tokens, each with a dispatcher of its own, their steps issued as `order` says.
+
+    The router has chosen experts for all tokens before, and its auxiliary loss is taken over all of them: cutting
+    changes neither. Collectives of one link class wait for each other in the order of issue, so that every rank
+    starts them in the same order; different classes run side by side, where the device has a stream for each.
+
+    Args:
+        dispatchers: one for each chunk.
+        pieces: int32 Tensors, the token indices of each chunk; None with one chunk.
+        whole: int32 Tensor, where each token is in the concatenation of the pieces.
+        order: (chunk, step) pairs; the same on all ranks.
+        experts: a cell (copies, ends, w1, w2) -> copies.
+        rows: row operations of the device.
+        streams: 2 where inter-node and intra-node collectives run side by side, 1 where they take turns.
+    """
+
+    def __init__(self, dispatchers, pieces, whole, order, experts, rows, streams):
+        super().__init__(auto_prefix=False)
+        self.dispatchers = nn.CellList(dispatchers, auto_prefix=False)
+        self.pieces, self.whole = pieces, whole
+        self.count = len(dispatchers)
+        self.program = tuple((chunk, STEPS.index(step)) for chunk, step in order)
+        self.experts, self.rows = experts, rows
+        self.inner = streams - 1
+        # as MindFormers marks where its shared expert's branch joins: MindSpore may interleave what is joined here
+        self.join = ops.Concat(0).add_prim_attr("parallel_branch", 1)
+
+    def construct(self, tokens, probs, ids, w1, w2):
+        """tokens: [N, h], probs and ids: [N, k], weights of this rank's experts -> [N, h]."""
+        meta = pack(probs, ids)
+        start = first_turn(tokens)
+        turns = (start, start)
+        chunks = self.start(tokens, meta)
+        for index, step in self.program:
+            rows, extra, first, second = chunks[index]
+            dispatcher = self.dispatchers[index]
+            if step == 0:
+                rows, extra, first, turn = dispatcher.to_nodes(rows, extra, turns[0])
+                turns = (turn, turns[1])
+            elif step == 1:
+                rows, extra, second, turn = dispatcher.to_experts(rows, extra, turns[self.inner])
+                turns = turns[: self.inner] + (turn,) + turns[self.inner + 1 :]
+            elif step == 2:
+                rows = self.experts(rows, extra, w1, w2)
+            elif step == 3:
+                rows, turn = dispatcher.from_experts(rows, second, turns[self.inner])
+                turns = turns[: self.inner] + (turn,) + turns[self.inner + 1 :]
+            else:
+                rows, turn = dispatcher.from_nodes(rows, first, turns[0])
+                turns = (turn, turns[1])
+            chunks = chunks[:index] + ((rows, extra, first, second),) + chunks[index + 1 :]
+        if self.count == 1:
+            return chunks[0][0]
+        return self.rows.take(self.join(tuple([chunk[0] for chunk in chunks])), self.whole)
+
+    def start(self, tokens, meta):
+        """For each chunk: rows, metadata (later counts), what the first leg and what the second leg remember."""
+        if self.count == 1:
+            return ((tokens, meta, (), ()),)
+        return tuple([
+            (self.rows.take(tokens, piece), self.rows.take(meta, piece), (), ()) for piece in self.pieces
+        ])  # fmt: skip
+
+
+def cut(slices):
+    """Token indices of the chunks -> (pieces, whole) as `RoutedLayer` takes them."""
+    whole = np.argsort(np.concatenate(slices))
+    return tuple(Tensor(piece, mstype.int32) for piece in slices), Tensor(whole, mstype.int32)

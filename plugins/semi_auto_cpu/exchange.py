@@ -1,0 +1,277 @@
+"""One collective as one member of its group takes part in it: a meeting, in which everybody gives everybody a part.
+
+Each part carries a note: which operator, the how manieth of the group, of what. Members that are not at the same
+operator are told apart by it, at once and by name. Each function of `OPERATORS` is a collective: inputs of this rank
+-> outputs of this rank, written in place. Sums and the like have the same bits whatever comes first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from plugins.cpu_backend.transport import Mesh
+from plugins.errors import ClusterError
+
+OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
+    "sum": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}
+# added up in float32 and rounded once
+LOW_PRECISION = ("float16", "bfloat16")
+
+
+def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> None:
+    """Combine the parts one by one, in the order of the group, into `out`, which may be one of them.
+
+    Args:
+        parts: [members] arrays of one shape and dtype.
+        operation: a key of `OPERATIONS`.
+        out: of that shape and dtype. Of booleans, sum and max are "any", prod and min "all".
+
+    Raises:
+        ClusterError: an operation that is not known here.
+    """
+    if operation not in OPERATIONS:
+        raise ClusterError(f"no operation {operation!r} over a group: there are {', '.join(OPERATIONS)}")
+    function = OPERATIONS[operation]
+    first, *others = parts
+    if not others:
+        out[...] = first
+        return
+    if first.dtype.name in LOW_PRECISION:
+        total = first.astype(np.float32)
+        for part in others:
+            function(total, part.astype(np.float32), out=total)
+        out[...] = total
+        return
+    in_place = not any(np.may_share_memory(out, part) for part in others[1:])
+    total = out if in_place else np.empty_like(out)
+    function(first, others[0], out=total)
+    for part in others[1:]:
+        function(total, part, out=total)
+    if not in_place:
+        out[...] = total
+
+
+def tag_of(*what: object) -> int:
+    """The same number on every rank for the same words."""
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "little")
+
+
+def describe(array: np.ndarray) -> str:
+    """Type and shape for messages and to compare."""
+    return f"{array.dtype.name} {list(array.shape)}"
+
+
+def name_ranks(members: Sequence[int]) -> str:
+    """Members in the order of their group."""
+    return f"ranks {', '.join(map(str, members))}"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Members of a group at one collective.
+
+    Attributes:
+        operator, group: names for messages; members: global ranks in the order of the group;
+        number: how many collectives these members had before.
+    """
+
+    mesh: Mesh
+    operator: str
+    group: str
+    members: tuple[int, ...]
+    number: int
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.members)
+
+    @property
+    def me(self) -> int:
+        """This rank's place in the group."""
+        return self.members.index(self.mesh.rank)
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"rank {self.mesh.rank}, {self._name} (group {self.group!r})"
+
+    @property
+    def _name(self) -> str:
+        return f"{self.operator}, call {self.number} of {name_ranks(self.members)}"
+
+    def swap(self, parts: Sequence[np.ndarray], what: str) -> list[np.ndarray]:
+        """Give part j to member j; return what each member gave, in the order of the group. The own is not copied.
+
+        Args:
+            parts: [size] arrays of one dtype and one axis.
+            what: that in which all members must agree; it says the dtype.
+
+        Raises:
+            ClusterError: a member is lost, late, or at something else.
+        """
+        note = f"{self._name}: {what}"
+        others = {member: part for member, part in zip(self.members, parts, strict=True) if member != self.mesh.rank}
+        arrived = self.mesh.exchange(tag_of("group", sorted(self.members)), others, note, f"{self.where}: {what}")
+        elsewhere = [
+            f"rank {member} is at {arrived[member].note}" for member in sorted(arrived) if arrived[member].note != note
+        ]
+        if elsewhere:
+            raise ClusterError(f"rank {self.mesh.rank} is at {note}, where {' and '.join(elsewhere)}")
+        own = parts[self.me]
+        return [own if member == self.mesh.rank else arrived[member].array(own.dtype) for member in self.members]
+
+
+Attrs = Mapping[str, str]
+Arrays = Sequence[np.ndarray]
+# bytes below which a round trip costs more than what it saves
+SMALL = 1 << 16
+
+
+def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """The sum (max, ...) over all members, for each tensor.
+
+    Small tensors, and those of two members, go to every member whole. Of others each member adds up one piece and gives
+    it to all: the same bits, and 2 (n - 1) / n of a tensor to move in place of n - 1.
+    """
+    operation = attrs.get("op", "sum")
+    for x, out in zip(inputs, outputs, strict=True):
+        flat, total = _flat(x), _result(out)
+        what = f"{operation} of {describe(x)}"
+        if meeting.size == 2 or x.nbytes < SMALL:
+            combine(meeting.swap([flat] * meeting.size, what), operation, total)
+            continue
+        ends = [flat.size * place // meeting.size for place in range(1, meeting.size + 1)]
+        results = _pieces(total, ends)
+        mine = results[meeting.me]
+        combine(meeting.swap(_pieces(flat, ends), f"{what}, pieces"), operation, mine)
+        for result, part in zip(results, meeting.swap([mine] * meeting.size, f"{what}, results"), strict=True):
+            result[...] = part
+
+
+def all_gather(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """Tensors of all members, one behind the other. Further inputs (of `_MicroStepAllGather`) say nothing."""
+    for x, out in zip(inputs, outputs, strict=False):
+        _fits(meeting, out, x.size * meeting.size)
+        parts = meeting.swap([_flat(x)] * meeting.size, describe(x))
+        for target, part in zip(_result(out).reshape(meeting.size, x.size), parts, strict=True):
+            target[...] = part
+
+
+def reduce_scatter(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """This member's part of axis 0 of the sum (max, ...)."""
+    operation = attrs.get("op", "sum")
+    for x, out in zip(inputs, outputs, strict=True):
+        _fits(meeting, x, out.size * meeting.size)
+        parts = meeting.swap(list(_flat(x).reshape(meeting.size, out.size)), f"{operation} of {describe(x)}")
+        combine(parts, operation, _result(out))
+
+
+def all_to_all(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """Part j of axis split_dim to member j; what arrives is laid along concat_dim in the order of the group."""
+    count, split, concat = (int(attrs[name]) for name in ("split_count", "split_dim", "concat_dim"))
+    (x,), (out,) = inputs[:1], outputs[:1]
+    if count != meeting.size or x.shape[split] % count:
+        raise ClusterError(f"{meeting.where}: {describe(x)} cannot be split into {count} along axis {split}")
+    pieces = np.split(x, count, axis=split)
+    shape = list(pieces[0].shape)
+    what = f"{describe(x)} split along axis {split}, laid along axis {concat}"
+    parts = meeting.swap([_flat(piece) for piece in pieces], what)
+    whole = shape.copy()
+    whole[concat] *= count
+    _fits(meeting, out, x.size)
+    for target, part in zip(np.split(out.reshape(whole), count, axis=concat), parts, strict=True):
+        target[...] = part.reshape(shape)
+
+
+def all_to_all_v(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """As many blocks to each member as the second input says; as many arrive as the third says. Zeros behind them."""
+    block = int(attrs.get("block_size", 1))
+    x, out = _flat(inputs[0]), _result(outputs[0])
+    send, due = (_counts(meeting, numbers, block) for numbers in inputs[1:3])
+    if sum(send) > x.size:
+        raise ClusterError(f"{meeting.where}: it is to send {sum(send)} elements, and has {x.size}")
+    parts = meeting.swap(_pieces(x, list(accumulate(send))), f"{x.dtype.name} in blocks of {block}")
+    for member, part, count in zip(meeting.members, parts, due, strict=True):
+        if part.size != count:
+            told = f"rank {member} sends {part.size} elements where the receive counts say {count}"
+            raise ClusterError(f"{meeting.where}: {told} ({block} a block)")
+    if sum(due) > out.size:
+        raise ClusterError(f"{meeting.where}: {sum(due)} elements arrive where {out.size} have room")
+    for target, part in zip(_pieces(out, list(accumulate(due))), parts, strict=True):
+        target[...] = part
+    out[sum(due) :] = 0
+
+
+def broadcast(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """The tensors of root_rank, a global rank, or a place in the group where it is no member's."""
+    root = int(attrs.get("root_rank", 0))
+    place = meeting.members.index(root) if root in meeting.members else root
+    if not 0 <= place < meeting.size:
+        raise ClusterError(f"{meeting.where}: root_rank {root} is neither a member nor a place in the group")
+    for x, out in zip(inputs, outputs, strict=True):
+        flat = _flat(x)
+        # empty parts from the others: nobody runs ahead of who is not there yet
+        part = flat if place == meeting.me else flat[:0]
+        parts = meeting.swap([part] * meeting.size, f"{describe(x)} from rank {meeting.members[place]}")
+        _result(out)[...] = parts[place]
+
+
+def barrier(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:
+    """Wait for all members."""
+    meeting.swap([np.empty(0, np.uint8)] * meeting.size, "nothing")
+    if inputs and outputs:
+        _result(outputs[0])[...] = _flat(inputs[0])
+
+
+def _flat(x: np.ndarray) -> np.ndarray:
+    """[...] -> [elements], copied only if it is not contiguous."""
+    return np.ascontiguousarray(x).reshape(-1)
+
+
+def _result(out: np.ndarray) -> np.ndarray:
+    """[...] -> [elements] of the same memory."""
+    assert out.flags.c_contiguous
+    return out.reshape(-1)
+
+
+def _pieces(flat: np.ndarray, ends: Sequence[int]) -> list[np.ndarray]:
+    """Views of what lies before each end, from the end before it."""
+    return [flat[begin:end] for begin, end in pairwise([0, *ends])]
+
+
+def _fits(meeting: Meeting, array: np.ndarray, size: int) -> None:
+    if array.size != size:
+        raise ClusterError(f"{meeting.where}: {describe(array)} does not hold {size} elements")
+
+
+def _counts(meeting: Meeting, numbers: np.ndarray, block: int) -> list[int]:
+    """Elements for each member, from blocks for each member."""
+    counts = (np.asarray(numbers, np.int64).reshape(-1) * block).tolist()
+    if len(counts) != meeting.size or min(counts) < 0:
+        raise ClusterError(f"{meeting.where}: counts {np.asarray(numbers).tolist()} for {meeting.size} members")
+    return counts
+
+
+OPERATORS: dict[str, Callable[[Meeting, Attrs, Arrays, Arrays], None]] = {
+    "AllReduce": all_reduce,
+    "AllGather": all_gather,
+    "_MiniStepAllGather": all_gather,
+    "_MicroStepAllGather": all_gather,
+    "ReduceScatter": reduce_scatter,
+    "AlltoAll": all_to_all,
+    "AllToAll": all_to_all,
+    "AlltoAllV": all_to_all_v,
+    "AllToAllV": all_to_all_v,
+    "Broadcast": broadcast,
+    "Barrier": barrier,
+}

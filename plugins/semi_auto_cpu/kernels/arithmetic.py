@@ -1,0 +1,306 @@
+"""Arithmetic: element by element, sums and means, norms, rotary positions, matrix products.
+
+Source of RotaryPositionEmbedding: `rotary_position_embedding` in `mindspore/ops/auto_generate/gen_ops_def.py`: mode 0
+rotates halves (GPT-NeoX), mode 1 neighbours (GPT-J). In the gradient the input that `gen_ops_prim.py` calls `dx` is
+the forward's x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from plugins.semi_auto_cpu.kernels.registry import LOW_PRECISION, Attrs, kernel
+
+
+def _alike(number: Any, x: np.ndarray) -> np.ndarray:
+    """A constant in the type of a tensor, so that NumPy does not compute in float64; integers stay exact."""
+    if x.dtype.kind in "iub" and isinstance(number, float):
+        return np.asarray(number, np.float32)
+    return np.asarray(number, x.dtype)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)); where exp() overflows that is 0."""
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """X sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def silu_gradient(dout: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The derivative of x sigmoid(x), times `dout`."""
+    s = sigmoid(x)
+    return dout * s * (1 + x * (1 - s))
+
+
+@kernel()
+def Divs(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
+    """X / constant."""
+    return x / np.asarray(other, x.dtype if x.dtype.kind == "f" else np.float32)
+
+
+@kernel()
+def Muls(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
+    """X * constant."""
+    return x * _alike(other, x)
+
+
+@kernel()
+def FmodScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
+    """Remainder with the sign of x."""
+    return np.fmod(x, _alike(other, x))
+
+
+@kernel()
+def RemainderTensorScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
+    """Remainder with the sign of the constant."""
+    return np.remainder(x, _alike(other, x))
+
+
+@kernel()
+def PowTensorScalar(attrs: Attrs, x: np.ndarray, exponent: float) -> np.ndarray:
+    """X to the power of a constant; NumPy is fast with squares and roots only if that is one of Python's numbers."""
+    return x**exponent if x.dtype.kind == "f" else np.power(x, _alike(exponent, x))
+
+
+@kernel()
+def SiLU(attrs: Attrs, x: np.ndarray) -> np.ndarray:
+    """X sigmoid(x)."""
+    return silu(x)
+
+
+@kernel()
+def SiLUGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Gradient of SiLU."""
+    return silu_gradient(dout, x)
+
+
+@kernel()
+def Swiglu(attrs: Attrs, x: np.ndarray, dim: int = -1) -> np.ndarray:
+    """silu(a) b, where a and b are the halves of x along `dim`."""
+    a, b = np.split(x, 2, dim)
+    return silu(a) * b
+
+
+@kernel()
+def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> np.ndarray:
+    """Gradient of Swiglu."""
+    a, b = np.split(x, 2, dim)
+    return np.concatenate([silu_gradient(dout * b, a), dout * silu(a)], dim)
+
+
+@kernel()
+def ClipByValue(attrs: Attrs, x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """X, between `low` and `high`, which are tensors."""
+    return np.clip(x, low, high)
+
+
+@kernel()
+def LessScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
+    """X < constant."""
+    return x < other
+
+
+@kernel(widen=False)
+def MoveTo(attrs: Attrs, x: np.ndarray, to: str, blocking: bool = True) -> np.ndarray:
+    """A copy on another device: here there is one."""
+    return x
+
+
+@kernel(LOW_PRECISION)
+def Sub(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A - b."""
+    return a - b
+
+
+@kernel(LOW_PRECISION)
+def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
+    """The sum of tensors, in their order."""
+    total = tensors[0].copy()
+    for item in tensors[1:]:
+        total += item
+    return total
+
+
+@kernel(LOW_PRECISION, updates=0)
+def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The variable plus a value; how gradients in bfloat16 are accumulated in float32."""
+    return variable + value
+
+
+@kernel(LOW_PRECISION, widen=False, updates=0)
+def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The value, in the variable's place."""
+    return value
+
+
+@kernel(LOW_PRECISION, widen=False)
+def TensorMove(attrs: Attrs, x: np.ndarray) -> np.ndarray:
+    """A copy of a parameter that the step will change; MindSpore adds most of them behind the front end."""
+    return x
+
+
+@kernel(LOW_PRECISION)
+def Equal(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A == b; how gradients are asked whether they are finite."""
+    return a == b
+
+
+@kernel(LOW_PRECISION)
+def Square(attrs: Attrs, x: np.ndarray) -> np.ndarray:
+    """X * x."""
+    return x * x
+
+
+Dims = int | tuple[int, ...] | list[int] | None
+
+
+def _over(function: Callable[..., Any], x: np.ndarray, dims: Dims, keep: bool) -> np.ndarray:
+    """No dimensions at all mean all of them."""
+    axis = tuple(dims) if isinstance(dims, (tuple, list)) else dims
+    return np.asarray(function(x, axis=None if axis == () else axis, keepdims=bool(keep)))
+
+
+@kernel()
+def CumsumExt(attrs: Attrs, x: np.ndarray, dim: int, dtype: int | None = None) -> np.ndarray:
+    """Running sums along a dimension."""
+    return np.cumsum(x, dim)
+
+
+@kernel()
+def MeanExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dtype: int | None = None) -> np.ndarray:
+    """The mean over dimensions."""
+    return _over(np.mean, x, dim, keep)
+
+
+@kernel()
+def SumExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dtype: int | None = None) -> np.ndarray:
+    """The sum over dimensions."""
+    return _over(np.sum, x, dim, keep)
+
+
+@kernel(LOW_PRECISION)
+def ReduceSum(
+    attrs: Attrs, x: np.ndarray, axis: Dims = (), keep_dims: bool = False, skip_mode: bool = False
+) -> np.ndarray:
+    """The sum over dimensions; with `skip_mode` no dimensions mean none."""
+    if skip_mode and axis in ((), [], None):
+        return x
+    return _over(np.sum, x, axis, keep_dims)
+
+
+@kernel()
+def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-6) -> tuple[np.ndarray, np.ndarray]:
+    """X / sqrt(mean(x^2) + epsilon) * gamma, and the reciprocal of that root.
+
+    Args:
+        x: [..., *gamma.shape].
+        gamma: weights.
+    """
+    axes = tuple(range(x.ndim - gamma.ndim, x.ndim))
+    rstd = 1 / np.sqrt(np.mean(x * x, axes, keepdims=True) + np.float32(epsilon))
+    return x * rstd * gamma, rstd
+
+
+@kernel()
+def RmsNormGrad(
+    attrs: Attrs, dy: np.ndarray, x: np.ndarray, rstd: np.ndarray, gamma: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of x and gamma."""
+    leading = x.ndim - gamma.ndim
+    axes = tuple(range(leading, x.ndim))
+    normed = x * rstd
+    scaled = dy * gamma
+    dx = rstd * (scaled - normed * np.mean(scaled * normed, axes, keepdims=True))
+    return dx, np.sum(dy * normed, tuple(range(leading)))
+
+
+@kernel()
+def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: np.ndarray, mode: int = 0) -> np.ndarray:
+    """X cos + rotated(x) sin; cos and sin broadcast to x."""
+    return x * cos + _rotated("RotaryPositionEmbedding", x, mode) * sin
+
+
+@kernel()
+def RotaryPositionEmbeddingGrad(
+    attrs: Attrs, dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, x: np.ndarray | None = None, mode: int = 0
+) -> tuple[np.ndarray | None, ...]:
+    """Gradients of x, cos and sin; of cos and sin only where x is given."""
+    name = "RotaryPositionEmbeddingGrad"
+    dx = dy * cos - _rotated(name, dy * sin, mode)  # a quarter turn back is the negative of one forward
+    if x is None:
+        return dx, None, None
+    return dx, _summed(dy * x, cos), _summed(dy * _rotated(name, x, mode), sin)
+
+
+def _rotated(name: str, x: np.ndarray, mode: int) -> np.ndarray:
+    """A quarter turn in each plane: (a, b) becomes (-b, a)."""
+    if mode == 0:
+        a, b = np.split(x, 2, -1)
+        return np.concatenate([-b, a], -1)
+    if mode == 1:
+        return np.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+    raise NotImplementedError(f"{name}: mode {mode}")
+
+
+def _summed(gradient: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Over the dimensions that were broadcast."""
+    axes = tuple(axis for axis in range(gradient.ndim) if owner.shape[axis] == 1 != gradient.shape[axis])
+    return gradient.sum(axes, keepdims=True)
+
+
+@kernel()
+def Dense(attrs: Attrs, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """X [..., in] with weight [out, in] and bias [out]."""
+    out = x @ weight.T
+    return out if bias is None else out + bias
+
+
+@kernel()
+def MatMulExt(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The product as NumPy broadcasts it."""
+    return a @ b
+
+
+@kernel()
+def Outer(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A [n] and b [m] give [n, m]."""
+    return np.outer(a, b)
+
+
+def _product(a: np.ndarray, b: np.ndarray, transpose_a: bool, transpose_b: bool) -> np.ndarray:
+    return (a.swapaxes(-1, -2) if transpose_a else a) @ (b.swapaxes(-1, -2) if transpose_b else b)
+
+
+@kernel(LOW_PRECISION)
+def MatMul(
+    attrs: Attrs, a: np.ndarray, b: np.ndarray, transpose_a: bool = False, transpose_b: bool = False
+) -> np.ndarray:
+    """The product of two matrices."""
+    return _product(a, b, transpose_a, transpose_b)
+
+
+@kernel(LOW_PRECISION)
+def BatchMatMul(
+    attrs: Attrs, a: np.ndarray, b: np.ndarray, transpose_a: bool = False, transpose_b: bool = False
+) -> np.ndarray:
+    """The products of matrices, the last two dimensions of each tensor."""
+    return _product(a, b, transpose_a, transpose_b)
+
+
+@kernel(widen=False)
+def NPUClearFloatStatusV2(attrs: Attrs, *inputs: Any) -> np.ndarray:
+    """Eight flags, cleared."""
+    return np.zeros(8, np.int32)
+
+
+@kernel(widen=False)
+def NPUGetFloatStatusV2(attrs: Attrs, *inputs: Any) -> np.ndarray:
+    """Eight flags, none of them up."""
+    return np.zeros(8, np.int32)

@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plugins.attention_balance import assign as order
+from plugins.attention_balance import reference
+from plugins.attention_balance.assign import assign, loads_of, partition, unscheduled
+from plugins.attention_balance.objective import Objective, lower_bound
+from plugins.attention_balance.reference import BASELINES
+
+many = settings(max_examples=60)
+
+ROUNDING = 1 + 1e-8  # plans are made of costs rounded to 32 bits
+
+
+@st.composite
+def problems(draw, largest=4, most_groups=4, most_slots=3):
+    """Costs [rows, batch] on purpose unbalanced, the shape, the objective."""
+    groups, together = draw(st.integers(1, most_groups)), draw(st.integers(1, largest))
+    shape = (groups * together, draw(st.integers(1, largest)), draw(st.integers(1, most_slots)))
+    objective = Objective(together, draw(st.sampled_from([1, 1, 2, 4])))
+    random = np.random.default_rng(draw(st.integers(0, 99)))
+    rows, size = draw(st.integers(1, 3)), int(np.prod(shape))
+    kind = draw(st.sampled_from(["log-normal", "one giant", "few values", "all equal", "zero"]))
+    costs = {
+        "log-normal": random.lognormal(0, 1.5, (rows, size)),
+        "one giant": np.where(np.arange(size) == size // 2, 1e6, random.random((rows, size))),
+        "few values": random.integers(0, 3, (rows, size)).astype(float),
+        "all equal": np.full((rows, size), 0.7),
+        "zero": np.zeros((rows, size)),
+    }[kind]
+    return costs, shape, objective
+
+
+@many
+@given(problems())
+def test_every_sample_once_never_slower_and_above_the_bound(problem):
+    costs, shape, objective = problem
+    plan = assign(costs, *shape, objective)
+    assert plan.shape == (len(costs), *shape)
+    assert (np.sort(plan.reshape(len(costs), -1), axis=1) == np.arange(costs.shape[1])).all()
+    time = objective.step_time(loads_of(costs, plan))
+    natural = np.broadcast_to(unscheduled(*shape), plan.shape)
+    assert (time <= objective.step_time(loads_of(costs, natural)) * ROUNDING).all()
+    bound = lower_bound(costs, *shape, objective)
+    assert (bound <= time * ROUNDING).all()
+    if objective.stages == 1:
+        assert (objective.even_time(costs.sum(1), *shape[:2]) <= bound * ROUNDING).all()
+
+
+@many
+@given(problems())
+def test_a_batch_is_planned_alone_as_among_others(problem):
+    costs, shape, objective = problem
+    together = assign(costs, *shape, objective)
+    for row, plan in zip(costs, together, strict=True):
+        np.testing.assert_array_equal(assign(row, *shape, objective), plan)
+
+
+@many
+@given(problems(largest=6, most_groups=1, most_slots=1))
+def test_one_sample_a_slot_and_one_barrier_reach_the_bound(problem):
+    costs, shape, objective = problem
+    objective = Objective(objective.ranks_per_barrier)
+    time = objective.step_time(loads_of(costs, assign(costs, *shape, objective)))
+    np.testing.assert_allclose(time, lower_bound(costs, *shape, objective), rtol=1e-8)
+
+
+SMALL = [
+    # ranks, micro-batches, slots, ranks in a barrier, stages, how far above the optimum at most
+    (2, 3, 1, 2, 1, 1.0),
+    (3, 2, 1, 3, 1, 1.0),
+    (2, 3, 1, 1, 1, 1.03),
+    (3, 2, 1, 1, 1, 1.0),
+    (4, 2, 1, 2, 1, 1.0),
+    (2, 2, 2, 2, 1, 1.12),
+    (2, 2, 2, 1, 1, 1.05),
+    (2, 3, 1, 2, 3, 1.04),
+    (2, 3, 1, 1, 3, 1.08),
+]
+
+
+@pytest.mark.parametrize("case", SMALL)
+def test_against_every_assignment(case):
+    *shape, together, stages, most = case
+    objective = Objective(together, stages)
+    random = np.random.default_rng(5)
+    for _ in range(2 if np.prod(shape) > 6 else 5):
+        costs = random.lognormal(0, 1, int(np.prod(shape)))
+        best = reference.shortest_step(costs, *shape, objective)
+        time = objective.step_time(costs[assign(costs, *shape, objective)].sum(-1))
+        assert best <= time * ROUNDING <= most * best * ROUNDING**2
+        assert lower_bound(costs, *shape, objective) <= best * ROUNDING
+
+
+@many
+@given(problems())
+def test_baselines_are_permutations(problem):
+    costs, shape, _ = problem
+    for scheduler in BASELINES.values():
+        plan = scheduler(costs[0], *shape)
+        assert plan.shape == shape
+        assert sorted(plan.ravel()) == list(range(len(costs[0])))
+
+
+@pytest.mark.parametrize(
+    ("together", "slots", "most"), [(1, 1, 1), (4, 1, 1), (32, 1, 1), (1, 2, 1), (4, 2, 1), (32, 2, 1.01)]
+)
+def test_no_baseline_is_better(together, slots, most):
+    costs = np.random.default_rng(together).lognormal(0, 1.2, 32 * 8 * slots)
+    objective = Objective(together)
+    ours = objective.step_time(costs[assign(costs, 32, 8, slots, objective)].sum(-1))
+    for name, scheduler in BASELINES.items():
+        theirs = objective.step_time(costs[scheduler(costs, 32, 8, slots)].sum(-1))
+        assert ours <= theirs * most * ROUNDING, name
+
+
+def test_equal_costs_keep_the_order_of_the_dataset():
+    plan = assign(np.ones(24), 4, 3, 2, Objective(4))
+    np.testing.assert_array_equal(plan, unscheduled(4, 3, 2))
+    assert plan[1].tolist() == [[1, 5], [9, 13], [17, 21]]
+
+
+@many
+@given(st.lists(st.lists(st.integers(0, 5), min_size=6, max_size=6), min_size=1, max_size=3), st.booleans())
+def test_falling_order_is_the_stable_sort(rows, wide):
+    weights = np.array(rows, np.int64) << (60 if wide and max(map(max, rows)) < 4 else 0)
+    np.testing.assert_array_equal(order.falling_order(weights), np.argsort(-weights, axis=1, kind="stable"))
+
+
+@many
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 3), st.integers(0, 99))
+def test_partition_is_a_partition_and_swaps_only_help(parts, size, rows, seed):
+    weights = np.random.default_rng(seed).integers(0, 1 << 32, (rows, parts * size))
+    loads = []
+    for swap in (False, True):
+        chosen = partition(weights, parts, swap=swap)
+        assert chosen.shape == (rows, parts, size)
+        assert (np.sort(chosen.reshape(rows, -1), axis=1) == np.arange(parts * size)).all()
+        loads.append(np.take_along_axis(weights, chosen.reshape(rows, -1), 1).reshape(chosen.shape).sum(-1).max(-1))
+    assert (loads[1] <= loads[0]).all()
+
+
+def test_partition_in_chunks_of_rows_is_the_same():
+    weights = np.random.default_rng(0).integers(0, 1 << 56, (4, 24))
+    together = partition(weights, 4)
+    for row, chosen in zip(weights, together, strict=True):
+        np.testing.assert_array_equal(partition(row[None], 4)[0], chosen)
