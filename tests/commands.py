@@ -105,7 +105,7 @@ _WORDS = {
     "hf": Way("by", "tests/tools/weights/convert/test_run.py"),
     "checkpoint.load_path=hf": Way("by", "tests/training/test_finetune.py"),
     "exported": Way("by", "tests/training/test_generate.py"),
-    "output/mini-pretrain_tp2": Way("by", "tests/tools/accuracy/collectives"),
+    "output/mini-pretrain_tp2": Way("by", "tests/tools/accuracy/test_collectives.py"),
     "output/RUN/checkpoint_in_order/iteration_00000100": Way("by", "tests/training/test_expert_balance.py"),
 }
 # all other programs: what each is shown by. A benchmark is also held to its imports and its options, for every one.

@@ -31,7 +31,7 @@ from tools.process.waiting import Progressing
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
-SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "run" / "accuracy_dump.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "run" / "accuracy_dump.py"
 
 
 @click.command()

@@ -11,11 +11,7 @@ from tests.tools.accuracy.reference.forward import Forward  # noqa: E402
 from tools.accuracy.align.ladder import Ladder, compare_records  # noqa: E402
 from tools.accuracy.align.sides import of_reference  # noqa: E402
 from tools.accuracy.reference import train  # noqa: E402
-from tools.accuracy.reference.start import (  # noqa: E402
-    Hyper,  # noqa: E402
-    initial_weights,
-    nudged,
-)
+from tools.accuracy.reference.start import Hyper, initial_weights, nudged  # noqa: E402
 from tools.accuracy.reference.train import Reference  # noqa: E402
 
 HYPER = Hyper(rates=[0.0, 1e-3, 2e-3], betas=(0.9, 0.95), eps=1e-8, decay=0.1, clip=0.5)
