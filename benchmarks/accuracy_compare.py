@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tools.accuracy.dumps import write as marker
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.read import open_dump
+from tools.accuracy.dumps.write import mark
 
 SIZES = [(128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]  # 64 KiB to 1 MiB
 SIDES = ("golden", "rerun", "rounded")
@@ -55,7 +55,7 @@ def write(folder, count):
         stack = {str(n): [[key], ["File model.py, line 1"]] for n, key in enumerate(data)}
         (rank / "stack.json").write_text(json.dumps(stack))
         (rank / "construct.json").write_text(json.dumps(dict.fromkeys(data)))
-        marker.mark(folder / side, True)
+        mark(folder / side, True)
     os.sync()
 
 

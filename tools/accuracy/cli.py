@@ -32,6 +32,7 @@ from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "run" / "accuracy_dump.py"
+_SHOWN = 10  # differences of a rank
 
 
 @click.command()
@@ -118,8 +119,6 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
 if TYPE_CHECKING:
     from tools.accuracy.collectives import Verdict
 
-_SHOWN = 10  # differences of a rank
-
 
 @click.command("collectives")
 @click.argument("recipe", metavar="RECIPE|RUN", type=click.Path(path_type=Path))
@@ -140,24 +139,23 @@ def collectives_command(
 
     Exit codes: 0 equal; 1 they differ, line by line; 2 unknown, because something did not run, or a wrong input.
     """
-    from tools.accuracy import collectives as compare
-    from tools.accuracy import collectives as run
+    from tools.accuracy import collectives
     from tools.accuracy.equivalence.runs import RunFailedError
 
     require_verified()
     if recipe.is_dir():
         if overrides or keep:
             raise click.UsageError("--set and --keep are for a recipe: a run's folder is compared as it is")
-        _tell(recipe, compare.compare_run(recipe, jobs), as_json)
-    flat = run.sharded_recipe(recipe, overrides)
+        _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
+    flat = collectives.sharded_recipe(recipe, overrides)
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise RecipeError(f"--keep {keep}: the folder is not empty")
     with terminate_as_interrupt(), _folder(keep) as folder:
-        click.echo(f"{flat.source}: training {run.STEPS} steps", err=True)
+        click.echo(f"{flat.source}: training {collectives.STEPS} steps", err=True)
         try:
-            verdict = compare.compare_run(run.train(flat, Path(folder)), jobs)
+            verdict = collectives.compare_run(collectives.train(flat, Path(folder)), jobs)
         except RunFailedError as error:
-            verdict = compare.Verdict(compare.UNKNOWN, f"the training failed: {error}")
+            verdict = collectives.Verdict(collectives.UNKNOWN, f"the training failed: {error}")
     _tell(recipe, verdict, as_json)
 
 

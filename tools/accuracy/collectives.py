@@ -29,6 +29,7 @@ from tools.recipe.view import LOADER, View, look
 
 STEPS = 2  # trained; the first one's collectives are compared
 _WATCHERS = ("CheckpointMonitor",)
+EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
@@ -73,9 +74,6 @@ def train(recipe: Recipe, folder: Path) -> Path:
     short["checkpoint"] = {"save_path": "", "load_path": ""}
     launch(short, folder / "run")
     return folder / "run"
-
-
-EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,23 @@ from rich.console import Console
 from rich.table import Table
 
 from plugins.errors import RecipeError
-from tools.accuracy.align import (
-    config as align_config,
-)
-from tools.accuracy.align import rungs as align_bisect
-from tools.accuracy.align import rungs as align_compare
-from tools.accuracy.align import sides as align_recipe
-from tools.accuracy.align import (
-    sides as align_sides,
-)
+from tools.accuracy.align import config as align_config
+from tools.accuracy.align import rungs as align_rungs
+from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.config import LAYOUT, MAY
-from tools.accuracy.align.rungs import FAILED, LOSS, NONE, PASSED, UNDECIDED, Row, Rung
+from tools.accuracy.align.rungs import (
+    FAILED,
+    LOSS,
+    NONE,
+    PASSED,
+    UNDECIDED,
+    Row,
+    Rung,
+    explain_backward,
+    explain_curve,
+    explain_forward,
+    explain_update,
+)
 from tools.accuracy.align.sides import Record, in_hugging_face_names, read_metrics
 from tools.accuracy.equivalence.sharding import NEVER_CLIPPED
 from tools.accuracy.reference.start import Hyper, hyper_of, initial_weights
@@ -43,6 +49,19 @@ MORE_DEVICES = "more devices"
 NOT_RUN, SAME = "not run", "same"
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers")
 _TC3 = "from launch.cli import main; main()"
+ALIGNED, SAME_NUMBERS, NOT_COMPARED, NOT_ALIGNED = "aligned", "same settings", "not compared", "not aligned"
+RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", MORE_DEVICES)
+Say = Callable[[str], None]
+STYLES = {PASSED: "green", FAILED: "bold red", UNDECIDED: "yellow"}
+VERDICTS = {
+    ALIGNED: "aligned",
+    SAME_NUMBERS: "nothing was run: no setting differs that could change a number",
+    NOT_COMPARED: "not compared: settings differ that may change rounding, and CPU runs nothing that they change",
+    NOT_ALIGNED: "not aligned",
+}
+BY_ROUNDING = "differ no more than the reference does from itself when its weights change in the last place"
+BY_A_TIE = "differ by more than rounding, but by no more than a choice of an expert that moved at a tie may do"
+MOST = 8  # rows of a failed rung that are printed
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,7 @@ class Sides:
 
 def data_parallel(recipe: Recipe, other: Recipe | None, steps: int) -> Sides:
     """The recipes as they are; one worker beside a recipe alone."""
-    return Sides([recipe, other if other is not None else Recipe(align_recipe.alone(recipe, steps))])
+    return Sides([recipe, other if other is not None else Recipe(align_sides.alone(recipe, steps))])
 
 
 def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | None, steps: int) -> Sides | None:
@@ -69,11 +88,11 @@ def split_model(paths: Sequence[Path], overrides: tuple[str, ...], data: str | N
         return None
     workers = [WORKERS if one else None for one in split]
     recipes = [
-        _sharded(align_recipe.load(path, overrides, data, steps, count))
+        _sharded(align_sides.load(path, overrides, data, steps, count))
         for path, count in zip(paths, workers, strict=True)
     ]
     if len(recipes) == 1:
-        recipes.append(_sharded(Recipe(align_recipe.alone(recipes[0], steps))))
+        recipes.append(_sharded(Recipe(align_sides.alone(recipes[0], steps))))
     views = [View(recipe) for recipe in recipes]
     told = ["the sharded graph on " + " and ".join(_processes(view) for view in views)]
     if any(view.dp * view.cp * view.micro_batches * view.accumulation > 1 for view in views):
@@ -117,11 +136,11 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
     Raises:
         SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
     """
-    counts = [align_recipe.workers(side) for side in sides.recipes]
+    counts = [align_sides.workers(side) for side in sides.recipes]
     if max(counts) == 1:
         reason = "one CPU worker on both sides; give a recipe of another layout by --against"
         return Rung(MORE_DEVICES, state=NOT_RUN, reason=reason)
-    if align_recipe.numbers(sides.recipes[0]) == align_recipe.numbers(sides.recipes[1]):
+    if align_sides.numbers(sides.recipes[0]) == align_sides.numbers(sides.recipes[1]):
         return Rung(
             MORE_DEVICES, state=SAME, reason="what CPU runs of the two recipes is the same, with all workers too"
         )
@@ -134,7 +153,7 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
         for step, (one, two) in enumerate(zip(*losses, strict=True), 1)
     ]
     rung = Rung(MORE_DEVICES, rows)
-    told = [align_bisect.explain_curve(rung)] if rung.status == FAILED else []
+    told = [explain_curve(rung)] if rung.status == FAILED else []
     rung.reason = "; ".join([*told, *filter(None, [sides.about])])
     return rung
 
@@ -142,18 +161,13 @@ def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str
 def _train(recipe: Recipe, folder: Path, steps: int) -> list[float]:
     """Losses of the first steps, by `tc3 train` in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    dump_recipe(align_recipe.shortened(recipe, steps), folder / "recipe_in.yaml")
+    dump_recipe(align_sides.shortened(recipe, steps), folder / "recipe_in.yaml")
     command = [sys.executable, "-c", _TC3, "train", str(folder / "recipe_in.yaml")]
     try:
         align_sides.start([*command, "--run-dir", str(folder / "run"), "--force"], folder / "train.log", folder)
     except RecipeError as error:
         raise align_sides.SideFailedError(f"`tc3 train` refuses the recipe: {error}") from None
     return [float(step["loss"]) for step in read_metrics(folder / "run", loss_rank(View(recipe)))]
-
-
-ALIGNED, SAME_NUMBERS, NOT_COMPARED, NOT_ALIGNED = "aligned", "same settings", "not compared", "not aligned"
-RUNGS = ("configuration", "forward", "backward", "optimizer", "steps", MORE_DEVICES)
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -237,7 +251,7 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
         TC3Error: a wrong input. A run that breaks down is a failed rung.
     """
     ladder = Ladder(str(wanted.path), "Hugging Face DeepseekV3" if wanted.against == "hf" else wanted.against)
-    if align_recipe.is_mini(wanted.path):
+    if align_sides.is_mini(wanted.path):
         ladder.about["size"] = "the recipe is for Ascend: its CPU mini was run, as `tc3 train --mini` makes it"
     try:
         (_against_reference if wanted.against == "hf" else _against_recipe)(ladder, wanted, say)
@@ -253,11 +267,11 @@ def climb(wanted: Wanted, say: Say) -> Ladder:
 
 def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     """MindFormers and Hugging Face: the same recipe in two frameworks."""
-    recipe = align_recipe.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
+    recipe = align_sides.load(wanted.path, wanted.overrides, wanted.data, wanted.steps)
     align_sides.find_torch(wanted.python)
     align_config.corpus_checksum(recipe)
-    plain = align_recipe.alone(recipe, wanted.steps)
-    sizes, hyper = align_recipe.reference_sizes(plain), hyper_of(plain, wanted.steps)
+    plain = align_sides.alone(recipe, wanted.steps)
+    sizes, hyper = align_sides.reference_sizes(plain), hyper_of(plain, wanted.steps)
     expressed = [Row(key, 0, NONE, "as the recipe", detail=str(value)) for key, value in sizes.hf.items()]
     ladder.rungs.append(Rung(RUNGS[0], expressed))  # what cannot be expressed has been refused above
     ladder.about["reference"] = (
@@ -272,7 +286,7 @@ def _against_reference(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     say("Hugging Face: training, twice")
     theirs, floor = align_sides.reference_and_floor(wanted.python, wanted.folder, sizes, hyper, weights, ours)
     ladder.about.update(theirs.about)
-    compare_records(ladder, ours, theirs, floor, hyper, align_recipe.rope_dimensions(plain))
+    compare_records(ladder, ours, theirs, floor, hyper, align_sides.rope_dimensions(plain))
     if ladder.rungs[-1].status != FAILED:
         ladder.rungs.append(_more_devices(recipe, None, wanted, say))
 
@@ -283,10 +297,10 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
     ladder.rungs.append(_configuration(ladder, paths, wanted))
     if ladder.rungs[-1].status == FAILED:
         return
-    recipe, other = (align_recipe.load(path, wanted.overrides, wanted.data, wanted.steps) for path in paths)
-    sides = [align_recipe.alone(side, wanted.steps) for side in (recipe, other)]
-    if align_recipe.numbers(sides[0], "parallel") == align_recipe.numbers(sides[1], "parallel"):
-        reason = f"on one device the {'minis of the ' * align_recipe.is_mini(wanted.path)}two recipes are the same"
+    recipe, other = (align_sides.load(path, wanted.overrides, wanted.data, wanted.steps) for path in paths)
+    sides = [align_sides.alone(side, wanted.steps) for side in (recipe, other)]
+    if align_sides.numbers(sides[0], "parallel") == align_sides.numbers(sides[1], "parallel"):
+        reason = f"on one device the {'minis of the ' * align_sides.is_mini(wanted.path)}two recipes are the same"
         ladder.rungs += [Rung(name, state=SAME, reason=reason) for name in RUNGS[1:5]]
     else:
         align_config.corpus_checksum(recipe)
@@ -295,14 +309,14 @@ def _against_recipe(ladder: Ladder, wanted: Wanted, say: Say) -> None:
         ours = align_sides.run_mindformers(sides[0], wanted.folder / "ours", hyper, None)
         say(f"{wanted.against}: compiling and training")
         theirs = align_sides.run_mindformers(sides[1], wanted.folder / "theirs", hyper, ours.initial)
-        compare_records(ladder, ours, theirs, None, hyper, align_recipe.rope_dimensions(sides[0]))
+        compare_records(ladder, ours, theirs, None, hyper, align_sides.rope_dimensions(sides[0]))
     if ladder.rungs[-1].status != FAILED:
         ladder.rungs.append(_more_devices(recipe, other, wanted, say))
 
 
 def _configuration(ladder: Ladder, paths: tuple[Path, Path], wanted: Wanted) -> Rung:
     """Rung 1: the recipes as they are written, not their minis, which have sizes, layout and precision of their own."""
-    ours, theirs = (align_recipe.written(path, wanted.overrides, wanted.data) for path in paths)
+    ours, theirs = (align_sides.written(path, wanted.overrides, wanted.data) for path in paths)
     ladder.settings = align_config.differences(ours, theirs)
     wrong = [setting for setting in ladder.settings if setting.kind in (align_config.MUST, align_config.UNKNOWN)]
     rows = [Row(setting.path, 1, NONE, setting.kind, detail=f"{setting.ours} | {setting.theirs}: {setting.meaning}")
@@ -318,12 +332,12 @@ def compare_records(
 ) -> None:
     """Rungs 2 to 5, up to the first that fails."""
     explain: dict[str, Callable[[Rung], str]] = {
-        "forward": lambda rung: align_bisect.explain_forward(rung, ours, theirs, rope),
-        "backward": lambda rung: align_bisect.explain_backward(rung, ours, theirs),
-        "optimizer": lambda rung: align_bisect.explain_update(rung, ours, theirs, hyper),
-        "steps": align_bisect.explain_curve,
+        "forward": lambda rung: explain_forward(rung, ours, theirs, rope),
+        "backward": lambda rung: explain_backward(rung, ours, theirs),
+        "optimizer": lambda rung: explain_update(rung, ours, theirs, hyper),
+        "steps": explain_curve,
     }
-    for compare in (align_compare.forward, align_compare.backward, align_compare.update, align_compare.curve):
+    for compare in (align_rungs.forward, align_rungs.backward, align_rungs.update, align_rungs.curve):
         rung = compare(ours, theirs, floor)
         ladder.rungs.append(rung)
         if rung.status == FAILED:
@@ -337,18 +351,6 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
     sides = split_model(paths, wanted.overrides, wanted.data, wanted.steps)
     sides = sides or data_parallel(recipe, other, wanted.steps)
     return train_and_compare(sides, wanted.steps, wanted.folder, say)
-
-
-STYLES = {PASSED: "green", FAILED: "bold red", UNDECIDED: "yellow"}
-VERDICTS = {
-    ALIGNED: "aligned",
-    SAME_NUMBERS: "nothing was run: no setting differs that could change a number",
-    NOT_COMPARED: "not compared: settings differ that may change rounding, and CPU runs nothing that they change",
-    NOT_ALIGNED: "not aligned",
-}
-BY_ROUNDING = "differ no more than the reference does from itself when its weights change in the last place"
-BY_A_TIE = "differ by more than rounding, but by no more than a choice of an expert that moved at a tie may do"
-MOST = 8  # rows of a failed rung that are printed
 
 
 def failed_text(row: Row) -> str:

@@ -28,6 +28,20 @@ DRIFT = 0.02  # of a step's loss, in runs that parted at a tie (measured: up to 
 _NOTHING = 1e-37  # the tolerance beside a zero
 NONE = 0.5  # the tolerance of a count that must be 0
 FLOOR_FACTOR = 4  # rounding may hit the other side harder than the reference by so much
+# one layer's modules in the order of execution, with MindFormers' name and what a first difference there means
+MODULES = {
+    "input_norm": ("input_layernorm", "the norm: its weight or epsilon"),
+    "query": ("self_attention (query)", "the query's projections and norm, or positions (RoPE)"),
+    "key": ("self_attention (key)", "the key's projections and norm, or positions (RoPE)"),
+    "value": ("self_attention (value)", "the value's projections and norm"),
+    "context": ("self_attention.core_attention", "the softmax: its scale, the mask, or the product with the values"),
+    "attention": ("self_attention.linear_proj", "the output projection"),
+    "post_norm": ("pre_mlp_layernorm", "the residual connection, or the norm: its weight or epsilon"),
+    "router": ("mlp.router", "routing: scores, bias, choice, normalisation or scaling"),
+    "shared_expert": ("mlp.shared_experts", "the shared expert"),
+    "mlp": ("mlp", "the routed experts' weights or the combination (dense layers: the feed-forward weights)"),
+    "output": ("(residual)", "the residual connection"),
+}
 
 
 @dataclass(frozen=True)
@@ -287,22 +301,6 @@ def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
         if name in ours and name in theirs:
             rows.append(Row(name, relative(ours[name], theirs[name]), GRADIENT, "relative L2"))
     return rows
-
-
-# one layer's modules in the order of execution, with MindFormers' name and what a first difference there means
-MODULES = {
-    "input_norm": ("input_layernorm", "the norm: its weight or epsilon"),
-    "query": ("self_attention (query)", "the query's projections and norm, or positions (RoPE)"),
-    "key": ("self_attention (key)", "the key's projections and norm, or positions (RoPE)"),
-    "value": ("self_attention (value)", "the value's projections and norm"),
-    "context": ("self_attention.core_attention", "the softmax: its scale, the mask, or the product with the values"),
-    "attention": ("self_attention.linear_proj", "the output projection"),
-    "post_norm": ("pre_mlp_layernorm", "the residual connection, or the norm: its weight or epsilon"),
-    "router": ("mlp.router", "routing: scores, bias, choice, normalisation or scaling"),
-    "shared_expert": ("mlp.shared_experts", "the shared expert"),
-    "mlp": ("mlp", "the routed experts' weights or the combination (dense layers: the feed-forward weights)"),
-    "output": ("(residual)", "the residual connection"),
-}
 
 
 def forward_order(layers: int) -> list[str]:

@@ -37,6 +37,15 @@ from tools.weights.hugging_face.sizes import Sizes, sizes_of
 
 Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")
+BIAS = "TopkBiasBalanceCallback"
+WATCHERS = ("CheckpointMonitor",)
+ALONE = {
+    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
+    **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
+}
+_DATA = "train_dataset.data_loader.config.data_path"
+REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong
+_FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('torch', 'transformers'))) else 3)"
 
 
 @dataclass
@@ -141,15 +150,6 @@ def read(file: Path) -> Arrays:
 
 def _below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
-
-
-BIAS = "TopkBiasBalanceCallback"
-WATCHERS = ("CheckpointMonitor",)
-ALONE = {
-    **dict.fromkeys(("data_parallel", "model_parallel", "context_parallel", "pipeline_stage", "expert_parallel"), 1),
-    **{"micro_batch_num": 1, "use_seq_parallel": False, "vocab_emb_dp": False},
-}
-_DATA = "train_dataset.data_loader.config.data_path"
 
 
 def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
@@ -269,8 +269,6 @@ def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-REFUSED = 2  # exit code of what has printed `tc3: message` because it was given something wrong
-_FIND = "import importlib.util as u, sys; sys.exit(0 if all(map(u.find_spec, ('torch', 'transformers'))) else 3)"
 
 
 class SideFailedError(Exception):

@@ -25,6 +25,9 @@ from tools.accuracy.judge import systematic
 
 STRUCTURE = (MISSING, EXTRA, SHAPE)
 ROLES = ("input", "parameters", "output")  # of one call, in order of time
+WIDE = 0.01  # a tolerance that needs to be said
+BATCH = 64  # tensors that a thread takes at a time
+THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the interpreter
 
 
 def first_findings(findings: Iterable[Row]) -> dict[str, Row | None]:
@@ -186,9 +189,6 @@ def _forward(row: Row, initial: bool) -> str:
     )
 
 
-WIDE = 0.01  # a tolerance that needs to be said
-
-
 @dataclass(frozen=True)
 class Report:
     """All rows of a comparison, in the order of execution.
@@ -303,10 +303,6 @@ def finding_text(row: Row) -> str:
     rank = f" rank {row.rank}" if row.rank else ""
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
     return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
-
-
-BATCH = 64  # tensors that a thread takes at a time
-THREADS = min(8, os.cpu_count() or 1)  # NumPy and the reads let go of the interpreter
 
 
 def compare_dumps(

@@ -18,6 +18,9 @@ from plugins.errors import DataError
 from tools.accuracy.dumps.read import CHUNK, WIDEST, Item, NpyFile
 from tools.accuracy.judge import systematic
 
+SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
+_own = threading.local()
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -66,11 +69,6 @@ def deviation(golden: Path, bench: Path) -> float:
             squares += float(np.dot(w, w))
             products += float(np.dot(d, d))
     return math.sqrt(products) / squares
-
-
-SQUARED = 1e-30  # the least mean square in float32: of much smaller values the squares are lost
-
-_own = threading.local()
 
 
 @dataclass(frozen=True)

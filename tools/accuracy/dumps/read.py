@@ -31,6 +31,30 @@ FORWARD, BACKWARD, WEIGHTS, STATE = "forward", "backward", "weights", "state"
 PHASES = (FORWARD, BACKWARD, WEIGHTS, STATE)
 GRADIENT = "parameters_grad"
 CELLS = ("Cell", "Module")  # MindSpore's and PyTorch's word
+CHUNK = 1 << 16  # values in a piece; the pieces of both sides and their errors fit a core's cache
+WIDEST = 16  # bytes of a value
+_HEAD = 128  # NumPy pads a header to a multiple of 64; nearly every one is this long
+CONFIGURATION = "kernel_kbyk_dump.json"
+KIND = "Kernel"
+_KERNEL_RANK = re.compile(r"rank_(\d+)$")
+_UNKNOWN = (None, None, None, None)  # no statistics; values only
+TENSORS = ("mindspore.Tensor", "torch.Tensor", "numpy.ndarray")
+ROLES = {
+    "input_args": "input",
+    "input_kwargs": "input",
+    "input": "input",
+    "parameters": "parameters",
+    "output": "output",
+}
+WEIGHTS_FOLDER = "weights"
+STATISTICS = ("Max", "Min", "Mean", "Norm")
+HEAD = ("level", "task", "data")
+LEVELS = ("L0", "L1", "mix", "L2")
+TASKS = ("statistics", "tensor")
+LARGEST = 2**62  # values
+_STEP = re.compile(r"step(\d+)$")
+_RANK = re.compile(r"rank(\d+)$")
+_PROCESS = re.compile(r"proc\d+$")
 
 
 @dataclass(frozen=True)
@@ -84,11 +108,6 @@ def parse(text: str) -> Name:
     if kind in CELLS:
         return Name(text, "Cell", ".".join(body[:-1]), body[-1], phase, int(call))
     return Name(text, kind, ".".join(body), body[-1], phase, int(call))
-
-
-CHUNK = 1 << 16  # values in a piece; the pieces of both sides and their errors fit a core's cache
-WIDEST = 16  # bytes of a value
-_HEAD = 128  # NumPy pads a header to a multiple of 64; nearly every one is this long
 
 
 class NpyFile:
@@ -205,12 +224,6 @@ class Entry:
     items: tuple[Item, ...]
 
 
-CONFIGURATION = "kernel_kbyk_dump.json"
-KIND = "Kernel"
-_KERNEL_RANK = re.compile(r"rank_(\d+)$")
-_UNKNOWN = (None, None, None, None)  # no statistics; values only
-
-
 def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
     """step -> rank -> the rank's folder."""
     found: dict[int, dict[int, Path]] = {}
@@ -263,25 +276,6 @@ def _kernel_files(folder: Path) -> Iterator[tuple[int, str, str, Item]]:
         with NpyFile(path) as file:
             item = Item(f"{role}.{place}", role, dtype.lower(), file.shape, _UNKNOWN, path)
         yield int(when), kind, f"graph{folder.parent.name}.{scope}", item
-
-
-TENSORS = ("mindspore.Tensor", "torch.Tensor", "numpy.ndarray")
-ROLES = {
-    "input_args": "input",
-    "input_kwargs": "input",
-    "input": "input",
-    "parameters": "parameters",
-    "output": "output",
-}
-WEIGHTS_FOLDER = "weights"
-STATISTICS = ("Max", "Min", "Mean", "Norm")
-HEAD = ("level", "task", "data")
-LEVELS = ("L0", "L1", "mix", "L2")
-TASKS = ("statistics", "tensor")
-LARGEST = 2**62  # values
-_STEP = re.compile(r"step(\d+)$")
-_RANK = re.compile(r"rank(\d+)$")
-_PROCESS = re.compile(r"proc\d+$")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,19 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 960, 300, 64, 58, 30
 POINTS = 480  # more could not be told apart
 LOW, HIGH = -9, 1  # decades shown; smaller errors, and none, are at the bottom, larger ones at the top
 _LAYER = re.compile(r"(?:^|[._])layers(?:\.|-CellList_)(\d+)")
+SHOWN = 2000  # rows in the table: a browser gets slow; rows.csv has them all
+PLOT = """
+svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
+.step { stroke: #888; stroke-dasharray: 3 3; } .wide { overflow-x: auto; }
+.grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
+"""
+NAMES = {
+    "forward": "Forward",
+    "backward": "Backward",
+    "weights": "Weights",
+    "state": "State, which no gradient trains",
+}
+MOST = 8  # findings shown
 
 
 def picture(rows: list[Row]) -> str:
@@ -103,20 +116,6 @@ def _layers(groups: list[list[Row]]) -> str:
     return "".join(found) + f'<text x="{LEFT}" y="{HEIGHT - 6}">{words}</text>'
 
 
-SHOWN = 2000  # rows in the table: a browser gets slow; rows.csv has them all
-PLOT = """
-svg { width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: currentColor; }
-.step { stroke: #888; stroke-dasharray: 3 3; } .wide { overflow-x: auto; }
-.grid { stroke: #8884; } .limit { fill: none; stroke: #bf8700; } .good { fill: #1a7f37; } .bad { fill: #cf222e; }
-"""
-NAMES = {
-    "forward": "Forward",
-    "backward": "Backward",
-    "weights": "Weights",
-    "state": "State, which no gradient trains",
-}
-
-
 def as_page(report: Report) -> str:
     """The whole page."""
     title = "no finding" if report.passed else f"{len(report.findings)} findings"
@@ -159,9 +158,6 @@ def _table(rows: list[Row]) -> str:
         cells = "".join(f"<td>{escape(str(value))}</td>" for value in values)
         lines.append(f'<tr class="{"fail" if row.kind else ""}">{cells}</tr>')
     return f"<div class=wide><table>{''.join(lines)}</table></div>"
-
-
-MOST = 8  # findings shown
 
 
 def print_report(report: Report, console: Console) -> None:

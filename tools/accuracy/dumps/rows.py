@@ -18,6 +18,20 @@ DEFAULT = 1
 PRODUCTS = ("linear", "dense", "matmul", "gemm", "bmm", "baddbmm", "addmm")
 SUMS = ("sum", "mean", "cumsum")
 LOSSES = ("loss", "crossentropy", "cross_entropy")
+# kinds of finding; a row without one passed
+VALUE, SCALED, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
+    "value",
+    "scaled",
+    "update",
+    "shape",
+    "dtype",
+    "nan",
+    "inf",
+    "missing",
+    "extra",
+)
+NARROW = ("float16", "bfloat16")
+_WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 class Counter:
@@ -116,22 +130,6 @@ class Trained:
     def has(self, entry: Entry, item: Item) -> bool:
         """Whether a gradient trains this parameter; where nothing tells, it is taken for a weight."""
         return not self.known or (entry.name.path, item.parameter) in self._trained
-
-
-# kinds of finding; a row without one passed
-VALUE, SCALED, UPDATE, SHAPE, DTYPE, NAN, INF, MISSING, EXTRA = (
-    "value",
-    "scaled",
-    "update",
-    "shape",
-    "dtype",
-    "nan",
-    "inf",
-    "missing",
-    "extra",
-)
-NARROW = ("float16", "bfloat16")
-_WIDTH = {"float64": 3, "float32": 2, "float16": 1, "bfloat16": 1}
 
 
 @dataclass(frozen=True)

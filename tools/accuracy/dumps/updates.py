@@ -26,6 +26,12 @@ STATISTICS = ("max", "min", "mean", "norm")
 HIDDEN = "too small beside the rounding of max, min, mean and norm"
 NOISE = "the gradients differ, which moves these statistics as much as a wrong update would"
 NONE = "no finite statistics"
+MOST = 0.7  # share of an error along the weight from which it is called weight decay
+STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
+DECAY = "weight decay"
+WRONG = "the weight itself differs"
+TURNED = 6  # elements whose step noise of the gradient may have turned round, beyond those that the mean allows
+RATE = "learning rate, or what else makes a whole update longer"
 
 
 @dataclass(frozen=True)
@@ -141,14 +147,6 @@ def _factor(cause: np.ndarray, apart: np.ndarray, allowed: np.ndarray) -> tuple[
     if not factor or np.any(rest > ALIKE * np.abs(factor * cause) + 2 * allowed):
         return None, math.inf
     return float(factor), float(np.max(rest / allowed))
-
-
-MOST = 0.7  # share of an error along the weight from which it is called weight decay
-STRAIGHT = 0.95  # share of an error along GOLDEN's own update from which it is called the learning rate
-DECAY = "weight decay"
-WRONG = "the weight itself differs"
-TURNED = 6  # elements whose step noise of the gradient may have turned round, beyond those that the mean allows
-RATE = "learning rate, or what else makes a whole update longer"
 
 
 @dataclass

@@ -59,6 +59,9 @@ NORM = 5e-5  # relative
 SURE = 4  # times what groups' norms are allowed: a wrong global norm that they would show
 MOVES = 0.05  # of the moves of a router's biases: a token at a tie turns that of an expert at its share
 TWICE = "embedding.word_embeddings.weight"  # its gradient is counted once more by a pipeline with an MTP layer
+NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
+NOTES = "equivalence"  # the folder of a run where the callback writes
+ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
@@ -191,11 +194,6 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
             detail = f"{norm:.9g}, of one process {right:.9g}; with the share {share:.6g} of the last stage {want:.9g}"
             phase, error = BACKWARD if step == 1 else OPTIMIZER, abs(norm - right) / right
             yield finding_of(run, step, phase, "gradients", "global norm", error, NORM, detail)
-
-
-NOTE = {"type": "OwnGradient", "auto_register": "own_gradient.OwnGradient"}
-NOTES = "equivalence"  # the folder of a run where the callback writes
-ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 @dataclass

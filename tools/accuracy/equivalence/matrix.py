@@ -35,6 +35,10 @@ from tools.accuracy.equivalence.trained import Comparison, Finding, Mesh, compar
 from tools.accuracy.pages import STYLE
 
 PASS, KNOWN, FAIL, NONE = "pass", "known difference", "fail", "not compared"
+STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
+CLASSES = {PASS: "pass", KNOWN: "pass", FAIL: "fail", NONE: "none"}
+LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
+NOT_TRAINED = "<p class=note>Nothing was trained, so nothing was compared with golden numbers.</p>"
 
 
 @dataclass(frozen=True)
@@ -263,14 +267,6 @@ def failure_lines(row: Row, most: int = 3) -> list[str]:
         return [row.reason]
     lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
     return lines + [f"and {len(row.findings) - most} more"] * (len(row.findings) > most)
-
-
-STYLES = {PASS: "green", KNOWN: "yellow", FAIL: "bold red", NONE: "dim"}
-CLASSES = {PASS: "pass", KNOWN: "pass", FAIL: "fail", NONE: "none"}
-LEGEND = "used: the largest share of its tolerance (report, Table 2) that any number took up"
-
-
-NOT_TRAINED = "<p class=note>Nothing was trained, so nothing was compared with golden numbers.</p>"
 
 
 def print_matrix(matrix: Matrix, golden: list[str], console: Console) -> None:

@@ -23,6 +23,14 @@ from tools.recipe.mini import load_mini
 
 TRAINED, EXECUTED, NOT_EXECUTABLE = "trained", "executed", "not executable here"
 BASELINE, APART = "baseline", "documents_apart"
+_PER_RANK = "MindFormers takes it per rank and micro-batch: another loss than one process's, but sample by sample"
+_NEITHER = (
+    ("seqvpp", "pipelines whose sequences are cut into chunks", "MindFormers' trainer refuses them in graph mode"),
+    ("auxiliary_loss_per_rank", "the router's auxiliary loss over several samples of a rank", _PER_RANK),
+    ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
+)
+SCHEDULES = ("1f1b", "gpipe", "seqpipe", "zero_bubble_v")
+TRIES = 100_000
 
 
 @dataclass(frozen=True)
@@ -80,12 +88,6 @@ _TRAINED = (
         "samples dealt by cost to two workers, documents apart",
         Variant(workers=2, apart=True, balance=True, against=APART),
     ),
-)
-_PER_RANK = "MindFormers takes it per rank and micro-batch: another loss than one process's, but sample by sample"
-_NEITHER = (
-    ("seqvpp", "pipelines whose sequences are cut into chunks", "MindFormers' trainer refuses them in graph mode"),
-    ("auxiliary_loss_per_rank", "the router's auxiliary loss over several samples of a rank", _PER_RANK),
-    ("bfloat16", "the data type of the full-size recipes", "its rounding would hide what these rows are to show"),
 )
 
 
@@ -172,10 +174,6 @@ def _on_workers(recipe: Recipe, batch: int, workers: int) -> Recipe:
     recipe["parallel_config"].update(data_parallel=workers, expert_parallel=1)
     recipe["parallel"]["dataset_strategy"] = [[workers, *[1] * (axes - 1)] for axes in (2, 2, 2, 2, 4)]
     return recipe
-
-
-SCHEDULES = ("1f1b", "gpipe", "seqpipe", "zero_bubble_v")
-TRIES = 100_000
 
 
 def draw_cases(recipe: Mapping[str, Any], count: int, seed: int, most: int) -> list[Case]:

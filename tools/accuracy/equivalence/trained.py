@@ -57,6 +57,13 @@ MEANINGS = (
     (OPTIMIZER, "change", "weight decay of the wrong group, or the learning rate"),
     (OPTIMIZER, "", "the optimizer's update"),
 )
+# share of a step's choices that ties may move between experts: as what they do to the auxiliary loss
+MOVED = 2e-3
+AT_SHARE = 1e-5  # relative; a float32 mean of ones and zeros errs by less, one choice of a step weighs more
+# the auxiliary loss counts tokens: one at a tie between experts that goes to the other moves it by 2e-4
+# (seen with the EP-4 mini, tests/training/test_expert_parallel.py)
+COUNTED = {"load_balancing_loss": 2e-3}
+CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this share of it
 
 
 @dataclass(frozen=True)
@@ -151,11 +158,6 @@ def finding_text(finding: Finding, mesh: Mesh) -> str:
     return f"{where}, {describe_ranks(finding.ranks, mesh)}: {numbers}. Usually: {finding.meaning}"
 
 
-# share of a step's choices that ties may move between experts: as what they do to the auxiliary loss
-MOVED = 2e-3
-AT_SHARE = 1e-5  # relative; a float32 mean of ones and zeros errs by less, one choice of a step weighs more
-
-
 @dataclass(frozen=True)
 class Row:
     """One comparison of a router: it is wrong if `error` is over `allowed`."""
@@ -201,12 +203,6 @@ def _wrong(router: str, tensor: str, right: np.ndarray, what: str) -> Iterator[R
     first = int(steps[0]) + 1 if len(steps) else len(right)
     detail = f"experts {sorted(set(experts[steps == first - 1].tolist()))}: {what}" if len(steps) else ""
     yield Row(first, router, tensor, float(len(steps)), 0.0, detail)
-
-
-# the auxiliary loss counts tokens: one at a tie between experts that goes to the other moves it by 2e-4
-# (seen with the EP-4 mini, tests/training/test_expert_parallel.py)
-COUNTED = {"load_balancing_loss": 2e-3}
-CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this share of it
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:

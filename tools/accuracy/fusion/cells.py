@@ -35,6 +35,13 @@ from tools.recipe.view import LOADER, View, look
 STEPS = 2
 PACKAGE = "decorator"  # AKG imports it, and no requirement of MindSpore's wheel brings it
 _BEFORE, _AFTER = "cluster_3_graph_kernel_expander", "split_4_graph_kernel_splitter"
+ON, OFF = "--opt_level=2", "--opt_level=0"
+MODULE = "tools.accuracy.fusion.cells"
+_HEAD = """import mindspore as ms
+import numpy as np
+from mindspore import Tensor
+from mindspore.ops import operations as P
+"""
 
 
 @dataclass(frozen=True)
@@ -110,14 +117,7 @@ def _texts(folder: Path, stage: str) -> list[GraphText]:
         return [read_text(file, Path(scratch)) for file in files]
 
 
-ON, OFF = "--opt_level=2", "--opt_level=0"
-MODULE = "tools.accuracy.fusion.cells"
 ROOT = Path(__file__).resolve().parents[3]
-_HEAD = """import mindspore as ms
-import numpy as np
-from mindspore import Tensor
-from mindspore.ops import operations as P
-"""
 
 
 def source(kernels: Sequence[Kernel], every_step: bool = False) -> str:

@@ -6,15 +6,18 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from plugins.errors import ClusterError, DataError
-from tools.accuracy.fusion.report import AKG, DVM, Report, Row
 from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
+
+if TYPE_CHECKING:
+    from tools.accuracy.fusion.report import Report, Row
 
 GRAPHS = (".ir", ".ir.gz")
 _UNKNOWN = "unknown of {} kernels; the others are within tolerance"
@@ -63,7 +66,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
 
 def _of_graph(file: Path, seed: int) -> Report:
     from tools.accuracy.fusion.kernels import predicted
-    from tools.accuracy.fusion.report import replayed
+    from tools.accuracy.fusion.report import Report, replayed
     from tools.dryrun.graph_text import read_graph
 
     if not file.is_file():
@@ -75,7 +78,7 @@ def _of_graph(file: Path, seed: int) -> Report:
 def _of_recipe(file: Path, overrides: tuple[str, ...], seed: int) -> Report:
     from tools.accuracy.fusion.cells import recipe_of, require_akg, train_both
     from tools.accuracy.fusion.kernels import built, predicted
-    from tools.accuracy.fusion.report import measured, replayed
+    from tools.accuracy.fusion.report import Report, measured, replayed
 
     recipe = recipe_of(file, overrides)
     require_akg()
@@ -90,6 +93,8 @@ def _of_recipe(file: Path, overrides: tuple[str, ...], seed: int) -> Report:
 
 
 def _print(report: Report) -> None:
+    from tools.accuracy.fusion.report import AKG, DVM
+
     for who in (DVM, AKG):
         rows = [row for row in report.rows if row.who == who]
         if rows:

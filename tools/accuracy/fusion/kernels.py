@@ -28,6 +28,8 @@ _NUMBER = re.compile(r"[A-Z]\w*\(([-+\w.]+)\)")
 _STEP = re.compile(r"%(\d+)$")
 _SHAPED = ("BroadcastTo", "Reshape", "Cast")  # the result's type says what their other arguments do
 _MOVES = ("Transpose", "BroadcastTo", "Reshape", "Assign")  # values stay as they are
+_OTHERS = ("Assign", "BroadcastTo", "Cast", "ReduceSum", "Reshape", "Transpose")
+_KEPT = 32  # a dimension up to this stays; each larger size becomes a number of its own above it
 
 
 class UnreadableError(Exception):
@@ -200,7 +202,6 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Sub": np.subtract,
     "Trunc": np.trunc,
 }
-_OTHERS = ("Assign", "BroadcastTo", "Cast", "ReduceSum", "Reshape", "Transpose")
 KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
@@ -241,9 +242,6 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
         with np.errstate(all="ignore"):
             return value.astype(dtype.lower())
     return value  # who calls decides what floats are held in
-
-
-_KEPT = 32  # a dimension up to this stays; each larger size becomes a number of its own above it
 
 
 def shrunk(kernel: Kernel) -> Kernel:

@@ -22,6 +22,7 @@ EXACT, UNFUSED, FUSED = "exact", "unfused", "fused"
 _HALVES = ("Float16", "BFloat16")
 _POSITIVE = frozenset(("Log", "Sqrt", "Rsqrt", "Pow", "Div", "RealDiv", "Reciprocal"))
 _LARGEST = 2.0
+_RELATIVE = frozenset(("Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Sqrt"))  # nothing cancels
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
@@ -131,9 +132,6 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
     if not np.issubdtype(want.dtype, np.floating):
         got, want = got.astype(np.float64), want.astype(np.float64)
     return judge(got.reshape(want.shape), want, allowance.tolerance(way), allowance.dtype)
-
-
-_RELATIVE = frozenset(("Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Sqrt"))  # nothing cancels
 
 
 @dataclass(frozen=True)

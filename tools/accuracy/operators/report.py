@@ -16,6 +16,12 @@ from tools.accuracy.operators.table import FAMILIES, SPECS
 from tools.accuracy.pages import STYLE
 
 SHORT = {long: short for short, long in NAMES.items()}
+STYLES = {PASS: "green", FAIL: "bold red", NOT_RUNNABLE: "dim"}
+LEGEND = (
+    "percent: the largest share of its tolerance (report, Table 2) that any tensor used; exact: bit-identical; "
+    "FAIL special: wrong for infinities, NaN or denormals only"
+)
+CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 
 @dataclass(frozen=True)
@@ -117,13 +123,6 @@ def not_runnable_lines(rows: list[Row]) -> list[str]:
     ]
 
 
-STYLES = {PASS: "green", FAIL: "bold red", NOT_RUNNABLE: "dim"}
-LEGEND = (
-    "percent: the largest share of its tolerance (report, Table 2) that any tensor used; exact: bit-identical; "
-    "FAIL special: wrong for infinities, NaN or denormals only"
-)
-
-
 def print_report(report: Report, console: Console) -> None:
     """Write everything to `console`."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
@@ -153,9 +152,6 @@ def list_lines() -> list[str]:
             dtypes = " ".join(SHORT[dtype] for dtype in spec.dtypes)
             lines.append(f"{spec.name:{width}}  {dtypes:19}  {family:13}  {spec.source}".rstrip())
     return lines
-
-
-CLASSES = {PASS: "pass", FAIL: "fail", NOT_RUNNABLE: "none"}
 
 
 def html(report: Report) -> str:

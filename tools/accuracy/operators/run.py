@@ -29,6 +29,8 @@ from tools.accuracy.judge import (
 from tools.accuracy.operators.device import Device, NotRunnableError, first_line
 from tools.accuracy.operators.spec import Array, Spec, as_tuple
 
+PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
+
 
 @dataclass(frozen=True)
 class Extremes:
@@ -154,9 +156,6 @@ def backward(
 def is_float(values: np.ndarray) -> bool:
     """Whether it is a tensor of numbers that are rounded, and can have a gradient."""
     return bool(np.issubdtype(values.dtype, np.floating))
-
-
-PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
 
 
 @dataclass(frozen=True)

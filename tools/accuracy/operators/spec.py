@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+Array = np.ndarray
+
 
 @dataclass(frozen=True)
 class Counts:
@@ -90,9 +92,6 @@ def busiest(index: np.ndarray) -> int:
 
 def _size(x: np.ndarray, axes: tuple[int, ...]) -> int:
     return math.prod(x.shape[axis] for axis in axes) if axes else x.size
-
-
-Array = np.ndarray
 
 
 @dataclass(frozen=True)

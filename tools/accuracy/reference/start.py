@@ -21,6 +21,7 @@ from tools.weights.hugging_face.sizes import Sizes
 SMALL = 0.02  # the recipes' initializer_range, or twice that
 # queries, keys and logits of order 1, so that attention is far from uniform and its scale and positions matter
 _LARGE = ("q_b_proj.weight", "q_proj.weight", "kv_b_proj.weight", "lm_head.weight")
+SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 def initial_weights(sizes: Sizes, seed: int) -> Arrays:
@@ -64,9 +65,6 @@ def checksum(arrays: Arrays) -> int:
         total = zlib.crc32(f"{name}{array.shape}{array.dtype}".encode(), total)
         total = zlib.crc32(array.tobytes(), total)
     return total
-
-
-SCHEDULES = ("ConstantWarmUpLR", "CosineWithWarmUpLR")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,8 @@ from tools.weights.hugging_face.sizes import Sizes
 
 Loads = Mapping[int, np.ndarray]
 _ATTENTION = "tc3_traced"
+PARTS = ("loss", "lm_loss", "mtp_loss", "aux_loss")
+BIAS = "e_score_correction_bias"
 
 
 class MtpLayer(nn.Module):
@@ -191,10 +193,6 @@ def causal_mask(length: int) -> torch.Tensor:
 def _rolled(tensor: torch.Tensor) -> torch.Tensor:
     """[B, S], one position to the left, a zero at the end."""
     return torch.cat((tensor[:, 1:], torch.zeros_like(tensor[:, :1])), dim=1)
-
-
-PARTS = ("loss", "lm_loss", "mtp_loss", "aux_loss")
-BIAS = "e_score_correction_bias"
 
 
 def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
