@@ -17,7 +17,7 @@ from plugins.errors import ClusterError, RecipeError
 from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.align.test_rungs import ROPE, ScaledSoftmax
 from tools.accuracy.align import ladder as align
-from tools.accuracy.align import ladder as align_devices
+from tools.accuracy.align import ladder as align_ladder
 from tools.accuracy.align import sides as align_sides
 from tools.accuracy.align.cli import align as command
 from tools.accuracy.align.ladder import Ladder, Wanted, climb, compare_records, failed_text, print_ladder, split_model
@@ -169,8 +169,8 @@ def test_recipes_that_are_not_one_on_one_worker_run_there_first(tmp_path, corpus
 
 
 def test_workers_whose_losses_part_fail_the_last_rung(tmp_path, corpus, runs, monkeypatch):
-    real = align_devices.read_metrics
-    monkeypatch.setattr(align_devices, "read_metrics", lambda run, rank: [
+    real = align_ladder.read_metrics
+    monkeypatch.setattr(align_ladder, "read_metrics", lambda run, rank: [
         {"loss": step["loss"] + 1e-3 * (step["step"] > 2 and run.parent.name == "layout_theirs")}
         for step in real(run, rank)
     ])  # fmt: skip

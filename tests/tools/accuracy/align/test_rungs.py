@@ -8,7 +8,7 @@ import pytest
 
 from tests.tools.accuracy.align import cases
 from tests.tools.accuracy.reference.forward import Forward
-from tools.accuracy.align import rungs as align_compare
+from tools.accuracy.align import rungs as align_rungs
 from tools.accuracy.align.ladder import Ladder, compare_records
 from tools.accuracy.align.sides import alone, load
 from tools.accuracy.reference import golden
@@ -306,5 +306,5 @@ def test_a_thousandth_of_an_update_is_left_out_and_no_more():
     few, more = want.copy(), want.copy()
     few[0, :10] = -1
     more[0, :11] = -1
-    assert align_compare.trimmed(few, want) == 0 and align_compare.trimmed(more, want) > 1e-2
-    assert align_compare.trimmed(np.array([1.0, 2.0]), np.array([1.0, 1.0])) > 0.5
+    assert align_rungs.trimmed(few, want) == 0 and align_rungs.trimmed(more, want) > 1e-2
+    assert align_rungs.trimmed(np.array([1.0, 2.0]), np.array([1.0, 1.0])) > 0.5

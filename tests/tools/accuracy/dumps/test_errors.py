@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as arrays
 
 from tests.tools.accuracy.dumps.dump_writer import write_dump
 from tools.accuracy import judge
-from tools.accuracy.dumps import errors as compare_scale
+from tools.accuracy.dumps import errors as dump_errors
 from tools.accuracy.dumps import read
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.errors import deviation, distance, measure, scaled, scaled_norm, statistics_error
@@ -253,7 +253,7 @@ def test_few_values_tell_no_factor(folder):
 
 
 def test_the_files_are_read_once_unless_there_may_be_a_factor(folder, monkeypatch):
-    monkeypatch.setattr(compare_scale, "deviation", lambda *files: pytest.fail("read again"))
+    monkeypatch.setattr(dump_errors, "deviation", lambda *files: pytest.fail("read again"))
     want = np.random.default_rng(0).normal(size=5000).astype(np.float32)
     assert found(folder, want, want * np.float32(1.003), "bfloat16") is None
     assert found(folder, np.zeros(9, np.float32), want[:9], "bfloat16") is None

@@ -17,7 +17,6 @@ from plugins.errors import DataError, RecipeError
 from tests.tools.accuracy.dumps.dump_writer import write_kernels
 from tools.accuracy.cli import SCRIPT, accuracy
 from tools.accuracy.dumps import write
-from tools.accuracy.dumps import write as msprobe_weights
 from tools.accuracy.dumps.compare import compare_dumps
 from tools.accuracy.dumps.read import WEIGHTS_FOLDER, open_dump, parse
 from tools.accuracy.dumps.write import Job, statistics
@@ -207,7 +206,7 @@ def mindspore(monkeypatch):
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
 def test_weights_are_read_as_parameters_of_their_cell(tmp_path, mindspore, task):
     weight = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
-    msprobe_weights.dump_weights(Network(weight=Parameter(weight)), tmp_path / "step0" / "rank0", "L0", task)
+    write.dump_weights(Network(weight=Parameter(weight)), tmp_path / "step0" / "rank0", "L0", task)
     write.mark(tmp_path, True)
     (entry,) = open_dump(tmp_path).entries(0, 0)
     (item,) = entry.items
@@ -219,7 +218,7 @@ def test_weights_are_read_as_parameters_of_their_cell(tmp_path, mindspore, task)
 
 def test_weights_that_do_not_exist_yet_are_left_out(tmp_path, mindspore):
     network = Network(weight=Parameter(np.ones(2, np.float32), has_init=True))
-    msprobe_weights.dump_weights(network, tmp_path / "step0" / "rank0", "L2", "tensor")
+    write.dump_weights(network, tmp_path / "step0" / "rank0", "L2", "tensor")
     assert not any(tmp_path.rglob("*.json"))
 
 
@@ -270,7 +269,7 @@ def test_weights_that_stand_apart_belong_to_their_step(tmp_path, mindspore):
     """After the calls, so that the step's inputs stay its first."""
     network = Network(weight=Parameter(np.ones(2, np.float32)))
     for folder in ("step0", "weights/step0", "weights/step1"):
-        msprobe_weights.dump_weights(network, tmp_path / folder / "rank0", "L1", "tensor")
+        write.dump_weights(network, tmp_path / folder / "rank0", "L1", "tensor")
     dump = open_dump(tmp_path)
     assert (dump.steps, list(dump.folders), dump.ranks) == ([0, 1], [0], [0])
     assert [len(dump.entries(step, 0)) for step in dump.steps] == [2, 1]

@@ -8,7 +8,6 @@ import pytest
 
 from tools.accuracy.judge import round_bfloat16, rounded
 from tools.accuracy.operators import run
-from tools.accuracy.operators import run as golden
 from tools.accuracy.operators.device import MindSporeDevice, NotRunnableError, first_line
 from tools.accuracy.operators.pointwise import BETA1, BETA2, DECAY, EPS, RATE, STEP
 from tools.accuracy.operators.products import angles
@@ -52,7 +51,7 @@ def device():
 
 def run_by_name(device, name, dtype="float32"):
     spec = SPECS[name]
-    case = golden.make_case(spec, spec.shapes[0], dtype, 0)
+    case = run.make_case(spec, spec.shapes[0], dtype, 0)
     return device.forward(spec, case.inputs, dtype)
 
 
@@ -144,7 +143,7 @@ def test_a_wrong_number_of_outputs_is_a_failure(device):
 
 def test_bfloat16_reaches_the_device_unchanged(device):
     spec = SPECS["reshape"]
-    case = golden.make_case(spec, (3, 4, 5), "bfloat16", 0)
+    case = run.make_case(spec, (3, 4, 5), "bfloat16", 0)
     (out,) = device.forward(spec, case.inputs, "bfloat16")
     assert out.dtype == np.float32 and (out == case.outputs[0]).all()
     double = replace(spec, call=lambda ms: lambda x: x + x if x.dtype == ms.bfloat16 else x)
