@@ -86,21 +86,6 @@ def test_a_page_replaces_pages_only(tmp_path):
     assert (tmp_path / "recipe.yaml").read_text() == "seed: 1" and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["softmx"], "did you mean 'softmax'?"),
-        (["--dtype", "fp23"], "did you mean 'fp32'?"),
-        (["matmul", "--dtype", "hf32", "--dtype", "fp32"], "--dtype hf32 alone"),
-        (["exp", "--dtype", "hf32"], "not tested in hfloat32"),
-        (["--reruns", "0"], "--reruns"),
-    ],
-)
-def test_wrong_inputs_exit_with_2(arguments, words):
-    result = ops(*arguments)
-    assert result.exit_code == 2 and words in result.stderr and not result.stdout
-
-
 def test_hf32_is_listed_as_not_runnable():
     result = ops("matmul", "--dtype", "hf32")
     assert result.exit_code == 0 and "matmul hf32: hf32 is a mode of Ascend's matrix unit" in result.stdout

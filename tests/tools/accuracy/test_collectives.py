@@ -165,16 +165,6 @@ def test_what_is_not_sharded_is_refused(recipe, overrides, words, compiled):
     assert isinstance(result.exception, RecipeError) and words in str(result.exception), result.output
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path, compiled):
-    result = invoke(tmp_path)
-    assert isinstance(result.exception, RecipeError) and "no recipe.yaml" in str(result.exception)
-
-
-def test_a_run_is_compared_as_it_is(tmp_path, compiled):
-    result = invoke(tmp_path, "--set", "use_parallel=False")
-    assert result.exit_code == 2 and "as it is" in result.output
-
-
 def test_files_of_another_run_are_not_mixed_up(tmp_path, compiled):
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "mine").touch()

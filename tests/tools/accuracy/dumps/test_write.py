@@ -35,20 +35,6 @@ def test_the_command_becomes_the_launcher(monkeypatch, tmp_path):
     assert Job(**json.loads(job)) == Job("recipe.yaml", str(tmp_path), True, 2, "mix", "statistics", ["seed=1"])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["dump", "recipe.yaml"], "--out"),
-        (["dump", "recipe.yaml", "--out", "d", "--level", "L3"], "L3"),
-        (["dump", "recipe.yaml", "--out", "d", "--level", "L2", "--task", "statistics"], "L2 dumps values only"),
-        (["compare", "a", "b", "--html"], "give --out"),
-    ],
-)
-def test_wrong_words_exit_with_2(words, message):
-    result = CliRunner().invoke(accuracy, words)
-    assert result.exit_code == 2 and message in result.stderr
-
-
 def test_a_dump_wants_a_new_folder(tmp_path):
     accuracy_dump.check_folder(tmp_path / "new")
     (tmp_path / "file").touch()

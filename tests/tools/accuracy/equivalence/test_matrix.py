@@ -183,20 +183,6 @@ def test_ranks_are_named_by_what_they_share(ranks, mesh, text):
     assert describe_ranks(ranks, mesh) == text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "which RECIPE?"),
-        ((MINI, "--only", "execute"), "did you mean 'executed'"),
-        ((MINI, "--only", "executed_tp2", "--update", "--steps", "2"), "there are no numbers to keep"),
-    ],
-)
-def test_a_wrong_input_gets_one_message(arguments, message):
-    done = invoke(*arguments)
-    assert done.exit_code != 0
-    assert message in done.stderr + str(done.exception)
-
-
 def test_a_dry_run_starts_nothing(trained):
     done = invoke(MINI, "--only", "recompute,executed_pp2", "--dry-run")
     assert done.exit_code == 0 and done.stdout == "recompute: trained\nexecuted_pp2: executed\n"
