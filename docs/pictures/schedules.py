@@ -18,7 +18,7 @@ from tools.files.figure import new_figure, save_figure  # noqa: E402
 from tools.pipeline.simulate import (  # noqa: E402
     Durations,
     Simulation,
-    draw_timeline,  # noqa: E402
+    draw_timeline,
     simulate,
 )
 

@@ -334,7 +334,7 @@ class LayerTimes(ExpertTimes):
         return {**recomputed, "select": cheap, "communication": Parts(tp=forward.tp / 2), "full": full, **groups}
 
     def _operators(self, config: Configuration, kind: str, ep: float) -> dict[str, Parts]:
-        """What each group of `tools.estimate.configuration` adds when it runs again; experts send as in a whole layer."""
+        """What each group of operators adds when it runs again; experts send as in a whole layer."""
         found = {}
         for group, part in repeated_parts(config, kind).items():
             moved = self._moved(config, part.elementwise + cast_bytes(config, part.matmuls))

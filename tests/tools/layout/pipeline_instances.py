@@ -8,7 +8,7 @@ import numpy as np
 
 from tools.layout.instance import read_instance
 
-CASE_438B = Path(__file__).parents[1] / "layout" / "data" / "telechat3_438b_pp8_v2_mb64_45gb.json"
+CASE_438B = Path(__file__).parent / "data" / "telechat3_438b_pp8_v2_mb64_45gb.json"
 
 
 def content(stages=2, chunks=1, micro_batches=4, counts=(4,), cap=100.0, schedule=None, options=2, scale=1.0):
