@@ -58,7 +58,7 @@ class Recompute:
             the core of "attention" (Megatron's), or half of all "operators" (torchtitan's).
         communication: what tensor-parallel AllGathers made (`select_comm_recompute`).
         replay_tp: full recomputation repeats tensor-parallel communication (`mp_comm_recompute`).
-        operators: groups of `tools.estimate.configuration` beside norms, each with its layers.
+        operators: groups of `PATTERNS` beside norms, each with its layers.
     """
 
     full: Table | None = None

@@ -36,8 +36,7 @@ import numpy as np
 
 from plugins.ep_overlap.timeline import Key, Op
 from plugins.ep_overlap.timeline import simulate as run_timeline
-from tools.estimate import configuration
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, shard_group, weight_copies, weight_cut, weight_shards
 from tools.estimate.layer_time import LayerTimes, Parts
 from tools.estimate.memory.activations import mtp_option
 from tools.estimate.memory.model import layer_options, stage_weights
@@ -210,8 +209,8 @@ class GradientTimes(LayerTimes):
         reduce = (4 if config.wide_gradients else 2) * (1 if scattered else 2) * runs
         once = each = 0.0
         for weight, count in _counted(config, stage):
-            cut, group = configuration.weight_cut(weight, config), configuration.shard_group(weight, config)
-            local, groups = weight.size / cut, configuration.weight_copies(weight, config) // group
+            cut, group = weight_cut(weight, config), shard_group(weight, config)
+            local, groups = weight.size / cut, weight_copies(weight, config) // group
             if apart:
                 once += count * 2 * self._collective(2 * local, group, cut)
                 each += count * self._collective(reduce * local, group, cut)
@@ -246,7 +245,7 @@ class GradientTimes(LayerTimes):
         """Seconds of the update: its bytes, and the host's time for each weight."""
         counted = _counted(config, stage)
         held = sum(
-            count * weight.size / configuration.weight_cut(weight, config) / configuration.weight_shards(weight, config)
+            count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
             for weight, count in counted
         )
         speed = self.hardware.hbm_bytes_per_s * self.reached.memory * self.reached.update

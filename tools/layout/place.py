@@ -4,11 +4,10 @@
 plan back into tables of layers and recomputation as MindFormers reads them: each option counts from a chunk's first
 layer, full recomputation first, then selective, then communication. A plan that gives a chunk's options in another
 order (dense and MoE layers in one chunk) is put into the best order that MindFormers can express. What comes out is
-judged by the estimator itself: `TimeModel.step` with the schedule simulated, `memory_model` for every stage.
+judged by the estimator itself: `TimeModel.step` with the schedule simulated, and the memory model for every stage.
 
-Afterwards groups of operators that a placement recomputes although they would fit are kept (`eased`).
-
-The optimiser gives layers the cheapest groups first (`tools.layout.problem.chain`), and a layer that needs one more
+At last `eased` looks for groups of operators that a placement recomputes although they would fit.
+The optimiser gives layers the cheapest groups first (`tools.layout.problem.by_price`), and a layer that needs one more
 group of it has all those before. A table of MindFormers counts each group for itself: where the last one frees more
 than is missing, an earlier one can be left out.
 """

@@ -3,10 +3,8 @@
 An operation is one piece of work of a stage, such as the forward of one chunk for one micro-batch; an order is the
 list of a stage's operations, also written as numbers for NumPy. `tools.pipeline.schedules` names the schedules.
 
-MindSpore's schedulers. Where their orders come from
-
-Where they come from (MindSpore's public sources, `ccsrc/frontend/parallel/pipeline_transformer/`, a state of
-2025; "verified" means read there, none was run on a device):
+MindSpore's orders are those of its public sources (`ccsrc/frontend/parallel/pipeline_transformer/`, a state of 2025;
+"verified" means read there, none was run on a device):
 
 interleaved_1f1b              `pipeline_scheduler.cc`, `InterleavedScheduler::Reorder`: verified, remainders included
 interleaved_1f1b_less_memory  the same file, `MemoryOptimizedReorder` (environment ENABLE_LESS_MEM_VPP=1): verified

@@ -3,9 +3,9 @@
 MindSpore's (`SCHEDULES`, see `tools.pipeline.orders`) are what a recipe can ask for. The others
 (`PAPER_SCHEDULES`) are published by leaders, and only simulated here:
 
-zb_h1, zb_h2             `orders`: weight gradients fill the bubble (arXiv 2401.10241)
-zb_v, v_half, v_min      `orders`: the model in a V, memory as one likes (arXiv 2405.15362)
-dual_pipe, dual_pipe_v   `tools.pipeline.orders`: a forward and a backward as one overlapped pair (DeepSeek)
+zb_h1, zb_h2             weight gradients fill the bubble (arXiv 2401.10241)
+zb_v, v_half, v_min      the model in a V, memory as one likes (arXiv 2405.15362)
+dual_pipe, dual_pipe_v   a forward and a backward as one overlapped pair (DeepSeek)
 interleaved_1f1b_pairs   interleaved 1F1B with such pairs in its steady phase (report section 4.1, Pangu Ultra MoE)
 
 `why_not` says which schedules MindFormers 1.9.0 on MindSpore 2.9.0 cannot run (docs/schedules.md). All others are

@@ -16,8 +16,7 @@ import numpy as np
 from tools.estimate.time_model import TimeModel
 from tools.files.figure import new_figure, save_figure, svg_text
 from tools.hardware.units import GIB
-from tools.pipeline import simulate as pipeline_picture
-from tools.pipeline.simulate import Durations, simulate
+from tools.pipeline.simulate import Durations, draw_timeline, simulate
 from tools.search.candidates import RECOMPUTE
 from tools.search.doubt import Doubt, doubt_of
 from tools.search.ranking.rank import Ranking
@@ -46,7 +45,7 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
     figure = new_figure(13, 11)
     above, below = figure.subplots(2, 1, height_ratios=(3, 2))
     draw_frontier(above, found, doubt_of(found, times))
-    draw_timeline(below, found.entries[0], times)
+    draw_entry(below, found.entries[0], times)
     return save_figure(figure, path)
 
 
@@ -131,7 +130,7 @@ def _sample(ranking: Ranking) -> np.ndarray:
     return order[:: max(1, -(-len(order) // _SHOWN))]
 
 
-def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
+def draw_entry(axes: Any, entry: Entry, times: TimeModel) -> None:
     """Who runs what when, a row for each stage; of many micro-batches as many as show how they follow each other."""
     config = entry.config
     forward, backward, _ = times.chunks(config)
@@ -140,7 +139,7 @@ def draw_timeline(axes: Any, entry: Entry, times: TimeModel) -> None:
     step = simulate(config.schedule, config.micro_batches, durations)
     few = min(config.micro_batches, max(_ROUNDS * config.pp, 8))
     simulation = step if few == config.micro_batches else simulate(config.schedule, few, durations)
-    pipeline_picture.draw_timeline(axes, simulation)
+    draw_timeline(axes, simulation)
     if sum(map(len, simulation.orders)) > _DENSE:
         for bars in axes.collections:
             bars.set_rasterized(True)
@@ -201,7 +200,7 @@ def html(found: Found, times: TimeModel, title: str) -> str:
         _key("What the parts are", PARTS),
         "<h2>The first's pipeline</h2>",
         "<p>A row is a pipeline stage, a bar a micro-batch's pass through one of the stage's chunks of layers.</p>",
-        as_svg(lambda axes: draw_timeline(axes, found.entries[0], times), (12, 2 + 0.4 * found.entries[0].config.pp)),
+        as_svg(lambda axes: draw_entry(axes, found.entries[0], times), (12, 2 + 0.4 * found.entries[0].config.pp)),
         _layers(found.entries[0]),
         "<h2>What was dropped</h2>",
         _wide(_table(("", "candidates"), [[reason, f"{count:,}"] for reason, count in found.ranking.funnel.lines()])),

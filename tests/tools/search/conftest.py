@@ -3,7 +3,6 @@ import pytest
 from tools.estimate.memory.model import all_stages
 from tools.layout.place import Placement
 from tools.search.ranking import run
-from tools.search.ranking import run as search_place
 
 
 def stand_in(config, model, cap, budget, seed=0):
@@ -16,6 +15,6 @@ def stand_in(config, model, cap, budget, seed=0):
 @pytest.fixture
 def alone(monkeypatch):
     """One process, and no pipeline optimiser: by its bounds no other candidate is faster."""
-    monkeypatch.setattr(search_place, "processes", lambda: 1)
-    monkeypatch.setattr(search_place, "place", stand_in)
+    monkeypatch.setattr(run, "processes", lambda: 1)
+    monkeypatch.setattr(run, "place", stand_in)
     monkeypatch.setattr(run, "bounds_of", lambda request, ranked, *_: [float("inf")] * len(ranked))

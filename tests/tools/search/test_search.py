@@ -29,9 +29,8 @@ from tools.recipe.load import load_recipe
 from tools.search import page as report
 from tools.search.cli import search
 from tools.search.doubt import Doubt
-from tools.search.page import draw_timeline, frontier
-from tools.search.ranking import rank as infeasible
-from tools.search.ranking import run as search_place
+from tools.search.page import draw_entry, frontier
+from tools.search.ranking import rank as search_rank
 from tools.search.ranking import run as search_run
 from tools.search.ranking.rank import explain_infeasible, feasible, more_memory, rank
 from tools.search.ranking.run import Found, entry_of, why_faster
@@ -104,7 +103,7 @@ def test_help_explains_both_ways():
 
 @pytest.mark.usefixtures("alone")
 def test_uniform_recomputation_is_not_placed(monkeypatch):
-    monkeypatch.setattr(search_place, "place", None)
+    monkeypatch.setattr(search_run, "place", None)
     answer = json.loads(run("--json", "--top", 2, "--limit", "recompute=full").stdout)
     assert [one["recompute"]["full"] for one in answer["strategies"]] == [one["layers"] for one in answer["strategies"]]
 
@@ -130,7 +129,7 @@ def test_infeasible_requests_say_what_would_be_feasible(monkeypatch, words, expe
 @pytest.mark.usefixtures("alone")
 def test_nearest_memory_is_enough(monkeypatch):
     for others in ("_without_limits", "_more_devices"):  # the other advice, for which whole spaces are looked at
-        monkeypatch.setattr(infeasible, others, lambda *_: [])
+        monkeypatch.setattr(search_rank, others, lambda *_: [])
     problems = json.loads(run("--memory", "8", "--json").stdout)["problems"]
     assert problems[1].startswith("nearest: --memory ") and problems[1].endswith("recompute: planned")
     assert run("--memory", problems[1].split()[2], "--top", "1").exit_code == 0
@@ -176,7 +175,7 @@ def test_interrupted_it_shows_the_best_so_far(monkeypatch):
         placed.append(config)
         return stand_in(config, *rest)
 
-    monkeypatch.setattr(search_place, "place", interrupted)
+    monkeypatch.setattr(search_run, "place", interrupted)
     result = run("--top", 4, "--json")
     assert result.exit_code == 130
     assert "interrupted: this is the best so far" in result.stderr
@@ -189,7 +188,7 @@ def test_what_cannot_be_placed_is_dropped_with_its_reason(monkeypatch):
     def refused(config, *rest):
         return stand_in(config, *rest) if config.tp == 2 else Placement(None, float("inf"), 0.0, why="too tight")
 
-    monkeypatch.setattr(search_place, "place", refused)
+    monkeypatch.setattr(search_run, "place", refused)
     result = run("--top", 4)
     assert result.exit_code == 0 and "too tight" in result.stdout
 
@@ -219,7 +218,7 @@ def test_placing_in_two_processes(monkeypatch):
     asked = replace(request(devices=8, batch=16, cap=1.2 * GIB), limits=tuple(limits))
     times, short = TimeModel(asked.hardware), rank(asked).short_list(2)
     found = {}
-    whole = search_place.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
+    whole = search_run.place_all(asked, short, times, Budget(2), found.__setitem__, at_once=2)
     assert whole and set(found) == set(short)
     assert not multiprocessing.active_children()
     for one, placement in found.items():
@@ -243,7 +242,7 @@ def test_one_process_and_two_find_the_same(monkeypatch):
 
 @pytest.mark.usefixtures("alone")
 def test_a_time_limit_that_bites_is_said_everywhere(monkeypatch, tmp_path):
-    monkeypatch.setattr(search_place, "place", lambda *rest: replace(stand_in(*rest), cut=True))
+    monkeypatch.setattr(search_run, "place", lambda *rest: replace(stand_in(*rest), cut=True))
     page, overlay = tmp_path / "r.html", tmp_path / "o.yaml"
     result = run("--top", 2, "--html", page, "--write", overlay)
     assert LATE in result.stderr and LATE in result.stdout and LATE in page.read_text("utf-8")
@@ -318,7 +317,7 @@ def test_frontier_is_what_nobody_beats(points):
 def test_of_many_micro_batches_as_many_are_drawn_as_can_be_seen(micro_batches, drawn):
     config = replace(from_recipe(load_recipe("recipes/telechat3_105b/pretrain_4k.yaml")), micro_batches=micro_batches)
     entry, axes = entry_of(config, times := TimeModel(load_hardware(DEFAULT_HARDWARE))), new_figure(4, 3).subplots()
-    draw_timeline(axes, entry, times)
+    draw_entry(axes, entry, times)
     bars = sum(len(bars.get_paths()) for bars in axes.collections)
     assert config.pp == 8 and bars == 2 * drawn * config.pp * config.chunks
     shown = "one step" if micro_batches == drawn else f"{drawn} micro-batches of the step's {micro_batches}"

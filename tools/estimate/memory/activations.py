@@ -20,8 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tools.estimate import configuration
-from tools.estimate.configuration import Configuration
+from tools.estimate.configuration import Configuration, weight_cut
 from tools.estimate.layer_model import ITEM, work
 from tools.estimate.memory.training_graph import (
     ATTENTION,
@@ -89,7 +88,7 @@ def _made_anew(config: Configuration, kind: str) -> float:
     for weight in weights(config.model, kind, config.shared_whole):
         if weight.multiplies:
             parts = config.model.experts // config.ep if weight.split == "experts" else 1
-            found.append(weight.size / configuration.weight_cut(weight, config) / parts)
+            found.append(weight.size / weight_cut(weight, config) / parts)
     return ITEM * max(found)
 
 
@@ -190,7 +189,7 @@ def _gathered_gradients(config: Configuration, kind: str) -> float:
     """Bytes of a layer's (or the head's) gradients where computing weights are sharded: whole, and as they are sent."""
     wide = _WIDE if config.wide_gradients else ITEM
     own = [weight for weight in weights(config.model, kind, config.shared_whole) if weight.multiplies]
-    return (ITEM + wide) * sum(weight.size / configuration.weight_cut(weight, config) for weight in own)
+    return (ITEM + wide) * sum(weight.size / weight_cut(weight, config) for weight in own)
 
 
 def buffers(config: Configuration, kind: str) -> float:

@@ -20,8 +20,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from tools.estimate import configuration
-from tools.estimate.configuration import Configuration, joined, parts_of
+from tools.estimate.configuration import Configuration, joined, parts_of, weight_cut, weight_shards
 from tools.estimate.memory.activations import buffers, fullest_pass, mtp_option, saved_parts, spare_gradients
 from tools.estimate.memory.training_graph import SPARE, module_of_weight
 from tools.model.weights import Weight, weights
@@ -109,8 +108,8 @@ def _static_rows(config: Configuration, stage: int) -> tuple[dict[str, list[floa
     at_once = config.keep_gathered and config.pp == 1 and config.micro_batches == 1
     for weight in stage_weights(config, stage):
         local, shards = (
-            weight.size / configuration.weight_cut(weight, config),
-            configuration.weight_shards(weight, config),
+            weight.size / weight_cut(weight, config),
+            weight_shards(weight, config),
         )
         # in a pipeline FSDP adds gradients up whole and reduces them after the last micro-batch
         waiting = config.shard_weights and config.pp > 1
@@ -133,7 +132,7 @@ def _state(weight: Weight, config: Configuration) -> int:
 
 def _computing(weight: Weight, config: Configuration) -> float:
     """Bytes of a weight as it computes, where it is there beside the optimizer's for the whole step."""
-    local, shards = weight.size / configuration.weight_cut(weight, config), configuration.weight_shards(weight, config)
+    local, shards = weight.size / weight_cut(weight, config), weight_shards(weight, config)
     # in MindFormers norms, router and embedding are used as they are; others are cast before they are gathered where
     # that makes them narrower, and by each pass where it makes them wider (`Configuration.copies_weights`)
     as_stored = config.weight_item <= config.item or (weight.wide and config.keep_gathered)
@@ -158,8 +157,7 @@ def _layer_weights(config: Configuration) -> float:
     """Weights of the largest layer on a device that gathers them."""
     kinds = set(config.model.pattern)
     return max(
-        sum(w.size / configuration.weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole))
-        for kind in kinds
+        sum(w.size / weight_cut(w, config) for w in weights(config.model, kind, config.shared_whole)) for kind in kinds
     )
 
 

@@ -91,7 +91,7 @@ def kept(config: Configuration, kind: str, option: str = "none") -> float:
 
 
 def kept_parts(config: Configuration, kind: str, option: str = "none") -> dict[str, float]:
-    """Module of `tools.estimate.memory.training_graph` -> bytes of one micro-batch and device."""
+    """Module of `MODULES` -> bytes of one micro-batch and device."""
     parts = _activations(config, kind, option)
     # a layer that runs again copies its weights again; the head does not run again
     for weight in () if option == "full" and kind != "head" else _weights(config, kind):

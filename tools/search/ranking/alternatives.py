@@ -5,16 +5,14 @@
 Each schedule is a question of its own: its legal candidates ranked (by its filling of equal stages, see
 `tools.pipeline.simulate.filling`), the best few placed with the same effort as 1F1B's, and judged by simulating it.
 
-What swapping a layer's activations to the host would cost is told beside recomputing them.
-
-Simulated only: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
+What swapping a layer's activations to the host would cost is told beside recomputing them. Swapping is simulated only: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.estimate.configuration import Configuration
@@ -26,7 +24,7 @@ from tools.layout.place import Placement
 from tools.pipeline.schedules import BY_ENVIRONMENT, PAPER_SCHEDULES, SCHEDULES, why_not
 from tools.search.candidates import configuration
 from tools.search.ranking.rank import Ranked, rank
-from tools.search.ranking.run import Entry, entry_of, place_all
+from tools.search.ranking.run import Entry, Found, entry_of, place_all
 from tools.search.ranking.swapping import Swapping, place_swapping, swapped
 from tools.search.request import PLANNED, Request
 
@@ -151,9 +149,6 @@ def _placed(
     found.whole &= place_all(request, short, times, budget, told, at_once)
     return entries, whys
 
-
-if TYPE_CHECKING:
-    from tools.search.ranking.run import Found
 
 _LEAST = 2.0  # seconds, whatever the time limit says
 

@@ -9,13 +9,13 @@ depend on few degrees each:
                   (both also by ep and sharding where passes copy weights)
     buffers       of communication                         by stage, tp, cp, samples, whether experts are spread
 
-Each term is computed once by the functions of `memory_model` and looked up for all candidates. The reference is
-`memory_model.all_stages` of a candidate's configuration.
+Each term is computed once by the functions of the memory model and looked up for all candidates. The reference is
+`all_stages` of a candidate's configuration.
 
 Seconds are looked up in the same way.
 
 A layer's time depends on tp, cp, ep, samples and dispatch mode (a head's on dp, too), a stage's gradients and optimizer
-on what it holds and how that is spread; both are computed once by the functions of `time_model` and looked up for all
+on what it holds and how that is spread; both are computed once by the functions of the time model and looked up for all
 candidates. The reference is `TimeModel.step` of a candidate's configuration (the closed form of the pipeline).
 """
 
