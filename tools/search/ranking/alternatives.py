@@ -5,7 +5,8 @@
 Each schedule is a question of its own: its legal candidates ranked (by its filling of equal stages, see
 `tools.pipeline.simulate.filling`), the best few placed with the same effort as 1F1B's, and judged by simulating it.
 
-What swapping a layer's activations to the host would cost is told beside recomputing them. Swapping is simulated only: MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
+What swapping a layer's activations to the host would cost is told beside recomputing them. Swapping is simulated only:
+MindFormers 1.9.0's `swap_config` reaches no model (docs/schedules.md).
 """
 
 from __future__ import annotations
