@@ -37,12 +37,7 @@ sys.path.insert(0, str(ROOT))
 
 from plugins.attention_balance.plan import Cost, Layout, balance, build_gpt_index, epoch_plan  # noqa: E402
 from tools.data.imbalance.recipe import setting_of  # noqa: E402
-from tools.data.index import (  # noqa: E402
-    CORPORA,
-    document_lengths,
-    map_lengths,  # noqa: E402
-    write_corpus,
-)
+from tools.data.index import CORPORA, document_lengths, map_lengths, write_corpus  # noqa: E402
 from tools.recipe.load import load_recipe  # noqa: E402
 from tools.runs.readings import read_metrics  # noqa: E402
 

@@ -101,7 +101,7 @@ _WORDS = {
     "executed": Way("by", "tests/training/test_executed_equivalence.py"),
     "output/mine": Way("by", "tests/launch/run/test_conversations.py"),  # wants enough conversations
     "output/profile": Way("by", "tests/tools/search/test_cli.py"),
-    "imbalance.svg": Way("by", "tests/tools/imbalance"),  # samples of 131,072 tokens
+    "imbalance.svg": Way("by", "tests/tools/data/imbalance"),  # samples of 131,072 tokens
     "hf": Way("by", "tests/tools/weights/convert/test_run.py"),
     "checkpoint.load_path=hf": Way("by", "tests/training/test_finetune.py"),
     "exported": Way("by", "tests/training/test_generate.py"),
@@ -115,7 +115,7 @@ _OTHERS = {
     r"tests/explore\b": Way("by", "tests/launch/test_environment.py"),
     r"pytest tests/\S+$": Way("by", "tests/test_docs.py::test_paths_that_pages_name_exist"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
-    r"python -m tools\.catalogue": Way("by", "tests/recipes/test_cards.py"),
+    r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
     r"python -m tools\.ep_report\.report_case": Way("by", "tests/tools/ep_report/test_cli.py"),
     r"python -m tools\.accuracy\.reference\.frozen": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
     r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_cluster.py"),

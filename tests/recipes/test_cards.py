@@ -181,7 +181,7 @@ def test_the_measures_are_those_of_the_page_and_of_the_checks():
 
 
 def test_the_catalogue_is_current():
-    assert (RECIPES / "README.md").read_text() == catalogue(RECIPES), "stale: python -m tools.catalogue"
+    assert (RECIPES / "README.md").read_text() == catalogue(RECIPES), "stale: python -m tools.recipe.catalogue"
     assert CliRunner().invoke(command.main, ["--check"]).exit_code == 0
 
 

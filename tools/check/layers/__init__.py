@@ -1,1 +1,0 @@
-"""Rules of a layer: the heads of its attention, the balance of its experts."""

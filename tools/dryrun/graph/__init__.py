@@ -1,1 +1,0 @@
-"""What a compiled graph says: its operators, collectives, FLOPs and activations."""

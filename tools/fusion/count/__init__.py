@@ -1,1 +1,0 @@
-"""What fusing saves on a compiled graph: kernels, bytes of HBM traffic, fusions that MindSpore knows by name."""

@@ -1,1 +1,0 @@
-"""Recipes to look at: one as it will run, two compared."""
