@@ -155,7 +155,7 @@ VIEWS = frozenset(("Reshape", "TupleGetItem", "Depend", "ExpandDims", "Squeeze",
 def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
     """For each chunk: bytes "saved" for a micro-batch's backward, and most bytes alive in "forward" and "backward".
 
-    "parts" holds the same by layer (see `by_layer`), "modules" what is saved by module, and "curves" the most bytes
+    "parts" holds the same by layer (see `FRONT`), "modules" what is saved by module, and "curves" the most bytes
     alive in each of at most `POINTS` stretches of a pass. Without a pipeline the whole step counts as one "backward".
 
     Args:

@@ -32,11 +32,220 @@ from plugins.errors import ClusterError
 from tools.dryrun.plan import Job, Plan
 from tools.estimate.from_recipe import LEVEL
 from tools.hardware.units import GIB
-from tools.process import children
-from tools.process.children import terminate_as_interrupt
+from tools.process.children import HUGE_PAGES, terminate_as_interrupt
 from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import View
+
+ROOT = Path(__file__).resolve().parents[2]
+# what a result depends on: not how it is put together and shown
+_CODE = (
+    *("plugins", "launch/workers/dryrun_rank.py", "tools/recipe/view.py", "tools/check/arithmetic.py"),
+    "tools/schema/converter.py",
+    *("tools/dryrun/rank.py", "tools/dryrun/virtual_cluster.py", "tools/dryrun/memory.py"),
+    *("tools/dryrun/graph_text.py", "tools/dryrun/collectives.py", "tools/dryrun/activations.py"),
+    "tools/estimate/memory/modules.py",
+)
+_PACKAGES = ("mindspore", "mindformers")
+WORKER = "launch.workers.dryrun_rank"
+_NEEDS = 6 * GIB  # of one compile: the largest that was seen at full depth, and some room
+_POLL = 0.2  # seconds
+_TOLD = 30.0  # seconds after which a compile that still runs is told of
+
+Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what is new, seconds, result
+
+
+def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
+    """Results of the plan's jobs in their order, from the cache where it has them.
+
+    Args:
+        texts: the texts of the final graphs are wanted, too; they lie at `text_of`.
+    """
+    known = {
+        place: {**found, "cached": True}
+        for place, job in enumerate(plan.jobs)
+        if use_cache and (found := kept_result(job)) and ("error" in found or not texts or text_of(job).is_file())
+    }
+    missing = [place for place in range(len(plan.jobs)) if place not in known]
+    try:
+        results = _compile([plan.jobs[place] for place in missing], at_once, texts)
+    except KeyboardInterrupt:
+        click.echo("interrupted; the compiles that were over are kept", err=True)
+        sys.exit(130)
+    both = known | dict(zip(missing, results, strict=False))  # after a refusal some places have none
+    return [both[place] for place in sorted(both)]
+
+
+def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> list[dict[str, Any]]:
+    """Compile with a bar on a terminal; a result is kept as soon as it is there."""
+    if not jobs:
+        return []
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        click.echo(f"compiling {len(jobs)} rank{'s' * (len(jobs) > 1)}, each a minute or more", err=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("compiling", total=len(jobs))
+        running: set[int] = set()
+
+        def told(job: Job, event: str, seconds: float, result: dict[str, Any] | None) -> None:
+            if event == "running":
+                if not console.is_terminal:
+                    click.echo(f"stage {job.stage} (rank {job.rank}): still compiling after {seconds:.0f} s", err=True)
+                return
+            running.symmetric_difference_update({job.rank})
+            names = ", ".join(map(str, sorted(running)))
+            bar.update(task, advance=event == "done", description=f"compiling rank {names}" if names else "compiling")
+            if result is not None:
+                keep_result(job, result)
+                if not console.is_terminal:
+                    click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
+
+        return run_jobs(jobs, told, at_once, [text_of(job) for job in jobs] if texts else ())
+
+
+def run_jobs(
+    jobs: Sequence[Job], progress: Progress, at_once: int | None = None, texts: Sequence[Path] = ()
+) -> list[dict[str, Any]]:
+    """Compile all jobs; results in their order.
+
+    After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
+
+    Args:
+        progress: is told of each job "started" and "done", and now and then of what is still "running".
+        at_once: how many run at a time, by default as many as fit.
+        texts: for each job where the text of its final graph is kept; none is kept by default.
+
+    Raises:
+        ClusterError: a process died without a result (out of memory, for instance).
+    """
+    results: dict[int, dict[str, Any]] = {}
+    waiting, running = list(enumerate(jobs)), dict[int, _Run]()
+    with tempfile.TemporaryDirectory(prefix="tc3-dryrun-") as folder, terminate_as_interrupt():
+        try:
+            while waiting or running:
+                refused = any("error" in result for result in results.values())
+                if waiting and not refused and _room(len(running), at_once):
+                    place, job = waiting.pop(0)
+                    running[place] = _Run(job, Path(folder) / str(place), texts[place : place + 1])
+                    progress(job, "started", 0.0, None)
+                for place, run in list(running.items()):
+                    if run.process.poll() is not None:
+                        del running[place]
+                        results[place] = run.result()
+                        progress(run.job, "done", time.monotonic() - run.started, results[place])
+                    elif run.due():
+                        progress(run.job, "running", time.monotonic() - run.started, None)
+                if refused and not running:
+                    break
+                time.sleep(_POLL)
+        finally:
+            for run in running.values():
+                run.end()
+    return [results[place] for place in sorted(results)]
+
+
+def _room(running: int, at_once: int | None) -> bool:
+    """Whether one more compile fits."""
+    if not running:
+        return True
+    if at_once is not None:
+        return running < at_once
+    return running < (os.cpu_count() or 1) and psutil.virtual_memory().available > _NEEDS
+
+
+class _Run:
+    """One process and its files."""
+
+    def __init__(self, job: Job, folder: Path, text: Sequence[Path] = ()):
+        folder.mkdir()
+        self.job, self.out, self.log = job, folder / "out.json", folder / "log"
+        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
+        environment = {**HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
+        command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out), *map(str, text)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        self.started = self._told = time.monotonic()
+
+    def due(self) -> bool:
+        """Whether it is time to say that it still runs."""
+        now = time.monotonic()
+        if now - self._told < _TOLD:
+            return False
+        self._told = now
+        return True
+
+    def result(self) -> dict[str, Any]:
+        """What it found."""
+        if self.out.exists():
+            return json.loads(self.out.read_text(encoding="utf-8"))
+        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        code = self.process.returncode
+        why = f"ended by signal {-code}, as the kernel does when memory is short" if code < 0 else f"exit code {code}"
+        last = f": {lines[-1]}" if lines else ""
+        raise ClusterError(f"the compile of rank {self.job.rank} left no result ({why}){last}")
+
+    def end(self) -> None:
+        """Kill it, whatever it started as well."""
+        with suppress(psutil.Error):
+            process = psutil.Process(self.process.pid)
+            for child in [*process.children(recursive=True), process]:
+                with suppress(psutil.Error):
+                    child.kill()
+        self.process.wait()
+
+
+def cache_folder() -> Path:
+    """Where results lie: the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
+
+
+def kept_result(job: Job) -> dict[str, Any] | None:
+    """The result of an equal job, if there is one."""
+    try:
+        return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
+    except (OSError, EOFError, ValueError):
+        return None
+
+
+def keep_result(job: Job, result: dict[str, Any]) -> None:
+    """Store a result, whole or not at all; refusals too are results, but for those of the host."""
+    if result.get("of_the_host"):
+        return
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=cache_folder(), suffix=".part", delete=False) as part:
+        try:
+            part.write(gzip.compress(json.dumps(result).encode()))
+            part.close()
+            os.replace(part.name, cache_folder() / _name(job))
+        except BaseException:
+            os.unlink(part.name)
+            raise
+
+
+def text_of(job: Job) -> Path:
+    """Where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
+    return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
+
+
+def _name(job: Job) -> str:
+    content = json.dumps([dataclasses.asdict(job), _code()], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:32] + ".json.gz"
+
+
+@lru_cache
+def _code() -> str:
+    """A digest of the code that a result depends on."""
+    digest = hashlib.sha256(" ".join(version(name) for name in _PACKAGES).encode())
+    for part in _CODE:
+        place = ROOT / part
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    return digest.hexdigest()
+
 
 _M = "model.model_config"
 _P = "parallel_config"
@@ -113,215 +322,3 @@ def source_key(source: str) -> str:
 
 def _first(table: tuple[tuple[str, str], ...], text: str) -> str:
     return next((key for pattern, key in table if re.search(pattern, text, re.IGNORECASE)), "")
-
-
-ROOT = Path(__file__).resolve().parents[3]
-# what a result depends on: not how it is put together and shown
-_CODE = (
-    *("plugins", "launch/workers/dryrun_rank.py", "tools/recipe/view.py", "tools/check/arithmetic.py"),
-    "tools/schema/converter.py",
-    *("tools/dryrun/rank.py", "tools/dryrun/virtual_cluster.py", "tools/dryrun/memory.py"),
-    *("tools/dryrun/graph_text.py", "tools/dryrun/collectives.py", "tools/dryrun/activations.py"),
-    "tools/estimate/memory/training_graph.py",
-)
-_PACKAGES = ("mindspore", "mindformers")
-
-
-def cache_folder() -> Path:
-    """Where results lie: the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
-
-
-def kept_result(job: Job) -> dict[str, Any] | None:
-    """The result of an equal job, if there is one."""
-    try:
-        return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
-    except (OSError, EOFError, ValueError):
-        return None
-
-
-def keep_result(job: Job, result: dict[str, Any]) -> None:
-    """Store a result, whole or not at all; refusals too are results, but for those of the host."""
-    if result.get("of_the_host"):
-        return
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache_folder(), suffix=".part", delete=False) as part:
-        try:
-            part.write(gzip.compress(json.dumps(result).encode()))
-            part.close()
-            os.replace(part.name, cache_folder() / _name(job))
-        except BaseException:
-            os.unlink(part.name)
-            raise
-
-
-def text_of(job: Job) -> Path:
-    """Where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
-    return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
-
-
-def _name(job: Job) -> str:
-    content = json.dumps([dataclasses.asdict(job), _code()], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:32] + ".json.gz"
-
-
-@lru_cache
-def _code() -> str:
-    """A digest of the code that a result depends on."""
-    digest = hashlib.sha256(" ".join(version(name) for name in _PACKAGES).encode())
-    for part in _CODE:
-        place = ROOT / part
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-WORKER = "launch.workers.dryrun_rank"
-_NEEDS = 6 * GIB  # of one compile: the largest that was seen at full depth, and some room
-_POLL = 0.2  # seconds
-_TOLD = 30.0  # seconds after which a compile that still runs is told of
-
-Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what is new, seconds, result
-
-
-def run_jobs(
-    jobs: Sequence[Job], progress: Progress, at_once: int | None = None, texts: Sequence[Path] = ()
-) -> list[dict[str, Any]]:
-    """Compile all jobs; results in their order.
-
-    After the first refusal no further job is started: its message is the answer. Ctrl-C and SIGTERM end all processes.
-
-    Args:
-        progress: is told of each job "started" and "done", and now and then of what is still "running".
-        at_once: how many run at a time, by default as many as fit.
-        texts: for each job where the text of its final graph is kept; none is kept by default.
-
-    Raises:
-        ClusterError: a process died without a result (out of memory, for instance).
-    """
-    results: dict[int, dict[str, Any]] = {}
-    waiting, running = list(enumerate(jobs)), dict[int, _Run]()
-    with tempfile.TemporaryDirectory(prefix="tc3-dryrun-") as folder, terminate_as_interrupt():
-        try:
-            while waiting or running:
-                refused = any("error" in result for result in results.values())
-                if waiting and not refused and _room(len(running), at_once):
-                    place, job = waiting.pop(0)
-                    running[place] = _Run(job, Path(folder) / str(place), texts[place : place + 1])
-                    progress(job, "started", 0.0, None)
-                for place, run in list(running.items()):
-                    if run.process.poll() is not None:
-                        del running[place]
-                        results[place] = run.result()
-                        progress(run.job, "done", time.monotonic() - run.started, results[place])
-                    elif run.due():
-                        progress(run.job, "running", time.monotonic() - run.started, None)
-                if refused and not running:
-                    break
-                time.sleep(_POLL)
-        finally:
-            for run in running.values():
-                run.end()
-    return [results[place] for place in sorted(results)]
-
-
-def _room(running: int, at_once: int | None) -> bool:
-    """Whether one more compile fits."""
-    if not running:
-        return True
-    if at_once is not None:
-        return running < at_once
-    return running < (os.cpu_count() or 1) and psutil.virtual_memory().available > _NEEDS
-
-
-class _Run:
-    """One process and its files."""
-
-    def __init__(self, job: Job, folder: Path, text: Sequence[Path] = ()):
-        folder.mkdir()
-        self.job, self.out, self.log = job, folder / "out.json", folder / "log"
-        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))  # as msrun's workers
-        environment = {**children.HUGE_PAGES, **os.environ, "PYTHONPATH": paths, "GLOG_v": "3"}
-        command = [sys.executable, "-m", WORKER, str(folder / "job.json"), str(self.out), *map(str, text)]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
-        self.started = self._told = time.monotonic()
-
-    def due(self) -> bool:
-        """Whether it is time to say that it still runs."""
-        now = time.monotonic()
-        if now - self._told < _TOLD:
-            return False
-        self._told = now
-        return True
-
-    def result(self) -> dict[str, Any]:
-        """What it found."""
-        if self.out.exists():
-            return json.loads(self.out.read_text(encoding="utf-8"))
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        code = self.process.returncode
-        why = f"ended by signal {-code}, as the kernel does when memory is short" if code < 0 else f"exit code {code}"
-        last = f": {lines[-1]}" if lines else ""
-        raise ClusterError(f"the compile of rank {self.job.rank} left no result ({why}){last}")
-
-    def end(self) -> None:
-        """Kill it, whatever it started as well."""
-        with suppress(psutil.Error):
-            process = psutil.Process(self.process.pid)
-            for child in [*process.children(recursive=True), process]:
-                with suppress(psutil.Error):
-                    child.kill()
-        self.process.wait()
-
-
-def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Results of the plan's jobs in their order, from the cache where it has them.
-
-    Args:
-        texts: the texts of the final graphs are wanted, too; they lie at `cache.text_of`.
-    """
-    known = {
-        place: {**found, "cached": True}
-        for place, job in enumerate(plan.jobs)
-        if use_cache and (found := kept_result(job)) and ("error" in found or not texts or text_of(job).is_file())
-    }
-    missing = [place for place in range(len(plan.jobs)) if place not in known]
-    try:
-        results = _compile([plan.jobs[place] for place in missing], at_once, texts)
-    except KeyboardInterrupt:
-        click.echo("interrupted; the compiles that were over are kept", err=True)
-        sys.exit(130)
-    both = known | dict(zip(missing, results, strict=False))  # after a refusal some places have none
-    return [both[place] for place in sorted(both)]
-
-
-def _compile(jobs: Sequence[Job], at_once: int | None, texts: bool = False) -> list[dict[str, Any]]:
-    """Compile with a bar on a terminal; a result is kept as soon as it is there."""
-    if not jobs:
-        return []
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        click.echo(f"compiling {len(jobs)} rank{'s' * (len(jobs) > 1)}, each a minute or more", err=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("compiling", total=len(jobs))
-        running: set[int] = set()
-
-        def told(job: Job, event: str, seconds: float, result: dict[str, Any] | None) -> None:
-            if event == "running":
-                if not console.is_terminal:
-                    click.echo(f"stage {job.stage} (rank {job.rank}): still compiling after {seconds:.0f} s", err=True)
-                return
-            running.symmetric_difference_update({job.rank})
-            names = ", ".join(map(str, sorted(running)))
-            bar.update(task, advance=event == "done", description=f"compiling rank {names}" if names else "compiling")
-            if result is not None:
-                keep_result(job, result)
-                if not console.is_terminal:
-                    click.echo(f"stage {job.stage} (rank {job.rank}): {seconds:.0f} s", err=True)
-
-        return run_jobs(jobs, told, at_once, [text_of(job) for job in jobs] if texts else ())

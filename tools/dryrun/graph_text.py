@@ -95,7 +95,7 @@ class GraphText:
 
 
 def read_graph(file: Path) -> GraphText:
-    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`cache.text_of`, .gz).
+    """Parse the dump that `virtual_cluster.final_graph` finds, or one that was kept (`compiles.text_of`, .gz).
 
     Raises:
         ClusterError: it cannot be read, or is no such text.

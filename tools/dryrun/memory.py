@@ -128,7 +128,7 @@ class Memory:
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
     """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
 
-    Its total is the peak of `tools.dryrun.memory.line_of`.
+    Its total is the peak of `line_of`.
     """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
@@ -230,7 +230,7 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
     """The line of a stage, whose peak is the total of `memory_of`.
 
     Args:
-        held, graph, passes: as `tools.dryrun.memory.memory_of`; without known passes every chunk's backward counts
+        held, graph, passes: as `memory_of`; without known passes every chunk's backward counts
             once, with nothing waiting.
     """
     constant: dict[Owner, float] = {}

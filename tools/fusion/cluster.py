@@ -26,7 +26,7 @@ class Rules:
 
     Args:
         convex: no path between two operators of a cluster leaves it.
-        types: DVM refuses operators by their types (`support.refusal`).
+        types: DVM refuses operators by their types (`refusal`).
         reduce_depth: operators of a kernel that a reduction may still take in.
         broadcast_depth: operators of a kernel that its users may still take in.
         broadcast_into_reduce: a reduction takes in kernels with broadcasts, too; Ascend's model does so.
@@ -188,7 +188,7 @@ def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules 
     """The places of the operators of each cluster, in order; one alone is a cluster unless it was opened before.
 
     Args:
-        taken: whether DVM takes each operator (`support.refusal`).
+        taken: whether DVM takes each operator (`refusal`).
     """
     merged = Merged(operators)
     for base in reversed(range(len(operators))):

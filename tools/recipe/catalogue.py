@@ -244,7 +244,7 @@ def _check_claim(path: Path, where: str, claim: str) -> None:
 HEAD = """\
 # Recipes
 
-Written by `python -m tools.catalogue` from the `card.yaml` of each folder; a test fails when it is stale.
+Written by `python -m tools.recipe.catalogue` from the `card.yaml` of each folder; a test fails when it is stale.
 
 A recipe is a native MindFormers YAML: `base_config:` pulls shared sections from `base/`, and every file loads in
 stock MindFormers. Layouts read data x tensor x context x pipeline (x interleaved) parallel, and the expert-parallel
@@ -315,7 +315,8 @@ def main(check: bool) -> None:
         sys.exit(2)
     stale = not target.is_file() or target.read_text(encoding="utf-8") != text
     if check:
-        click.echo("recipes/README.md is stale: python -m tools.catalogue" if stale else "recipes/README.md is current")
+        stale_text = "recipes/README.md is stale: python -m tools.recipe.catalogue"
+        click.echo(stale_text if stale else "recipes/README.md is current")
         sys.exit(int(stale))
     if stale:
         target.write_text(text, encoding="utf-8")

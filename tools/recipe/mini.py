@@ -105,7 +105,7 @@ MODEL_ON_CPU: dict[str, Any] = {
 def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | None = None) -> dict[str, Any]:
     """A flat recipe for CPU that trains `steps` steps on `data_path` (a Megatron prefix), or on instructions beside it.
 
-    With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`parallel_mini`).
+    With a number of `workers` it keeps the recipe's parallel strategy, scaled to them (`keep_strategy`).
 
     Raises:
         RecipeError: the recipe's model or dataset has no CPU counterpart.

@@ -35,7 +35,7 @@ def apply_overrides(
 
     The value is YAML (1e-3 is a number). A value shared through a YAML anchor changes at all its places.
     A mapping value sets the keys it names, one by one. `source` is the file that errors name, where `recipe`
-    is a plain dict that does not know its own. Of plugins alone may keys be new (`plugin_override`).
+    is a plain dict that does not know its own. Only below `plugins` may keys be new.
 
     Raises:
         RecipeError: no '=', an unknown key, another kind of value, a number that no training can mean, or two

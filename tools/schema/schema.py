@@ -16,7 +16,6 @@ from typing import Any
 
 from plugins import ADAPTERS
 from tools.schema import values
-from tools.schema import values as plugin_values
 from tools.schema.values import Spec
 
 NAMES = {bool: "bool", int: "int", float: "float", str: "str", list: "list", tuple: "list", dict: "dict"}
@@ -281,8 +280,8 @@ def _only_config(task: Shape) -> Shape:
 
 
 def _plugin(name: str) -> Shape:
-    """A plugin's settings, of `plugin_values`; `False` leaves the plugin off."""
-    keys = {key: Shape(spec) for key, spec in plugin_values.PLUGINS.get(name, {}).items()}
+    """A plugin's settings, of `values.PLUGINS`; `False` leaves the plugin off."""
+    keys = {key: Shape(spec) for key, spec in values.PLUGINS.get(name, {}).items()}
     return Shape({"types": ["bool", "dict", "null"]}, keys or None, opened=not keys)
 
 

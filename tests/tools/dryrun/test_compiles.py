@@ -8,7 +8,6 @@ import pytest
 from plugins.errors import ClusterError
 from tests.tools.fusion.small_graphs import node, text_of
 from tools.dryrun import compiles
-from tools.dryrun import compiles as cache
 from tools.dryrun.compiles import diagnose
 from tools.dryrun.graph_text import read_graph
 from tools.dryrun.plan import plan_jobs
@@ -100,12 +99,12 @@ def test_a_result_without_its_text_is_compiled_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compiles, "run_jobs", run_jobs)
     for job in plan.jobs:
-        cache.keep_result(job, {"rank": job.rank})
+        compiles.keep_result(job, {"rank": job.rank})
     compiles.compile_all(plan, 1, True)
     assert asked == []
     compiles.compile_all(plan, 1, True, texts=True)
     compiles.compile_all(plan, 1, True, texts=True)
     assert asked == [[0, 512]]
-    cache.text_of(plan.jobs[1]).unlink()
+    compiles.text_of(plan.jobs[1]).unlink()
     compiles.compile_all(plan, 1, True, texts=True)
     assert asked == [[0, 512], [512]]

@@ -135,7 +135,7 @@ def test_one_worker_works_in_this_process() -> None:
 def test_workers_end_when_their_parent_is_killed() -> None:
     code = (
         f"import sys; sys.path[:0] = [{str(HERE.parent)!r}, {str(HERE.parents[3])!r}]\n"
-        "from functools import partial; from itertools import count; import test_workers as t\n"
+        "from functools import partial; from itertools import count; import test_children as t\n"
         "if __name__ == '__main__':\n"
         "    for square, pid in t.ordered_map(partial(t.squarer, True), (n % 50 for n in count()), 2):\n"
         "        print(pid, flush=True)\n"

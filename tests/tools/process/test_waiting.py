@@ -14,7 +14,6 @@ import time
 import pytest
 
 from tools.process import waiting
-from tools.process import waiting as reporters
 from tools.process.children import interruptibly
 from tools.process.waiting import CountingReporter, Progressing, TerminalReporter, saying
 
@@ -84,8 +83,8 @@ def test_what_counts_says_what_it_is_at(monkeypatch):
 
 @pytest.mark.parametrize("kind", [TerminalReporter, CountingReporter])
 def test_without_a_terminal_slow_work_says_what_it_does_now_and_then(kind, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(reporters, "AFTER", 0.01)
-    monkeypatch.setattr(reporters, "EVERY", 0.01)
+    monkeypatch.setattr(waiting, "AFTER", 0.01)
+    monkeypatch.setattr(waiting, "EVERY", 0.01)
     with kind() as reporter:
         reporter.start("reading", 200)
         reporter.advance(50)

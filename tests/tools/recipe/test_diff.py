@@ -134,7 +134,7 @@ def test_micro_batches_count_only_in_a_pipeline():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_every_key_of_every_recipe_is_classified(path):
-    """Mend by naming the key in tools/show/meaning.yaml."""
+    """Mend by naming the key in tools/recipe/meaning.yaml."""
     changes = compare(Recipe(), load_recipe(path)).changes
     assert changes and [change.path for change in changes if UNCLASSIFIED in change.meaning.phrase] == []
 
