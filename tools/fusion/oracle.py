@@ -1,7 +1,7 @@
 """MindSpore's own passes about a graph, asked of the CPU wheel: the DVM mode of graph kernels, up to its kernel build.
 
 The passes run and write what they made of the graph; then the build fails, for there is no DVM on a CPU. Kernels are
-split by the CPU's model (`rules.CPU`), whatever the generator.
+split by the CPU's model (`cluster.CPU`), whatever the generator.
 """
 
 from __future__ import annotations
