@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 
 from plugins.finite_loss.plan import NORM  # noqa: E402
 from plugins.spike_guard.plan import (  # noqa: E402
-    Settings,  # noqa: E402
+    Settings,
     Window,
     good_steps,
     spreads_above,

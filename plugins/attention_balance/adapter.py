@@ -21,9 +21,14 @@ from mindformers.tools.logger import logger
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindspore.dataset import GeneratorDataset
 
-from plugins.attention_balance import samples as eod
 from plugins.attention_balance.plan import LOADER, Schedule, balance, delivery_order, epoch_plan, schedule_of
-from plugins.attention_balance.samples import GPTIndex, blended
+from plugins.attention_balance.samples import (
+    GPTIndex,
+    blended,
+    check_fits,
+    check_last_tokens,
+    documents_of_items,
+)
 from plugins.errors import RecipeError
 
 _DOCUMENTS_LOOKED_AT = 16
@@ -105,8 +110,8 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
     layout = schedule.layout
     trained = layout.steps(samples) * layout.batch
     if schedule.eod_pad_length is not None:
-        documents = _of_items(source, [eod.documents_of_items(index) for index in indices])
-        eod.check_fits(documents[:trained], schedule.eod_pad_length, layout.batch)
+        documents = _of_items(source, [documents_of_items(index) for index in indices])
+        check_fits(documents[:trained], schedule.eod_pad_length, layout.batch)
     costs = _of_items(source, [schedule.cost.of_dataset(index) for index in indices])[:trained]
     plan = epoch_plan(costs, layout)
     _report(costs, plan, schedule)
@@ -135,7 +140,7 @@ def _check_ends(part: Any) -> None:
     documents = part.dataset
     looked_at = np.linspace(0, len(documents) - 1, min(_DOCUMENTS_LOOKED_AT, len(documents)), dtype=np.int64)
     last = [documents.get(i, offset=int(documents.sequence_lengths[i]) - 1, length=1)[0] for i in looked_at]
-    eod.check_last_tokens(np.array(last), part._eod_token_id, documents.path_prefix)
+    check_last_tokens(np.array(last), part._eod_token_id, documents.path_prefix)
 
 
 def _report(costs: np.ndarray, plan: np.ndarray, schedule: Schedule) -> None:

@@ -157,7 +157,7 @@ def delivery_order(plan: np.ndarray, gathered: bool = False) -> np.ndarray:
         gathered: the graph gathers the ranks' batches, in the order of the ranks, before it cuts the first micro-batch
             of all ranks from the front; a sample is then mostly computed by another rank than the one that read it.
             MindSpore 2.9.0 does this with several micro-batches, unless it is told to let each pipeline cut the batch
-            of its own rank (see `settings.OWN_BATCHES`).
+            of its own rank (see `OWN_BATCHES`).
     """
     if gathered:
         steps, ranks = plan.shape[:2]

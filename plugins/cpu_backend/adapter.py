@@ -14,6 +14,10 @@ from typing import Any
 from plugins.errors import RecipeError
 from plugins.private_hooks import replace
 
+# MindFormers' class -> ours, by the key that names it
+ARCHITECTURES = {"TeleChat3MoeForCausalLM": "CpuTeleChat3MoeForCausalLM"}
+WRAPPERS = {"MFTrainOneStepCell": "CpuTrainOneStepCell"}
+
 
 def before_mindformers(distributed: bool) -> None:
     """Patch what MindFormers copies by `from ... import`: call before mindformers is imported.
@@ -44,17 +48,13 @@ def after_context() -> None:
     from mindformers.checkpoint import sharded_tensor
     from mindformers.core.callback import callback
 
-    from plugins.cpu_backend import train_step as losses
-    from plugins.cpu_backend import train_step as strategy
+    from plugins.cpu_backend import train_step
 
-    replace(callback, "_get_separate_loss", 'parameter_register.get("lm_loss").asnumpy()', losses.separate_losses)
-    replace(sharded_tensor, "get_strategy_metadata", ".get_rank_layout(rank_id)", strategy.strategy_of_all_ranks)
-    replace(sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", strategy.strategy_of_this_rank)
-
-
-# MindFormers' class -> ours, by the key that names it
-ARCHITECTURES = {"TeleChat3MoeForCausalLM": "CpuTeleChat3MoeForCausalLM"}
-WRAPPERS = {"MFTrainOneStepCell": "CpuTrainOneStepCell"}
+    replace(callback, "_get_separate_loss", 'parameter_register.get("lm_loss").asnumpy()', train_step.separate_losses)
+    replace(sharded_tensor, "get_strategy_metadata", ".get_rank_layout(rank_id)", train_step.strategy_of_all_ranks)
+    replace(
+        sharded_tensor, "get_current_strategy_metadata", ".get_local_rank_layout()", train_step.strategy_of_this_rank
+    )
 
 
 def enable(config) -> None:

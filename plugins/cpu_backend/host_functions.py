@@ -8,7 +8,7 @@ its module, its qualified name and the values that it has captured, as in
 
 Functions of one name compute the same, whatever process has made them; a function whose name would not say all that it
 computes with is refused. What it reads besides is code of this repository, of which the compile cache's key has a
-digest, or belongs to the process, as `peers.mesh()` does. The operator carries the name into the graph: `names_in`
+digest, or belongs to the process, as `transport.mesh()` does. The operator carries the name into the graph: `names_in`
 reads it there, without MindSpore, so that the compile cache keeps no graph that calls anything else, and `require`
 refuses a graph that is about to be loaded and whose functions this process has not made.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from plugins.ep_overlap import plan as reader
+from plugins.ep_overlap import plan
 from plugins.errors import UNRESOLVED, RecipeError
 from plugins.hierarchical_ep import adapter
 
@@ -17,9 +17,9 @@ def enable(config, settings) -> None:
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
         raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
-    chunks, stride = reader.read(settings)
+    chunks, stride = plan.read(settings)
     if chunks == "auto":
         raise RecipeError(f"plugins.ep_overlap.chunks: {UNRESOLVED}")
     ours = adapter.current()
-    ours.slices = partial(reader.slices, config.runner_config.batch_size, chunks)
-    ours.order = partial(reader.order, stride)
+    ours.slices = partial(plan.slices, config.runner_config.batch_size, chunks)
+    ours.order = partial(plan.order, stride)

@@ -308,5 +308,5 @@ def slices(batch: int, chunks: tuple[int, int], config: Any) -> list[np.ndarray]
 
 
 def order(stride: int, chunks: int) -> list[tuple[int, str]]:
-    """The order of issue, see `plan.issue_order`."""
+    """The order of issue, see `issue_order`."""
     return issue_order(chunks, stride=stride)

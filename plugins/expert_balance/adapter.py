@@ -47,14 +47,14 @@ def _sharded(config) -> Sharded:
 
 
 def _on_cpu(config, ours: Settings) -> None:
-    from plugins.cpu_backend import transport as peers
+    from plugins.cpu_backend import transport
     from plugins.expert_balance.placed import PlacedGroupedExperts, PlacedRoutedExperts
     from plugins.hierarchical_ep import adapter as hierarchical_ep
 
     importlib.import_module("plugins.expert_balance.callback")
     devices = config.parallel_config.expert_parallel if config.use_parallel else 1
     if config.use_parallel:
-        peers.connect()
+        transport.connect()
     if devices > 1:
         telechat3_moe.use_experts(ModuleSpec(PlacedRoutedExperts, params={"settings": hierarchical_ep.current()}))
     else:

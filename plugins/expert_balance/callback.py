@@ -51,7 +51,7 @@ class ExpertBalance(ExpertMigrateCallback):
         devices: ranks of an EP group, which is all ranks of the run, or 1; nodes: of them that plans balance first.
         copies: (token, expert) pairs of a rank's micro-batch.
         layers: decoder layers of the model; those of MTP are counted behind them.
-        run_dir: where to record; checkpoint, save_path: see `history.file_of`.
+        run_dir: where to record; checkpoint, save_path: see `record.file_of`.
     """
 
     def __init__(self, settings, devices, nodes, copies, layers, run_dir, checkpoint, save_path, **kwargs):
@@ -83,9 +83,9 @@ class ExpertBalance(ExpertMigrateCallback):
 
     def connect(self):
         """All ranks of the run."""
-        from plugins.cpu_backend import transport as peers
+        from plugins.cpu_backend import transport
 
-        return peers.mesh()
+        return transport.mesh()
 
     def tokens(self, counted):
         """[layers, E] shares of this rank's choices -> numbers of all ranks' choices."""

@@ -53,11 +53,11 @@ def current() -> reader.Settings:
 
 
 def _on_cpu(settings) -> None:
-    from plugins.cpu_backend import transport as peers
+    from plugins.cpu_backend import transport
     from plugins.cpu_backend.expert_parallel import CpuRoutedExperts
 
     if len(settings.ranks) > 1:
-        peers.connect()
+        transport.connect()
     telechat3_moe.use_experts(ModuleSpec(module=CpuRoutedExperts, params={"settings": settings}))
 
 

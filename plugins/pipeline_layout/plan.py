@@ -7,7 +7,15 @@ last.
 
 MindFormers' offset says how many decoder layers chunk v of stage p holds: num_layers // (stages * chunks) +
 offset[v][p]. Embedding and loss are where they are; MTP layers run where the last decoder layer does (MindFormers
-1.9.0, multi_token_prediction.py, `_build_layers`). NumPy only.
+1.9.0, multi_token_prediction.py, `_build_layers`).
+
+The order of work in a stage is 1F1B, that of PipeDream-flush (arXiv 2006.09503, figure 2, with a flush at the end of
+the step), as in Megatron-LM: here for 3 stages and 4 micro-batches, a column for each time, forwards as 0 1 2 3 and
+backwards as a b c d. NumPy only.
+
+    stage 0   0 1 2     a 3 b   c   d
+    stage 1     0 1   a 2 b 3 c   d
+    stage 2       0 a 1 b 2 c 3 d
 """
 
 from __future__ import annotations

@@ -26,6 +26,8 @@ from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.library import store
 from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
+SLOWEST = 600.0  # seconds that a rank waits for another: one may compile while the other waits already
+
 
 def enable_checkpoints(ranks: Ranks) -> None:
     """Let MindFormers save and resume the slices of this rank; call after importing it.
@@ -128,7 +130,6 @@ def refuse_missing(nodes: dict[str, int]) -> None:
         raise RecipeError(f"device_target CPU: no kernel for {told}; see docs/semi-auto-cpu.md")
 
 
-SLOWEST = 600.0  # seconds that a rank waits for another: one may compile while the other waits already
 _host: list[Host] = []
 
 
@@ -159,10 +160,10 @@ def after_import() -> None:
     from mindformers.core.callback import callback
     from mindformers.core.context import parallel
 
-    from plugins.cpu_backend import train_step as losses
+    from plugins.cpu_backend import train_step
 
     def separate_losses() -> tuple[np.ndarray, ...]:
-        return tuple(np.split(losses.losses_of_this_rank(), len(losses.PARTS)))
+        return tuple(np.split(train_step.losses_of_this_rank(), len(train_step.PARTS)))
 
     replace(parallel, "init", "def init(backend_name=None)", lambda: None)  # the workers have joined already
     replace(callback, "_get_separate_loss", 'parameter_register.get("lm_loss").asnumpy()', separate_losses)

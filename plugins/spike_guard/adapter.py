@@ -74,7 +74,7 @@ class Guard(Watch):
     """Watches for spikes beside what is not finite, and knows what follows.
 
     Args:
-        settings: see `settings.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether the
+        settings: see `plan.Settings`; run_dir: the run's folder; undefined: as in `Watch`; has_loss: whether the
         loss that this rank sees is the run's.
     """
 

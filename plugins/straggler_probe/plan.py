@@ -258,7 +258,7 @@ def tested(values: np.ndarray, floor: float, enough: float) -> tuple[np.ndarray,
     """Steps 1 to 4: what `values` [K, N] have above the others', the lowest limit, and where the evidence is enough.
 
     Args:
-        floor: no limit is below it. enough: see `sequential.threshold`.
+        floor: no limit is below it. enough: see `threshold`.
     """
     excess = above_others(values)
     spread = noise(excess)

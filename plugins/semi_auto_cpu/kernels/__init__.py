@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401  importing a module enters its operators
 from plugins.semi_auto_cpu.kernels import arithmetic, attention, experts, indexing
-from plugins.semi_auto_cpu.kernels import indexing as shapes
-from plugins.semi_auto_cpu.kernels import indexing as sort
 from plugins.semi_auto_cpu.kernels.registry import KERNELS, LOW_PRECISION
 
 __all__ = ["KERNELS", "LOW_PRECISION"]

@@ -3,9 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.attention_balance import assign as order
 from plugins.attention_balance import reference
-from plugins.attention_balance.assign import assign, loads_of, partition, unscheduled
+from plugins.attention_balance.assign import assign, falling_order, loads_of, partition, unscheduled
 from plugins.attention_balance.objective import Objective, lower_bound
 from plugins.attention_balance.reference import BASELINES
 
@@ -126,7 +125,7 @@ def test_equal_costs_keep_the_order_of_the_dataset():
 @given(st.lists(st.lists(st.integers(0, 5), min_size=6, max_size=6), min_size=1, max_size=3), st.booleans())
 def test_falling_order_is_the_stable_sort(rows, wide):
     weights = np.array(rows, np.int64) << (60 if wide and max(map(max, rows)) < 4 else 0)
-    np.testing.assert_array_equal(order.falling_order(weights), np.argsort(-weights, axis=1, kind="stable"))
+    np.testing.assert_array_equal(falling_order(weights), np.argsort(-weights, axis=1, kind="stable"))
 
 
 @many

@@ -4,8 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.attention_balance import reference
-from plugins.attention_balance import samples as gpt
-from plugins.attention_balance import samples as segments
+from plugins.attention_balance import samples as module
 from plugins.attention_balance.reference import sample_tokens, segments_of_tokens
 from plugins.attention_balance.samples import (
     Cost,
@@ -71,8 +70,8 @@ def test_in_small_chunks_nothing_changes(corpus):
     whole = build_gpt_index(lengths, sequence_length, samples, seed)
     costs = Cost(2.0, 3.0).of(segments_of(whole, 0, len(whole)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpt, "_CHUNK", 3)
-        patch.setattr(segments, "_SEGMENTS", 4)
+        patch.setattr(module, "_CHUNK", 3)
+        patch.setattr(module, "_SEGMENTS", 4)
         index = build_gpt_index(lengths, sequence_length, samples, seed)
         np.testing.assert_array_equal(index.sample_index, whole.sample_index)
         np.testing.assert_array_equal(Cost(2.0, 3.0).of_dataset(index), costs)

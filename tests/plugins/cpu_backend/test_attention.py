@@ -7,7 +7,6 @@ from mindspore import Tensor, ops
 from mindspore.ops.operations._pyfunc_registry import get_pyfunc
 
 from plugins.cpu_backend import attention, host_functions, reference
-from plugins.cpu_backend import attention as by_document
 from plugins.cpu_backend.attention import BLOCK, CoreAttention, DocumentCoreAttention, WithinDocuments, document_blocks
 from plugins.errors import RecipeError
 from tests.plugins.cpu_backend.gradients import run
@@ -113,10 +112,10 @@ def masks(breaks):
 
 def assert_equals_the_oracle(breaks, dtype, tolerance):
     query, key, value, dout = tensors(breaks.shape[1] + 1, len(breaks), dtype)
-    out, log_sum = by_document.document_attention(query, key, value, breaks, 0.4)
+    out, log_sum = attention.document_attention(query, key, value, breaks, 0.4)
     expected, _ = reference.attention(query, key, value, masks(breaks), 0.4)
     np.testing.assert_allclose(out.reshape(expected.shape), expected, atol=tolerance)
-    gradients = by_document.document_gradients(query, key, value, breaks, out, log_sum, dout, 0.4)
+    gradients = attention.document_gradients(query, key, value, breaks, out, log_sum, dout, 0.4)
     wanted = reference.attention_gradients(query, key, value, masks(breaks), 0.4, dout)
     for got, want in zip(gradients, wanted, strict=True):
         assert got.dtype == dtype
@@ -171,11 +170,11 @@ def test_cost_follows_the_documents(documents, multiply_adds):
     pairs = sum(n * (n + 1) // 2 for n in documents)
     most = sum(n * (n + min(n, BLOCK)) / 2 for n in documents)
 
-    out, log_sum = by_document.document_attention(query, key, value, breaks, 0.4)
+    out, log_sum = attention.document_attention(query, key, value, breaks, 0.4)
     forward = multiply_adds[0] / (HEADS * (DIM + VALUE_DIM))
     assert pairs <= forward <= most
     multiply_adds[0] = 0
-    by_document.document_gradients(query, key, value, breaks, out, log_sum, dout, 0.4)
+    attention.document_gradients(query, key, value, breaks, out, log_sum, dout, 0.4)
     assert multiply_adds[0] / (HEADS * (3 * DIM + 2 * VALUE_DIM)) == forward  # scores again, and four products
 
 

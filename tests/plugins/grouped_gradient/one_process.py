@@ -21,7 +21,6 @@ from mindspore.ops.auto_generate import GroupedMatmul
 
 from plugins.grouped_gradient import adapter
 from plugins.semi_auto_cpu import library
-from plugins.semi_auto_cpu import library as call
 from plugins.semi_auto_cpu.communication import stand_in
 from plugins.semi_auto_cpu.kernels import KERNELS, LOW_PRECISION
 from plugins.semi_auto_cpu.ranks import Ranks
@@ -77,7 +76,7 @@ class Whole(nn.Cell):
 
 def compute(name, attrs, inputs, outputs):
     asked[name] = asked.get(name, 0) + 1
-    call.store((KERNELS | LOW_PRECISION)[name](attrs, *inputs), outputs)
+    library.store((KERNELS | LOW_PRECISION)[name](attrs, *inputs), outputs)
 
 
 asked: dict[str, int] = {}

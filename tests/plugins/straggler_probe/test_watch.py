@@ -8,7 +8,6 @@ import pytest
 
 from plugins import processor_time
 from plugins.straggler_probe import watch
-from plugins.straggler_probe import watch as work
 from plugins.straggler_probe.plan import slow_ranks
 from plugins.straggler_probe.record import probe_file, read, read_run
 from plugins.straggler_probe.watch import Settings
@@ -61,8 +60,8 @@ def test_waits_for_batches_that_the_device_reads_itself_are_not_known(clock, tmp
 def test_a_pause_and_the_cores_of_others_do_not_count_as_time_of_the_work(monkeypatch):
     """Five rounds of 10 ms: in one 50 ms more pass, and in each others have the core for 5 ms more."""
     now, done = {"wall": 0.0, "waited": 0.0}, []
-    monkeypatch.setattr(work.time, "perf_counter", lambda: now["wall"])
-    monkeypatch.setattr(work, "thread_waited", lambda: now["waited"])
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(watch, "thread_waited", lambda: now["waited"])
 
     def piece():
         done.append(1)
@@ -70,14 +69,14 @@ def test_a_pause_and_the_cores_of_others_do_not_count_as_time_of_the_work(monkey
         now["waited"] += 0.005
         return 1.0
 
-    assert work.seconds_of(piece, 1) == pytest.approx(0.01)
-    assert work.seconds_of(piece, 3) == pytest.approx(0.03)
+    assert watch.seconds_of(piece, 1) == pytest.approx(0.01)
+    assert watch.seconds_of(piece, 3) == pytest.approx(0.03)
 
 
 def test_the_work_is_the_same_every_time():
-    one = work.of_device("CPU")
+    one = watch.of_device("CPU")
     assert one() == one() > 0
-    assert 0 < work.seconds_of(one, 1) < work.seconds_of(one, 30)
+    assert 0 < watch.seconds_of(one, 1) < watch.seconds_of(one, 30)
 
 
 def test_the_kernel_counts_what_a_thread_waits():
