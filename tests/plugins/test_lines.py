@@ -1,4 +1,4 @@
-"""Lines that a run appends, a record a step: after a kill, after a resume."""
+"""Lines that a run appends, a record a step: after a kill, after a resume; and for how long training stood still."""
 
 import json
 import re

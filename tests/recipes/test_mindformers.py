@@ -1,4 +1,4 @@
-"""The recipes in stock MindFormers: every file loads, and what MindFormers builds is what the recipe says."""
+"""The recipes in stock MindFormers: every file loads, and models have the settings and parameters that recipes say."""
 
 import json
 import subprocess

@@ -1,4 +1,7 @@
-"""MindFormers' real loader in this process, one shard after the other, with the plan and without."""
+"""MindFormers' real loader in one process, one shard after the other, with the plan and without.
+
+The last test asks MindSpore's own compiler which rows a rank computes, which `delivery_order(gathered=...)` stands on.
+"""
 
 import json
 from dataclasses import replace

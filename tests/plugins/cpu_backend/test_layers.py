@@ -1,4 +1,4 @@
-"""The routed experts against a NumPy loop over single (token, expert) pairs, and against MindFormers' dispatcher."""
+"""The routed experts against a NumPy loop over single (token, expert) pairs, and operators without a kernel."""
 
 import mindspore as ms
 import numpy as np

@@ -1,3 +1,5 @@
+"""Planners keep their promises, and how good placements are: beside the best there is, and on loads that drift."""
+
 from itertools import pairwise
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""What an evaluation writes back into the network."""
+"""What an evaluation writes back into the network, and when a run evaluates that was interrupted."""
 
 import numpy as np
 import pytest

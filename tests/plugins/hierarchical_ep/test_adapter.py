@@ -1,4 +1,4 @@
-"""What the adapters refuse; what they do is shown by training (tests/training) and by compiling (test_compiled.py)."""
+"""What the adapters refuse; what they do is shown by training (tests/training) and by compiling (test_ascend.py)."""
 
 import pytest
 from mindformers import MindFormerConfig

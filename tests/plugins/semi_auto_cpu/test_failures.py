@@ -1,4 +1,7 @@
-"""What goes wrong between ranks is told by operator, group and rank, on each of them."""
+"""What goes wrong between ranks is told by operator, group and rank, on each of them.
+
+Delays change nothing; faults are named, or change the result in the way that they should.
+"""
 
 import re
 

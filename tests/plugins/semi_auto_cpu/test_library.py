@@ -1,4 +1,7 @@
-"""The C++ library in real processes: two lines of a model on one and on two of them, and one graph for each rule."""
+"""What a launch of an operator tells; and the C++ library in real processes.
+
+There two lines of a model run on one process and on two, and one graph for each rule.
+"""
 
 import ctypes
 import json

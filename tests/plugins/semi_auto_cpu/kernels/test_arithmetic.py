@@ -1,4 +1,4 @@
-"""Arithmetic with constants, activations and updates."""
+"""Arithmetic with constants, activations and updates; norms and rotary positions, with their gradients."""
 
 import math
 

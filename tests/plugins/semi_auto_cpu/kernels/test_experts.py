@@ -1,4 +1,4 @@
-"""GroupedMatmul against a loop over rows, and as MindFormers' experts use it for gradients."""
+"""GroupedMatmul against a loop over rows, as MindFormers' experts use it for gradients; permuted tokens."""
 
 import numpy as np
 import pytest

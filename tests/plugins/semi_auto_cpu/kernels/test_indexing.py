@@ -1,4 +1,4 @@
-"""Rows by number against loops, and their gradients."""
+"""Rows by number against loops, and their gradients; shapes, cuts and orders."""
 
 import numpy as np
 import pytest
