@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
+Kind = Literal["save", "evaluation"]
+
 
 class Stepped(Protocol):
     """A record of a step."""
@@ -66,9 +68,6 @@ def read_steps(
             follow(records[-1], record, place)
         records.append(record)
     return records
-
-
-Kind = Literal["save", "evaluation"]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,16 @@ import numpy as np
 
 from plugins.attention_balance.objective import Objective, best_order
 
+# up to so many items the start looks at the loads for each item, above for each round
+_ITEM_BY_ITEM = 1024
+_FEW = 16  # and so many in a part: with more, no single item weighs much
+# rounds of the greedy start that look at the loads; later rounds hold the light items and just go back and forth
+_GREEDY_ROUNDS = 16
+_SWAP_ROUNDS = 12
+# a heaviest part within 1 / 2^17 of the mean is good enough: costs are not known better
+_CLOSE = 17
+_SCALE = float(1 << 32)
+
 
 def falling_order(weights: np.ndarray) -> np.ndarray:
     """int64 [rows, n]: indices that sort each row of `weights` (int64, at least 0) falling; equal ones by index.
@@ -50,16 +60,6 @@ def taken(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
         return values[0].take(indices)
     flat = indices.reshape(rows, -1) + np.arange(rows)[:, None] * count
     return values.ravel().take(flat).reshape(indices.shape)
-
-
-# up to so many items the start looks at the loads for each item, above for each round
-_ITEM_BY_ITEM = 1024
-_FEW = 16  # and so many in a part: with more, no single item weighs much
-# rounds of the greedy start that look at the loads; later rounds hold the light items and just go back and forth
-_GREEDY_ROUNDS = 16
-_SWAP_ROUNDS = 12
-# a heaviest part within 1 / 2^17 of the mean is good enough: costs are not known better
-_CLOSE = 17
 
 
 def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bool = True) -> np.ndarray:
@@ -197,9 +197,6 @@ def _closest(heavy: np.ndarray, light: np.ndarray, wanted: np.ndarray) -> tuple[
     pair = np.arange(pairs)
     key = keys.take(nearest[pair, give])
     return give, key & (1 << bits) - 1, heavy[pair, give] - ((key >> bits) - base[:, 0])
-
-
-_SCALE = float(1 << 32)
 
 
 def unscheduled(ranks: int, micro_batches: int, slots: int) -> np.ndarray:

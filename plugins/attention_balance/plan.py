@@ -44,26 +44,6 @@ from plugins.errors import DataError, RecipeError
 from plugins.semi_auto_cpu.chosen import splits_model
 from plugins.settings import section_of, whole_number
 
-
-def deal(costs: np.ndarray, unit: int) -> np.ndarray:
-    """Deal the samples of W global batches to W steps so that samples of like cost meet.
-
-    Sorted by cost and cut into units (all samples that run at the same time, ranks * slots); the units go to the steps
-    in turn, back and forth, so that every step gets its share of heavy and light ones.
-
-    Args:
-        costs: float64 [W, batch]; batch is a multiple of `unit`.
-        unit: samples that stay together.
-
-    Returns:
-        int64 [W, batch]: indices into the flattened costs, each once; a step's are rising.
-    """
-    window, batch = costs.shape
-    units = np.argsort(-costs.ravel(), kind="stable").reshape(batch // unit, window, unit)
-    units[1::2] = units[1::2, ::-1]
-    return np.sort(units.transpose(1, 0, 2).reshape(window, batch), axis=1)
-
-
 __all__ = [
     "Balance",
     "Cost",
@@ -85,8 +65,33 @@ __all__ = [
     "step_plan",
     "unscheduled",
 ]
-
 _SAMPLES = 1 << 19  # samples planned at a time: some 100 bytes each
+KEY = "plugins.attention_balance"
+COST = ("per_pair", "per_token", "unit")
+SETTINGS = ("window", *COST)
+INTERLEAVE = "micro_batch_interleave_num"
+LOADER = "BlendedMegatronDatasetDataLoader"
+# MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
+OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
+
+
+def deal(costs: np.ndarray, unit: int) -> np.ndarray:
+    """Deal the samples of W global batches to W steps so that samples of like cost meet.
+
+    Sorted by cost and cut into units (all samples that run at the same time, ranks * slots); the units go to the steps
+    in turn, back and forth, so that every step gets its share of heavy and light ones.
+
+    Args:
+        costs: float64 [W, batch]; batch is a multiple of `unit`.
+        unit: samples that stay together.
+
+    Returns:
+        int64 [W, batch]: indices into the flattened costs, each once; a step's are rising.
+    """
+    window, batch = costs.shape
+    units = np.argsort(-costs.ravel(), kind="stable").reshape(batch // unit, window, unit)
+    units[1::2] = units[1::2, ::-1]
+    return np.sort(units.transpose(1, 0, 2).reshape(window, batch), axis=1)
 
 
 @dataclass(frozen=True)
@@ -219,15 +224,6 @@ def _looking_ahead(batch: np.ndarray, layout: Layout) -> np.ndarray:
         if together < apart:
             position[at : at + layout.window] = at * layout.batch + dealt
     return position
-
-
-KEY = "plugins.attention_balance"
-COST = ("per_pair", "per_token", "unit")
-SETTINGS = ("window", *COST)
-INTERLEAVE = "micro_batch_interleave_num"
-LOADER = "BlendedMegatronDatasetDataLoader"
-# MindSpore reads it once a process: a pipeline then cuts each rank's own batch into micro-batches
-OWN_BATCHES = "PIPELINE_SLICE_SKIP_REDISTRIBUTION"
 
 
 @dataclass(frozen=True)

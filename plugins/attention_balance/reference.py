@@ -20,6 +20,8 @@ from plugins.attention_balance.objective import Objective
 from plugins.attention_balance.samples import GPTIndex
 from plugins.pipeline_layout.plan import FORWARD, one_forward_one_backward
 
+Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
+
 
 def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
     """Segment lengths of one sample, walking its tokens: a segment ends behind each end-of-document token."""
@@ -112,9 +114,6 @@ def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[i
     keys = [offset + 1 for length in segments for offset in range(length)]
     tokens = [[token for start, stop in own for token in range(start, stop)] for own in ranges]
     return [len(own) for own in tokens], [sum(keys[token] for token in own) for own in tokens]
-
-
-Scheduler = Callable[[np.ndarray, int, int, int], np.ndarray]
 
 
 def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:

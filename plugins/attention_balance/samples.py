@@ -33,6 +33,8 @@ from plugins.errors import DataError, RecipeError
 _CHUNK = 1 << 22  # documents handled at a time
 # GPTDataset shuffles the last epoch by itself when less than this share of it is used
 _WHOLE_EPOCH = 0.80
+_SEGMENTS = 1 << 21  # segments handled at a time when a whole dataset is read
+CONFIG = "train_dataset.data_loader.config"
 
 
 @dataclass(frozen=True)
@@ -136,9 +138,6 @@ def _sample_starts(lengths: np.ndarray, document_index: np.ndarray, sequence_len
         starts[done:stop, 1] = targets - (ends[position] - sizes[position])
         done = stop
     return starts
-
-
-_SEGMENTS = 1 << 21  # segments handled at a time when a whole dataset is read
 
 
 @dataclass(frozen=True)
@@ -259,9 +258,6 @@ class Cost:
     def attention_only(self) -> Cost:
         """The same without the part that is linear in tokens."""
         return replace(self, per_token=0.0)
-
-
-CONFIG = "train_dataset.data_loader.config"
 
 
 def check_apart(config: Mapping[str, Any], model: Mapping[str, Any]) -> None:

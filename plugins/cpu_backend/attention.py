@@ -24,6 +24,7 @@ from plugins.errors import RecipeError
 BLOCK = 128  # queries; smaller ones waste fewer masked scores, larger ones make better matmuls
 
 _LATER = np.triu(np.ones((BLOCK, BLOCK), bool), 1)
+_follows_documents = False
 
 
 def document_blocks(breaks: np.ndarray) -> Iterator[tuple[int, int, int]]:
@@ -106,9 +107,6 @@ def _scores(q: np.ndarray, k: np.ndarray, start: int, first: int, end: int, scal
     size = end - first
     scores[:, :, first - start :][:, _LATER[:size, :size]] = -np.inf
     return scores
-
-
-_follows_documents = False
 
 
 def follow_documents(follows: bool) -> None:

@@ -28,6 +28,10 @@ MAX_NOTE = 4096
 HEADER = struct.Struct(f"<4sqq24sHqB{MAX_AXES}q")
 # magic, rank, size: the first bytes of whoever opens a connection
 HELLO = struct.Struct("<4sii")
+# tag of frames that carry no data but say, in their note, what a rank waits in
+STATUS = -1
+# seconds after which a rank that waits tells the others, unless it gives up soon
+PATIENCE = 5.0
 
 
 class Disconnected(OSError):
@@ -120,12 +124,6 @@ def fill(connection: socket.socket, buffer: memoryview) -> None:
         if count == 0:
             raise Disconnected("closed its connection")
         buffer = buffer[count:]
-
-
-# tag of frames that carry no data but say, in their note, what a rank waits in
-STATUS = -1
-# seconds after which a rank that waits tells the others, unless it gives up soon
-PATIENCE = 5.0
 
 
 @dataclass

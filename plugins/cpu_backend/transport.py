@@ -28,6 +28,7 @@ from plugins.cpu_backend.mailbox import STATUS, Call, Frame, Mailbox
 from plugins.errors import ClusterError
 
 Address = tuple[str, int]
+_open: list[Mesh] = []
 
 
 class Mesh:
@@ -275,9 +276,6 @@ class Mesh:
                 self._mail.lose(peer, error)
                 return
             self._mail.put(peer, frame)
-
-
-_open: list[Mesh] = []
 
 
 def mesh() -> Mesh:

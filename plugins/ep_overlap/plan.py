@@ -30,6 +30,8 @@ DIGITS = 12  # of seconds that are compared: below them is rounding, which must 
 Chunks = tuple[int, int]
 T = TypeVar("T")
 U = TypeVar("U")
+KEY = "plugins.ep_overlap"
+SETTINGS = ("chunks", "stride")
 
 
 @dataclass(frozen=True)
@@ -273,10 +275,6 @@ def _timeline(layer: Layer, one: tuple[Sequence[Chain], float], shares: Sequence
     if len(shares) == 1:
         return simulate(uncut_ops(chains, shared, layer.shared_beside))
     return simulate(layer_ops(chains, shares, stride, shared))
-
-
-KEY = "plugins.ep_overlap"
-SETTINGS = ("chunks", "stride")
 
 
 def read(settings: Any) -> tuple[Any, int]:

@@ -34,6 +34,7 @@ from plugins.expert_balance.settings import KEY
 from plugins.hierarchical_ep.experts import RoutedExperts
 
 _WORD = 4  # bytes
+CALLBACK = "ShardedExpertBalance"
 
 
 @contextmanager
@@ -152,9 +153,6 @@ def place(cell, config) -> None:
     ranks = config.data_parallel_size * config.tensor_model_parallel_size * config.context_parallel_size
     cell.slot_of = ops.Gather()
     cell.slot_of.shard(((1,), (ranks, 1, 1)))
-
-
-CALLBACK = "ShardedExpertBalance"
 
 
 @MindFormerRegister.register(MindFormerModuleType.CALLBACK)

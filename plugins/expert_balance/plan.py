@@ -23,6 +23,9 @@ from plugins.expert_balance.settings import Settings
 NEAR = 0.0225  # no device is left that is fuller than this share above what is possible
 CLOSED = -1  # in the place of a device's tokens: nothing helps it
 PAIRED = 8  # experts of a device up to which two are swapped with two; above, single swaps come near enough
+FEW = 32  # experts
+SHUFFLES = 2  # from which few experts are planned, too
+PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def near_enough(each: int) -> float:
@@ -135,11 +138,6 @@ def _best_swap(held: np.ndarray, on: np.ndarray, fullest: int, places: np.ndarra
     one = fullest * held.shape[1] + places[theirs if aligned else mine]
     two = other * held.shape[1] + places[theirs]
     return np.concatenate([one, two]), np.concatenate([two, one])
-
-
-FEW = 32  # experts
-SHUFFLES = 2  # from which few experts are planned, too
-PARTS = 256  # of a token: a prediction is rounded to them
 
 
 def device_loads(loads: np.ndarray, slots: np.ndarray, devices: int) -> np.ndarray:

@@ -16,6 +16,7 @@ from plugins.settings import section_of, whole_number
 KEY = "plugins.expert_balance"
 METHODS = ("swaps", "aligned", "greedy", "random")
 _BUDGETED = ("swaps", "aligned")  # plan from the placement there is, and may stop anywhere
+_OPTIMIZER = "AdamW"  # two moments of each weight, which the executor knows; Muon's state and PMA's averages are others
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,6 @@ def _share(section: Mapping[str, Any], name: str, default: float) -> float:
     if type(value) not in (int, float) or not 0 <= value < 1:
         raise RecipeError(f"{KEY}.{name}: {value!r}; write a share from 0 to below 1, such as {default}")
     return float(value)
-
-
-_OPTIMIZER = "AdamW"  # two moments of each weight, which the executor knows; Muon's state and PMA's averages are others
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ from mindspore.common import dtype as mstype
 
 from plugins.hierarchical_ep.topology import Topology
 
+STEPS = ("dispatch.inter", "dispatch.intra", "experts", "combine.intra", "combine.inter")
+UNCUT = tuple((0, step) for step in STEPS)
+
 
 class _Enter(nn.Cell):
     """rows, from now on waiting for the turn."""
@@ -328,10 +331,6 @@ class Dispatcher(nn.Cell):
 def pack(probs, ids):
     """probs [N, k] and ids int [N, k] as one float32 [N, 2k]: ids + 1, then probabilities."""
     return ops.concat((ops.cast(ops.stop_gradient(ids), ms.float32) + 1, ops.cast(probs, ms.float32)), 1)
-
-
-STEPS = ("dispatch.inter", "dispatch.intra", "experts", "combine.intra", "combine.inter")
-UNCUT = tuple((0, step) for step in STEPS)
 
 
 class RoutedLayer(nn.Cell):

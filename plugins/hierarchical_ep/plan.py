@@ -37,6 +37,8 @@ from plugins.errors import RecipeError, did_you_mean
 from plugins.hierarchical_ep.topology import Topology
 
 ID_BYTES, PROB_BYTES, COUNT_BYTES = 4, 4, 4
+ExpertFn = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+MODES = ("global", "hierarchical", "deduplicated")
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,6 @@ def _count_bytes(topology: Topology, transfer: Transfer) -> np.ndarray:
         member[np.ix_(group, group)] = 1
     counts = topology.experts_per_rank if transfer.weight == "copy" else 1
     return member * counts * COUNT_BYTES
-
-
-ExpertFn = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
-MODES = ("global", "hierarchical", "deduplicated")
 
 
 @dataclass(frozen=True)

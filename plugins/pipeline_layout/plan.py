@@ -28,6 +28,11 @@ import numpy as np
 from plugins.errors import RecipeError
 
 FORWARD, BACKWARD = 0, 1
+LETTERS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
+_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
+_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
+_LONGEST = 100_000  # letters; the deepest model that anybody has trained has a thousandth of them
+Counts = list[list[int]]  # [chunks][stages]
 
 
 def by_turns(forward: np.ndarray, backward: np.ndarray, warm_up: int) -> np.ndarray:
@@ -48,13 +53,6 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.
     numbers = np.arange(micro_batches)
     forward, backward = (np.stack([np.full(micro_batches, kind), numbers], axis=1) for kind in (FORWARD, BACKWARD))
     return by_turns(forward, backward, stages - 1 - stage)
-
-
-LETTERS = {"E": "embedding", "t": "decoder layer", "m": "MTP layer", "L": "loss"}
-_GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
-_LETTER = re.compile(r"([A-Za-z|])\*(\d+)")
-_LONGEST = 100_000  # letters; the deepest model that anybody has trained has a thousandth of them
-Counts = list[list[int]]  # [chunks][stages]
 
 
 def parse(text: str) -> list[str]:

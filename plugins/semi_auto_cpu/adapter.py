@@ -27,6 +27,10 @@ from plugins.semi_auto_cpu.library import store
 from plugins.semi_auto_cpu.ranks import WORLD, Ranks
 
 SLOWEST = 600.0  # seconds that a rank waits for another: one may compile while the other waits already
+# These get another name. MindSpore has CPU kernels of them, and remembers at first use which types they take; of
+# AlltoAllV it infers the shape () for a rank that receives nothing, the library (0)
+RENAMED = ("AllReduce", "AllGather", "Broadcast", "Barrier", "AlltoAllV")
+_host: list[Host] = []
 
 
 def enable_checkpoints(ranks: Ranks) -> None:
@@ -52,11 +56,6 @@ def compile_without_sink(model: Any, dataset: Any, **_: Any) -> None:
     batch = next(iter(dataset.create_tuple_iterator(num_epochs=1)))
     model._train_network.set_train()
     model._train_network.compile(*batch)
-
-
-# These get another name. MindSpore has CPU kernels of them, and remembers at first use which types they take; of
-# AlltoAllV it infers the shape () for a rank that receives nothing, the library (0)
-RENAMED = ("AllReduce", "AllGather", "Broadcast", "Barrier", "AlltoAllV")
 
 
 class Host:
@@ -128,9 +127,6 @@ def refuse_missing(nodes: dict[str, int]) -> None:
     if nodes:
         told = ", ".join(f"{name} ({count} node{'s' * (count > 1)})" for name, count in sorted(nodes.items()))
         raise RecipeError(f"device_target CPU: no kernel for {told}; see docs/semi-auto-cpu.md")
-
-
-_host: list[Host] = []
 
 
 def before_mindformers(recipe: Mapping[str, Any]) -> Host:

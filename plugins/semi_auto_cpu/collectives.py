@@ -42,6 +42,16 @@ from plugins.semi_auto_cpu.ranks import MADE_UP, Ranks, made_up_name
 
 # the side of an operator that is as large as what all members hold together; the inputs of all others
 _FROM_OUTPUT = ("AllGather", "_MiniStepAllGather", "_MicroStepAllGather", "Receive", "Broadcast")
+VARIABLE = "TC3_COLLECTIVES_TEST"
+_FAULT = re.compile(r"(drop|skip|reverse):(\w+)(?::(\d+))?(?:@(\d+))?")
+WORLDS = ("hccl_world_group", "mccl_world_group", "nccl_world_group")
+# MindSpore states the ranks of groups that C++ made up in one of these: "(0, 4)", "[0, 4]" or "0-4". Of groups that
+# Python created they may say the world, which is wrong
+STATED = ("rank_list", "group_rank_ids", "group_ranks")
+Attrs = Mapping[str, str]
+# what `run` knows
+NAMES = (*OPERATORS, "Send", "Receive")
+Arrays = Sequence[np.ndarray]
 
 
 class CallRecord(NamedTuple):
@@ -97,10 +107,6 @@ class Calls:
         return self._calls
 
 
-VARIABLE = "TC3_COLLECTIVES_TEST"
-_FAULT = re.compile(r"(drop|skip|reverse):(\w+)(?::(\d+))?(?:@(\d+))?")
-
-
 @dataclass(frozen=True)
 class Fault:
     """What goes wrong: `kind` at an operator's call of this number on this rank; None is each of them."""
@@ -149,12 +155,6 @@ class Disturbance:
 def _fault(match: re.Match[str]) -> Fault:
     kind, operator, call, rank = match.groups()
     return Fault(kind, operator, None if call is None else int(call), None if rank is None else int(rank))
-
-
-WORLDS = ("hccl_world_group", "mccl_world_group", "nccl_world_group")
-# MindSpore states the ranks of groups that C++ made up in one of these: "(0, 4)", "[0, 4]" or "0-4". Of groups that
-# Python created they may say the world, which is wrong
-STATED = ("rank_list", "group_rank_ids", "group_ranks")
 
 
 class Groups:
@@ -219,9 +219,6 @@ class Groups:
         return members
 
 
-Attrs = Mapping[str, str]
-
-
 class PointToPoint:
     """The Sends and Receives of one rank.
 
@@ -272,12 +269,6 @@ class PointToPoint:
 
 def _micro(attrs: Attrs) -> str:
     return f" of micro-batch {attrs['micro']}" if "micro" in attrs else ""
-
-
-# what `run` knows
-NAMES = (*OPERATORS, "Send", "Receive")
-
-Arrays = Sequence[np.ndarray]
 
 
 class Collectives:

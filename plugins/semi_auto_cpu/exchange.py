@@ -25,6 +25,10 @@ OPERATIONS: dict[str, Callable[..., np.ndarray]] = {
 }
 # added up in float32 and rounded once
 LOW_PRECISION = ("float16", "bfloat16")
+Attrs = Mapping[str, str]
+Arrays = Sequence[np.ndarray]
+# bytes below which a round trip costs more than what it saves
+SMALL = 1 << 16
 
 
 def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> None:
@@ -129,12 +133,6 @@ class Meeting:
             raise ClusterError(f"rank {self.mesh.rank} is at {note}, where {' and '.join(elsewhere)}")
         own = parts[self.me]
         return [own if member == self.mesh.rank else arrived[member].array(own.dtype) for member in self.members]
-
-
-Attrs = Mapping[str, str]
-Arrays = Sequence[np.ndarray]
-# bytes below which a round trip costs more than what it saves
-SMALL = 1 << 16
 
 
 def all_reduce(meeting: Meeting, attrs: Attrs, inputs: Arrays, outputs: Arrays) -> None:

@@ -42,6 +42,11 @@ DTYPES = {
 
 # computes one operator: gets its name, attributes, own arguments, and the arrays to write its outputs to
 Host = Callable[[str, dict[str, str], list[Any], list[np.ndarray]], None]
+PASS = "tc3_front_end_done"
+_POINTERS = ctypes.POINTER(ctypes.c_void_p)
+_CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_char_p, _POINTERS, _POINTERS, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t
+)
 
 
 @dataclass(frozen=True)
@@ -168,13 +173,6 @@ def store(results: Any, outputs: Sequence[np.ndarray]) -> None:
         if np.size(result) != output.size:
             raise ValueError(f"result {number} is {np.shape(result)} where MindSpore expects {output.shape}")
         np.copyto(output, np.reshape(result, output.shape), casting="unsafe")
-
-
-PASS = "tc3_front_end_done"
-_POINTERS = ctypes.POINTER(ctypes.c_void_p)
-_CALLBACK = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_char_p, _POINTERS, _POINTERS, ctypes.POINTER(ctypes.c_char), ctypes.c_size_t
-)
 
 
 class Library:

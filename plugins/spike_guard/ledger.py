@@ -25,6 +25,7 @@ import numpy as np
 from plugins.errors import DataError, not_json
 
 Ranges = tuple[tuple[int, int], ...]
+FILE = "skipped.json"
 
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
@@ -91,9 +92,6 @@ def continued(weights: Sequence[float], counts: Sequence[int], lengths: Sequence
         found.append((chosen, int(taken[chosen])))
         taken[chosen] += 1
     return np.array(found, np.int64).reshape(-1, 2)
-
-
-FILE = "skipped.json"
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,9 @@ SETTINGS = ("window", "threshold", "skip", "rollbacks", "skipped")
 LOADER = "BlendedMegatronDatasetDataLoader"
 _LOADER = "train_dataset.data_loader"
 _LEAST_WINDOW = 4  # good steps of which a median and a spread say anything
+JUDGED = ("loss", NORM)
+_TO_SIGMA = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
+_LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
 
 
 @dataclass(frozen=True)
@@ -124,11 +127,6 @@ def _at(recipe: Any, path: str) -> Any:
             return None
         recipe = recipe[key]
     return recipe
-
-
-JUDGED = ("loss", NORM)
-_TO_SIGMA = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
-_LEAST_SPREAD = 0.01  # of a logarithm: steps that differ by less than 1 % are alike
 
 
 def spreads_above(value: float, good: Sequence[float]) -> tuple[float, float]:

@@ -50,6 +50,18 @@ import numpy as np
 
 from plugins.straggler_probe.record import Record
 
+Kind = Literal["device", "data", "host", "limit"]
+ALARM = 0.05  # chance that a run names any healthy rank, by any measure
+LEAST = 64  # probes of which that is said at least, so that looking at a run that has just begun names nobody lightly
+WITHIN = 4.0  # standard deviations of it among healthy ranks
+_NORMAL = 1.4826  # makes the median of absolute deviations a standard deviation, of normal noise
+_OF_MEDIAN = 1.2533  # the standard error of a median over that of a mean
+RECOVERED = 5  # probes after the slow ones
+# the least that counts, as a share of the time of the work (device) or of all time (the others)
+FLOORS: dict[Kind, float] = {"device": 0.02, "data": 0.02, "host": 0.05, "limit": 0.05}
+# idle cores of a virtual machine differ by up to 57 % for seconds, and workers on CPU share theirs with everything
+FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, "limit": 0.15}
+
 
 class Level(NamedTuple):
     """A limit in standard deviations; how often a healthy rank lies above it at most, and how often a slow one does."""
@@ -102,18 +114,7 @@ def span(values: np.ndarray, limit: float, level: Level, alarm: int) -> tuple[in
     return begin, begin + int(total[begin + 1 :].argmax())
 
 
-Kind = Literal["device", "data", "host", "limit"]
-ALARM = 0.05  # chance that a run names any healthy rank, by any measure
-LEAST = 64  # probes of which that is said at least, so that looking at a run that has just begun names nobody lightly
 FIRST, ENOUGH = 24, 8  # probes that tell what differs for good; ranks whose spread of it says something
-WITHIN = 4.0  # standard deviations of it among healthy ranks
-_NORMAL = 1.4826  # makes the median of absolute deviations a standard deviation, of normal noise
-_OF_MEDIAN = 1.2533  # the standard error of a median over that of a mean
-RECOVERED = 5  # probes after the slow ones
-# the least that counts, as a share of the time of the work (device) or of all time (the others)
-FLOORS: dict[Kind, float] = {"device": 0.02, "data": 0.02, "host": 0.05, "limit": 0.05}
-# idle cores of a virtual machine differ by up to 57 % for seconds, and workers on CPU share theirs with everything
-FLOORS_ON_CPU: dict[Kind, float] = {"device": 0.75, "data": 0.25, "host": 0.35, "limit": 0.15}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from plugins.settings import section_of, whole_number
 from plugins.straggler_probe.record import Record, append
 
 KEY = "plugins.straggler_probe"
+ROUNDS = 5  # of which the median counts: a pause of a few milliseconds falls into one of them
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,6 @@ def read(settings: Any) -> Settings:
 
 DEVICE_SIDE, _PRODUCTS = 4096, 16  # some 8 ms of an Atlas A2
 _NUMBERS, _PASSES = 1 << 15, 24  # 128 KiB, which stay in a core's own cache: some 0.5 ms of a current core
-ROUNDS = 5  # of which the median counts: a pause of a few milliseconds falls into one of them
 
 
 def device_products(side: int = DEVICE_SIDE) -> Callable[[], float]:

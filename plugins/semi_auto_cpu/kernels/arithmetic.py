@@ -14,6 +14,8 @@ import numpy as np
 
 from plugins.semi_auto_cpu.kernels.registry import LOW_PRECISION, Attrs, kernel
 
+Dims = int | tuple[int, ...] | list[int] | None
+
 
 def _alike(number: Any, x: np.ndarray) -> np.ndarray:
     """A constant in the type of a tensor, so that NumPy does not compute in float64; integers stay exact."""
@@ -156,9 +158,6 @@ def Equal(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def Square(attrs: Attrs, x: np.ndarray) -> np.ndarray:
     """X * x."""
     return x * x
-
-
-Dims = int | tuple[int, ...] | list[int] | None
 
 
 def _over(function: Callable[..., Any], x: np.ndarray, dims: Dims, keep: bool) -> np.ndarray:

@@ -32,6 +32,10 @@ LAYOUTS = ("BSH", "BNSD", "SBH", "BSND", "TND")  # by number: op_enum.h's FASInp
 _OTHER_LAYOUTS = ("TH", "NSD", "SH", "BNSD_BSND", "PA_BSND")
 _SETTINGS = 8  # head_num, keep_prob, scale_value, pre_tokens, next_tokens, inner_precise, input_layout, sparse_mode
 _ORDERS = {"BNSD": (0, 1, 2, 3), "BSND": (0, 2, 1, 3), "BSH": (0, 2, 1, 3), "SBH": (1, 2, 0, 3)}
+_ROWS = 128  # of a block: long enough for BLAS, short enough to leave out what a causal mask hides
+_COMPRESSED = 2048
+_HIDDEN = np.finfo(np.float32).min  # a score that exp() turns into 0 beside any other
+_REPEATED = 8
 
 
 class Saved(NamedTuple):
@@ -207,10 +211,6 @@ def _check_heads(call: Call) -> None:
         )
 
 
-_ROWS = 128  # of a block: long enough for BLAS, short enough to leave out what a causal mask hides
-_COMPRESSED = 2048
-
-
 class Block(NamedTuple):
     """Rows of one sample and the only keys that any of them may see.
 
@@ -339,10 +339,6 @@ def _shape(mask: np.ndarray | None) -> str:
 
 def _short(ends: list[int]) -> str:
     return str(ends) if len(ends) <= 8 else f"[{', '.join(map(str, ends[:4]))}, ... {ends[-1]}]"
-
-
-_HIDDEN = np.finfo(np.float32).min  # a score that exp() turns into 0 beside any other
-_REPEATED = 8
 
 
 @kernel()

@@ -1,6 +1,8 @@
-"""A rank to which nobody sends: Ascend's row operations, whose shapes follow the data, on a simulated group.
+"""The dispatcher with Ascend's operations: a rank to which nobody sends, and what 16 virtual devices would call.
 
-MindSpore's AlltoAllV of no rows returns a scalar, and no reshape makes rows of that.
+MindSpore's AlltoAllV of no rows returns a scalar, and no reshape makes rows of that: Ascend's row operations, whose
+shapes follow the data, run on a simulated group. The slow tests compile the dispatcher in MindFormers' semi-auto path
+(see tests/tools/dryrun) and hold what each rank would call, and in which order, against the planner's programs.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""What a rank notes of its steps, by a clock of the test; and the callback that tells it of them."""
+"""What a rank notes of its steps, by a clock of the test, from the callback that tells it, and of slowed workers."""
 
 import os
 from contextlib import ExitStack

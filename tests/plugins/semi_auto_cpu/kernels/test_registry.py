@@ -1,4 +1,4 @@
-"""What the decorator does to inputs and outputs."""
+"""What the decorator does to inputs and outputs, and that kernels take the inputs of MindSpore's operators."""
 
 import ast
 import importlib.util
