@@ -1,4 +1,4 @@
-"""MindFormers' router with the loss over a group of ranks, forward and backward, against NumPy."""
+"""MindFormers' router with the loss over a group of ranks, forward and backward, against NumPy, and NumPy itself."""
 
 import mindspore as ms
 import numpy as np
