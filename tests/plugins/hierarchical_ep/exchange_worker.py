@@ -132,10 +132,9 @@ ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU")
 init()
 transport.connect()
 # each chunk is compiled by itself; four of them are compiled for Ascend in test_ascend.py
-for mode, chunks in zip(MODES, ((2, 1), (1, 1), (1, 2)), strict=True):
-    check(*layer(mode, chunks), mode, f"{mode} {chunks}")
-check(*layer("deduplicated", (1, 1), rows=SpareRows()), "deduplicated", "deduplicated, with a spare row")
-for mode, chunks in (("hierarchical", (2, 1)), ("deduplicated", (1, 1))):
-    padded = layer(mode, chunks, pad=True, recompute=True)
-    check(*padded, mode, f"{mode} {chunks}, padded and recomputed", exact_bytes=False)
+for mode, chunks, rows in zip(MODES, ((2, 1), (1, 1), (1, 2)), (Rows, Rows, SpareRows), strict=True):
+    check(*layer(mode, chunks, rows=rows()), mode, f"{mode} {chunks}")
+for mode in ("hierarchical", "deduplicated"):
+    padded = layer(mode, (1, 1), pad=True, recompute=True)
+    check(*padded, mode, f"{mode}, padded and recomputed", exact_bytes=False)
 print("all modes agree", flush=True)

@@ -119,7 +119,7 @@ def test_uniform_recomputation_is_not_placed(monkeypatch):
 )
 def test_infeasible_requests_say_what_would_be_feasible(monkeypatch, words, expected):
     if "pp=5" in words:
-        monkeypatch.setattr(infeasible, "_NEAR", 16)  # numbers of devices tried each way: of 256 none takes 5 stages
+        monkeypatch.setattr(search_rank, "_NEAR", 16)  # numbers of devices tried each way: of 256 none takes 5 stages
     result = run(*words)
     assert result.exit_code == 1
     for text in expected:
