@@ -17,7 +17,7 @@ STEPS = 20
 
 @pytest.fixture
 def folder():
-    """In memory where there is such a disk."""
+    """In memory where there is such a disk: thousands of files are written anew each second of a simulation."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as path:
         yield Path(path)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 from click.testing import CliRunner
 
-from launch.run.msrun import ROOT
+from tests.training.runs import ROOT
 from plugins.errors import TC3Error
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
