@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.training import runs
 from tests.training.conftest import prepare
 from tools.recipe.load import load_recipe
-from tools.weights.reshard.plan import plan_stored
-from tools.weights.reshard.run import folder_in, reshard
+from tools.weights.reshard import folder_in, reshard
+from tools.weights.reshard_plan import plan_stored
 from tools.weights.source import open_source
 
 ALONE = "one"

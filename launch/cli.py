@@ -1,17 +1,75 @@
-"""`tc3`: the one command line. Commands are imported only when called, so that `tc3 --help` is instant."""
+"""`tc3`: the one command line.
+
+Commands are imported only when they are called, so that `tc3 --help` is instant. Standard output fails as shells
+expect: if its reader has left, `tc3` ends quietly; if the disk is full, it ends with one line.
+"""
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO, cast
 
 import click
 
-from launch.output import Output, OutputFailed, exit_code_of
 from plugins.errors import TC3Error, did_you_mean
 from tools.process.waiting import saying
+
+SIGPIPE_EXIT = 141  # what a shell reports of a program that SIGPIPE ended
+
+
+class OutputFailed(BaseException):
+    """Nothing can be written any more. No `Exception`: nobody on the way mistakes it for an error of their own."""
+
+    def __init__(self, reason: OSError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class Output:
+    """Passes everything on to a stream; what cannot be written raises `OutputFailed`."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As `TextIO.write`."""
+        return self._try(self._stream.write, text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """As `TextIO.writelines`."""
+        self._try(self._stream.writelines, lines)
+
+    def flush(self) -> None:
+        """As `TextIO.flush`."""
+        self._try(self._stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @staticmethod
+    def _try(function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except OSError as reason:
+            raise OutputFailed(reason) from None
+
+
+def exit_code_of(failed: OutputFailed) -> int:
+    """The exit code of a run whose output failed, after a line for what is not a reader that left.
+
+    What is still buffered goes nowhere: the interpreter would try once more at its end, and complain.
+    """
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    if failed.reason.errno == errno.EPIPE:
+        return SIGPIPE_EXIT
+    print(f"tc3: standard output cannot be written: {failed.reason.strerror}", file=sys.stderr)
+    return 2
+
 
 LOADING = 5.0  # seconds until it is said that a command is being loaded
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
@@ -24,7 +82,7 @@ COMMANDS = {
     "doctor": ("tools.doctor.cli:doctor", "Is this host fit to train: what slows or ends runs, and what mends it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
     "ep-report": (
-        "tools.ep_report.cli:ep_report",
+        "tools.experts.cost:ep_report",
         "What expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
     "experts": ("tools.experts.cli:experts", "Expert loads of a run: what waits, and what moving experts brings."),

@@ -103,7 +103,7 @@ command -v msrun >/dev/null || fail "no msrun on PATH: activate the environment 
 
 # Plugins and tools are imported from the checkout.
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-# A worker ends with msrun, even when msrun is killed (launch/workers/lifeline.py).
+# A worker ends with msrun, even when msrun is killed (launch/workers/lifetime.py).
 export TC3_SUPERVISED=1
 # Cores for each worker of this node, by the plan of `tc3 affinity` (docs/affinity.md); without one msrun may choose.
 BINDING=()

@@ -20,30 +20,32 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.workers.cores import stay_on_own_cores, with_bind_file  # noqa: E402
+from launch.workers.cores import stay_on_own_cores, with_bind_file
 
 if __name__ == "__main__":
     stay_on_own_cores()  # before the imports below start threads
     gc.set_threshold(100_000)  # imports and compiling make millions of objects that stay; looking for cycles took 5 %
 
-from launch.on_cluster.run import of_script  # noqa: E402
-from launch.resume.checkpoints import keep_cost  # noqa: E402
-from launch.resume.skipped import apply_ledger  # noqa: E402
-from launch.run.compile_cache import refuse_own  # noqa: E402
-from launch.run.failure import STOPPED  # noqa: E402
-from launch.workers import stacks  # noqa: E402
-from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
-from launch.workers.lifeline import die_with_parent  # noqa: E402
-from plugins.errors import StoppedError, TC3Error  # noqa: E402
-from plugins.operator_fusion import adapter as operator_fusion  # noqa: E402
-from plugins.sealed_checkpoint.plan import ATTEMPT  # noqa: E402
-from plugins.semi_auto_cpu.chosen import chosen  # noqa: E402
-from tools.layout.resolve import resolve  # noqa: E402
-from tools.process import light_nltk  # noqa: E402
-from tools.recipe.dump import dump_recipe  # noqa: E402
-from tools.recipe.load import Recipe, load_recipe  # noqa: E402
-from tools.recipe.override import apply_overrides  # noqa: E402
-from tools.schema.versions import require_verified, unverified_option  # noqa: E402
+from launch.resume.checkpoints import keep_cost
+from launch.resume.data import apply_ledger
+from launch.run.compile_cache import refuse_own
+from launch.run.failure import STOPPED
+from launch.run.script import of_script
+from launch.workers import lifetime
+from launch.workers.lifetime import (
+    die_with_parent,
+    run_then_hard_exit,
+)
+from plugins.errors import StoppedError, TC3Error
+from plugins.operator_fusion import adapter as operator_fusion
+from plugins.sealed_checkpoint.plan import ATTEMPT
+from plugins.semi_auto_cpu.chosen import chosen
+from tools.layout.resolve import resolve
+from tools.process import light_nltk
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.schema.versions import require_verified, unverified_option
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
@@ -132,7 +134,7 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     """Train a recipe on this worker."""
     if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers
         die_with_parent()
-        stacks.answer()
+        lifetime.answer_with_stacks()
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
         if run_dir is None or ATTEMPT in os.environ or (run_dir / "recipe.yaml").absolute() == config_path.absolute():

@@ -99,10 +99,10 @@ _WORDS = {
     "--probe": START,
     "--bind-file": Way("by", "tests/tools/affinity"),  # wants NPUs
     "executed": Way("by", "tests/training/test_executed_equivalence.py"),
-    "output/mine": Way("by", "tests/launch/run/test_conversations.py"),  # wants enough conversations
+    "output/mine": Way("by", "tests/launch/run/test_effective.py"),  # wants enough conversations
     "output/profile": Way("by", "tests/tools/search/test_cli.py"),
     "imbalance.svg": Way("by", "tests/tools/data/imbalance"),  # samples of 131,072 tokens
-    "hf": Way("by", "tests/tools/weights/convert/test_run.py"),
+    "hf": Way("by", "tests/tools/weights/test_convert.py"),
     "checkpoint.load_path=hf": Way("by", "tests/training/test_finetune.py"),
     "exported": Way("by", "tests/training/test_generate.py"),
     "output/mini-pretrain_tp2": Way("by", "tests/tools/accuracy/test_collectives.py"),
@@ -116,11 +116,11 @@ _OTHERS = {
     r"pytest tests/\S+$": Way("by", "tests/test_docs.py::test_paths_that_pages_name_exist"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
-    r"python -m tools\.ep_report\.report_case": Way("by", "tests/tools/ep_report/test_cli.py"),
+    r"python -m tools\.ep_report\.report_case": Way("by", "tests/tools/experts/test_cost.py"),
     r"python -m tools\.accuracy\.reference\.frozen": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
     r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_cluster.py"),
     r"python (-m )?benchmarks[./]": Way("by", "tests/test_commands.py::test_a_benchmark_starts_as_it_is_written"),
-    r"bash SCRIPT\b": Way("by", "tests/launch/on_cluster/test_run.py"),
+    r"bash SCRIPT\b": Way("by", "tests/launch/run/test_script_runs.py"),
     r"bash benchmarks/\S+\.sh": Way("by", "tests/test_lint.py"),
     r"msrun --worker_num=1 .* launch/train\.py --config recipes/mini/pretrain\.yaml$": Way(
         "by", "tests/training/test_one_worker.py"

@@ -30,7 +30,7 @@ from tests.inputs import builders
 from tests.inputs.rows import Row
 from tests.inputs.runner import run_here
 from tests.tools.checkpoint.saved import of_two_ranks
-from tools.checkpoint.slot_order import TRACKER
+from tools.checkpoint.stored import TRACKER
 from tools.data.prepare import PrepareOptions, prepare
 from tools.data.sources import Corpus
 from tools.recipe.dump import dump_recipe
@@ -231,7 +231,7 @@ def stop_at_long_work(monkeypatch):
         raise Started
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    monkeypatch.setattr("tools.doctor.nodes.ask.Popen", popen)
+    monkeypatch.setattr("tools.doctor.ask.Popen", popen)
     monkeypatch.setattr(os, "execv", start)
     monkeypatch.setattr("launch.agent.loop.Agent.run", start)  # of `tc3 train`, too; it would wait for other nodes
     monkeypatch.setattr("tools.search.ranking.run.search", start)

@@ -35,7 +35,7 @@ def test_files_are_short(folder):
 UNSAFE = {
     r"(?<!__file__\))\.resolve\(": "tools.files.atomic.real_path: Path.resolve fails where links go in a circle",
     r"click\.(FLOAT|FloatRange)|type=float\b(?!\))": "tools.ranges.Number: click's own floats take nan and inf",
-    r"safetensors\.numpy import.*save_file": "tools.checkpoint.stream: safetensors' own error is not an OSError",
+    r"safetensors\.numpy import.*save_file": "tools.checkpoint.tensor_files: safetensors' own error is not an OSError",
 }
 
 

@@ -30,10 +30,9 @@ from typing import Any
 
 import click
 
-from tools.doctor.probe import run
-from tools.doctor.probe.form import Probe
-from tools.doctor.probe.outliers import gate, outliers
-from tools.doctor.probe.run import Seat
+from tools.doctor import probe as run
+from tools.doctor.outliers import Probe, gate, outliers
+from tools.doctor.probe import Seat
 
 GROUPS, GROUP = Path("/sys/fs/cgroup"), "tc3-doctor-probe"
 NAMES, BRIDGE, SHAPED = [f"tc3-probe{node}" for node in range(4)], "tc3-probe", 2

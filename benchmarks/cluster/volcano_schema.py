@@ -18,9 +18,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launch.agent.cluster.allocation import Allocation
-from launch.agent.cluster.volcano import volcano_job
-from tests.launch.agent.cluster.openapi import broken
+from launch.agent.cluster import Allocation, volcano_job
+from tests.launch.agent.openapi import broken
 
 MISTAKES: dict[str, Callable[[Any], Any]] = {
     "an unknown key": lambda job: job["spec"].update(minAvailible=2),

@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools.recipe.load import load_recipe  # noqa: E402
-from tools.weights.convert.plan import model_of, plan_conversion  # noqa: E402
-from tools.weights.convert.run import convert  # noqa: E402
-from tools.weights.hugging_face.names import hugging_face_shapes  # noqa: E402
-from tools.weights.hugging_face.sizes import Sizes  # noqa: E402
+from tools.weights.convert import convert  # noqa: E402
+from tools.weights.convert_plan import model_of, plan_conversion  # noqa: E402
+from tools.weights.hugging_face_names import hugging_face_shapes  # noqa: E402
+from tools.weights.hugging_face_sizes import Sizes  # noqa: E402
 from tools.weights.source import INDEX, open_source  # noqa: E402
 
 ROUNDS = 3

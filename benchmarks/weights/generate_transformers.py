@@ -20,7 +20,7 @@ import click
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from launch.generate.chosen import choose  # noqa: E402
+from launch.generate.command import choose  # noqa: E402
 from launch.generate.text import tokenizer_of  # noqa: E402
 
 TC3 = str(Path(sys.executable).with_name("tc3"))

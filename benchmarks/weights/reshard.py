@@ -28,11 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from plugins.sealed_checkpoint.plan import checksum  # noqa: E402
-from tools.checkpoint.names import ADAM  # noqa: E402
+from tools.checkpoint.stored import ADAM  # noqa: E402
 from tools.recipe.load import Recipe, load_recipe  # noqa: E402
-from tools.weights.reshard.plan import plan_stored  # noqa: E402
-from tools.weights.reshard.run import folder_in, reshard  # noqa: E402
-from tools.weights.reshard.target import target_of  # noqa: E402
+from tools.weights.reshard import folder_in, reshard  # noqa: E402
+from tools.weights.reshard_plan import plan_stored  # noqa: E402
+from tools.weights.reshard_target import target_of  # noqa: E402
 from tools.weights.source import open_source  # noqa: E402
 
 ROUNDS = 3

@@ -10,7 +10,7 @@ FILE = Path(__file__).with_suffix(".svg")
 sys.path.insert(0, str(FILE.parents[2]))
 
 from tests.tools.runs.builders import Builder  # noqa: E402
-from tools.runs.picture import draw  # noqa: E402
+from tools.runs.render import draw  # noqa: E402
 from tools.runs.study import study  # noqa: E402
 
 

@@ -2,34 +2,137 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import click
 import psutil
 
+from launch.agent.cluster import print_job
 from launch.agent.decide import Rules
-from launch.agent.job import PATIENCE, Job
 from launch.agent.loop import Agent
 from launch.agent.meeting import LOST_AFTER
-from launch.agent.node.fit import unfit
-from launch.agent.planning import first_number
-from launch.agent.print_job import print_job
-from launch.agent.start import Start
-from launch.resume import skipped
-from launch.run import preflight
+from launch.agent.planning import PATIENCE, Job, checkpoint_of, first_number, under_way
+from launch.resume import checkpoints, data
+from launch.resume.checkpoints import check_model
+from launch.run import compile_cache, preflight
 from launch.run.effective import FULL_SIZE, effective_recipe
-from launch.run.msrun import on_ascend, worker_count
+from launch.run.msrun import check_port, on_ascend, worker_count
 from launch.run.summary import ResumeCommand, complain, print_summary, summarize
 from launch.run.supervise import Outcome
-from plugins.errors import ClusterError
+from plugins.errors import ClusterError, TC3Error
+from plugins.operator_fusion import plan as operator_fusion
+from plugins.sealed_checkpoint.plan import adopt
+from tools.checkpoint.scan import CheckpointInfo
+from tools.doctor.outliers import gate
+from tools.files.atomic import real_path
 from tools.process.host import read_hosts
 from tools.ranges import Number
-from tools.runs.attempts import numbers, read_attempt
-from tools.schema.versions import unverified_option, unverified_words
+from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
+from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
+from tools.schema.versions import require_verified, unverified_option, unverified_words
+
+
+def unfit(slots: int, folder: Path) -> list[str]:
+    """Why a run had better not start on this host; none where it may, or where nobody can tell.
+
+    The host's workers are held against each other, so one worker alone is never unfit.
+    """
+    from tools.doctor.probe import probe  # brings the solver of the plan
+
+    try:
+        found = gate({socket.gethostname(): probe(None, slots, folder)})
+    except (TC3Error, OSError):  # what cannot be probed keeps nobody out
+        return []
+    return found.reasons if found.verdict == "fail" else []
+
+
+@dataclass
+class Start:
+    """A run that agents start or join.
+
+    `resume` is what --resume says; `otherwise`, the folder that is given beside `auto`, to begin from while the run has
+    saved nothing; `chosen`, what that was found to be.
+    """
+
+    recipe: Recipe
+    run_dir: Path
+    resume: str | None
+    otherwise: str | None = None
+    chosen: CheckpointInfo | None = None
+
+    @property
+    def saves(self) -> Path:
+        """Where checkpoints go."""
+        return checkpoints.save_path(self.recipe)
+
+    def check(self, slots: int, port: int | None) -> None:
+        """What must hold on this node, as `tc3 train` has it; a run that is under way is joined.
+
+        Raises:
+            TC3Error: something is to be mended first.
+        """
+        goes_on = bool(self.resume) or under_way(self.run_dir)
+        require_verified()
+        preflight.check_machine(self.recipe, slots)
+        compile_cache.refuse_own(self.recipe)
+        operator_fusion.refuse_other(self.recipe, os.environ)
+        preflight.check_sound(self.recipe)
+        preflight.check_data(self.recipe)
+        if not goes_on:
+            checkpoints.check_load_path(self.recipe)
+        preflight.check_run_dir(self.run_dir, goes_on, None, self.saves)
+        checkpoints.check_save_path(self.saves, goes_on, force=False)
+        preflight.check_disk(self.run_dir)
+        preflight.check_disk(self.saves)
+        if port is not None:
+            check_port(port)
+        if self.resume not in (None, "auto"):  # `otherwise` may be gone by the time that the run has its own
+            checkpoints.one_iteration(str(self.resume))
+
+    def choose(self) -> CheckpointInfo | None:
+        """The checkpoint that the run begins from. It is read as a whole: by one node, not by all.
+
+        Raises:
+            CheckpointError: that is not whole; or there is none, and the run has gone on from one before.
+        """
+        if not self.resume:
+            return None
+        resume, given = self.resume, self.otherwise
+        if given and not self._begun_from(given):
+            resume = given  # other checkpoints are of a branch that this run leaves
+        if resume == "auto":
+            adopt(self.saves)
+            given = given or checkpoints.beginning(self.run_dir, self.saves)
+        unfit = data.guilty(self.recipe, self.run_dir)
+        self.chosen = checkpoints.find_checkpoint(resume, self.saves, unfit, given)
+        if self.chosen is None:
+            checkpoints.refuse_scratch(self.run_dir, self.saves)
+        return self.chosen
+
+    def _begun_from(self, given: str) -> bool:
+        """Whether an attempt has been planned that goes on from the folder `given`."""
+        plans = [attempt.plan for attempt in read_attempts(self.run_dir)]
+        return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
+
+    def prepare(self, plan: Plan) -> Recipe:
+        """Check the checkpoint that an attempt goes on from; returns the recipe of the attempt."""
+        checkpoint = checkpoint_of(plan)
+        recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
+        if checkpoint:
+            if self.chosen and checkpoint.path == self.chosen.path:
+                check_model(recipe, checkpoint.path)
+            checkpoints.keep_cost(recipe, self.run_dir, checkpoint.path)
+            checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
+        data.keep_digests(recipe, self.run_dir)
+        return recipe
+
 
 RESTARTS = 3
 
@@ -102,7 +205,7 @@ def agent(
     name = own_host(hosts, host, nodes)
     run_dir = (run_dir or FULL_SIZE.run_dir(recipe)).absolute()
     flat = effective_recipe(recipe, overrides, steps, run_dir)
-    skipped.apply_ledger(flat, run_dir)
+    data.apply_ledger(flat, run_dir)
     count = check_hosts(hosts, slots, spares, worker_count(flat), nodes)
     start = Start(flat, run_dir, going_on, otherwise)
     start.check(slots, port)

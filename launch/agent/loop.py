@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from types import FrameType
+from typing import Any, TypeVar
 
 from launch.agent import decide
 from launch.agent.decide import Smaller
 from launch.agent.disk import LostDiskError
-from launch.agent.job import Job, logs_of
-from launch.agent.limits import Limits, learn_steps
+from launch.agent.lookout import Around, link_to
 from launch.agent.meeting import Meeting
-from launch.agent.node.around import Around
-from launch.agent.node.link import link_to
-from launch.agent.node.notices import Interrupted, Notices
-from launch.agent.node.part import Part
-from launch.agent.planning import FINAL, Planning, checkpoint_of, history, newest_saved, read_skipped
+from launch.agent.part import Part
+from launch.agent.phases import Limits, learn_steps
+from launch.agent.planning import FINAL, Job, Planning, checkpoint_of, history, logs_of, newest_saved, read_skipped
 from launch.agent.smaller import smaller
 from launch.run.failure import Failure
 from launch.run.supervise import Outcome
@@ -27,6 +26,47 @@ from plugins.errors import TC3Error
 from tools.recipe.load import Recipe
 from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 from tools.runs.readings import Follower, loss_rank
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTICE_POLL = 0.1
+
+
+class Interrupted(Exception):
+    """A signal has told us to leave."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Notices:
+    """Collects SIGINT, SIGTERM and SIGHUP, as a context. While workers run, the supervisor does instead."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+
+    def __enter__(self) -> Notices:
+        self._old: dict[int, Any] = {number: signal.signal(number, self._take) for number in NUMBERS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def sleep(self, seconds: float) -> None:
+        """Wait; raises Interrupted at a signal, also at one that came before."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.received:
+                raise Interrupted(self.received[0])
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(NOTICE_POLL, left))
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.received.append(number)
+
 
 POLL = 0.2  # seconds between looks while nothing runs here
 BEAT = 1.0  # seconds between signs of life of a node that waits

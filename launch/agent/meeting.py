@@ -17,13 +17,11 @@ What holds on which disk is said in `disk`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from launch.agent.claim import Claim, Holder
-from launch.agent.disk import Disk, Found
-from launch.agent.watch import Watch
+from launch.agent.disk import Claim, Disk, Found, Holder
 from plugins.errors import ClusterError, DataError
 from tools.runs.attempts import (
     BEAT,
@@ -42,6 +40,30 @@ from tools.runs.attempts import (
     parse,
     text_of,
 )
+
+
+class Watch:
+    """For how long each thing has not changed. `most`: seconds that one look can add.
+
+    A look after a long pause of our own (the disk stalled, this process was stopped, a clock was set) says little of
+    the others: they may have been held up by the same thing, and must get the time to write. So a look never adds
+    more than `most`, and nothing where the clock went back.
+    """
+
+    def __init__(self, most: float):
+        self.most = most
+        self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
+
+    def unchanged(self, key: Hashable, mark: object, now: float) -> float:
+        """Look at `key`, which is `mark` at time `now`: seconds for which it has been that, 0 at the first look."""
+        before = self._seen.get(key)
+        if before is None or before[0] != mark:
+            quiet = 0.0
+        else:
+            quiet = before[2] + min(max(now - before[1], 0.0), self.most)
+        self._seen[key] = (mark, now, quiet)
+        return quiet
+
 
 THERE, OVER, GONE = "there-", "over.json", "gone"
 LOOKS = 8  # at claims, in the time after which somebody is lost

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from launch.agent.decide import Smaller
-from launch.resume.data_order import differences
+from launch.resume.data import differences
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
 from tools.recipe.load import KeyPath, Recipe

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,8 +16,6 @@ from typing import Any
 import click
 import numpy as np
 
-from launch.generate.answers import Refused
-from launch.generate.loop import Logits
 from launch.run.msrun import worker_environment
 from plugins.errors import CheckpointError
 from tools.files.atomic import last_lines
@@ -24,12 +23,46 @@ from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.recipe.dump import dump_recipe
 
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is there and compiled."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """It is not, for what the user can mend."""
+
+    reason: str
+
+
+Logits = Callable[[Sequence[int]], np.ndarray]
+
+
+def continuation(
+    logits: Logits, choose: Callable[[np.ndarray], int], prompt: Sequence[int], window: int, most: int, end: int | None
+) -> Iterator[int]:
+    """The ids that follow `prompt`, up to `most` of them, up to and with `end`.
+
+    Args:
+        logits: of the token behind ids [n], 1 <= n <= `window`: float [V].
+        choose: a token's id from its logits. window: how many tokens the model sees: those further back are forgotten.
+        end: the id that ends a document; None where nothing does.
+    """
+    ids = list(prompt)
+    for _ in range(most):
+        ids.append(choose(logits(ids[-window:])))
+        yield ids[-1]
+        if ids[-1] == end:
+            return
+
+
 WORKER = Path(__file__).with_name("worker.py")
 LOOK = 0.2  # seconds between looks at whether it still lives
 
 
 @contextmanager
-def model_of(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
+def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
     """The logits behind ids, by the model of a `forward_recipe` with `weights`. Says so while it is being built.
 
     Raises:

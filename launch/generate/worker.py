@@ -2,7 +2,7 @@
 
     python launch/generate/worker.py RECIPE WEIGHTS FD
 
-RECIPE is one of `launch.generate.forward.forward_recipe`, WEIGHTS a checkpoint or Hugging Face folder, FD one end of a
+RECIPE is one of `launch.generate.command.forward_recipe`, WEIGHTS a checkpoint or Hugging Face folder, FD one end of a
 pipe. Through it goes first `Ready` or `Refused`; then, for each list of ids that comes, the logits behind it.
 """
 
@@ -21,17 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # started by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.generate.answers import Ready, Refused  # noqa: E402
-from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
-from launch.workers.lifeline import die_with_parent  # noqa: E402
-from plugins.errors import CheckpointError, TC3Error  # noqa: E402
-from tools.process import light_nltk  # noqa: E402
-from tools.recipe.load import Recipe, load_recipe  # noqa: E402
-from tools.schema.versions import require_verified  # noqa: E402
-from tools.weights.convert.plan import model_of, plan_conversion  # noqa: E402
-from tools.weights.hugging_face.names import STATE  # noqa: E402
-from tools.weights.hugging_face.sizes import check_config, tied  # noqa: E402
-from tools.weights.source import Source, open_source  # noqa: E402
+from launch.generate.session import Ready, Refused
+from launch.workers.lifetime import (
+    die_with_parent,
+    run_then_hard_exit,
+)
+from plugins.errors import CheckpointError, TC3Error
+from tools.process import light_nltk
+from tools.recipe.load import Recipe, load_recipe
+from tools.schema.versions import require_verified
+from tools.weights.convert_plan import model_of, plan_conversion
+from tools.weights.hugging_face_names import STATE
+from tools.weights.hugging_face_sizes import check_config, tied
+from tools.weights.source import Source, open_source
 
 Reader = Callable[[str], np.ndarray]  # a parameter's name -> its whole value
 

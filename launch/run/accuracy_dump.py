@@ -21,22 +21,27 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # started by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.run import preflight  # noqa: E402
-from launch.run.effective import effective_recipe, steps_overrides  # noqa: E402
-from launch.run.failure import Failure  # noqa: E402
-from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment  # noqa: E402
-from launch.run.progress import TrainingProgress  # noqa: E402
-from launch.run.size import Size  # noqa: E402
-from launch.run.summary import complain  # noqa: E402
-from launch.run.supervise import Outcome, supervise  # noqa: E402
-from plugins.errors import DataError, TC3Error  # noqa: E402
-from tools.accuracy.dumps import write  # noqa: E402
-from tools.accuracy.dumps.read import WEIGHTS_FOLDER, open_dump  # noqa: E402
-from tools.accuracy.dumps.write import Job  # noqa: E402
-from tools.recipe.dump import dump_recipe  # noqa: E402
-from tools.recipe.load import Recipe  # noqa: E402
-from tools.recipe.override import apply_overrides  # noqa: E402
-from tools.runs.readings import loss_rank  # noqa: E402
+from launch.run import preflight
+from launch.run.effective import (
+    Size,
+    effective_recipe,
+    steps_overrides,
+)
+from launch.run.failure import Failure
+from launch.run.msrun import free_port, msrun_command, worker_count, worker_environment
+from launch.run.summary import (
+    TrainingProgress,
+    complain,
+)
+from launch.run.supervise import Outcome, supervise
+from plugins.errors import DataError, TC3Error
+from tools.accuracy.dumps import write
+from tools.accuracy.dumps.read import WEIGHTS_FOLDER, open_dump
+from tools.accuracy.dumps.write import Job
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe
+from tools.recipe.override import apply_overrides
+from tools.runs.readings import loss_rank
 
 _MSPROBE_PATH = re.compile(r"[A-Za-z0-9_.:/-]+")  # others it refuses, after the model is built
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from launch.resume import data_digest
+from launch.resume import data
 from launch.run.msrun import ROOT
 from tools.files.atomic import whole_digest
 from tools.recipe.load import Recipe
@@ -67,7 +67,7 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
     return {
         "recipe": dict(_settings(recipe)),
         "files": {value: whole_digest(Path(value)) for value in _files_named(recipe)},
-        "data": data_digest.digests(recipe),
+        "data": data.digests(recipe),
         "tokenizers": {str(file): whole_digest(file) for file in _files_of_tokenizers(recipe)},
         "workers": [world, on_this_node],
         "sources": _sources([ROOT / top for top in SOURCES], ROOT),
@@ -114,7 +114,7 @@ def _settings(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 def _files_of_tokenizers(recipe: Recipe) -> list[Path]:
     """All files but weights of the tokenizer folders: how many packed samples conversations make depends on these."""
-    folders = map(Path, data_digest.tokenizer_folders(recipe))
+    folders = map(Path, data.tokenizer_folders(recipe))
     return [
         file
         for folder in folders

@@ -16,17 +16,15 @@ import click
 from rich.console import Console
 
 from launch.agent.decide import Rules
-from launch.agent.job import Job, next_number, own_name
 from launch.agent.loop import Agent
-from launch.agent.node.start import command_of
-from launch.agent.planning import make_plan
-from launch.on_cluster.paths import outside
-from launch.on_cluster.script import Launch, in_checkout, launch_script
-from launch.resume import checkpoints, data_digest, skipped
-from launch.resume.checkpoint_model import check_model
+from launch.agent.part import command_of
+from launch.agent.planning import Job, make_plan, next_number, own_name
+from launch.resume import checkpoints, data
+from launch.resume.checkpoints import check_model
 from launch.run import compile_cache, preflight
 from launch.run.effective import (
     FULL_SIZE,
+    Size,
     chosen_recipe,
     effective_recipe,
     fitted_to_conversations,
@@ -34,9 +32,8 @@ from launch.run.effective import (
     steps_overrides,
 )
 from launch.run.msrun import check_port
-from launch.run.progress import TrainingProgress
-from launch.run.size import Size
-from launch.run.summary import ResumeCommand, print_failure, print_summary, summarize
+from launch.run.script import Launch, in_checkout, launch_script, outside
+from launch.run.summary import ResumeCommand, TrainingProgress, print_failure, print_summary, summarize
 from launch.run.supervise import Outcome
 from plugins.errors import TC3Error
 from plugins.operator_fusion import plan as operator_fusion
@@ -121,7 +118,7 @@ def train(
             checkpoints.clear_save_path(saves)
         if resume == "auto":
             adopt(saves)
-            skipped.put_guilty_aside(flat, run_dir, saves)
+            data.put_guilty_aside(flat, run_dir, saves)
         cached = cached or restarts > 0 or compile_cache.FOLDER in os.environ
         job = replace(make_job(flat, run_dir, resume, port, no_bind, restarts), cached=cached)
         if job.resume:
@@ -132,7 +129,7 @@ def train(
             outcome = Outcome(0)
         else:
             dump_recipe(flat, run_dir / "recipe.yaml")
-            data_digest.keep(flat, run_dir)
+            data.keep_digests(flat, run_dir)
             outcome = _run(job, as_json)
     _report(job, outcome, partial(_resume_command, recipe, overrides, run_dir, size), steps, as_json)
     sys.exit(outcome.code)
@@ -154,12 +151,10 @@ def make_job(
     recipe: Recipe, run_dir: Path, resume: str | None, port: int | None, no_bind: bool, restarts: int = 0
 ) -> Job:
     """What the agent of this one host is to train, from the checkpoint to go on from; `recipe` learns what it skips."""
-    skipped.apply_ledger(recipe, run_dir)
+    data.apply_ledger(recipe, run_dir)
     saves = checkpoints.save_path(recipe)
     otherwise = checkpoints.beginning(run_dir, saves) if resume == "auto" else None
-    checkpoint = (
-        checkpoints.find_checkpoint(resume, saves, skipped.guilty(recipe, run_dir), otherwise) if resume else None
-    )
+    checkpoint = checkpoints.find_checkpoint(resume, saves, data.guilty(recipe, run_dir), otherwise) if resume else None
     if resume and checkpoint is None:
         checkpoints.refuse_scratch(run_dir, saves)
     if checkpoint:

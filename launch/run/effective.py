@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from launch.run.size import Size
 from plugins.errors import DataError, RecipeError
 from plugins.held_out_loss.plan import KEY as HELD_OUT
 from plugins.packed_labels.plan import KEY as PACKED
 from plugins.packed_labels.plan import LOADER, PACKING
 from tools.data.instructions import count_samples, read_tokenizer
 from tools.layout.resolve import resolve
-from tools.recipe.load import Recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.mini import WORKERS, load_mini
 from tools.recipe.override import also_changed, apply_overrides, dotted
 from tools.recipe.view import RUNNER, View
+
+
+@dataclass(frozen=True)
+class Size:
+    """What --mini, --parallel and --workers say.
+
+    Attributes:
+        mini: whether it is a mini;
+        workers: of a mini that keeps its parallel strategy; None for any other.
+    """
+
+    mini: bool = False
+    workers: int | None = None
+
+    @classmethod
+    def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
+        """Read the options; click.UsageError where they do not go together."""
+        if parallel and not mini:
+            raise click.UsageError("--parallel is for minis: add --mini")
+        if workers is not None and not parallel:
+            raise click.UsageError("--workers is for minis that keep their parallel strategy: add --mini --parallel")
+        return cls(mini, (workers or WORKERS) if parallel else None)
+
+    def load(self, path: Path) -> Recipe:
+        """The recipe of a file at this size."""
+        return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
+
+    def run_dir(self, recipe: Path) -> Path:
+        """``output/<recipe's folder>-<recipe>`` below the working folder, and what kind of mini it is."""
+        kind = "-mini" * self.mini + "-parallel" * bool(self.workers)
+        return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
+
+    def words(self) -> list[str]:
+        """The options that say so."""
+        workers = ["--workers", str(self.workers)] if self.workers not in (None, WORKERS) else []
+        return ["--mini"] * self.mini + ["--parallel"] * bool(self.workers) + workers
+
 
 FULL_SIZE = Size()
 _WARMUP = "lr_schedule.warmup_steps"

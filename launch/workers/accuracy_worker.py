@@ -12,12 +12,14 @@ ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:  # msrun starts this file by path; the repository may not be installed
     sys.path.insert(0, str(ROOT))
 
-from launch.train import build_config, train  # noqa: E402
-from launch.workers.hard_exit import run_then_hard_exit  # noqa: E402
-from launch.workers.lifeline import die_with_parent  # noqa: E402
-from plugins import ADAPTERS  # noqa: E402
-from plugins.errors import TC3Error  # noqa: E402
-from tools.schema.versions import unverified_option  # noqa: E402
+from launch.train import build_config, train
+from launch.workers.lifetime import (
+    die_with_parent,
+    run_then_hard_exit,
+)
+from plugins import ADAPTERS
+from plugins.errors import TC3Error
+from tools.schema.versions import unverified_option
 
 DEBUGGER = "msprobe_debugger"
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launch.workers.lifeline import die_with_parent
+from launch.workers.lifetime import die_with_parent
 from plugins import enable_plugins
 from tools.dryrun.plan import Job
 from tools.dryrun.rank import compile_job

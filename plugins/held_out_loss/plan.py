@@ -22,7 +22,7 @@ def due(step: int, every: int, total: int | None = None) -> bool:
     """Whether a run evaluates after `step`, counted from the run's beginning; `total`: its last step, if known.
 
     A resumed part evaluates at the steps of a run that was never interrupted. The agent, which must not take an
-    evaluation for a hang, asks the same (`launch/agent/node/phase.py`).
+    evaluation for a hang, asks the same (`launch/agent/phases.py`).
     """
     return step % every == 0 or step == total
 

@@ -1,7 +1,7 @@
 """Which Hugging Face tensors make up which parameter of TeleChat3. Names only, without MindFormers.
 
 MTP is named as in DeepSeek-V3's checkpoints: one more layer, beside the `copies` of embedding and head there.
-`tools/weights/hugging_face/names.py` adds shapes, and what is done to arrays.
+`tools/weights/hugging_face_names.py` adds shapes, and what is done to arrays.
 """
 
 from __future__ import annotations

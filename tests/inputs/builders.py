@@ -283,8 +283,8 @@ def weights_of_mini(folder: Path) -> None:
     from tools.accuracy.reference.start import initial_weights
     from tools.data.tokenizer import train
     from tools.recipe.load import load_recipe
-    from tools.weights.convert.plan import model_of
-    from tools.weights.hugging_face.names import to_mindformers
+    from tools.weights.convert_plan import model_of
+    from tools.weights.hugging_face_names import to_mindformers
 
     sizes = model_of(load_recipe(ROOT / "recipes" / "mini" / "pretrain.yaml"))
     train(["def read(self):"], 300, folder / "w")

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from launch import cli
-from launch.agent.node import part
+from launch.agent import part
 from launch.run import preflight
 from launch.run.supervise import Outcome
 from plugins.attention_balance.plan import Cost
@@ -121,3 +121,15 @@ def tc3(capsys, monkeypatch, *arguments):
 @pytest.fixture
 def train(runs, capsys, monkeypatch):
     return lambda *arguments: tc3(capsys, monkeypatch, *arguments)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Writes a file of hosts."""
+
+    def write(text):
+        path = tmp_path / "hosts.txt"
+        path.write_text(text)
+        return path
+
+    return write

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from launch import cli
-from launch.output import Output, OutputFailed, exit_code_of
+from launch.cli import Output, OutputFailed, exit_code_of
 from plugins.errors import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launch.on_cluster.script import Launch, launch_script
 from launch.run.effective import FULL_SIZE
+from launch.run.script import Launch, launch_script
 from plugins.errors import RecipeError
 from tests.recipes.oracles import RECIPES, ROOT, all_recipes, load
 from tests.recipes.test_numbers import CARDS, ENTRIES

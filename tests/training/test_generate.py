@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from launch.generate.loop import continuation
-from launch.generate.sampling import likeliest
+from launch.generate.session import continuation
+from launch.generate.text import likeliest
 from tests.tools.accuracy.reference.forward import Forward
 from tests.training import runs
 from tools.accuracy.reference.start import initial_weights
 from tools.data.tokenizer import Coder, load
 from tools.recipe.load import load_recipe
-from tools.weights.convert.plan import model_of
-from tools.weights.hugging_face.names import to_mindformers
+from tools.weights.convert_plan import model_of
+from tools.weights.hugging_face_names import to_mindformers
 
 pytestmark = pytest.mark.slow
 PROMPTS = ("the expert keeps", "the router drops 7 tokens. " * 12)  # the second is longer than the window

@@ -5,18 +5,58 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from string import ascii_lowercase, digits
 from typing import Any
 
 import click
 
 from plugins.errors import ClusterError
 from tools.affinity import msrun
-from tools.affinity.isolate import isolation
-from tools.affinity.picture import picture
 from tools.affinity.plan import Plan, how_far
 from tools.affinity.topology import Host, read_host, root_option
 from tools.files.atomic import check_writable, write_atomically
 from tools.process.host import Root, compress
+
+
+def isolation(plan: Plan) -> list[tuple[str, str]]:
+    """(what it does, the line) of each; they need root. None where no core is left to the system."""
+    workers = [core for worker in plan.workers for core in worker.cores]
+    interrupts = [core for cores in plan.interrupts.values() for core in cores]
+    rest = sorted({*interrupts, *plan.system, *plan.idle})
+    if not rest or not workers:
+        return []
+    allowed = f"AllowedCPUs={compress(rest)}"
+    return [
+        (
+            "services and log-ins leave the workers' cores (systemd on control groups of version 2)",
+            f"systemctl set-property --runtime system.slice {allowed}; "
+            f"systemctl set-property --runtime user.slice {allowed}",
+        ),
+        (
+            "irqbalance leaves them, too (in /etc/sysconfig/irqbalance)",
+            f"IRQBALANCE_BANNED_CPULIST={compress(workers)}",
+        ),
+        ("interrupts begin elsewhere (a kernel parameter)", f"irqaffinity={compress(interrupts or rest)}"),
+    ]
+
+
+_LEGEND = "0-9a-z: the worker of that rank   I: interrupts   S: system   .: nobody's   x: not allowed"
+_MARKS = digits + ascii_lowercase
+
+
+def picture(plan: Plan) -> str:
+    """``node 6  144-167  IS00000000000111...  <- NPU 0, 1``, and a legend."""
+    marks = {core: _MARKS[worker.rank % len(_MARKS)] for worker in plan.workers for core in worker.cores}
+    marks.update(dict.fromkeys(plan.system, "S"))
+    marks.update({core: "I" for cores in plan.interrupts.values() for core in cores})
+    host = plan.host
+    width = max(len(compress(cores)) for cores in host.nodes.values())
+    rows = []
+    for node, cores in host.nodes.items():
+        line = "".join(marks.get(core, ".") if core in host.allowed else "x" for core in cores)
+        near = ", ".join(str(npu) for npu, home in host.npus.items() if home == node)
+        rows.append(f"node {node:<3d}{compress(cores):{width}s}  {line}{f'  <- NPU {near}' if near else ''}")
+    return "\n".join([*rows, _LEGEND])
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import CheckpointError, DataError
-from tools.checkpoint.slot_order import refuse_moved
+from tools.checkpoint.stored import refuse_moved
 from tools.data.index import IndexReader, read_blend
 from tools.data.outputs import read_sidecar
 from tools.recipe.findings import Findings

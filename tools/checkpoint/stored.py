@@ -11,18 +11,85 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import ml_dtypes  # noqa: F401 (NumPy learns what bfloat16 is)
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from plugins.errors import CheckpointError, not_json
-from tools.checkpoint.headers import Header, read_headers
+from tools.checkpoint.tensor_files import Header, read_headers
+
+PLACEMENT = "placement"
+TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
+
+
+class UnreadableError(CheckpointError):
+    """A file is damaged, or no safetensors."""
+
+
+def read_placements(folder: Path) -> dict[str, np.ndarray]:
+    """Name of each module of experts that has a placement (`decoder.layers.0.mlp.experts`) -> int [E].
+
+    Args:
+        folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
+
+    Raises:
+        CheckpointError: a file cannot be read, a placement is no permutation, or two ranks differ.
+    """
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(folder.glob("*-model-*.safetensors")):
+        for module, slots in _in_file(file):
+            if not np.array_equal(np.sort(slots), np.arange(len(slots))):
+                raise CheckpointError(f"{file}: {module}.{PLACEMENT} does not give each expert a slot of its own")
+            if not np.array_equal(found.setdefault(module, slots), slots):
+                raise CheckpointError(f"{file}: {module}.{PLACEMENT} is not that of the other ranks")
+    return found
+
+
+def _in_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        with safe_open(file, "np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                module, _, last = name.rpartition(".")
+                if last == PLACEMENT:
+                    yield module, tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise UnreadableError(f"{file}: not a complete safetensors file ({error})") from None
+
+
+def moved(placements: dict[str, np.ndarray]) -> list[str]:
+    """The modules whose experts do not stand in logical order."""
+    return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
+
+
+def refuse_moved(folder: Path, balanced: bool) -> None:
+    """Raise CheckpointError when a run without plugins.expert_balance is to begin with experts that have moved.
+
+    Args:
+        folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.
+        balanced: whether the run has the plugin.
+    """
+    tracker = folder / TRACKER
+    if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
+        folder = folder / f"iteration_{int(number):08d}"
+    if balanced:
+        return
+    try:
+        wrong = moved(read_placements(folder))
+    except UnreadableError:
+        return  # whoever reads the weights says what is wrong with the file
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe has no "
+            f"such plugin: it would train experts in a wrong order; switch it on, or first "
+            f"`tc3 experts restore-order {folder}`"
+        )
+
 
 METADATA = "metadata.json"
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
@@ -222,3 +289,56 @@ def _place(chunk: Mapping[str, Any]) -> int:
     """Which slice it is, counted in row-major order."""
     (place,) = chunk["global_offset"]
     return int(place)
+
+
+Kind = Literal["weights", "optimizer", "other"]
+KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
+ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
+_TRAINED = ("weight", "weight1", "weight2", "bias")  # how names of trained parameters end; others count, or balance
+_BESIDE = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that end with a parameter's name
+
+
+def kind_of(name: str) -> Kind:
+    """A trained weight, the optimizer's state of one, or another number: counters, the balance of routers."""
+    if name.startswith(_BESIDE):
+        return "optimizer"
+    return "weights" if name.rsplit(".", 1)[-1] in _TRAINED else "other"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint as if one process had written it.
+
+    Args:
+        arrays: name -> the whole tensor.
+        differing: name -> ranks whose copy of a slice is not, bit by bit, that of the first rank that holds it.
+        ranks: name -> those that hold a part of it.
+        unlisted: name -> rank -> what the rank wrote without saying how it lies: counters, the biases of routers.
+    """
+
+    arrays: dict[str, np.ndarray]
+    differing: dict[str, tuple[int, ...]]
+    ranks: dict[str, tuple[int, ...]]
+    unlisted: dict[str, dict[int, np.ndarray]]
+
+
+def read_whole(folder: Path) -> Whole:
+    """All tensors of one iteration, in whole.
+
+    Args:
+        folder: MindFormers' `iteration_*`.
+
+    Raises:
+        CheckpointError: a file, a slice or a tensor is missing, or has another shape than the metadata say.
+    """
+    stored = open_stored(folder)
+    read = {name: stored.read(name) for name in stored.tensors}
+    return Whole(
+        arrays={name: array for name, (array, _) in read.items()},
+        differing={name: ranks for name, (_, ranks) in read.items() if ranks},
+        ranks={name: tensor.ranks for name, tensor in stored.tensors.items()},
+        unlisted={
+            name: {rank: stored.read_from(file, name) for rank, file in files.items()}
+            for name, files in stored.unlisted.items()
+        },
+    )

@@ -11,22 +11,21 @@ from typing import NoReturn
 import click
 
 from tools.affinity.topology import root_option
-from tools.doctor import needs, network, npu, processor, system
+from tools.doctor import devices, host
+from tools.doctor.ask import LIMIT, PROBE_LIMIT, ask_all, read_folder
 from tools.doctor.checks import COLOURS, Finding, Patient, examine
-from tools.doctor.facts import gather
-from tools.doctor.nodes.ask import LIMIT, PROBE_LIMIT, ask_all, read_folder
-from tools.doctor.nodes.compare import as_json as comparison_as_json
-from tools.doctor.nodes.compare import compare
-from tools.doctor.nodes.compare import text as comparison_as_text
-from tools.doctor.probe.outliers import findings as probe_findings
-from tools.doctor.probe.run import probe_if, probe_options
-from tools.doctor.report import Report
+from tools.doctor.compare import as_json as comparison_as_json
+from tools.doctor.compare import compare
+from tools.doctor.compare import text as comparison_as_text
+from tools.doctor.outliers import findings as probe_findings
+from tools.doctor.probe import probe_if, probe_options
+from tools.doctor.report import Report, gather
 from tools.process.host import Root, read_hosts
 from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
-MODULES = [module.__name__ for module in (processor, system, network, npu, needs)]  # the order of the report
+MODULES = [module.__name__ for module in (host, host, devices, devices, devices)]  # the order of the report
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -44,11 +44,8 @@ def report_command(
     """
     from rich.console import Console
 
-    from tools.experts.page import page
-    from tools.experts.picture import draw
-    from tools.experts.render import content, print_text
-    from tools.experts.source import open_run
-    from tools.experts.study import study
+    from tools.experts.render import content, draw, page, print_text
+    from tools.experts.study import open_run, study
 
     if picture:
         check_ending(picture)

@@ -11,9 +11,8 @@ from safetensors import safe_open
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import fault, seal_file, step_of, write_seal
-from tools.checkpoint.slot_order import PLACEMENT, moved, read_placements
-from tools.checkpoint.stored import Stored, open_stored
-from tools.checkpoint.stream import save_arrays
+from tools.checkpoint.stored import PLACEMENT, Stored, moved, open_stored, read_placements
+from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
 
 FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from there finds the run's recipe

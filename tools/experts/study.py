@@ -2,14 +2,120 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
+from plugins.errors import DataError, RecipeError
 from plugins.expert_balance.plan import bound, device_loads, imbalance
+from plugins.expert_balance.record import Record, load_file, read
 from plugins.expert_balance.replay import Replay, differences, eplb, replay, replay_policy
-from tools.experts.seconds import Seconds, seconds_of
-from tools.experts.source import Source
+from plugins.expert_balance.settings import KEY, Settings
+from plugins.expert_balance.settings import read as read_settings
+from tools.estimate.efficiency import UNKNOWN, cluster, known_error
+from tools.estimate.from_recipe import from_recipe
+from tools.estimate.time_model import TimeModel
+from tools.layout.resolve import resolve
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import View
+
+
+@dataclass(frozen=True)
+class Source:
+    """One log.
+
+    Args:
+        file: of `records`, by step. recipe: nothing in it is `auto`; None: not known.
+        settings: of the plugin in the recipe, or its defaults.
+    """
+
+    file: Path
+    records: list[Record]
+    recipe: Recipe | None
+    settings: Settings
+
+
+def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> Source:
+    """The log at `place`, a run's folder or the file itself, and the recipe beside it.
+
+    Args:
+        recipe: to take instead of the run's own. say: told what `auto` became.
+
+    Raises:
+        DataError: there is no such log, or it is broken. RecipeError: the recipe is.
+    """
+    if not place.exists():
+        raise DataError(f"{place}: no such run or file")
+    file = load_file(place) if place.is_dir() else place
+    records = read(file)
+    own = file.parent.parent / "recipe.yaml"  # RUN/metrics/expert_load.jsonl
+    path = recipe or (own if file.parent.name == "metrics" and own.is_file() else None)
+    loaded = resolve(load_recipe(path), say) if path else None
+    section = View(loaded).get(tuple(KEY.split("."))) if loaded is not None else None
+    on = section is not None and section is not False
+    return Source(file, records, loaded, read_settings(section) if on else Settings())
+
+
+_GRAIN = 200  # of max/mean, parts of 1: steps are predicted for so many values
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Predicted steps.
+
+    Args:
+        cluster: they run on. even: seconds where all devices have as much.
+        of: seconds for a max/mean. error: how far such predictions are off, in words.
+    """
+
+    cluster: str
+    even: float
+    of: Callable[[float], float]
+    error: str
+
+    def waits(self, ratios: np.ndarray) -> float:
+        """Seconds of a step that wait for the fullest device, the mean over steps.
+
+        Args:
+            ratios: [steps, layers] max/mean. A step is taken to be as uneven in every layer as on average: the
+                estimator's step grows in proportion.
+        """
+        return float(np.mean([self.of(ratio) - self.even for ratio in ratios.mean(1)]))
+
+
+def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) -> Seconds | str:
+    """Predictions for a run, or why there are none.
+
+    Raises:
+        RecipeError: there is no such cluster.
+    """
+    hardware = cluster(cluster_name)
+    if recipe is None:
+        return "there is no recipe beside the log; --recipe names one"
+    if View(recipe).on_cpu:
+        return "it runs on CPU workers, which no estimator knows; --recipe takes that of a cluster with as many experts"
+    try:
+        config = from_recipe(recipe)
+        if (config.ep, config.model.experts) != (records[0].devices, records[0].tokens.shape[1]):
+            return (
+                f"the log is of {records[0].tokens.shape[1]} experts on {records[0].devices} devices, the recipe of "
+                f"{config.model.experts} on {config.ep}"
+            )
+        times = TimeModel(hardware)
+
+        @lru_cache(maxsize=4096)
+        def step(parts: int) -> float:
+            return times.step(replace(config, skew=max(parts / _GRAIN, 1.0)), simulated=True).total
+
+        even = step(_GRAIN)
+    except RecipeError as error:
+        return str(error)
+    known = known_error(hardware)
+    return Seconds(hardware.name, even, lambda ratio: step(round(ratio * _GRAIN)), known.words if known else UNKNOWN)
+
 
 NONE, RECORDED = "experts stay", "as recorded"
 RARE = 5  # times the steps between plans, for a policy that shows what waiting longer costs

@@ -3,12 +3,240 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
+from plugins.errors import DataError
+from tools.files.atomic import check_writable
 from tools.files.figure import check_ending, check_page
 from tools.ranges import Number
+from tools.runs.render import duration, share
+from tools.runs.watch import Status
+
+QUIET = 120.0  # seconds without anything new after which that is said
+_LINE = 60.0  # seconds between lines, at most, off a terminal
+Look = Callable[[], Status]
+
+
+def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
+    """Show what `look` says every `every` seconds until the run is over; returns the exit code."""
+    if as_json or not console.is_terminal:
+        return _lines(look, console, every, as_json)
+    shown = table(status := look())
+    with Live(shown, console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        while status.over is None:
+            time.sleep(every)
+            status = look()
+            live.update(table(status), refresh=True)
+    return status.over
+
+
+def _lines(look: Look, console: Console, every: float, as_json: bool) -> int:
+    shown, said = "", 0.0
+    while True:
+        status = look()
+        text = json_line(status) if as_json else line(status)
+        moved = (status.state, status.attempt, status.phase) if not as_json else ()
+        key = text if as_json else str(moved)
+        if key != shown or time.monotonic() - said >= _LINE or status.over is not None:
+            shown, said = key, time.monotonic()
+            console.print(text, highlight=False, soft_wrap=True, markup=False)
+        if status.over is not None:
+            return status.over
+        time.sleep(every)
+
+
+def json_line(status: Status) -> str:
+    """One JSON object."""
+    return json.dumps(asdict(status))
+
+
+def rows(status: Status) -> list[tuple[str, str]]:
+    """What, and how it stands; what a run does not have is left out."""
+    total = f" of {status.total_steps:,}" if status.total_steps else ""
+    known = share(status.goodput) if status.goodput is None else f"{share(status.goodput)} of {_long(status)}"
+    found = [
+        ("run", f"{status.run}: {status.state}{_quiet(status)}"),
+        ("attempt", _attempt(status)),
+        ("phase", status.phase and f"{status.phase}, for {duration(status.phase_seconds)}"),
+        ("step", f"{status.step:,}{total}"),
+        ("loss", None if status.loss is None else f"{status.loss:.4f}"),
+        (
+            "speed",
+            None if status.tokens_per_second is None else f"{status.tokens_per_second:,.0f} tokens/s of all workers",
+        ),
+        ("goodput", known),
+        ("checkpoint", _checkpoint(status)),
+        ("slow ranks", "; ".join(status.slow_ranks) or None),
+        ("failures", _failures(status)),
+    ]
+    return [(name, text) for name, text in found if text is not None]
+
+
+def _long(status: Status) -> str:
+    return duration(status.wall_seconds)
+
+
+def _quiet(status: Status) -> str:
+    tell = status.quiet >= QUIET and status.over is None
+    return f", nothing new for {duration(round(status.quiet))}" if tell else ""
+
+
+def _attempt(status: Status) -> str | None:
+    if status.attempt is None:
+        return None
+    hosts = "unknown hosts" if status.hosts is None else f"{status.hosts} host{'s' * (status.hosts != 1)}"
+    return f"{status.attempt} on {hosts}"
+
+
+def _checkpoint(status: Status) -> str:
+    """Its age counts to the last sign of the run."""
+    if status.checkpoint_step is None:
+        return "none yet"
+    return f"step {status.checkpoint_step:,}, {duration(status.checkpoint_age)} old"
+
+
+def _failures(status: Status) -> str | None:
+    if status.failures is None:
+        return None
+    return f"{status.failures}" + (f", the last: {status.last_failure}" if status.last_failure else "")
+
+
+def table(status: Status) -> Table:
+    """For a terminal."""
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column()
+    made.add_column(overflow="fold")  # an error is never cut off
+    for name, text in rows(status):
+        made.add_row(name, text)
+    return made
+
+
+def line(status: Status) -> str:
+    """For a log."""
+    (_, name), *rest = rows(status)
+    return f"{name}: " + ", ".join(f"{what} {text}" for what, text in rest)
+
+
+# A run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics.
+
+FOLDER, _SUFFIX = "tensorboard", ".tc3"
+SCALARS = (
+    "loss",
+    "lm_loss",
+    "load_balancing_loss",
+    "mtp_loss",
+    "global_norm",
+    "learning_rate",
+    "seconds",
+)
+
+
+class Scalars:
+    """Writes each step that it is given; what an earlier one wrote there is replaced.
+
+    Raises:
+        DataError: tensorboard is not installed, or the folder cannot be written.
+    """
+
+    def __init__(self, run_dir: Path):
+        self.folder = run_dir / FOLDER
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError:
+            raise DataError("--tensorboard: tensorboard is not installed (pip install tensorboard)") from None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for old in self.folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+                old.unlink()
+            self.writer: Any = EventFileWriter(str(self.folder), filename_suffix=_SUFFIX)
+        except OSError as error:
+            raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from None
+        self.event, self.summary = Event, Summary
+
+    def add(self, record: dict[str, Any]) -> None:
+        """One step's record of metrics/."""
+        values = [(name, record.get(name)) for name in SCALARS]
+        tokens, seconds = record.get("tokens"), record.get("seconds")
+        values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
+        known = [self.summary.Value(tag=name, simple_value=value) for name, value in values if value is not None]
+        at = record.get("time") or 0.0
+        self.writer.add_event(self.event(wall_time=at, step=record["step"], summary=self.summary(value=known)))
+
+    def flush(self) -> None:
+        """Let TensorBoard see what was added."""
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Write the rest."""
+        self.writer.close()
+
+
+# A run's status as a text file for Prometheus, as node_exporter's textfile collector reads it (*.prom).
+
+GAUGES = {
+    "step": "Newest step that was made and stands",
+    "total_steps": "Steps that the run is to make",
+    "loss": "Training loss of the newest step, nats per token",
+    "tokens_per_second": "Median speed of the newest steps",
+    "goodput": "Time of steps that stand over the time since the first attempt's plan",
+    "wall_seconds": "Time since the first attempt's plan",
+    "attempt": "Number of the newest attempt, from 0",
+    "failures": "Attempts that failed",
+    "checkpoint_step": "Step of the newest whole checkpoint",
+    "checkpoint_age": "Seconds from the newest whole checkpoint to the last sign of life",
+    "last_sign": "When the run last wrote anything, seconds since 1970",
+}
+
+
+class Exporter:
+    """Writes `path` anew at each status.
+
+    Raises:
+        DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.
+    """
+
+    def __init__(self, path: Path):
+        if path.suffix != ".prom":
+            raise DataError(f"--prometheus {path}: want a file that ends in .prom, for node_exporter reads no other")
+        try:
+            import prometheus_client
+        except ImportError:
+            remedy = "pip install prometheus-client, or pip install -e '.[metrics]' in the checkout"
+            raise DataError(f"--prometheus {path}: prometheus-client is not installed ({remedy})") from None
+        check_writable(path)
+        self.path, self.client = path, prometheus_client
+
+    def write(self, status: Status) -> None:
+        """Write the whole file; what is not known is left out."""
+        registry: Any = self.client.CollectorRegistry()
+
+        def gauge(name: str, words: str, value: float, **labels: str) -> None:
+            made = self.client.Gauge(f"tc3_run_{name}", words, ["run", *labels], registry=registry)
+            made.labels(status.run, *labels.values()).set(value)
+
+        for name, words in GAUGES.items():
+            if (value := getattr(status, name)) is not None:
+                gauge(name, words, value)
+        gauge("state", "1 for the state that the run is in", 1, state=status.state)
+        if status.phase:
+            gauge("phase", "1 for the phase that its workers are in", 1, phase=status.phase)
+        gauge("slow_ranks", "Ranks that are slower than their peers", len(status.slow_ranks))
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.client.write_to_textfile(str(self.path), registry)
+        except OSError as error:
+            raise DataError(f"--prometheus {self.path}: cannot be written ({error.strerror or error})") from None
 
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
@@ -38,7 +266,7 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
         check_page(html)
     found = studies(folders)
     if picture:
-        from tools.runs.picture import draw
+        from tools.runs.render import draw
 
         click.echo(f"drawn: {draw(found, picture)}", err=True)
     if html:
@@ -72,10 +300,8 @@ def watch_command(
 
     from rich.console import Console
 
-    from tools.runs import live
-    from tools.runs.live import Exporter, Scalars
-    from tools.runs.source import check_folder
-    from tools.runs.watch import BAD, Status, Watch
+    from tools.runs.readings import check_folder
+    from tools.runs.watch import BAD, Watch
 
     check_folder(folder)
     exporter = Exporter(prometheus) if prometheus else None
@@ -94,10 +320,10 @@ def watch_command(
     try:
         if once:
             status = look()
-            console.print(live.json_line(status) if as_json else live.table(status))
+            console.print(json_line(status) if as_json else table(status))
             code = int(status.state in BAD)
         else:
-            code = live.follow(look, console, every, as_json)
+            code = follow(look, console, every, as_json)
     except KeyboardInterrupt:  # how one leaves: no words
         code = 130
     finally:

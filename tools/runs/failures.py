@@ -12,7 +12,7 @@ import yaml
 
 from tools.files.atomic import last_lines
 from tools.runs.attempts import Attempt, End
-from tools.runs.source import Run
+from tools.runs.readings import Run
 
 # What a log says of a failure, in words: the rows of signatures.yaml, which name their sources. Pure.
 

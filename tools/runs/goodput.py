@@ -20,7 +20,7 @@ from typing import Literal
 
 from plugins.lines import Span
 from tools.runs.attempts import Attempt
-from tools.runs.source import Part, Run
+from tools.runs.readings import Part, Run
 
 Kind = Literal["kept", "lost", "compile", "start", "save", "evaluation", "between", "stop", "waiting", "unknown"]
 WORDS: dict[Kind, str] = {

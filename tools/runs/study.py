@@ -21,8 +21,7 @@ from tools.recipe.view import View
 from tools.runs.attempts import Attempt
 from tools.runs.failures import Failure, failures, has_failed
 from tools.runs.goodput import NEVER, Ledger, ledger
-from tools.runs.readings import Slow, slow_of
-from tools.runs.source import Part, Run, read_run
+from tools.runs.readings import Part, Run, Slow, load_run, slow_of
 
 # Steps of a run whose loss or global norm jumps far above the steps before, or is not finite.
 
@@ -251,7 +250,7 @@ def study(folder: Path) -> Study:
     Raises:
         DataError: as `read_run`.
     """
-    run = read_run(folder)
+    run = load_run(folder)
     time = ledger(run)
     failed = failures(run)
     known = time if isinstance(time, Ledger) else None

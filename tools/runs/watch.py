@@ -19,8 +19,17 @@ from tools.files.atomic import real_path
 from tools.runs.attempts import Attempt, numbers, read_attempt
 from tools.runs.failures import Failure, failure_of, has_failed
 from tools.runs.goodput import NEVER
-from tools.runs.readings import Follower, Probes, Steps
-from tools.runs.source import USUAL_OF, check_folder, header_of, metrics_of, number, recipe_of
+from tools.runs.readings import (
+    USUAL_OF,
+    Follower,
+    Probes,
+    Steps,
+    check_folder,
+    header_of,
+    metrics_of,
+    number,
+    recipe_of,
+)
 from tools.runs.study import state_of
 
 # The steps of a run that goes on, taken in as they are written: memory does not grow with their number.

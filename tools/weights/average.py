@@ -12,9 +12,8 @@ import numpy as np
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
-from tools.checkpoint.names import kind_of
-from tools.checkpoint.stored import METADATA, Stored, read_metadata
-from tools.checkpoint.stream import save_arrays
+from tools.checkpoint.stored import METADATA, Stored, kind_of, read_metadata
+from tools.checkpoint.tensor_files import save_arrays
 from tools.files.atomic import atomic_folder
 from tools.weights.inventory import mark
 from tools.weights.source import Source

@@ -18,8 +18,8 @@ from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.override import apply_overrides
 from tools.weights.average import average, check_average
-from tools.weights.convert.plan import DTYPES, prepare
-from tools.weights.convert.run import convert, refuse_target
+from tools.weights.convert import convert, refuse_target
+from tools.weights.convert_plan import DTYPES, prepare
 from tools.weights.inventory import (
     SALVAGED_LINE,
     Comparison,
@@ -31,8 +31,8 @@ from tools.weights.inventory import (
     salvaged,
     summary_lines,
 )
-from tools.weights.reshard.plan import plan_recipes, plan_stored
-from tools.weights.reshard.run import folder_in, reshard
+from tools.weights.reshard import folder_in, reshard
+from tools.weights.reshard_plan import plan_recipes, plan_stored
 from tools.weights.source import Source, open_source
 
 # `tc3 weights reshard`: a checkpoint in the layout of another recipe.

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import checksum
-from tools.checkpoint.names import KINDS, Kind, kind_of
-from tools.checkpoint.slot_order import PLACEMENT
+from tools.checkpoint.stored import KINDS, PLACEMENT, Kind, kind_of
 from tools.hardware.units import GIB, MIB
 from tools.weights.source import CHECKSUMS, Source
 

@@ -14,10 +14,9 @@ import numpy as np
 
 from plugins.errors import CheckpointError, not_json
 from plugins.sealed_checkpoint.plan import fault, step_of
-from tools.checkpoint.headers import Header, read_headers
 from tools.checkpoint.scan import is_sealed, iterations
-from tools.checkpoint.slot_order import moved, read_placements
-from tools.checkpoint.stored import Stored, open_stored, rank_of
+from tools.checkpoint.stored import Stored, moved, open_stored, rank_of, read_placements
+from tools.checkpoint.tensor_files import Header, read_headers
 from tools.files.atomic import what_is
 
 INDEX = "model.safetensors.index.json"

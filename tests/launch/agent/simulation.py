@@ -12,8 +12,8 @@ from pathlib import Path
 
 import launch.agent.disk
 from launch.agent.disk import Disk
+from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting
-from launch.agent.node.around import Around
 from tools.runs.attempts import Attempt, Beat, End, Plan, Verdict
 
 PERIOD = 0.9  # seconds between two looks of an agent

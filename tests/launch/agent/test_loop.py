@@ -15,12 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch.agent import part
 from launch.agent.decide import Rules
-from launch.agent.job import Job
-from launch.agent.limits import DEFAULTS, Limits
-from launch.agent.loop import Agent
-from launch.agent.node import start
-from launch.agent.node.notices import Notices
+from launch.agent.loop import Agent, Notices
+from launch.agent.phases import DEFAULTS, Limits
+from launch.agent.planning import Job
 from launch.run.msrun import ROOT
 from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
@@ -47,7 +46,7 @@ def fake(monkeypatch, *attempts):
     def command(recipe, run_dir, *rest):
         return [sys.executable, str(FAKE), str(run_dir), *next(commands)]
 
-    monkeypatch.setattr(start, "msrun_command", command)
+    monkeypatch.setattr(part, "msrun_command", command)
 
 
 def save(run_dir, step):

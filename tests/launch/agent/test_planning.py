@@ -8,12 +8,11 @@ import pytest
 from click.testing import CliRunner
 
 import launch.train
+from launch.agent.cli import Start
 from launch.agent.decide import Smaller
-from launch.agent.job import Job
-from launch.agent.node.start import command_of
-from launch.agent.planning import Planning, follow
-from launch.agent.start import Start
-from launch.resume import skipped
+from launch.agent.part import command_of
+from launch.agent.planning import Job, Planning, follow
+from launch.resume import data
 from launch.train import build_config
 from plugins.sealed_checkpoint.plan import ATTEMPT, fault, made, write_seal
 from plugins.spike_guard.ledger import Entry, read_ledger, write_ledger
@@ -72,7 +71,7 @@ def run(tmp_path):
         def save(self, plan, step, **made):
             folder = self.saves / f"iteration_{step:08d}"
             folder.mkdir(parents=True)
-            left_out = skipped.left_out(load_recipe(recipe_file(self.folder, plan)))
+            left_out = data.left_out(load_recipe(recipe_file(self.folder, plan)))
             made = made if made else {"attempt": plan.name, "skipped": left_out}
             for rank in (0, 1):
                 (folder / f"m-model-{rank:07d}-0000002.safetensors").write_bytes(b"w")
@@ -100,7 +99,7 @@ def test_another_agent_plans_without_the_samples_that_spiked(run):
     run.save(second, 20)
     run.fail(second, "signal")
     third = run.plan(b, 2)
-    assert (third.step, skipped.left_out(load_recipe(recipe_file(run.folder, third)))) == (20, ((88, 96),))
+    assert (third.step, data.left_out(load_recipe(recipe_file(run.folder, third)))) == (20, ((88, 96),))
     run.fail(third, "signal")
     assert run.plan(run.agent(A), 3).step == 20, "an agent that was started anew, too"
     assert sorted(path.name for path in run.saves.iterdir()) == ["iteration_00000008", "iteration_00000020"]
@@ -119,7 +118,7 @@ def test_a_late_rank_that_writes_an_older_ledger_makes_nothing_trained_again(run
     run.fail(third, "signal")
     run.save(third, 16)
     fourth = run.plan(run.agent(A), 3)
-    left_out = skipped.left_out(load_recipe(recipe_file(run.folder, fourth)))
+    left_out = data.left_out(load_recipe(recipe_file(run.folder, fourth)))
     assert fourth.step == 16 and left_out == ((16, 24), (88, 96))
 
 
@@ -147,7 +146,7 @@ def test_a_host_that_was_held_up_renames_nothing_that_later_attempts_have_saved(
     run.save(first, 8), run.save(first, 12)
     run.spiked(first, 12)
     second = run.plan(b, 1, follows=())
-    real, asleep = skipped.set_aside, [True]
+    real, asleep = data.set_aside, [True]
 
     def held_up(folder, sure):
         if asleep.pop() if asleep else False:
@@ -155,7 +154,7 @@ def test_a_host_that_was_held_up_renames_nothing_that_later_attempts_have_saved(
             run.save(second, 12)
         return real(folder, sure)
 
-    monkeypatch.setattr(skipped, "set_aside", held_up)
+    monkeypatch.setattr(data, "set_aside", held_up)
     follow(a.job, second)
     assert made(run.saves / "iteration_00000012")["attempt"] == second.name
     follow(a.job, first)  # long after

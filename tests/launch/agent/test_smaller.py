@@ -9,7 +9,7 @@ import pytest
 
 from launch.agent.decide import Smaller
 from launch.agent.smaller import smaller
-from launch.resume.data_order import all_steps, differences
+from launch.resume.data import all_steps, differences
 from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides

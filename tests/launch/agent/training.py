@@ -14,13 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from launch.agent import decide, planning
+from launch.agent.cli import Start
 from launch.agent.decide import Rules
-from launch.agent.job import Job
+from launch.agent.lookout import Around
 from launch.agent.meeting import Meeting
-from launch.agent.node.around import Around
-from launch.agent.planning import FINAL, Planning, follow, history, newest_saved, recipe_of
-from launch.agent.start import Start
-from launch.resume import checkpoints, skipped
+from launch.agent.planning import FINAL, Job, Planning, follow, history, newest_saved, recipe_of
+from launch.resume import checkpoints, data
 from launch.run.msrun import ROOT
 from plugins.sealed_checkpoint.plan import fault, made, publish, remove_old, saving_folder, write_seal
 from plugins.spike_guard.ledger import add_entry, original, read_ledger
@@ -56,7 +55,7 @@ class Training(World):
         monkeypatch.setattr(Planning, "_alive", lambda self: nullcontext())
         monkeypatch.setattr(planning, "time", SimpleNamespace(monotonic=lambda: self.time))
         monkeypatch.setattr(planning, "_port", lambda own: 9000)
-        for module, name in ((planning, "make_plan"), (skipped, "set_aside"), (checkpoints, "set_aside")):
+        for module, name in ((planning, "make_plan"), (data, "set_aside"), (checkpoints, "set_aside")):
             monkeypatch.setattr(module, name, self._held_up(getattr(module, name)))
 
     def start(self, *hosts: str) -> None:
@@ -144,7 +143,7 @@ class Training(World):
         """What the workers of one host do; the first host's make the steps, once all hosts are there."""
         number, first = plan.attempt, agent.host == plan.hosts[0]
         run = self.attempts.setdefault(number, SimpleNamespace(there={}, step=plan.step, samples=self._load(plan)))
-        run.there[agent.host] = skipped.left_out(recipe_of(job, plan))
+        run.there[agent.host] = data.left_out(recipe_of(job, plan))
         around = Around(meeting, plan, agent.host)
         while True:
             meeting.beat(number, Beat(agent.host, meeting.now(), "step", 0.0, run.step))

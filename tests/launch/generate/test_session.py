@@ -1,17 +1,51 @@
 """The process with the model: asked, refused, failing, and gone at the end. A script stands in for the worker."""
 
 import click
+import numpy as np
 import psutil
 import pytest
 
 from launch.generate import session
+from launch.generate.session import continuation
+from launch.generate.text import likeliest
 from plugins.errors import CheckpointError
+
+
+def counting(seen):
+    def logits(ids):
+        seen.append(list(ids))
+        return np.eye(100)[ids[-1] + 1]
+
+    return logits
+
+
+def test_it_goes_on_from_what_it_said():
+    seen = []
+    assert list(continuation(counting(seen), likeliest, [3, 7], 10, 3, None)) == [8, 9, 10]
+    assert seen == [[3, 7], [3, 7, 8], [3, 7, 8, 9]]
+
+
+def test_the_end_of_a_document_is_the_last_token():
+    assert list(continuation(counting([]), likeliest, [7], 10, 50, 9)) == [8, 9]
+
+
+def test_it_sees_no_more_than_its_window():
+    seen = []
+    assert list(continuation(counting(seen), likeliest, [1, 2, 3, 4], 3, 2, None)) == [5, 6]
+    assert seen == [[2, 3, 4], [3, 4, 5]]
+
+
+def test_each_token_is_there_before_the_next_is_computed():
+    seen = []
+    words = continuation(counting(seen), likeliest, [1], 10, 5, None)
+    assert (next(words), len(seen)) == (2, 1)
+
 
 HEAD = """
 import os, sys
 from multiprocessing.connection import Connection
 import numpy as np
-from launch.generate.answers import Ready, Refused
+from launch.generate.session import Ready, Refused
 pipe = Connection(int(sys.argv[3]))
 """
 ANSWERS = "pipe.send(Ready())\nwhile True:\n    pipe.send(np.array([sum(pipe.recv()), os.getpid()]))\n"
@@ -24,7 +58,7 @@ def started(tmp_path, monkeypatch):
     def start(script):
         (tmp_path / "worker.py").write_text(HEAD + script)
         monkeypatch.setattr(session, "WORKER", tmp_path / "worker.py")
-        return session.model_of({"a": 1}, tmp_path / "weights")
+        return session.answering_model({"a": 1}, tmp_path / "weights")
 
     return start
 

@@ -1,10 +1,180 @@
 """Which checkpoints a run goes on from, puts aside or removes: `tc3 train --resume` and --force; msrun is replaced."""
 
 import fcntl
+import json
 import os
 
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from launch.resume.checkpoints import check_load_path, check_model, weights_in
+from plugins.errors import CheckpointError
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY
+from tests.tools.checkpoint.saved import Saved, numbered, of_two_ranks
+from tests.tools.checkpoint.test_stored import saved
+from tests.training.runs import ROOT, TINY_DP2
+from tools.recipe.load import load_recipe
+from tools.recipe.override import apply_overrides
+
+SHAPES = {
+    "decoder.layers.0.mlp.linear_fc1.weight": [64, 8],
+    "decoder.layers.1.mlp.experts.weight1": [4, 8, 16],
+    "decoder.layers.0.self_attention.linear_q.bias": [64],
+}
+OTHERS = {  # moments, a pipeline's sums of gradients, a counter, a router's balance
+    "adam_m.decoder.layers.0.mlp.linear_fc1.weight": [64, 8],
+    "adam_v.decoder.layers.0.mlp.linear_fc1.weight": [64, 8],
+    "accu_grads.decoder.layers.0.mlp.linear_fc1.weight": [64, 8],
+    "accu_grads.decoder.layers.1.mlp.experts.weight1": [4, 8, 16],
+    "global_step": [1],
+    "decoder.layers.1.mlp.router.expert_bias": [4],
+}
+WEIGHTS = 64 * 8 + 4 * 8 * 16 + 64
+EXPERTS = "decoder.layers.1.mlp.experts.weight1"
+MODEL, SECOND = "mini-model-0000000-0000002.safetensors", "mini-model-0000001-0000002.safetensors"
+
+
+def of_ranks(folder, shapes):
+    """What several ranks leave: their shapes in one file."""
+    shapes = {name: {"global_shape": shape} for name, shape in shapes.items()}
+    (folder / "metadata.json").write_text(json.dumps({"state_dict_metadata": shapes}))
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe(TINY_DP2)
+
+
+@pytest.fixture
+def whole(tmp_path, recipe):
+    """What two ranks save of its model."""
+    return of_two_ranks(tmp_path / "iteration_00000004", recipe)
+
+
+def without(file, *names):
+    """Take tensors out of a file."""
+    save_file({name: array for name, array in load_file(file).items() if name not in names}, file)
+
+
+def test_weights_alone_are_counted(tmp_path):
+    of_ranks(tmp_path, {**SHAPES, **OTHERS})
+    assert weights_in(tmp_path) == WEIGHTS
+
+
+def test_one_process_has_its_shapes_in_its_file(tmp_path):
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in {**SHAPES, **OTHERS}.items()}
+    save_file(arrays, tmp_path / "x-model-0000000-0000001.safetensors")
+    assert weights_in(tmp_path) == WEIGHTS
+
+
+def test_the_same_model_passes_on_any_layout(whole, recipe):
+    check_model(recipe, whole)
+    check_model(load_recipe(TINY_DP2.with_name("tiny.yaml")), whole)
+
+
+FAULTS = {
+    "a file of experts is gone": (
+        lambda folder: (folder / SECOND).unlink(),
+        [SECOND, "the file is not there", "was it all copied?"],
+    ),
+    "experts are gone from a file": (lambda folder: without(folder / SECOND, EXPERTS), [SECOND, f"holds no {EXPERTS}"]),
+    "a file is cut short": (
+        lambda folder: (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-9]),
+        [SECOND, "not a complete safetensors file", "bytes instead of"],
+    ),
+    "nobody says how it lies": (lambda folder: (folder / "metadata.json").unlink(), ["metadata.json", "is missing"]),
+    "what says it is damaged": (
+        lambda folder: (folder / "metadata.json").write_text("{"),
+        ["metadata.json", "not MindFormers' metadata"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_that_is_not_whole_is_refused_by_its_file(whole, recipe, fault):
+    damage, words = FAULTS[fault]
+    damage(whole)
+    with pytest.raises(CheckpointError) as error:
+        check_model(recipe, whole)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+OTHER_MODELS = {
+    "model.model_config.kv_lora_rank=16": ["0.self_attention.linear_kv_down_proj.weight is [48, 128]", "has [32, 128]"],
+    "model.model_config.n_routed_experts=32": [EXPERTS, "is [2048, 128], the recipe's model has [4096, 128]"],
+    "model.model_config.hidden_size=64": ["embedding.word_embeddings.weight is [512, 128]", "has [512, 64]", "more"],
+    "model.model_config.num_hidden_layers=3": ["no decoder.layers.2.input_layernorm.weight, which the recipe's model"],
+    # the MTP layer after dense layers alone is dense, which the table of names does not have: told by its number
+    "model.model_config.num_hidden_layers=1": [" weights, the recipe's model has "],
+    "model.model_config.num_nextn_predict_layers=0": ["the recipe's model has no mtp.layers.0."],
+}
+
+
+@pytest.mark.parametrize("change", OTHER_MODELS)
+def test_the_checkpoint_of_another_recipe_is_refused_by_a_tensor(whole, recipe, change):
+    with pytest.raises(CheckpointError) as error:
+        check_model(apply_overrides(recipe, [change]), whole)
+    words = ["a checkpoint of another model", *OTHER_MODELS[change]]
+    assert all(word in str(error.value) for word in words), error.value
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_moments_that_are_not_there_are_refused_not_begun_anew(whole, recipe):
+    metadata = json.loads((whole / "metadata.json").read_text())
+    for name in [name for name in metadata["state_dict_metadata"] if name.startswith("adam_v")]:
+        del metadata["state_dict_metadata"][name]
+        for file in whole.glob("*-opt-*"):
+            without(file, name)
+    (whole / "metadata.json").write_text(json.dumps(metadata))
+    with pytest.raises(
+        CheckpointError, match=r"moments are not all there: no adam_v\.embedding.*more tensors.*no_save_"
+    ):
+        check_model(recipe, whole)
+    check_model(apply_overrides(recipe, ["optimizer.type=PmaAdamW"]), whole)
+
+
+def test_biases_that_mindformers_will_not_load_are_said(whole, recipe, capsys):
+    check_model(recipe, whole)
+    assert capsys.readouterr().err == ""
+    metadata = json.loads((whole / "metadata.json").read_text())
+    for name in [name for name in metadata["state_dict_metadata"] if name.endswith("expert_bias")]:
+        del metadata["state_dict_metadata"][name]
+    (whole / "metadata.json").write_text(json.dumps(metadata))
+    check_model(recipe, whole)
+    said = capsys.readouterr().err
+    assert "does not list decoder.layers.1.mlp.router.expert_bias, and of 1 more routers" in said and "at zero" in said
+
+
+def dense(tmp_path):
+    """A model whose tensors are not known by name, and a checkpoint that two ranks made of another one."""
+    checkpoint = Saved(tmp_path / "iteration_00000004", 2)
+    for name, shape in SHAPES.items():
+        checkpoint.put(name, numbered(*shape), (2, *(1,) * (len(shape) - 1)), [[0], [1]])
+    return load_recipe(ROOT / "recipes/telechat3_36b/pretrain_8k.yaml"), checkpoint.write()
+
+
+def test_a_model_of_unknown_names_is_told_by_its_number_of_weights(tmp_path):
+    recipe, folder = dense(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds 1,088 weights, the recipe's model has [\d,]+: a checkpoint of"):
+        check_model(recipe, folder)
+
+
+def test_a_model_of_unknown_names_must_be_whole_too(tmp_path):
+    recipe, folder = dense(tmp_path)
+    (folder / SECOND).unlink()
+    with pytest.raises(CheckpointError, match=f"{SECOND}: holds no decoder.layers.0.mlp.linear_fc1.weight"):
+        check_model(recipe, folder)
+
+
+def test_experts_that_have_moved_are_refused_where_the_recipe_has_no_plugin(tmp_path):
+    folder, recipe = saved(tmp_path, [1, 0, 2, 3]), load_recipe(ROOT / "recipes" / "mini" / "pretrain.yaml")
+    with pytest.raises(CheckpointError, match="restore-order"):
+        check_model(recipe, folder)
+    recipe["checkpoint"]["load_path"] = str(folder)
+    with pytest.raises(CheckpointError, match="restore-order"):
+        check_load_path(recipe)
 
 
 def test_a_named_iteration_puts_the_later_ones_aside(train, runs, trained, save):

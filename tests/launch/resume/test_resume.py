@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch import train as worker
-from launch.on_cluster import run as script_run
+from launch.run import script as script_run
 from plugins.attention_balance.plan import Cost
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.resume.conftest import TOY, Started, stored

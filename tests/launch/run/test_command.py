@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from launch import cli
-from launch.agent.node import start
+from launch import train as worker
+from launch.agent import cli as agent_start
+from launch.agent import part
 from launch.resume import checkpoints
 from launch.run import preflight
 from launch.run.cores import Cores
@@ -20,9 +22,11 @@ from launch.run.failure import Failure
 from launch.run.msrun import ROOT
 from launch.run.supervise import Outcome
 from plugins.errors import ClusterError
+from plugins.operator_fusion.plan import VARIABLE
+from tests.launch.run.scripts import ascend, generate
 from tests.tools.checkpoint.saved import Saved, numbered
 from tools.checkpoint.scan import CheckpointInfo
-from tools.recipe.load import load_recipe
+from tools.recipe.load import Recipe, load_recipe
 
 
 def test_a_dry_run_prints_the_exact_argv_and_writes_nothing(train, runs, workplace):
@@ -43,7 +47,7 @@ def test_what_a_dry_run_prints_is_what_a_run_starts(train, runs):
 
 def test_workers_get_cores_unless_they_shall_not(train, runs, workplace, monkeypatch):
     planned = Cores(("--bind_numa=cores.json",), {}, ("cores: worker 0: 5",), (workplace / "cores.json", {"a": 1}))
-    monkeypatch.setattr(start, "of_launch", lambda recipe, workers, file: planned)
+    monkeypatch.setattr(part, "of_launch", lambda recipe, workers, file: planned)
     _, out, err = train("mini/toy.yaml", "--dry-run")
     assert "--bind_numa=cores.json" in shlex.split(out) and "cores: worker 0: 5" in err
     assert not (workplace / "cores.json").exists()
@@ -272,7 +276,7 @@ def test_a_checkpoint_of_another_model_is_refused(train, runs, workplace, save, 
     folder = checkpoint.write()
     (folder / "common.json").write_text("{}")
     for wanted, code in ((8, 0), (9, 2)):
-        monkeypatch.setattr("launch.resume.checkpoint_model._weights_of", lambda recipe, wanted=wanted: wanted)
+        monkeypatch.setattr("launch.resume.checkpoints._weights_of", lambda recipe, wanted=wanted: wanted)
         found, _, err = train("mini/toy.yaml", "--resume", str(folder), "--steps", "9")
         assert found == code, err
     assert f"{folder}: holds 8 weights, the recipe's model has 9: a checkpoint of another model" in err
@@ -351,3 +355,75 @@ def test_the_last_stages_loss_is_the_runs(train, runs, workplace):
     runs.rank = 1
     summary = json.loads(train("mini/toy.yaml", "--json")[1])
     assert (summary["first_loss"], summary["steps"]) == (5.0, 3) and summary["picture"]
+
+
+FLAGS = "--opt_level=2 --fusion_ops_level=0 --disable_cluster_ops=Exp"
+ON_ASCEND = {"device_target": "Ascend", "jit_config": {"jit_level": "O1"}}
+SECTION = {"operator_fusion": {"level": "vector", "disable": ["Exp"]}}
+
+
+@pytest.fixture
+def fused(workplace, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    text = "base_config: toy.yaml\ncontext: {device_target: Ascend, jit_config: {jit_level: O1}}\n"
+    section = f"plugins: {json.dumps({'attention_balance': False, **SECTION})}\n"
+    (workplace / "mini" / "fused.yaml").write_text(text + section)
+    return "mini/fused.yaml"
+
+
+def test_a_dry_run_prints_the_flags_as_part_of_the_command(train, fused):
+    code, out, _ = train(fused, "--dry-run", "--port", "5001")
+    argv = shlex.split(out)
+    assert code == 0 and argv[:2] == ["env", f"{VARIABLE}={FLAGS}"] and argv[2].endswith("/msrun")
+    assert json.loads(train(fused, "--dry-run", "--port", "5001", "--json")[1]) == argv
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], []])
+def test_other_flags_in_the_environment_are_refused(train, fused, monkeypatch, workplace, options):
+    monkeypatch.setenv(VARIABLE, "--opt_level=0")
+    monkeypatch.setattr("launch.run.preflight.check_machine", lambda recipe: None)
+    code, out, err = train(fused, *options)
+    assert code == 2 and not out and f"{VARIABLE}='--opt_level=0'" in err
+    assert not (workplace / "output").exists()
+
+
+def test_a_launch_hands_the_flags_to_its_workers(train, fused, monkeypatch):
+    from launch.agent import part as start
+
+    seen = []
+    whole = start.worker_environment
+    monkeypatch.setattr(start, "worker_environment", lambda *a, **k: seen.append(whole(*a, **k)) or seen[-1])
+    train(fused, "--dry-run")
+    assert seen[0][VARIABLE] == FLAGS
+
+
+def run(text, **environ):
+    """The part of a script above its shared body, and what msrun would see."""
+    upper = text.partition("# ---- from here on")[0] + f'\necho "${VARIABLE}"\n'
+    return subprocess.run(["bash", "-c", upper], capture_output=True, text=True, env=environ)
+
+
+def test_a_script_exports_the_flags_or_refuses_others():
+    text = generate({**ascend(data_parallel=2), "context": ON_ASCEND, "plugins": SECTION})
+    for environ in ({}, {VARIABLE: FLAGS}):
+        done = run(text, **environ)
+        assert (done.returncode, done.stdout) == (0, f"{FLAGS}\n"), done.stderr
+    done = run(text, **{VARIABLE: "--opt_level=0"})
+    assert done.returncode == 2 and VARIABLE in done.stderr and not done.stdout
+    assert VARIABLE not in generate({**ascend(data_parallel=2), "context": ON_ASCEND})
+
+
+def test_who_starts_msrun_by_hand_gets_them_from_the_worker(monkeypatch):
+    """It reaches the check of versions, and goes no further with flags that contradict the recipe."""
+    monkeypatch.setenv(VARIABLE, "--opt_level=0")
+    monkeypatch.setattr(worker, "require_verified", lambda: None)
+    with pytest.raises(ClusterError, match="asks for"):
+        worker.train({"context": ON_ASCEND, "plugins": SECTION})
+
+
+def test_an_agent_refuses_other_flags_before_it_meets_anybody(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "--opt_level=0")
+    monkeypatch.setattr(agent_start, "require_verified", lambda: None)
+    monkeypatch.setattr("launch.run.preflight.check_machine", lambda recipe, slots: None)
+    with pytest.raises(ClusterError, match="asks for"):
+        agent_start.Start(Recipe({"context": ON_ASCEND, "plugins": SECTION}), tmp_path, None).check(8, None)

@@ -1,10 +1,14 @@
 """Which keys `--steps` changes."""
 
+import json
+
 import pytest
 
-from launch.run.effective import steps_overrides
-from plugins.errors import RecipeError
+from launch.run.effective import fitted_to_conversations, steps_overrides
+from plugins.errors import DataError, RecipeError
+from plugins.packed_labels.plan import pack
 from tools.check.check import check_recipe
+from tools.data import instructions as conversations
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.override import apply_overrides
 
@@ -42,3 +46,144 @@ def test_a_warm_up_that_the_user_sets_stays():
     given = ("lr_schedule.warmup_steps=50",)
     recipe = apply_overrides(load_recipe("recipes/mini/pretrain.yaml"), given)
     assert not any("warmup" in each for each in steps_overrides(recipe, 20, given))
+
+
+WORDS = ["send", "gather", "reduce", "drop", "keep", "the", "tensor", "token", "expert", "rank", "of", "every", "stage"]
+FILES, HELD_OUT = "train_dataset.data_loader.data_files", "plugins.held_out_loss"
+FOLDER = "train_dataset.data_loader.handler.0.tokenizer.pretrained_model_dir"
+
+
+def talk(count, longest=60):
+    """Conversations of many lengths, some of which do not fit into a sample."""
+    return [
+        {
+            "instruction": " ".join(WORDS[(i + j) % len(WORDS)] for j in range(1 + (7 * i) % longest)),
+            "input": "the rank" if i % 3 == 0 else "",
+            "output": " ".join(WORDS[(i * j) % len(WORDS)] for j in range(1 + (11 * i) % longest)),
+        }
+        for i in range(count)
+    ]
+
+
+def written(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer of words and bytes, with a token before each text as many have."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    own = Tokenizer(models.BPE())
+    own.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=800, special_tokens=["<s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    words = [conversations.SYSTEM, conversations.WITH_INPUT, conversations.WITHOUT_INPUT]
+    own.train_from_iterator([row["instruction"] for row in talk(50)] + 5 * words, trainer)
+    own.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    place = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>").save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def recipe(folder, tmp_path):
+    """A function: recipes/mini/finetune.yaml on so many conversations and held-out ones."""
+
+    def make(count=60, held_out=30, *more):
+        files = written(tmp_path / "mine.jsonl", talk(count)), written(tmp_path / "held.jsonl", talk(held_out))
+        sets = [f"{FILES}={files[0]}", f"{HELD_OUT}.data_path={files[1]}", f"{FOLDER}={folder}"]
+        return apply_overrides(load_recipe("recipes/mini/finetune.yaml"), [*sets, *more])
+
+    return make
+
+
+@pytest.mark.parametrize("length", [130, 150, 200, 512])
+def test_samples_are_those_that_the_run_packs(folder, length):
+    from mindformers.dataset.handler import AlpacaInstructDataHandler
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    maker = AlpacaInstructDataHandler.__new__(AlpacaInstructDataHandler)
+    maker.seq_length, maker.padding, maker.use_legacy, maker.ignore_token_id = length, False, False, -100
+    maker.tokenizer = AutoTokenizer.from_pretrained(folder)
+    rows = talk(70)
+    made = [{name: column.tolist() for name, column in maker.process(row).items()} for row in rows]
+    packed = pack(made, True, length, 0, -100)
+    found = conversations.samples(rows, length, Tokenizer.from_file(str(folder / "tokenizer.json")))
+    assert found == len(packed["input_ids"]) > 3
+
+
+def test_the_templates_are_mindformers():
+    from mindformers.dataset.handler import AlpacaInstructDataHandler as Alpaca
+
+    assert (Alpaca.system, Alpaca.prompt_with_input, Alpaca.prompt_without_input) == (
+        conversations.SYSTEM,
+        conversations.WITH_INPUT,
+        conversations.WITHOUT_INPUT,
+    )
+
+
+def test_what_there_is_is_taken_and_said(recipe, capsys):
+    """The recipe takes 800 samples; "the data makes 20 samples, `take` wants 64" came from a worker after 27 s."""
+    found = fitted_to_conversations(recipe(), None)
+    taken, steps = found["train_dataset"]["data_loader"]["handler"][-1]["n"], found["lr_schedule"]["total_steps"]
+    assert 0 < taken == 4 * steps < 800 and found["lr_schedule"]["warmup_steps"] < steps
+    said = capsys.readouterr().err
+    assert f"{FILES}: " in said and f"{steps} steps" in said
+
+
+def test_a_recipe_that_there_is_enough_for_stays(recipe):
+    given = recipe(60, 30, "train_dataset.data_loader.handler.2.n=8", "lr_schedule.total_steps=2")
+    assert fitted_to_conversations(given, None) == given == fitted_to_conversations(given, 2)
+
+
+@pytest.mark.parametrize(
+    ("count", "held_out", "more", "steps", "words"),
+    [
+        (60, 30, (), 200, (FILES, "--steps 200 takes 800", "--steps ")),
+        (2, 30, (), None, (FILES, "a step takes 4", "runner_config.batch_size=")),
+        (60, 2, (), None, (f"{HELD_OUT}.data_path", "a step takes 4", f"--set {HELD_OUT}=False")),
+        (60, 30, (f"{HELD_OUT}.samples=640",), None, (f"{HELD_OUT}.samples: 640", f"--set {HELD_OUT}.samples=")),
+        (60, 30, ("nowhere",), None, (FOLDER, "no such folder", "launch/quickstart")),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_its_key_and_a_remedy(recipe, count, held_out, more, steps, words):
+    given = recipe(count, held_out, *(each for each in more if "=" in each))
+    if "nowhere" in more:
+        given["train_dataset"]["data_loader"]["handler"][0]["tokenizer"]["pretrained_model_dir"] = "nowhere"
+    if steps:
+        given["train_dataset"]["data_loader"]["handler"][-1]["n"] = 4 * steps
+    with pytest.raises(DataError) as error:
+        fitted_to_conversations(given, steps)
+    assert str(error.value).startswith(words[0]) and all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is no mapping"),
+        ('{"instruction": "a"}', "has no text under 'output'"),
+        ('{"prompt": "a", "output": "b"}', "has no text under 'instruction'"),
+        ('{"instruction": 3, "output": "b"}', "has no text under 'instruction'"),
+        ('{"instruction": "a", "output": " "}', "has no text under 'output'"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_named(recipe, tmp_path, line, words):
+    given = recipe()
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps(talk(1)[0]) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=r"mine\.jsonl:2: ") as error:
+        fitted_to_conversations(given, None)
+    assert words in str(error.value) and "want lines such as" in str(error.value)
+
+
+def test_what_is_missing_is_left_to_those_who_look_for_files(recipe, tmp_path):
+    given = recipe()
+    (tmp_path / "mine.jsonl").unlink()
+    assert fitted_to_conversations(given, None) == given

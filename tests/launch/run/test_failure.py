@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.agent.node.part import last_words
+from launch.agent.part import last_words
 from launch.run.failure import worker_failure
 from launch.run.summary import complain
 

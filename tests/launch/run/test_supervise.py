@@ -250,7 +250,7 @@ def test_sigkill_to_us_ends_everything_too(tmp_path):
 def test_a_process_with_a_lifeline_ends_with_its_parent(tmp_path):
     child = f"""
 import sys, time; sys.path.insert(0, {str(ROOT)!r})
-from launch.workers.lifeline import die_with_parent
+from launch.workers.lifetime import die_with_parent
 die_with_parent()
 open({str(tmp_path / "child")!r}, "w").write(str(__import__("os").getpid()))
 time.sleep(60)

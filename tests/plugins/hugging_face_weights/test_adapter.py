@@ -11,10 +11,10 @@ from safetensors.numpy import load_file, save_file
 from tools.accuracy.reference import frozen, golden
 from tools.accuracy.reference.start import initial_weights
 from tools.recipe.load import load_recipe
-from tools.weights.convert.plan import model_of, prepare
-from tools.weights.convert.run import convert
-from tools.weights.hugging_face.names import STATE
-from tools.weights.hugging_face.sizes import config_of
+from tools.weights.convert import convert
+from tools.weights.convert_plan import model_of, prepare
+from tools.weights.hugging_face_names import STATE
+from tools.weights.hugging_face_sizes import config_of
 from tools.weights.source import INDEX, open_source
 
 pytestmark = pytest.mark.slow

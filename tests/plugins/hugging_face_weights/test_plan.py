@@ -6,8 +6,8 @@ import pytest
 
 from plugins.hugging_face_weights.plan import Model, copies, is_hugging_face, rows
 from tools.recipe.load import load_recipe
-from tools.weights.convert.plan import model_of
-from tools.weights.hugging_face.names import names_of
+from tools.weights.convert_plan import model_of
+from tools.weights.hugging_face_names import names_of
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 MOE = Model(layers=2, mtp_layers=1, dense=1, experts=8, latent_query=True)

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from plugins.errors import ClusterError
 from tests.tools.process.roots import FOUR, MIXED, PAIRS, atlas, cpuset_files, numa_files, write
-from tools.affinity.plan import LEAST, make_plan, roles
-from tools.affinity.share import shares
+from tools.affinity.plan import LEAST, make_plan, roles, shares
 from tools.affinity.topology import Host, read_host
 from tools.process.host import compress
 

@@ -4,8 +4,7 @@ import pytest
 
 from plugins.errors import ClusterError
 from tests.tools.process.roots import PAIRS, atlas, cpuset_files, numa_files, write
-from tools.affinity.cpuset import allowed, msrun_sees, version
-from tools.affinity.topology import read_host
+from tools.affinity.topology import allowed, msrun_sees, read_host, version
 from tools.process.host import compress
 
 LSCPU = """\

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.check.mutations import MODEL, put
 from tests.tools.check.test_rules import MINI, SEMI
-from tests.tools.checkpoint.test_slot_order import saved
+from tests.tools.checkpoint.test_stored import saved
 from tools.check.check import check_recipe
 from tools.check.conflicts import KEYS
 from tools.recipe.override import dotted

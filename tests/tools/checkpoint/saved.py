@@ -9,8 +9,8 @@ from safetensors.numpy import save_file
 from tools.recipe.view import View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
-from tools.weights.hugging_face.names import table
-from tools.weights.hugging_face.sizes import sizes_of
+from tools.weights.hugging_face_names import table
+from tools.weights.hugging_face_sizes import sizes_of
 
 
 class Saved:

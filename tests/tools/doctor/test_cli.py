@@ -1,13 +1,21 @@
 """`tc3 doctor` from the command line."""
 
+from __future__ import annotations
+
 import json
 import os
 import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner
 
-from tests.tools.process.roots import write
+from tests.tools.process.roots import OUTPUTS, write
 from tools.doctor.cli import doctor
 
 MINI = str(Path(__file__).resolve().parents[3] / "recipes/mini/pretrain_dp2.yaml")
@@ -44,3 +52,62 @@ def test_this_host():
     assert result.exit_code in (0, 1) and len(found) > 25 and report.keys() == {"findings", "facts", "probe"}
     assert facts["Python"] == platform.python_version() and facts["cores"] == str(len(os.sched_getaffinity(0)))
     assert result.exit_code == any(item["verdict"] == "fail" for item in found)
+
+
+ROOT = Path(__file__).resolve().parents[3]
+TC3 = [sys.executable, "-c", "from launch.cli import main; main()"]
+NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--bounding-set=-all"]
+LARGE = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+SECONDS = 3.0  # of CPU, at most; one was measured
+# what Ascend's tools say to somebody who is not root
+REFUSE = '#!/bin/sh\n[ "$(id -u)" = 0 ] && { echo "$ANSWER"; exit 0; }\necho "Permission denied" >&2; exit 1\n'
+
+
+@pytest.fixture
+def folder():
+    """One that everybody may write to; pytest's own are for their owner alone."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o777)
+    yield path
+    shutil.rmtree(path)
+
+
+def verdicts(folder, *before):
+    """Check -> (verdict, what was seen)."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = [*before, *TC3, "doctor", "--json"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode in (0, 1), done.stderr
+    return {item["check"]: (item["verdict"], item["seen"]) for item in json.loads(done.stdout)["findings"]}
+
+
+def test_somebody_without_rights_is_told_what_wants_root(folder):
+    if os.geteuid() or not shutil.which("setpriv"):
+        pytest.skip("becoming somebody else wants root and setpriv")
+    if subprocess.run([*NOBODY, *TC3, "--help"], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode:
+        pytest.skip("nobody may not read this checkout or this Python")
+    output = (OUTPUTS / "910B2C_23.0.2.1.txt").read_text()
+    (folder / "npu-smi").write_text(REFUSE.replace("$ANSWER", output))
+    (folder / "npu-smi").chmod(0o755)
+    root, nobody = verdicts(folder), verdicts(folder, *NOBODY)
+    assert root.keys() == nobody.keys() and root["npu_health"] == ("ok", "2 OK")
+    asked = {"npu_health", "npu_processes", "npu_clock"}
+    assert {nobody[name][0] for name in asked} == {"unknown"} and all("root" in nobody[name][1] for name in asked)
+    others = root.keys() - asked - {"disk_write", "memory"}  # which take time, and change
+    assert {name: nobody[name][0] for name in others} == {name: root[name][0] for name in others}
+    assert nobody["disk_write"][0] in ("ok", "warn")
+
+
+def test_it_takes_little_time(folder):
+    def spent():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = spent()
+    done = subprocess.run(
+        [*TC3, "doctor", str(LARGE), "--json"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+    )
+    assert done.returncode in (0, 1) and spent() - before < SECONDS

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from plugins.hierarchical_ep.plan import MODES
 from tools.data.imbalance.measure import seconds_of
-from tools.ep_report.cli import ep_report
 from tools.estimate.configuration import Cut
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import TimeModel
+from tools.experts.cost import ep_report
 from tools.hardware import DEFAULT_HARDWARE, load_hardware
 from tools.layout.advise import advise
 from tools.layout.resolve import resolve

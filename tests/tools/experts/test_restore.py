@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
-from tools.checkpoint.slot_order import moved, read_placements
-from tools.checkpoint.stored import open_stored
-from tools.checkpoint.whole import read_whole
+from tools.checkpoint.stored import moved, open_stored, read_placements, read_whole
 from tools.experts import restore
 from tools.experts.restore import restore_order, target_of
 

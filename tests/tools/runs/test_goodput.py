@@ -12,7 +12,7 @@ from tests.tools.runs.reference import tenths
 from tools.runs import goodput
 from tools.runs.attempts import Attempt, End, Plan
 from tools.runs.goodput import WORDS, ledger
-from tools.runs.source import Part, Run, read_run
+from tools.runs.readings import Part, Run, load_run
 
 TENTH = 100_000  # microseconds
 
@@ -24,7 +24,7 @@ def kinds(found):
 @pytest.mark.parametrize("seed", range(25))
 def test_the_time_of_random_runs_is_as_built_and_as_the_reference_says(tmp_path, seed):
     built = random_run(tmp_path / "run", seed)
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     assert kinds(found) == {kind: value for kind, value in built.truth.items() if value}
     assert kinds(found) == dict(tenths(tmp_path / "run"))
     assert found.wall == built.wall * TENTH
@@ -77,7 +77,7 @@ def test_a_run_of_before_times_is_not_known(tmp_path):
     (tmp_path / "run" / "metrics" / "rank_0.jsonl").write_text(
         json.dumps({"total_steps": 2, "start_step": 0}) + "\n" + json.dumps({"step": 1, "seconds": 2.0}) + "\n"
     )
-    assert "no times" in ledger(read_run(tmp_path / "run"))
+    assert "no times" in ledger(load_run(tmp_path / "run"))
 
 
 def test_of_a_run_without_attempts_gaps_are_not_known(tmp_path):
@@ -91,7 +91,7 @@ def test_of_a_run_without_attempts_gaps_are_not_known(tmp_path):
     built = builder.done(0)
     for path in (tmp_path / "run" / "attempts").rglob("*.json"):
         path.unlink()
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     truth = built.truth
     assert kinds(found) == {
         "kept": truth["kept"], "lost": truth["lost"], "compile": truth["compile"], "between": truth["between"],
@@ -108,7 +108,7 @@ def test_steps_of_before_times_are_left_out_and_said(tmp_path):
     builder.plan()
     builder.train(10)
     built = builder.done()
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     assert found.wall == built.wall * TENTH and found.kept_steps == 8
     assert "2 records of steps" in " ".join(found.notes)
 
@@ -131,12 +131,12 @@ def test_attempts_whose_steps_have_no_times_are_not_known_and_not_of_no_use(tmp_
     built = builder.done()
     metrics = tmp_path / "run" / "metrics" / "rank_0.jsonl"
     without_times(metrics, 7)
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     first, second = (found.totals(number) for number in (0, 1))
     assert {kind for kind, value in first.items() if value} == {"unknown"} and second["unknown"] == 0
     assert sum(found.totals().values()) == found.wall == built.wall * TENTH
     metrics.write_text(metrics.read_text().replace('"time"', '"then"'))
-    assert "no times" in ledger(read_run(tmp_path / "run"))
+    assert "no times" in ledger(load_run(tmp_path / "run"))
 
 
 def test_a_run_that_goes_on_ends_at_its_last_sign(tmp_path):
@@ -146,7 +146,7 @@ def test_a_run_that_goes_on_ends_at_its_last_sign(tmp_path):
     builder.spend(25, "stop")
     builder.beat()
     built = builder.sum_up()
-    assert ledger(read_run(tmp_path / "run")).wall == built.wall * TENTH
+    assert ledger(load_run(tmp_path / "run")).wall == built.wall * TENTH
 
 
 def test_an_attempt_that_never_trained_makes_earlier_steps_lost(tmp_path):
@@ -156,7 +156,7 @@ def test_an_attempt_that_never_trained_makes_earlier_steps_lost(tmp_path):
     builder.kill()
     builder.plan()  # from step 5
     builder.kill()
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     assert (found.kept_steps, found.lost_steps) == (5, 2)
 
 
@@ -164,17 +164,17 @@ def test_one_step_in_all_counts_as_compiling(tmp_path):
     builder = Builder(tmp_path / "run", 100)
     builder.plan()
     builder.train(1)
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     assert kinds(found) == {"start": 100, "compile": 320}
     assert "first one counts as compiling" in " ".join(found.notes)
 
 
 def test_nothing_yet(tmp_path):
     (tmp_path / "metrics").mkdir()
-    assert ledger(read_run(tmp_path)) == "no step"
+    assert ledger(load_run(tmp_path)) == "no step"
     for folder in ("none", "metrics"):
         with pytest.raises(DataError, match=folder):
-            read_run(tmp_path / folder)
+            load_run(tmp_path / folder)
 
 
 def test_every_kind_has_its_words():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.tools.runs.metrics import append, empty, header, step
+from tests.tools.runs.builders import append, empty, header, step
 from tools.recipe.load import Recipe
 from tools.runs.readings import Follower, loss_rank, read_held_out, read_metrics
 

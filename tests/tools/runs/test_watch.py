@@ -17,11 +17,11 @@ from rich.console import Console
 
 from plugins.errors import DataError
 from tests.tools.runs.builders import Builder, random_run
-from tools.runs import live, readings
+from tools.runs import cli, readings
 from tools.runs.attempts import END, End, write
 from tools.runs.cli import runs
 from tools.runs.goodput import ledger
-from tools.runs.source import read_run
+from tools.runs.readings import load_run
 from tools.runs.watch import Kept, Watch
 
 
@@ -51,7 +51,7 @@ def test_goodput_is_the_reports_however_the_lines_arrive(tmp_path, seed):
     watch = Watch(tmp_path / "copy")
     for _ in growing(tmp_path / "run", tmp_path / "copy", seed):
         status = watch.look()
-    found = ledger(read_run(tmp_path / "run"))
+    found = ledger(load_run(tmp_path / "run"))
     assert status.goodput == pytest.approx(found.goodput, abs=1e-9)
     assert status.goodput == pytest.approx(built.truth["kept"] / built.wall)
     assert (status.step, status.total_steps, status.failures) == (60, 60, built.failures)
@@ -70,7 +70,7 @@ def test_a_run_that_goes_on(tmp_path):
     # two steps of 2 s and two gaps of 0.1 s after the save, and 2.5 s since
     assert status.checkpoint_step == 5 and status.checkpoint_age == pytest.approx(6.7)
     assert status.failures == 0 and status.last_failure is None
-    assert status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+    assert status.goodput == pytest.approx(ledger(load_run(tmp_path / "run")).goodput)
 
 
 def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
@@ -87,10 +87,10 @@ def test_an_attempt_that_has_not_trained_yet_takes_its_steps_back(tmp_path):
     builder.beat("start")
     status = watch.look()
     assert (status.state, status.attempt, status.phase, status.step) == ("running", 1, "start", 5)
-    assert status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+    assert status.goodput == pytest.approx(ledger(load_run(tmp_path / "run")).goodput)
     builder.train(9)
     status = watch.look()
-    assert status.step == 9 and status.goodput == pytest.approx(ledger(read_run(tmp_path / "run")).goodput)
+    assert status.step == 9 and status.goodput == pytest.approx(ledger(load_run(tmp_path / "run")).goodput)
 
 
 def test_the_error_is_shown_and_not_cut_off(tmp_path):
@@ -105,9 +105,9 @@ def test_the_error_is_shown_and_not_cut_off(tmp_path):
     )
     status = Watch(tmp_path / "run").look()
     console = Console(file=io.StringIO(), width=60, force_terminal=True, color_system=None, soft_wrap=True)
-    console.print(live.table(status))
+    console.print(cli.table(status))
     assert "x" * 90 in "".join(line.strip() for line in console.file.getvalue().splitlines())
-    assert status.last_failure.endswith(error) and error in live.line(status)
+    assert status.last_failure.endswith(error) and error in cli.line(status)
 
 
 def test_who_began_it_is_told_anew_when_the_verdict_is_there(tmp_path):
@@ -186,7 +186,7 @@ def test_it_follows_to_the_end(tmp_path, terminal):
         return watch.look()
 
     console = Console(file=out, force_terminal=terminal, width=100)
-    assert live.follow(look, console, 0.01, False) == 0
+    assert cli.follow(look, console, 0.01, False) == 0
     assert ("run: done" in out.getvalue()) and ("10 of 10" in out.getvalue())
     if not terminal:
         assert len(out.getvalue().splitlines()) == 3  # at first, in another phase, at the end
@@ -196,8 +196,8 @@ def test_a_silence_is_said():
     from tools.runs.watch import Status
 
     status = Status("a", "running", None, None, None, None, 0, None, None, None, None, None, None, None, None, None)
-    assert "nothing new" not in live.line(status)
-    assert "nothing new for 5 min" in live.line(Status(**vars(status) | {"quiet": 300.0}))
+    assert "nothing new" not in cli.line(status)
+    assert "nothing new for 5 min" in cli.line(Status(**vars(status) | {"quiet": 300.0}))
 
 
 def test_ctrl_c_is_quiet(tmp_path):

@@ -11,9 +11,9 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError, TC3Error
 from tests.tools.search.test_search import RECIPE, run
-from tools.ep_report.cli import ep_report
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.published.rows import read_rows
+from tools.experts.cost import ep_report
 from tools.hardware.load import FOLDER
 from tools.layout.instance import read_instance
 from tools.recipe.load import load_recipe

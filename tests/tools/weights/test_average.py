@@ -12,7 +12,7 @@ from plugins.errors import CheckpointError, DataError
 from plugins.sealed_checkpoint.plan import fault, write_seal
 from tests.tools.checkpoint.saved import Saved, numbered
 from tests.tools.experts.test_restore import write
-from tools.checkpoint.whole import read_whole
+from tools.checkpoint.stored import read_whole
 from tools.weights import average as module
 from tools.weights.average import average
 from tools.weights.source import open_source

@@ -12,8 +12,8 @@ from tools.accuracy.align import sides
 from tools.accuracy.align.sides import alone, load
 from tools.accuracy.reference import frozen, golden
 from tools.accuracy.reference.start import hyper_of
-from tools.weights.convert.plan import prepare
-from tools.weights.convert.run import convert
+from tools.weights.convert import convert
+from tools.weights.convert_plan import prepare
 from tools.weights.source import INDEX, open_source
 
 LIMIT = 200_000  # bytes of a file: several files for MindFormers

@@ -15,7 +15,7 @@ from mindspore.train.callback import Callback
 from plugins.cpu_backend.pynative import stand_ins
 from plugins.private_hooks import replaced
 from tools.accuracy.counted_bias import CountedBias
-from tools.weights.hugging_face.names import STATE
+from tools.weights.hugging_face_names import STATE
 
 COLUMNS = ("input_ids", "labels", "loss_mask")
 MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK)

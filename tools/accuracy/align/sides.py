@@ -32,8 +32,8 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import LOADER, MODEL, View, look
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
-from tools.weights.hugging_face.names import table, to_hugging_face, to_mindformers
-from tools.weights.hugging_face.sizes import Sizes, sizes_of
+from tools.weights.hugging_face_names import table, to_hugging_face, to_mindformers
+from tools.weights.hugging_face_sizes import Sizes, sizes_of
 
 Arrays = dict[str, np.ndarray]
 CURVES = ("loss", "lm_loss", "mtp_loss", "global_norm", "learning_rate")

@@ -49,7 +49,7 @@ from tools.accuracy.equivalence.trained import (
 )
 from tools.accuracy.judge import judge, tolerance
 from tools.checkpoint.scan import iteration, iterations
-from tools.checkpoint.whole import Whole, read_whole
+from tools.checkpoint.stored import Whole, read_whole
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 from tools.schema.stages import loss_rank

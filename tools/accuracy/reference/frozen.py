@@ -66,8 +66,8 @@ def full_size(recipe: str) -> dict[str, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tools.recipe.load import load_recipe
-    from tools.weights.convert.plan import model_of
-    from tools.weights.hugging_face.sizes import config_of
+    from tools.weights.convert_plan import model_of
+    from tools.weights.hugging_face_sizes import config_of
 
     content = config_of(model_of(load_recipe(RECIPES / recipe)), "bfloat16")
     with torch.device("meta"):
@@ -84,7 +84,7 @@ def main(update: bool) -> None:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from tools.recipe.load import load_recipe
-    from tools.weights.convert.plan import model_of
+    from tools.weights.convert_plan import model_of
 
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**model_of(load_recipe(RECIPE)).hf)).float()
     values = {name: torch.from_numpy(draw(name, tuple(old.shape), SEED)) for name, old in model.state_dict().items()}

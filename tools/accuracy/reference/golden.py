@@ -20,7 +20,7 @@ from plugins.errors import CheckpointError
 from tools.accuracy.align.sides import Record
 from tools.accuracy.reference.start import checksum
 from tools.data.index import IndexWriter
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_sizes import Sizes
 
 HERE = Path(__file__).resolve().parents[3] / "tests" / "tools" / "accuracy" / "reference" / "golden"
 RECIPE, FILE = HERE / "hf_mini.yaml", HERE / "hf_mini.npz"

@@ -25,7 +25,7 @@ def main(job_file: str, out_file: str) -> int:
         return MISSING
     from tools.accuracy.reference.start import Hyper
     from tools.accuracy.reference.train import Reference, run, single_steps
-    from tools.weights.hugging_face.sizes import Sizes
+    from tools.weights.hugging_face_sizes import Sizes
 
     with np.load(job_file) as file:
         stored = {name: file[name] for name in file.files}

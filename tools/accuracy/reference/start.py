@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from plugins.errors import RecipeError
-from tools.weights.hugging_face.names import Arrays, hugging_face_shapes
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_names import Arrays, hugging_face_shapes
+from tools.weights.hugging_face_sizes import Sizes
 
 SMALL = 0.02  # the recipes' initializer_range, or twice that
 # queries, keys and logits of order 1, so that attention is far from uniform and its scale and positions matter

@@ -17,8 +17,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from tools.accuracy.reference.start import Hyper
-from tools.weights.hugging_face.names import Arrays
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_names import Arrays
+from tools.weights.hugging_face_sizes import Sizes
 
 Loads = Mapping[int, np.ndarray]
 _ATTENTION = "tc3_traced"

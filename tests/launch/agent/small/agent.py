@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 from launch.agent.decide import Rules
-from launch.agent.job import Job
-from launch.agent.limits import DEFAULTS, Limits
 from launch.agent.loop import Agent
-from launch.agent.planning import first_number
+from launch.agent.phases import DEFAULTS, Limits
+from launch.agent.planning import Job, first_number
 from launch.run import msrun
 from tools.recipe.load import load_recipe
 

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 from launch.run.failure import STOPPED
-from launch.workers import stacks
-from launch.workers.lifeline import die_with_parent
+from launch.workers import lifetime
+from launch.workers.lifetime import die_with_parent
 from plugins.sealed_checkpoint.plan import write_seal
 from tests.launch.agent.small.mindspore.numbers import NUMBER, receive
 
@@ -141,7 +141,7 @@ def main() -> None:
     if os.environ["MS_ROLE"] == "MS_SCHED":
         schedule(port, world)
         return
-    stacks.answer()
+    lifetime.answer_with_stacks()
     signal.signal(signal.SIGUSR1, hang)
     saves = args.run_dir / "checkpoint"
     try:

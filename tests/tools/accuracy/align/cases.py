@@ -7,8 +7,8 @@ import numpy as np
 from tests.tools.accuracy.reference.forward import Forward
 from tools.accuracy.align.sides import Record
 from tools.accuracy.reference.start import Hyper, initial_weights
-from tools.weights.hugging_face.names import table
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_names import table
+from tools.weights.hugging_face_sizes import Sizes
 
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,

@@ -13,7 +13,7 @@ from tools.accuracy.align.ladder import Ladder, compare_records
 from tools.accuracy.align.sides import alone, load
 from tools.accuracy.reference import golden
 from tools.accuracy.reference.start import hyper_of, initial_weights
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_sizes import Sizes
 
 MODEL = cases.sizes(mtp=0)
 ROPE = MODEL.hf["qk_rope_head_dim"]

@@ -10,8 +10,8 @@ import math
 
 import numpy as np
 
-from tools.weights.hugging_face.names import Arrays
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_names import Arrays
+from tools.weights.hugging_face_sizes import Sizes
 
 
 class Forward:

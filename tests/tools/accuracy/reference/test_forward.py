@@ -13,7 +13,7 @@ from tools.accuracy.align.sides import alone, load, reference_sizes
 from tools.accuracy.reference import golden
 from tools.accuracy.reference.start import Hyper, checksum, hyper_of, initial_weights, rate
 from tools.recipe.load import load_recipe
-from tools.weights.hugging_face.sizes import Sizes
+from tools.weights.hugging_face_sizes import Sizes
 
 
 def test_it_computes_the_golden_logits():

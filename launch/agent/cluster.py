@@ -1,0 +1,239 @@
+"""`tc3 agent --slurm` and `--volcano`: the file that makes a cluster manager start an agent on every node of a run.
+
+`Allocation` is what either manager is asked for. `sbatch_file` writes it as a script for Slurm, `volcano_job` as a job
+of Volcano (https://volcano.sh, a batch scheduler for Kubernetes). The parts that are the same in every file are the
+shell and YAML files beside this module.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Template
+
+import click
+from click.core import ParameterSource
+
+from launch.run import preflight
+from launch.run.effective import FULL_SIZE, chosen_recipe, resolved, steps_overrides
+from launch.run.msrun import ROOT, worker_count
+from launch.run.script import in_checkout, outside
+from plugins.errors import ClusterError
+from tools.process.host import DEVICES, read_hosts
+from tools.recipe.override import apply_overrides
+from tools.schema.versions import unverified_words
+
+NOTICE = 300  # seconds between the manager's SIGTERM and its SIGKILL: time for a checkpoint
+DECISION = ROOT / "launch/agent/decision.sh"  # what both kinds of script ask after their agents ended
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One run of agents. `options` go to each agent as they stand, apart from its hosts, host and run's folder.
+
+    `slots` are the workers of a node; relative paths start at the checkout; `made_by` is the command that wrote it.
+    """
+
+    recipe: str
+    run_dir: str
+    workers: int
+    slots: int
+    spares: int = 0
+    target: str = "Ascend"
+    notice: int = NOTICE
+    options: Sequence[str] = field(default=())
+    made_by: Sequence[str] = field(default=())
+
+    def __post_init__(self) -> None:
+        """Refuse workers that are no whole nodes.
+
+        Raises:
+            ClusterError: they are none, or there is no time for a checkpoint.
+        """
+        if self.workers % self.slots:
+            raise ClusterError(f"{self.workers} workers are no whole nodes of {self.slots}: name hosts with --nodes")
+        if self.notice < 1:
+            raise ClusterError(f"a notice of {self.notice} s: a checkpoint needs some time, want 1 or more")
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that train; `spares` wait beside them."""
+        return self.workers // self.slots
+
+    @property
+    def name(self) -> str:
+        """A name that Slurm and Kubernetes take: lower case, digits and hyphens, from the run's folder."""
+        words = re.sub(r"[^a-z0-9]+", "-", Path(self.run_dir).name.lower()).strip("-")
+        return (words if words[:1].isalpha() else f"tc3-{words}")[:40].strip("-")
+
+    @property
+    def size(self) -> str:
+        """How much it takes, in words."""
+        spares = f" and {self.spares:,} spare{'s' * (self.spares > 1)}" if self.spares else ""
+        nodes = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
+        return f"{self.workers:,} worker{'s' * (self.workers > 1)} on {nodes}{spares}"
+
+
+def body(path: Path) -> str:
+    """The text of a bash file of this folder, without the line that tells linters its language."""
+    return path.read_text(encoding="utf-8").split("\n", 1)[1]
+
+
+BODY = DECISION.with_name("slurm_body.sh")
+REQUEUES = 3
+
+
+def sbatch_file(job: Allocation) -> str:
+    """The text of the sbatch file of `job`; options of sbatch's own command line win over those in it."""
+    return "\n".join([*_head(job), *_values(job), "", body(DECISION) + body(BODY)])
+
+
+def _head(job: Allocation) -> list[str]:
+    """What Slurm reads, and what a user does."""
+    made_by = " ".join(shlex.join(job.made_by).splitlines())
+    return [
+        "#!/usr/bin/env bash",
+        f"# {job.size}. Written by: {made_by}",
+        "# Submit it from the checkout, which lies with the data and RUN_DIR on a disk that all nodes see:",
+        "#   sbatch [--time=7-0] [--partition=NAME] [--account=NAME] FILE",
+        f"#SBATCH --job-name={job.name}",
+        f"#SBATCH --nodes={job.nodes + job.spares}",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --exclusive",
+        "# A lost node does not end the job: the agents go on with a spare, or smaller.",
+        "#SBATCH --no-kill",
+        "# Before the time limit, and before a preemption if the site sends it (PreemptParameters=send_user_signal),",
+        f"# each agent gets SIGTERM and has {job.notice} s to save and leave. proctrack/cgroup and proctrack/pgid",
+        "# send it to the agents alone, as it has to be; proctrack/linuxproc would send it to the workers, too.",
+        f"#SBATCH --signal=TERM@{job.notice}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=%x-%j.out",
+        "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, REQUEUES (how often it is queued again).",
+        "# Exit code: 0 trained, 1 given up, 2 something to mend first, 130 or 143 interrupted.",
+        "# shellcheck disable=SC2016 # words are taken as they stand",
+        "set -euo pipefail",
+        "",
+    ]
+
+
+def _values(job: Allocation) -> list[str]:
+    """The assignments that set this file apart from others."""
+    spares = ["--spares", str(job.spares)] if job.spares else []
+    options = " ".join(shlex.quote(word) for word in (*job.options, *spares))
+    return [
+        f"RECIPE={shlex.quote(job.recipe)}",
+        f"OPTIONS=({options})",
+        f"SLOTS={job.slots} # workers of a node",
+        f'[ -n "${{RUN_DIR:-}}" ] || RUN_DIR={shlex.quote(job.run_dir)}',
+        f'[ -n "${{REQUEUES:-}}" ] || REQUEUES={REQUEUES}',
+    ]
+
+
+YAML = DECISION.with_name("volcano.yaml")
+POD = DECISION.with_name("volcano_pod.sh")
+RESOURCES = {"Ascend": "huawei.com/Ascend910"}  # what Ascend's device plugin for Kubernetes calls an NPU
+INDENT = 18  # of the script and of resources, less 2
+
+
+def volcano_job(job: Allocation, root: Path) -> str:
+    """The YAML of `job`; `root` is the checkout, whose parent is where the shared volume is mounted."""
+    values = {
+        "size": job.size,
+        "made_by": " ".join(shlex.join(job.made_by).splitlines()),
+        "name": job.name,
+        "nodes": job.nodes,
+        "replicas": job.nodes + job.spares,
+        "notice": job.notice,
+        "root": json.dumps(str(root)),
+        "mount": json.dumps(str(root.parent)),
+        "script": textwrap.indent(pod_script(job), " " * INDENT, lambda line: line.strip() != ""),
+        "resources": textwrap.indent(_resources(job), " " * (INDENT - 2)),
+    }
+    return Template(YAML.read_text(encoding="utf-8")).substitute(values)
+
+
+def pod_script(job: Allocation) -> str:
+    """What a pod runs, as bash."""
+    spares = ["--spares", str(job.spares)] if job.spares else []
+    lines = [
+        "# shellcheck disable=SC2016 # words are taken as they stand",
+        "set -euo pipefail",
+        f"JOB={job.name}",
+        f"RECIPE={shlex.quote(job.recipe)}",
+        f"RUN_DIR={shlex.quote(job.run_dir)}",
+        f"SLOTS={job.slots}",
+        f"OPTIONS=({' '.join(shlex.quote(word) for word in (*job.options, *spares))})",
+    ]
+    return "\n".join([*lines, body(DECISION) + body(POD)]).rstrip("\n")
+
+
+def _resources(job: Allocation) -> str:
+    """Devices of a node for its pod; on CPU a core for each worker."""
+    name = RESOURCES.get(job.target, "cpu")
+    return f"limits:\n  {name}: {job.slots}"
+
+
+# options that the file has for itself, or that each node has its own of
+ELSEWHERE = ("recipe", "nodes", "host", "run_dir", "spares", "resume", "slurm", "volcano")
+
+
+def print_job(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    steps: int | None,
+    run_dir: Path | None,
+    nodes: Path | None,
+    spares: int,
+    resume: tuple[str, ...],
+    slurm: bool,
+    volcano: bool,
+) -> None:
+    """Check the recipe, and print the file; data and devices are looked at where it runs."""
+    if slurm and volcano:
+        raise click.UsageError("--slurm is for one cluster manager, --volcano for another: choose one")
+    chosen = chosen_recipe(recipe, overrides)
+    flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps, overrides)), make_layout=True)
+    preflight.check_sound(flat)
+    folder = next((each for each in resume if each != "auto"), None)
+    for line in outside(recipe, flat, folder, run_dir):
+        click.echo(f"note: {line}", err=True)
+    workers = worker_count(flat)
+    place = in_checkout(run_dir) if run_dir else str(FULL_SIZE.run_dir(recipe))
+    places = [each if each == "auto" else in_checkout(Path(each)) for each in resume]
+    going_on = [word for place in places for word in ("--resume", place)]
+    words = [*passed_on(), *going_on, *unverified_words()]
+    own = [*(["--nodes", str(nodes)] if nodes else []), *(["--spares", str(spares)] if spares else [])]
+    own += ["--run-dir", place] if run_dir else []
+    job = Allocation(
+        recipe=in_checkout(recipe),
+        run_dir=place,
+        workers=workers,
+        slots=read_hosts(nodes)[1] if nodes else min(workers, DEVICES),
+        spares=spares,
+        target=str((flat.get("context") or {}).get("device_target", "Ascend")),
+        options=words,
+        made_by=["tc3", "agent", in_checkout(recipe), "--slurm" if slurm else "--volcano", *own, *words],
+    )
+    click.echo(sbatch_file(job) if slurm else volcano_job(job, ROOT), nl=False)
+
+
+def passed_on() -> list[str]:
+    """The options of this command line that each agent gets as well."""
+    context = click.get_current_context()
+    words: list[str] = []
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if not given or option.name in ELSEWHERE or option.name not in context.params:
+            continue
+        value = context.params[option.name]
+        if value is True:
+            words.append(option.opts[0])
+        else:
+            words += [word for each in (value if option.multiple else [value]) for word in (option.opts[0], str(each))]
+    return words

@@ -1,0 +1,329 @@
+"""What a node sees of the others while an attempt runs: that it is over, or that a neighbour is gone.
+
+Each node looks after the next one by rank, so that its share is the same among 2 and among 4,096, and a dead one always
+has a living one before it, while one lives. Spares look after one each, too: all others may die at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+
+from launch.agent.decide import is_sure
+from launch.agent.disk import LostDiskError
+from launch.agent.meeting import Meeting
+from launch.agent.phases import Limits, Phases
+from launch.run.failure import Failure, timed_out
+from launch.workers.lifetime import ASK_STACKS
+from plugins.errors import ClusterError, DataError
+from tools.runs.attempts import Beat, End, Plan
+
+
+@dataclass
+class Around:
+    """The other nodes of an attempt, as `host` sees them."""
+
+    meeting: Meeting
+    plan: Plan
+    host: str
+    finished: set[str] = field(default_factory=set)
+
+    def look(self) -> str | None:
+        """Why this node's workers are to end, in words; None while all is well. For about once a second.
+
+        Who finds a neighbour lost writes its end for it.
+        """
+        number = self.plan.attempt
+        if first := self.meeting.over(number):
+            return f"{first} ended attempt {number}" if first != self.host else f"attempt {number} is over"
+        other = self._neighbour()
+        if other is None:
+            return None
+        if end := self.meeting.ended(number, other):  # it says no more
+            self.meeting.end(number, end)  # again: if it went badly all must hear, and it may have died before that
+            self.finished.add(other)
+        elif self.meeting.stale(number, other):
+            self.meeting.lost(number, other, f"no sign of life for {self.meeting.lost_after:g} s")
+            return f"{other} gives no sign of life"
+        return None
+
+    def began(self) -> End | None:
+        """How the part of the one that ended the attempt has ended."""
+        number = self.plan.attempt
+        first = self.meeting.over(number)
+        return self.meeting.ended(number, first) if first else None
+
+    def _neighbour(self) -> str | None:
+        others = [host for host in self._after_us() if host not in self.finished]
+        if not others:
+            return None
+        return others[0 if self.host in self.plan.hosts else sum(self.host.encode()) % len(others)]
+
+    def _after_us(self) -> list[str]:
+        """The others by rank, from the one after us and round."""
+        hosts = self.plan.hosts
+        place = hosts.index(self.host) + 1 if self.host in hosts else 0
+        return [host for host in [*hosts[place:], *hosts[:place]] if host != self.host]
+
+
+ANY_PORT = 9  # nothing is sent
+
+
+@dataclass(frozen=True)
+class Link:
+    """`interface` is None where nobody else is to be reached, or it is not known by what."""
+
+    interface: str | None = None
+
+    def lost(self) -> list[str]:
+        """That the interface has no link, in words; none while it has, or cannot be looked at."""
+        known = psutil.net_if_stats().get(self.interface or "")
+        return [f"network interface {self.interface} has no link"] if known and not known.isup else []
+
+
+def link_to(others: Iterable[str]) -> Link:
+    """The link to the first of `others` whose name or address is known."""
+    for host in others:
+        with contextlib.suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)
+                return Link(_interface_of(probe.getsockname()[0]))
+    return Link()
+
+
+def _interface_of(address: str) -> str | None:
+    """The interface that has an address; loopback is none, for it needs no link."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.split("%")[0] == address for each in addresses) and not address.startswith("127."):
+            return name
+    return None
+
+
+ANSWER = 1.0  # seconds
+_THREAD = re.compile(rb"^(?:Current thread|Thread) 0x[^\n]*\n", re.MULTILINE)  # the main thread is the last one
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+
+
+@dataclass(frozen=True)
+class Place:
+    """The innermost Python call of a worker's main thread."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in MindSpore, and not for its own data."""
+        return "/mindspore/" in self.file and "/mindspore/dataset/" not in self.file
+
+    def __str__(self) -> str:
+        """As a user would look for it."""
+        return f"{self.function} ({'/'.join(Path(self.file).parts[-2:])}:{self.line})"
+
+
+def workers() -> dict[int, psutil.Process]:
+    """Rank -> process of the workers below this one."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
+            environ = process.environ()
+            if environ.get("MS_ROLE") == "MS_WORKER":
+                found[int(environ["RANK_ID"])] = process
+    return found
+
+
+def stopped_worker() -> int | None:
+    """The first worker whose process was stopped (SIGSTOP, a debugger)."""
+    for rank, process in sorted(workers().items()):
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return rank
+    return None
+
+
+def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
+    """Where the workers are that say so within `ANSWER` seconds; they are asked all at once."""
+    sizes = {}
+    for rank, process in workers().items():
+        log = logs / f"worker_{rank}.log"
+        with contextlib.suppress(psutil.Error, OSError):
+            if rank in ranks and _answers(process.pid):
+                sizes[rank] = log.stat().st_size
+                process.send_signal(ASK_STACKS)
+    found: dict[int, Place] = {}
+    until = time.monotonic() + ANSWER
+    while len(found) < len(sizes) and time.monotonic() < until:
+        time.sleep(0.1)
+        for rank, size in sizes.items():
+            with contextlib.suppress(OSError), (logs / f"worker_{rank}.log").open("rb") as file:
+                file.seek(size)
+                if place := place_of(file.read()):
+                    found[rank] = place
+    return found
+
+
+def place_of(said: bytes) -> Place | None:
+    """The place in what `faulthandler` has written; the main thread's stack ends it."""
+    starts = [match.end() for match in _THREAD.finditer(said)]
+    frame = _FRAME.match(said[starts[-1] :].decode("utf-8", "replace")) if starts else None
+    return Place(frame["file"], int(frame["line"]), frame["function"]) if frame else None
+
+
+def _answers(pid: int) -> bool:
+    """Whether a process has a handler for the question: others would die of it."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (ASK_STACKS - 1) & 1)
+    return False
+
+
+POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
+
+
+class Lookout(threading.Thread):
+    """Watches one attempt from this node, while it is used as a context.
+
+    Attributes:
+        told: whether the workers end for another node's sake.
+    """
+
+    def __init__(
+        self,
+        phases: Phases,
+        around: Around,
+        limits: Limits | None,
+        show: Callable[[], None],
+        lost_after: float | None,
+        link: Link,
+    ):
+        """`limits`: of phases; None: nothing is a hang. `lost_after`: seconds until the disk is lost; None: never."""
+        super().__init__(daemon=True, name="lookout")
+        self.phases, self.around, self.limits, self.show = phases, around, limits, show
+        self.lost_after, self.link = lost_after, link
+        self.told = False
+        self._reason: Failure | None = None
+        self._trouble = ""
+        self._error: Exception | None = None
+        self._places: dict[int, Place] = {}
+        self._alive = time.monotonic()
+        self._over = threading.Event()
+
+    def __enter__(self) -> Lookout:
+        self._alive = time.monotonic()
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join(timeout=2 * BEAT)  # not for ever: the disk may be gone
+        if not self.is_alive():
+            with contextlib.suppress(OSError):
+                self.phases.look()
+            self.show()
+
+    def tick(self) -> Failure | None:
+        """Why the workers are to end; touches no disk."""
+        if self._error:
+            raise self._error
+        silent = time.monotonic() - self._alive
+        if self._reason is None and self.lost_after is not None and silent > self.lost_after:
+            why = self._trouble or f"the run's folder has not answered for {silent:.0f} s"
+            return Failure(f"lost disk: {why}", self._log, cause="lost disk")
+        return self._reason
+
+    def run(self) -> None:
+        """Until the workers have ended: who falls silent while it ends them would be taken for lost."""
+        looked = 0.0
+        while not self._over.wait(POLL):
+            try:
+                self.show()
+                if time.monotonic() - looked >= BEAT:
+                    looked = time.monotonic()
+                    self._look()
+                self._alive, self._trouble = time.monotonic(), ""
+            except LostDiskError as error:
+                self._trouble, self._alive = str(error), 0.0
+            except (OSError, DataError) as error:
+                self._trouble = str(error)
+            except ClusterError as error:  # another agent has our name
+                self._reason = Failure(str(error), self._log, user_error=True, cause="user error")
+            except Exception as error:  # a mistake of ours: it is the main thread's to end with it
+                self._error = error
+                return
+
+    def _look(self) -> None:
+        self.phases.look()
+        meeting, number, host = self.around.meeting, self.around.plan.attempt, self.around.host
+        now = meeting.now()
+        lasted = self.phases.clock() - self.phases.since
+        meeting.beat(number, Beat(host, now, self.phases.phase, now - lasted, self.phases.step))
+        if self._reason is not None:
+            return
+        if words := self.around.look():
+            # where another node was the first to complain, this one may be who holds it up
+            end = self.around.began()
+            hang = end is not None and end.cause == "hang"
+            own = self._own_fault(places=hang) if self.limits and end and (hang or not is_sure(end)) else None
+            self.told, self._reason = own is None, own or Failure(words, self._log)
+        elif self.limits and lasted > (limit := self.limits.limit(self.phases.phase)):
+            self._reason = self._own_fault() or self._hang(lasted, limit)
+
+    def explain(self, failure: Failure) -> Failure:
+        """A worker's failure with what has brought it about, where that is known; before the workers are ended."""
+        end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
+        if is_sure(end):
+            return failure
+        with contextlib.suppress(psutil.Error, OSError):  # the failure itself is what counts
+            return self._own_fault(places=False) or self._answer(failure)
+        return failure
+
+    def _answer(self, failure: Failure) -> Failure:
+        """Say so where msrun's scheduler has lost workers of other hosts before one of ours failed."""
+        plan, own = self.around.plan, self.phases.ranks
+        several = len(plan.hosts) > 1
+        first = self.phases.logs.with_name("node_0") if several else self.phases.logs
+        lost = timed_out(first / "scheduler.log")
+        if not lost or not several or any(rank in own for rank in lost):
+            return failure
+        names = ", ".join(f"worker {rank} of {plan.hosts[rank // plan.slots]}" for rank in lost)
+        return replace(failure, message=f"{failure.message}; msrun's scheduler says that {names} timed out before it")
+
+    def _own_fault(self, places: bool = True) -> Failure | None:
+        """What keeps this node from going on, whatever the others do; `places`: ask its workers where they are, too."""
+        if lost := self.link.lost():
+            return Failure(lost[0], self._log, cause="lost node")
+        if (rank := stopped_worker()) is not None:
+            return self._failure(f"worker {rank} is stopped", rank)
+        if not places:
+            return None
+        self._places = worker_places(self.phases.logs, self.phases.ranks)
+        for rank, place in sorted(self._places.items()):
+            if not place.waits:
+                return self._failure(f"worker {rank} is in {place}", rank)
+        return None
+
+    def _hang(self, lasted: float, limit: float) -> Failure:
+        rank = self.phases.behind
+        who = "nothing moved" if rank is None else f"worker {rank} does not move"
+        waits = "".join(f"; worker {rank} waits in {place}" for rank, place in sorted(self._places.items())[:1])
+        return self._failure(
+            f"{who} for {lasted:.0f} s in phase {self.phases.phase} (limit {limit:.0f} s){waits}", rank
+        )
+
+    def _failure(self, words: str, rank: int | None) -> Failure:
+        return Failure(f"hang: {words}", self._log, rank=rank, cause="hang")
+
+    @property
+    def _log(self) -> Path:
+        rank = self.phases.ranks[0]
+        return self.phases.logs / f"worker_{rank}.log"

@@ -1,0 +1,210 @@
+"""How long each phase of an attempt may last before it counts as a hang. Learned from the run; pure.
+
+The rule. With fewer than ENOUGH durations seen of a phase: its default, or LONGEST times the longest seen, whichever
+is more. From then on the largest of
+
+* the phase's floor,
+* TYPICAL times the median of the last WINDOW durations,
+* LONGEST times the longest of them.
+
+A deviation from the median (such as the median absolute one) adds nothing: of durations, which are above 0, it is at
+most the median itself.
+
+So a false alarm takes one step that lasts 10 times the usual, 3 times the longest of the last 200, and longer than the
+floor, all at once; what it costs is a restart. How often, where steps are alike and independent: the next one is the
+longest of n + 1 with probability 1 / (n + 1); where pauses have a heavy tail (a chance to exceed t that falls as
+t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in the window of 200 and with a = 3 once in
+5,400 steps; then it has to be above the other two bounds as well. A hang is seen after the limit: 10 steps, or the
+floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
+
+Phases are kept apart: the first step after a start compiles or warms up, evaluations and saves stop the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from plugins.held_out_loss.plan import due, held_out_file
+from plugins.sealed_checkpoint.plan import REMOVING, saving_folder, seal_file
+from tools.recipe.load import Recipe
+from tools.runs.attempts import Phase
+from tools.runs.readings import Follower
+
+ENOUGH, WINDOW = 5, 200
+TYPICAL, LONGEST = 10.0, 3.0
+DEFAULTS: Mapping[Phase, float] = {  # seconds, where nothing is known: a stage of 1119B takes long to compile
+    "start": 1800.0,
+    "compile": 7200.0,
+    "first step": 7200.0,
+    "step": 1800.0,
+    "evaluation": 3600.0,
+    "save": 3600.0,
+    "end": 1800.0,
+}
+FLOORS: Mapping[Phase, float] = {  # seconds: pauses of a busy host or disk that are no hang
+    "start": 120.0,
+    "compile": 300.0,
+    "first step": 300.0,
+    "step": 30.0,
+    "evaluation": 60.0,
+    "save": 60.0,
+    "end": 60.0,
+}
+
+
+@dataclass
+class Limits:
+    """The limits of one run's phases; `defaults` and `floors` can be set, in part, by whoever knows better."""
+
+    defaults: Mapping[Phase, float] = field(default_factory=dict)
+    floors: Mapping[Phase, float] = field(default_factory=dict)
+    seen: dict[Phase, deque[float]] = field(default_factory=dict)
+
+    def learn(self, phase: Phase, seconds: float) -> None:
+        """A phase (of steps: one of them) has ended well after `seconds`."""
+        self.seen.setdefault(phase, deque(maxlen=WINDOW)).append(seconds)
+
+    def limit(self, phase: Phase) -> float:
+        """Seconds that `phase` may last."""
+        seen = self.seen.get(phase, ())
+        longest = LONGEST * max(seen, default=0.0)
+        if len(seen) < ENOUGH:
+            return max(self.defaults.get(phase, DEFAULTS[phase]), longest)
+        return max(self.floors.get(phase, FLOORS[phase]), TYPICAL * median(seen), longest)
+
+
+def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
+    """Learn from the lines of a metrics file; the first step of each attempt, which compiles, is left out."""
+    first = True
+    for record in records:
+        if "total_steps" in record:
+            first = True
+        elif isinstance(record.get("seconds"), (int, float)):
+            if not first:
+                limits.learn("step", float(record["seconds"]))
+            first = False
+
+
+COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
+MOST = 1 << 20  # bytes of a log read at a look
+
+
+@dataclass
+class _Rank:
+    """What one worker has written."""
+
+    rank: int
+    metrics: Follower
+    log: Path
+    step: int
+    offset: int = 0
+    total: int | None = None
+    stepped: bool = False  # in this attempt
+    compiling: bool = False
+
+
+@dataclass
+class Phases:
+    """Follows the local workers of one attempt; make it before they start.
+
+    Attributes:
+        phase, since: of the worker that is behind; `since` by `clock`.
+        step: the newest step that a local worker has on record.
+        behind: the global rank of the only worker that is behind the other ones, if there is one.
+    """
+
+    recipe: Recipe
+    run_dir: Path
+    logs: Path
+    ranks: Sequence[int]
+    first_step: int = 0
+    learn: Callable[[Phase, float], None] = lambda phase, seconds: None
+    clock: Callable[[], float] = time.monotonic
+    name: str = ""  # of the attempt
+    phase: Phase = "start"
+    since: float = 0.0
+    step: int = 0
+    _workers: list[_Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Remember what is there already."""
+        self.since, self.step = self.clock(), self.first_step
+        for rank in self.ranks:
+            metrics = Follower(self.run_dir / "metrics" / f"rank_{rank}.jsonl", from_end=True)
+            self._workers.append(_Rank(rank, metrics, self.logs / f"worker_{rank}.log", self.first_step))
+        self.saves = Path(self.recipe["checkpoint"]["save_path"])
+        self.held_out = Follower(held_out_file(self.run_dir), from_end=True)
+        self.evaluated = -1
+
+    def look(self) -> None:
+        """Take in what was written since the last look."""
+        before = [worker.step for worker in self._workers]
+        for worker in self._workers:
+            self._read(worker)
+        phase = self._phase()
+        now = self.clock()
+        moved = any(worker.step != old for worker, old in zip(self._workers, before, strict=True))
+        if phase != self.phase or moved:
+            self.learn(self.phase, now - self.since)
+            self.phase, self.since = phase, now
+        self.step = max(worker.step for worker in self._workers)
+
+    @property
+    def behind(self) -> int | None:
+        """The one worker that has made fewer steps than all others here; before the first step nobody."""
+        steps = sorted((worker.step, worker.rank) for worker in self._workers)
+        return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None
+
+    def _read(self, worker: _Rank) -> None:
+        for record in worker.metrics.new_records():
+            worker.total = record.get("total_steps", worker.total)
+            if isinstance(record.get("step"), int):
+                worker.step, worker.stepped = record["step"], True
+        if not (worker.stepped or worker.compiling):
+            worker.compiling = self._says_compiling(worker)
+
+    def _says_compiling(self, worker: _Rank) -> bool:
+        """Read on in the log for MindFormers' words; the end of what was read is read again, for they may be cut."""
+        try:
+            with worker.log.open("rb") as file:
+                file.seek(worker.offset)
+                text = file.read(MOST)
+        except OSError:
+            return False
+        worker.offset += max(0, len(text) - len(COMPILING))
+        return COMPILING in text
+
+    def _phase(self) -> Phase:
+        if not all(worker.stepped for worker in self._workers):
+            return "compile" if all(worker.stepped or worker.compiling for worker in self._workers) else "start"
+        if self._saving():
+            return "save"
+        if self._evaluating():
+            return "evaluation"
+        done = all(worker.total and worker.step >= worker.total for worker in self._workers)
+        return "end" if done else "step"
+
+    def _saving(self) -> bool:
+        """Whether the checkpoint of the newest step is begun and a worker of ours has not sealed its part, or old ones
+        are being removed for it: rank 0 does so, and all wait."""
+        saving = saving_folder(self.saves, self.name)
+        folder = saving / f"iteration_{min(worker.step for worker in self._workers):08d}"
+        begun = folder.is_dir() and not all(seal_file(folder, worker.rank).exists() for worker in self._workers)
+        return begun or any(saving.glob(f"{REMOVING}*"))
+
+    def _evaluating(self) -> bool:
+        """Whether the held-out loss is due after the newest step and not on record."""
+        settings = (self.recipe.get("plugins") or {}).get("held_out_loss")
+        every = settings.get("every") if isinstance(settings, dict) else None
+        for record in self.held_out.new_records():
+            self.evaluated = max(self.evaluated, int(record.get("step", -1)))
+        if not isinstance(every, int) or every < 1:
+            return False
+        behind = min(self._workers, key=lambda worker: worker.step)
+        return due(behind.step, every, behind.total) and self.evaluated < behind.step

@@ -1,0 +1,444 @@
+"""What a launch makes of the ledger of left-out samples (`plugins/spike_guard/ledger.py`).
+
+The worker that ends a run for a spike has written the ledger. Whoever plans the next attempt puts its samples into the
+effective recipe, and goes on from the newest checkpoint that holds no guilty step; those that do are set aside once the
+plan counts. All of it is read from the disk before each plan: no node knows what another one has planned.
+"""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import json
+import math
+import os
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+
+from launch.run.preflight import data_prefixes
+from plugins.attention_balance.plan import COST
+from plugins.errors import DataError
+from plugins.sealed_checkpoint.plan import made
+from plugins.spike_guard import plan as spike_guard
+from plugins.spike_guard.ledger import Ranges, normal, reached, read_ledger, same_until, samples_of
+from tools.checkpoint.scan import iteration, iterations, set_aside
+from tools.data.index import map_lengths, read_blend
+from tools.files.atomic import sampled_digest, whole_digest, write_atomically
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import dotted
+from tools.recipe.view import LOADER, RUNNER, View
+
+SECTION = ("plugins", "spike_guard")
+SKIPPED = (*SECTION, "skipped")
+
+
+def guard_is_on(recipe: Recipe) -> bool:
+    """Whether the recipe's run is guarded."""
+    return View(recipe).get(SECTION) not in (None, False)
+
+
+def left_out(recipe: Recipe) -> Ranges:
+    """The samples that a recipe's run leaves out."""
+    return normal(View(recipe).get(SKIPPED) or ()) if guard_is_on(recipe) else ()
+
+
+def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
+    """Let `recipe` (in place) leave out what the ledger in `run_dir` says, beside what it says itself.
+
+    Whoever plans an attempt calls this first: another node may have planned, or met, what came before.
+
+    Args:
+        before: what an earlier attempt has left out. A late rank may have written an older ledger over a newer one.
+
+    Raises:
+        DataError: the ledger cannot be read.
+        RecipeError: the guard's settings are wrong.
+    """
+    found = normal([*samples_of(read_ledger(run_dir)), *before]) if guard_is_on(recipe) else ()
+    if found:
+        own = spike_guard.read(recipe["plugins"]["spike_guard"]).skipped
+        recipe["plugins"]["spike_guard"] = {
+            **recipe["plugins"]["spike_guard"],
+            "skipped": [list(pair) for pair in normal([*own, *found])],
+        }
+
+
+def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
+    """Why a checkpoint (folder, its step) of the run is not to be gone on from: its samples are left out since.
+
+    A checkpoint's seals say what the run left out that made it; of one that does not say so, what RUN/recipe.yaml
+    leaves out counts, so ask before that is written anew.
+    """
+    entries = read_ledger(run_dir) if guard_is_on(recipe) else []
+    stored = run_dir / "recipe.yaml"
+    last = left_out(load_recipe(stored)) if entries and stored.exists() else ()
+
+    def why(folder: Path, step: int) -> str | None:
+        late = [entry for entry in entries if step >= entry.first]
+        if not late:
+            return None
+        own = made(folder).get("skipped")
+        known = last if own is None else normal(own)
+        first = min((entry.first for entry in late if normal([*known, *entry.samples]) != known), default=None)
+        return None if first is None else f"holds step {first}, which spiked"
+
+    return why
+
+
+def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
+    """Rename the checkpoints under `root` that are `guilty`."""
+    why = guilty(recipe, run_dir)
+    for folder in iterations(root):
+        words = why(folder, iteration(folder))
+        if words and (aside := set_aside(folder, partial(_still, why, iteration(folder)))):
+            click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
+
+
+def _still(why: Callable[[Path, int], str | None], step: int, moved: Path) -> bool:
+    return why(moved, step) is not None
+
+
+DATA_PATH = (*LOADER, "config", "data_path")
+_SLOW = 2 << 30  # bytes of index that take seconds to read
+
+
+def data_file(run_dir: Path) -> Path:
+    """Where a run keeps the digests of its data."""
+    return run_dir / "data.json"
+
+
+def digests(recipe: Recipe) -> list[dict[str, Any]]:
+    """Of each corpus of a recipe's `data_path` in turn: prefix, bytes of .idx and .bin, sha256 of what is covered.
+
+    For HFDataLoader of each of its files, and of the tokenizers that make ids of them: file, bytes, sha256 of what is
+    covered. Empty for loaders of other kinds.
+
+    Raises:
+        DataError: a file is missing or cannot be read.
+    """
+    view = View(recipe)
+    path = view.get(DATA_PATH)
+    if not view.megatron:
+        return [_digest_of_file(Path(name)) for name in (*view.instruction_files, *_tokenizers(recipe))]
+    return [_digest(prefix) for prefix in data_prefixes(path)] if path is not None else []
+
+
+def tokenizer_folders(recipe: Recipe) -> list[str]:
+    """The folders of tokenizers that make ids of HFDataLoader's files, as its handlers name them."""
+    view = View(recipe)
+    handlers = view.get((*LOADER, "handler"))
+    sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []
+    folders = [section.get("pretrained_model_dir") for section in sections if isinstance(section, dict)]
+    return [folder for folder in folders if isinstance(folder, str)]
+
+
+def _tokenizers(recipe: Recipe) -> list[str]:
+    """What each tokenizer folder says about ids; hidden files and the model's are no part."""
+    files = [file for folder in tokenizer_folders(recipe) for file in sorted(Path(folder).glob("tokenizer*"))]
+    return [str(file) for file in files if file.is_file()]
+
+
+def _digest_of_file(path: Path) -> dict[str, Any]:
+    try:
+        return {"prefix": str(path), "bytes": path.stat().st_size, "sample_sha256": sampled_digest(path)}
+    except OSError as error:
+        raise DataError(f"{dotted((*LOADER, 'data_files'))}: {path}: cannot be read ({error.strerror})") from None
+
+
+def _digest(prefix: str) -> dict[str, Any]:
+    try:
+        index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        sizes = {"idx_bytes": index.stat().st_size, "bin_bytes": tokens.stat().st_size}
+        if sizes["idx_bytes"] > _SLOW:
+            click.echo(f"{index}: reading its {sizes['idx_bytes'] / 1e9:.0f} GB, to know this data again", err=True)
+        return {
+            "prefix": prefix,
+            **sizes,
+            "idx_sha256": whole_digest(index),
+            "bin_sample_sha256": sampled_digest(tokens),
+        }
+    except OSError as error:
+        raise DataError(f"{dotted(DATA_PATH)}: {error.filename}: cannot be read ({error.strerror})") from None
+
+
+def keep_digests(recipe: Recipe, run_dir: Path) -> None:
+    """Write down what the recipe's data holds now. Data that cannot be read is left to the loader to complain of."""
+    try:
+        write_atomically(data_file(run_dir), json.dumps(digests(recipe), indent=1) + "\n")
+    except DataError as error:
+        click.echo(f"{error}; a resume will not know whether the data is still the same", err=True)
+
+
+def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
+    """The corpora of `recipe` that do not hold what those of the run in `run_dir` held, each in words.
+
+    A run that has written nothing down (of an earlier version, or of MindFormers alone) is said, and taken.
+    """
+    stored = data_file(run_dir)
+    try:
+        before = json.loads(stored.read_text(encoding="utf-8"))
+        now = digests(recipe)
+        pairs = list(zip(before, now, strict=True))
+        return [_digest_in_words(old, new) for old, new in pairs if _content(old) != _content(new)]
+    except (OSError, DataError, ValueError, TypeError, KeyError) as error:
+        reason = "is not there" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
+        click.echo(f"{stored} {reason}: whether the data still holds what it did is unknown", err=True)
+        return []
+
+
+def _content(digest: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in digest.items() if key != "prefix"}
+
+
+def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Which file is another one."""
+    if "bytes" in new:
+        sizes = f" ({old['bytes']:,} bytes then, {new['bytes']:,} now)" if old.get("bytes") != new["bytes"] else ""
+        return f"{new['prefix']} is not what it was{sizes}: the data was prepared anew or replaced"
+    same_index = old["idx_sha256"] == new["idx_sha256"]
+    file = f"{new['prefix']}.{'bin' if same_index else 'idx'}"
+    size = "bin_bytes" if same_index else "idx_bytes"
+    sizes = f" ({old[size]:,} bytes then, {new[size]:,} now)" if old[size] != new[size] else ""
+    return f"{file} is not what it was{sizes}: the corpus was prepared anew or replaced"
+
+
+CONFIG = (*LOADER, "config")
+SIZES = (*LOADER, "sizes")
+_BALANCE = ("plugins", "attention_balance")
+_MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
+_WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
+_MEGATRON_KEYS = (  # with MindFormers' defaults
+    ((*LOADER, "datasets_type"), "GPTDataset"),
+    ((*CONFIG, "seed"), 1234),
+    ((*CONFIG, "seq_length"), None),
+    ((*CONFIG, "split"), None),
+    ((*CONFIG, "train_data_path"), None),
+    ((*CONFIG, "add_extra_token_to_sequence"), True),
+)
+_OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
+_FILES = (*LOADER, "data_files")
+
+
+class Shuffle(NamedTuple):
+    """What of the wanted samples the order of one corpus depends on."""
+
+    epochs: int
+    last_apart: bool
+
+
+def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
+    """How GPTDataset shuffles a corpus of `tokens` tokens that is asked for `samples` samples (and a last label)."""
+    epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
+    if epochs == 1:
+        return Shuffle(1, False)
+    without_last = ((epochs - 1) * tokens - 1) // sequence_length
+    return Shuffle(epochs, samples - without_last < int(_WHOLE_EPOCH * ((tokens - 1) // sequence_length)))
+
+
+def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
+    """The shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
+
+    Corpora without weights are read once, whatever is asked for; one alone is asked for the samples exactly.
+
+    Raises:
+        DataError: an index is missing or broken.
+    """
+    view = View(recipe)
+    prefixes, weights = read_blend(view.get((*CONFIG, "data_path")))
+    if weights is None:
+        wanted = [samples] if len(prefixes) == 1 else []
+    else:
+        wanted = [math.ceil(samples * (weight / sum(weights)) * _MARGIN) for weight in weights]
+    length = view.number((*CONFIG, "seq_length"), 1)
+    share = _training_share(str(view.get((*CONFIG, "split"), "1")))
+    return [shuffle_of(_tokens(prefix, share), count, length) for prefix, count in zip(prefixes, wanted, strict=False)]
+
+
+def _training_share(split: str) -> float:
+    """The first of `split`'s shares, normalised as MindFormers does."""
+    shares = [float(text) for text in re.findall(r"[.0-9]+", split)] or [1.0]
+    return shares[0] / sum(shares)
+
+
+@lru_cache
+def _tokens(prefix: str, share: float) -> int:
+    """Tokens of the training documents, which are the first ones of a corpus."""
+    lengths = map_lengths(prefix)
+    return int(np.sum(lengths[: round(share * len(lengths))], dtype=np.int64))
+
+
+def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
+    """What makes the data's order of `after` another one than that of `before`, of which `step` steps are trained.
+
+    Each difference says what it was and what it would be; none means that the run can go on.
+    """
+    found = list(_changed_keys(View(before), View(after)))
+    return found or [
+        *_cut_steps(View(before), View(after), step),
+        *_changed_windows(View(before), View(after), step),
+        *_changed_skips(before, after, step),
+        *_changed_samples(before, after, step),
+    ]
+
+
+def _changed_keys(before: View, after: View) -> Iterator[str]:
+    """Keys that order depends on, whatever the number of samples."""
+    if before.get((*LOADER, "type")) != after.get((*LOADER, "type")):
+        yield _difference((*LOADER, "type"), before.get((*LOADER, "type")), after.get((*LOADER, "type")))
+        return
+    for path, default in _MEGATRON_KEYS if after.megatron else _OTHER_KEYS:
+        old, new = before.get(path, default), after.get(path, default)
+        if old != new:
+            yield _difference(path, old, new)
+    if not after.megatron:
+        yield from _changed_loader(before, after)
+    else:
+        path = (*CONFIG, "data_path")
+        old, new = before.get(path), after.get(path)
+        if not _same_corpora(old, new):
+            yield _difference(path, old, new)
+
+
+def _changed_loader(before: View, after: View) -> Iterator[str]:
+    """Loaders of other kinds must stay as they are; of files that have moved, and of more samples, the order stays."""
+    if _order_of(before) != _order_of(after):
+        yield _difference(LOADER, before.get(LOADER), after.get(LOADER))
+    old, new = before.instruction_files, after.instruction_files
+    moved = zip(old, new, strict=False)
+    if len(old) != len(new) or not all(_same_corpus(Path(one), Path(two)) for one, two in moved):
+        yield _difference(_FILES, before.get(_FILES), after.get(_FILES))
+
+
+def _order_of(view: View) -> Any:
+    """A loader's section without the number of samples, and without files, which are compared by what they hold."""
+    loader = copy.deepcopy(view.get(LOADER))
+    if view.instruction_files:
+        loader.pop("data_files")
+    if view.samples:
+        loader["handler"][-1].pop("n")
+    return loader
+
+
+def _difference(path: tuple[str, ...], old: Any, new: Any) -> str:
+    if isinstance(old, dict) or isinstance(new, dict):
+        return f"{dotted(path)} has changed"
+    return f"{dotted(path)} was {old!r}, would be {new!r}"
+
+
+def _same_corpora(old: Any, new: Any) -> bool:
+    """Whether two `data_path` have the same weights and corpora; one that has moved is told by its index."""
+    if old == new or not (isinstance(old, list) and isinstance(new, list)):
+        return bool(old == new)
+    before, after = read_blend(old), read_blend(new)
+    if before.weights != after.weights or len(before.prefixes) != len(after.prefixes):
+        return False
+    pairs = zip(before.prefixes, after.prefixes, strict=True)
+    return all(_same_corpus(Path(f"{one}.idx"), Path(f"{two}.idx")) for one, two in pairs)
+
+
+def _same_corpus(old: Path, new: Path) -> bool:
+    """Same file or same content; what is gone was moved, and where to, the user says."""
+    if os.path.abspath(old) == os.path.abspath(new) or not old.exists():
+        return True
+    return new.exists() and filecmp.cmp(old, new, shallow=False)
+
+
+def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
+    """MindFormers skips whole steps of the new size, and repeats what is over."""
+    done = step * before.global_batch
+    if done % after.global_batch:
+        batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
+        yield f"{batches}, of which the {done:,} trained are no whole number of steps"
+
+
+def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
+    """Samples that attention_balance moves within a window of steps: one that is begun must be finished as it was."""
+    *section, _ = path = (*_BALANCE, "window")
+    windows = [view.number(path, 1) for view in (before, after)]
+    blocks = [window * view.global_batch for window, view in zip(windows, (before, after), strict=True)]
+    done = reached(step * before.global_batch, left_out(before.recipe))
+    if max(windows) == 1 or not any(done % block for block in blocks):
+        return
+    sizes = {before.samples, after.samples}
+    weights = [((*section, name), before.get((*section, name)), after.get((*section, name))) for name in COST]
+    other = [weight for weight in weights if weight[1] not in (None, weight[2])]
+    if windows[0] != windows[1]:
+        yield f"{dotted(path)} was {windows[0]}, would be {windows[1]}"
+    elif other:
+        yield from (_difference(*weight) for weight in other)
+    elif blocks[0] != blocks[1]:
+        batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
+        yield f"{batches}, with {dotted(path)} {windows[0]}"
+    elif len(sizes) > 1 and done > min(sizes) // blocks[0] * blocks[0]:
+        yield f"step {step} is within the last window ({dotted(path)} {windows[0]}), which more samples would change"
+
+
+def _changed_skips(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
+    """Samples that plugins.spike_guard leaves out: of those that are trained, the same ones."""
+    done = step * View(before).global_batch
+    old, new = left_out(before), left_out(after)
+    if not same_until(done, old, new):
+        was, would = ([list(pair) for pair in pairs] or "none" for pairs in (old, new))
+        yield f"{dotted(SKIPPED)} was {was}, would be {would} (RUN/skipped.json says what is left out)"
+    elif (old or new) and View(after).get(_BALANCE) and View(before).global_batch != View(after).global_batch:
+        batches = f"the samples of a step were {View(before).global_batch}, would be {View(after).global_batch}"
+        yield f"{batches}, in whose order {dotted(SKIPPED)} counts"
+
+
+def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
+    """The number of samples, where it changes how they are shuffled, or where a pass over them ends."""
+    views = View(before), View(after)
+    passes = [view.number((*RUNNER, "epochs"), 1) for view in views]
+    old, new = (view.samples for view in views)
+    whole = [count // view.global_batch * view.global_batch for count, view in zip((old, new), views, strict=True)]
+    if max(passes) > 1 and whole[0] != whole[1] and step * views[0].global_batch > min(whole):
+        yield f"{dotted((*RUNNER, 'epochs'))} {passes[0]} of {old:,} samples would be {passes[1]} of {new:,}"
+    if old == new or not views[1].megatron:
+        return
+    if views[1].get((*CONFIG, "data_path")) is None:
+        yield f"{dotted(SIZES)}.0 was {old:,}, would be {new:,}: which samples that shuffles anew is not known here"
+        return
+    try:
+        orders = shuffles(after, old), shuffles(after, new)
+    except DataError as error:
+        yield f"{dotted(SIZES)}.0 was {old:,}, would be {new:,}, and whether that shuffles anew cannot be told: {error}"
+        return
+    for one, two in zip(*orders, strict=True):
+        if one != two:
+            was = f"{dotted(SIZES)}.0 was {old:,}, {_words(one)}"
+            yield f"{was}, would be {new:,}, {_words(two)}: all are shuffled anew"
+            return
+
+
+def _words(shuffle: Shuffle) -> str:
+    epochs = f"{shuffle.epochs} epoch{'s' * (shuffle.epochs > 1)} of the data"
+    return epochs + " with the last one apart" * shuffle.last_apart
+
+
+def all_steps(recipe: Recipe) -> int:
+    """Steps that the recipe trains in all; 0 where it does not say."""
+    view = View(recipe)
+    return view.number((*RUNNER, "epochs"), 1) * (view.samples // view.global_batch)
+
+
+def most_steps(recipe: Recipe, wanted: int) -> int | None:
+    """How many of `wanted` steps the recipe can be trained for in the order that it has; None: it cannot be told."""
+    view = View(recipe)
+    own = view.samples // view.global_batch
+    if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:
+        return wanted if wanted <= own else None
+    try:
+        order = shuffles(recipe, view.samples)
+        anew = bisect_left(
+            range(own, wanted + 1), True, key=lambda steps: shuffles(recipe, steps * view.global_batch) != order
+        )
+    except DataError:
+        return None
+    return max(own, own + anew - 1)

@@ -1,0 +1,324 @@
+"""Paths of a launch script that lie outside the checkout: every node needs what stands there, at the same place."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launch.resume import data
+from launch.resume.checkpoints import (
+    check_data_order,
+    check_model,
+    check_save_path,
+    check_share,
+    complete,
+    one_iteration,
+    save_path,
+)
+from launch.run.msrun import MASTER, ROOT, worker_count
+from launch.run.preflight import data_prefixes, held_out
+from launch.workers.cores import binds_itself
+from plugins.errors import ClusterError
+from plugins.operator_fusion import plan as operator_fusion
+from tools.checkpoint.scan import CheckpointInfo, iteration
+from tools.process.host import DEVICES, read_hosts
+from tools.recipe.dump import dump_recipe
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import LOADER, View
+from tools.schema.versions import VARIABLE, going_on, unverified_words
+
+_DATA_PATH = (*LOADER, "config", "data_path")
+_OTHERS = (("checkpoint", "load_path"), ("checkpoint", "save_path"), ("load_checkpoint",), ("pretrained_model_dir",))
+
+
+def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
+    """A sentence for each path of the script for `recipe` that is not in the checkout; relative ones start there."""
+    return [
+        f"{name}: {path} is outside the checkout ({ROOT}): every node needs it there"
+        for name, path in _paths(recipe_file, recipe, resume, run_dir)
+        if path and not Path(os.path.normpath(ROOT / path)).is_relative_to(ROOT)
+    ]
+
+
+def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> Iterator[tuple[str, str]]:
+    """(what it is, path), in the order of a launch."""
+    view = View(recipe)
+    yield "the recipe", str(recipe_file.absolute())
+    if run_dir:
+        yield "--run-dir", str(run_dir.absolute())
+    if resume:
+        yield "--resume", str(Path(resume).absolute())
+    if view.megatron and view.has(_DATA_PATH):
+        yield from ((".".join(_DATA_PATH), prefix) for prefix in data_prefixes(view.get(_DATA_PATH)))
+    yield from ((".".join((*LOADER, "data_files")), file) for file in view.instruction_files)
+    yield from (("plugins.held_out_loss.data_path", prefix) for prefix in held_out(recipe))
+    for key in _OTHERS:
+        value = view.get(key)
+        yield ".".join(key), value if isinstance(value, str) else ""
+
+
+def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
+    """Check what every worker can see at once; the rest is for the function returned, called with each worker's rank.
+
+    That one waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
+    checkpoint; rank 0, which alone may have to read an index, compares the data and its order, and keeps the recipe and
+    the data's digests in the run's folder. Where nothing is left to train, the worker says so and ends, with code 0.
+
+    Raises:
+        CheckpointError: as `tc3 train`, here or later.
+    """
+    checkpoint = None
+    if resume is None:
+        check_save_path(save_path(recipe), resume=False, force=False)
+    else:
+        checkpoint = CheckpointInfo(one_iteration(str(resume)), iteration(resume))
+        if done := complete(recipe, checkpoint):  # all workers see the same, and so does the scheduler's process
+            click.echo(f"tc3: {done}")
+            sys.exit(0)
+
+    def check_and_keep(rank: int) -> None:
+        if checkpoint is not None:
+            check_share(checkpoint, rank, worker_count(recipe))
+        if rank == 0:
+            if checkpoint is not None:
+                check_model(recipe, checkpoint.path)
+                check_data_order(recipe, run_dir, checkpoint)
+            dump_recipe(recipe, run_dir / "recipe.yaml")
+            data.keep_digests(recipe, run_dir)
+
+    return check_and_keep
+
+
+BODY = ROOT / "launch" / "script_body.sh"
+SCRIPTS = ROOT / "launch" / "scripts"
+REFERENCES = ("mini/pretrain*.yaml", "telechat3_*/pretrain_*.yaml")  # below recipes/, each with a script in SCRIPTS
+PORT = 8118  # msrun's own default
+INDENT = " " * 4
+# Where Slurm runs a copy of the script, the checkout is not beside it. The body ends with exit.
+SOURCING = """\
+for TC3_ROOT in "${TC3_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")/../.." "${SLURM_SUBMIT_DIR:-}" "$PWD"; do
+    # shellcheck source=../script_body.sh
+    [ ! -f "$TC3_ROOT/launch/script_body.sh" ] || source "$TC3_ROOT/launch/script_body.sh"
+done
+echo 'error: no launch/train.py here: start the script from the checkout, or set TC3_ROOT to it' >&2 && exit 2
+"""
+AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The nodes of a run, the first one the master, with `slots` workers each. `names` is how bash writes them."""
+
+    nodes: int
+    slots: int
+    names: str
+    source: str = ""  # the hosts file; empty: names to be edited
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout.
+
+    `bind`: whether workers get cores of their own.
+    """
+
+    recipe: str
+    run_dir: str
+    settings: Sequence[str] = field(default=())
+    port: int | None = None
+    resume: str = ""
+    bind: bool = True
+
+
+def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
+    """The nodes of `hosts_file` (a line each: name, and its workers unless 8), or names to be edited.
+
+    Raises:
+        ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
+    """
+    if hosts_file is not None:
+        hosts, slots = read_hosts(hosts_file)
+        if len(hosts) * slots != workers:
+            found = f"{len(hosts)} host{'s' * (len(hosts) > 1)} x {slots} = {len(hosts) * slots} workers"
+            hint = f": give {workers // slots} hosts of {slots}" if workers % slots == 0 else ""
+            raise ClusterError(f"{hosts_file}: {found}, the recipe needs {workers}{hint}")
+        return Cluster(len(hosts), slots, " ".join(map(shlex.quote, hosts)), str(hosts_file))
+    if workers <= DEVICES:
+        return Cluster(1, workers, MASTER)
+    if workers % DEVICES:
+        raise ClusterError(f"{workers} workers are no whole nodes of {DEVICES}: name hosts and slots with --nodes")
+    return Cluster(workers // DEVICES, DEVICES, f"node{{0..{workers // DEVICES - 1}}}")
+
+
+def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
+    """The bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
+
+    It stands by itself: it sources no other file.
+
+    Raises:
+        ClusterError: the hosts do not fit the recipe, or the port is outside msrun's range.
+    """
+    workers, cluster, port = _sizes(launch, recipe, hosts_file)
+    return "\n".join([*_head(launch, workers, cluster), *_values(launch, recipe, workers, cluster, port), _body()])
+
+
+def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
+    """The same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
+    workers, cluster, port = _sizes(launch, recipe, None)
+    head = ["#!/usr/bin/env bash", f"# {_size(workers, cluster)}. How to start it: docs/train.md", "set -euo pipefail"]
+    return "\n".join([*head, *_values(launch, recipe, workers, cluster, port), SOURCING])
+
+
+def _sizes(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None) -> tuple[int, Cluster, int]:
+    """Workers, their cluster and the port of msrun's scheduler.
+
+    Raises:
+        ClusterError: as `launch_script`.
+    """
+    port = PORT if launch.port is None else launch.port
+    if not 1024 <= port <= 65535:
+        raise ClusterError(f"--port {port}: msrun wants a port from 1024 to 65535")
+    workers = worker_count(recipe)
+    return workers, cluster_for(workers, hosts_file), port
+
+
+def _size(workers: int, cluster: Cluster) -> str:
+    return f"{workers:,} worker{'s' * (workers > 1)} on {cluster.nodes:,} node{'s' * (cluster.nodes > 1)}"
+
+
+def _head(launch: Launch, workers: int, cluster: Cluster) -> list[str]:
+    """What the script is and how it is started."""
+    settings = [word for setting in launch.settings for word in ("--set", setting)]
+    nodes = ["--nodes", cluster.source] if cluster.source else []
+    unbound = [] if launch.bind else ["--no-bind"]
+    command = ["tc3", "train", launch.recipe, *settings, "--script", *nodes, *unbound, *unverified_words()]
+    made_by = " ".join(shlex.join(command).splitlines())
+    start = [
+        "# Start it on every node, with the checkout, the data and RUN_DIR on a disk that all of them see:",
+        "#   bash SCRIPT [NODE_RANK]      without it the rank is $NODE_RANK, $SLURM_NODEID or the place in HOSTS",
+        f"#   srun --nodes={cluster.nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash SCRIPT",
+    ]
+    return [
+        "#!/usr/bin/env bash",
+        f"# {_size(workers, cluster)}. Written by: {made_by}",
+        *(start if cluster.nodes > 1 else []),
+        "# The environment can set: TC3_ROOT (the checkout), RUN_DIR, MASTER_ADDR, MASTER_PORT, RESUME (a checkpoint),",
+        "# BIND (yes, or no: workers get no cores of their own).",
+        "# Exit code: 0 trained, 1 failed (its log says why), 2 something to mend here first, 130 or 143 interrupted.",
+        "set -euo pipefail",
+        "",
+    ]
+
+
+def _values(launch: Launch, recipe: Mapping[str, Any], workers: int, cluster: Cluster, port: int) -> list[str]:
+    """The assignments that set this script apart from others."""
+    settings = [f"{INDENT}--set {shlex.quote(setting)}" for setting in launch.settings]
+    lines = [
+        f"RECIPE={shlex.quote(launch.recipe)}",
+        *([AS_THEY_STAND, "SETTINGS=(", *settings, ")"] if settings else ["SETTINGS=()"]),
+        f"TARGET={shlex.quote(str((recipe.get('context') or {}).get('device_target', 'Ascend')))}",
+        f"WORKERS={workers}",
+        f"SLOTS={cluster.slots} # workers of a node",
+        *_hosts(cluster),
+        _default("RUN_DIR", launch.run_dir),
+        f"SAVE_PATH={shlex.quote(str((recipe.get('checkpoint') or {}).get('save_path') or ''))} # empty: in RUN_DIR",
+        _default("MASTER_PORT", str(port)),
+        _default("RESUME", launch.resume),
+        _default("BIND", "yes" if launch.bind and not binds_itself(recipe) else "no"),
+    ]
+    if going_on():
+        lines += ["# --unverified: with another MindSpore or MindFormers, too.", f"export {VARIABLE}=1"]
+    lines += _fusion_flags(recipe)
+    if (recipe.get("optimizer") or {}).get("swap"):
+        lines += [
+            "# optimizer.swap needs it, says mindformers/core/optim/adamw.py.",
+            _default("MS_DEV_RUNTIME_CONF", "switch_inline:False"),
+            "export MS_DEV_RUNTIME_CONF",
+        ]
+    return lines
+
+
+def _fusion_flags(recipe: Mapping[str, Any]) -> list[str]:
+    """What plugins.operator_fusion sets on every node; a node that exports other flags starts nothing."""
+    lines = []
+    for name, flags in operator_fusion.environment(recipe, {}).items():
+        wanted = shlex.quote(flags)
+        refusal = f"error: {name} is exported with other flags than {operator_fusion.KEY}: unset it"
+        lines += [
+            f"# {operator_fusion.KEY}: what MindSpore's graph kernels fuse (docs/fusion.md).",
+            f'if [ "${{{name}:-{flags}}}" != {wanted} ]; then',
+            f"{INDENT}echo {shlex.quote(refusal)} >&2",
+            f"{INDENT}exit 2",
+            "fi",
+            f"export {name}={wanted}",
+        ]
+    return lines
+
+
+def _hosts(cluster: Cluster) -> list[str]:
+    """The list of nodes by rank, and whether the names that Slurm knows take its place: names to be edited do."""
+    if cluster.nodes == 1:
+        return [f"HOSTS=({cluster.names})", "HOSTS_OF_SLURM=no"]
+    if not cluster.source:
+        edit = "# nodes by rank, the first is the master: put your names here; Slurm's are taken as they are"
+        return [f"HOSTS=({cluster.names}) {edit}", "HOSTS_OF_SLURM=yes"]
+    names = textwrap.wrap(
+        cluster.names,
+        110,
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+    first = "# The nodes by rank; the first one is the master, whose scheduler all workers look for."
+    return [first, "HOSTS=(", *names, ")", "HOSTS_OF_SLURM=no"]
+
+
+def _default(name: str, value: str) -> str:
+    """An assignment that an environment variable of the same name overrides."""
+    return f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(value)}'
+
+
+def _body() -> str:
+    """The part that all scripts share, without the line that tells linters its language."""
+    return "\n" + BODY.read_text(encoding="utf-8").split("\n", 1)[1]
+
+
+def in_checkout(path: Path) -> str:
+    """A path as scripts write it: relative to the checkout where it lies in it, so that a script fits any machine."""
+    path = path.absolute()
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def reference_scripts() -> dict[Path, str]:
+    """File -> text of launch/scripts/."""
+    scripts = {}
+    for pattern in REFERENCES:
+        for path in sorted((ROOT / "recipes").glob(pattern)):
+            name = f"{path.parent.name}-{path.stem}"
+            recipe: Recipe = load_recipe(path)
+            scripts[SCRIPTS / f"{name}.sh"] = sourcing_script(Launch(in_checkout(path), f"output/{name}"), recipe)
+    return scripts
+
+
+def main() -> None:
+    """Write launch/scripts/ anew."""
+    SCRIPTS.mkdir(exist_ok=True)
+    wanted = reference_scripts()
+    for path in set(SCRIPTS.glob("*.sh")) - set(wanted):
+        path.unlink()
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o755)
+
+
+if __name__ == "__main__":
+    main()

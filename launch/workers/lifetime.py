@@ -1,0 +1,72 @@
+"""End a worker without tearing its interpreter down, once everything that wants to run at exit has run.
+
+MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
+interpreter and C++ destroy after that has nothing to give back, and may crash on the way: a worker that had trained to
+the end and left the cluster was seen to die of SIGSEGV, so that its run read as failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+_code: int | None = None
+
+
+def run_then_hard_exit(main: Callable[[], object]) -> None:
+    """Run a worker's `main`; the exit code is its own, whatever crashes on the way out.
+
+    An exception takes its usual way, with its traceback. Import this module before MindSpore.
+    """
+    global _code
+    try:
+        main()
+        _code = 0
+    except SystemExit as end:
+        _code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+
+
+@atexit.register  # the first to be registered is the last to run: imported before MindSpore, this one is behind its
+def _leave() -> None:
+    if _code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_code)
+
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
+    """Ask the kernel for `signal_number` when our parent ends; `parent` is its pid, if known.
+
+    Safe between fork and exec. The setting survives exec, not fork: each generation asks for itself.
+    """
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
+        if parent is not None and os.getppid() != parent:  # it ended before we could ask
+            os.kill(os.getpid(), signal_number)
+
+
+def adopt_orphans(on: bool = True) -> None:
+    """Become the parent of every descendant whose own parent ends, so that none escapes (PR_SET_CHILD_SUBREAPER)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+ASK_STACKS = signal.SIGUSR2
+
+
+def answer_with_stacks() -> None:
+    """From now on; also while the interpreter waits in C++, for the answer needs no lock of it."""
+    faulthandler.register(ASK_STACKS, all_threads=True)

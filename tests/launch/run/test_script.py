@@ -1,0 +1,156 @@
+"""The text of the launch scripts, and what they refuse; test_run.py runs them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launch.run.command import train
+from launch.run.msrun import ROOT
+from launch.run.script import (
+    SCRIPTS,
+    Launch,
+    cluster_for,
+    in_checkout,
+    launch_script,
+    reference_scripts,
+    sourcing_script,
+)
+from plugins.errors import ClusterError
+from tests.launch.run.scripts import MINI, ascend, generate
+from tools.recipe.load import load_recipe
+
+
+def test_the_scripts_of_the_reference_layouts_are_current():
+    """Mend with: python -m launch.run.script"""
+    wanted = reference_scripts()
+    assert {path.name for path in wanted} >= {"mini-pretrain.sh", "mini-pretrain_dp2.sh"}
+    assert {path: path.read_text() for path in SCRIPTS.glob("*")} == wanted
+    assert all(os.access(path, os.X_OK) for path in wanted)
+    assert not any(str(ROOT) in text for text in wanted.values()), "they run on any machine"
+
+
+def test_a_reference_script_holds_what_is_its_own_and_the_printed_one_stands_by_itself():
+    assert all(len(text.splitlines()) <= 20 for text in reference_scripts().values())
+    for path in (ROOT / "recipes" / "mini" / "pretrain_ep4.yaml", ROOT / "recipes/telechat3_438b/pretrain_4k.yaml"):
+        launch, recipe = Launch(in_checkout(path), "output/x"), load_recipe(path)
+        alone, sourcing = launch_script(launch, recipe), sourcing_script(launch, recipe)
+        assert 'source "' in sourcing and 'source "' not in alone
+        values = alone[alone.index("\nRECIPE=") : alone.index("\n# ----")]
+        assert values.strip() in sourcing
+        assert alone.endswith((ROOT / "launch/script_body.sh").read_text().split("\n", 1)[1])
+
+
+def test_every_kind_of_script_is_clean(tmp_path, hosts):
+    texts = [
+        generate(ascend(data_parallel=16)),
+        generate(
+            ascend(data_parallel=2), hosts("a 1\n[fe80::1] 1\n"), settings=["a.b=x y'z\n$(touch no)"], resume="c d"
+        ),
+        generate({**ascend(data_parallel=4096), "optimizer": {"swap": True}}, port=5000, run_dir="/shared/a b"),
+    ]
+    files = []
+    for number, text in enumerate(texts):
+        files.append(tmp_path / f"{number}.sh")
+        files[-1].write_text(text)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    files += [ROOT / "launch/script_body.sh", *SCRIPTS.glob("*.sh")]
+    command = [shellcheck, "-x", "--source-path=SCRIPTDIR", *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_thousands_of_devices_are_one_line_of_names_to_edit():
+    text = generate(ascend(data_parallel=256, model_parallel=2, pipeline_stage=8))
+    assert (
+        "\nHOSTS=(node{0..511}) # nodes by rank, the first is the master: put your names here" in text
+        and "\nWORKERS=4096\n" in text
+    )
+    assert len(text.splitlines()) < 200
+    line = next(line for line in text.splitlines() if line.startswith("HOSTS="))
+    done = subprocess.run(
+        ["bash", "-c", f"{line}\necho ${{#HOSTS[@]}} ${{HOSTS[511]}}"], capture_output=True, text=True
+    )
+    assert done.stdout == "512 node511\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "nodes", "slots", "names"),
+    [
+        ("a\nb\n", 16, 2, 8, "a b"),
+        ("# mine\n\na 2 # the first\n  b slots=2\n10.0.0.3\t2\n", 6, 3, 2, "a b 10.0.0.3"),
+    ],
+)
+def test_a_hosts_file_gives_the_nodes_in_its_order(hosts, text, workers, nodes, slots, names):
+    cluster = cluster_for(workers, hosts(text))
+    assert (cluster.nodes, cluster.slots, cluster.names) == (nodes, slots, names)
+
+
+REFUSED = {
+    "too few": ("a\nb\n", 32, "2 hosts x 8 = 16 workers, the recipe needs 32: give 4 hosts of 8"),
+    "too many": ("a\nb\n", 12, "2 hosts x 8 = 16 workers, the recipe needs 12"),
+    "duplicate": ("a\n\na\n", 16, r"hosts.txt:3: a stands in line 1 already"),
+    "uneven": ("a 4\nb 8\n", 12, r"hosts.txt:2: b has 8 slots, a has 4; msrun numbers workers as if"),
+    "empty": ("# nobody\n", 8, "names no host; want a line each"),
+    "no slots": ("a 0\n", 8, r"hosts.txt:1: want HOST or HOST SLOTS \(node0 8\), got 'a 0'"),
+    "a command": ("$(reboot)\n", 8, "want HOST or HOST SLOTS"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_hosts_that_do_not_fit_are_refused(hosts, name):
+    text, workers, message = REFUSED[name]
+    with pytest.raises(ClusterError, match=message):
+        cluster_for(workers, hosts(text))
+
+
+def test_what_cannot_be_launched_is_refused(tmp_path):
+    with pytest.raises(ClusterError, match=r"nowhere\.txt: cannot be read"):
+        cluster_for(8, tmp_path / "nowhere.txt")
+    with pytest.raises(ClusterError, match="12 workers are no whole nodes of 8: name hosts and slots with --nodes"):
+        cluster_for(12)
+    with pytest.raises(ClusterError, match="--port 80: msrun wants a port from 1024"):
+        generate({}, port=80)
+
+
+@pytest.mark.parametrize("more", [["--nodes", "x"], ["--script", "--resume", "auto"]])
+def test_options_that_do_not_go_together_are_refused(more):
+    assert CliRunner().invoke(train, [str(ROOT / MINI), *more]).exit_code == 2
+
+
+def test_what_lies_outside_the_checkout_is_said_for_every_node_needs_it(tmp_path):
+    inside = CliRunner().invoke(train, [str(ROOT / MINI), "--script", "--set", f"output_dir={ROOT / 'output'}"])
+    assert inside.exit_code == 0 and "note: " not in inside.stderr
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(f"base_config: {ROOT / MINI}\n")
+    data = "train_dataset.data_loader.config.data_path=['1', ../corpus]"
+    flags = ("--set", data, "--resume", "/shared/iteration_00000005", "--run-dir", "/shared/run")
+    done = CliRunner().invoke(train, [str(recipe), "--script", *flags])
+    assert done.exit_code == 0 and done.stdout.startswith("#!/usr/bin/env bash")
+    notes = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert [note.split(" is outside the checkout (")[0] for note in notes] == [
+        f"note: the recipe: {recipe}",
+        "note: --run-dir: /shared/run",
+        "note: --resume: /shared/iteration_00000005",
+        "note: train_dataset.data_loader.config.data_path: ../corpus",
+    ]
+
+
+def test_binding_can_be_switched_off():
+    recipe = ascend(data_parallel=2)
+    assert "] || BIND=yes\n" in generate(recipe)
+    assert "] || BIND=no\n" in generate({**recipe, "context": {"affinity_config": {"device_0": {}}}}), "it has its own"
+    text = CliRunner().invoke(train, [str(ROOT / MINI), "--script", "--no-bind"]).stdout
+    assert "] || BIND=no\n" in text and text.splitlines()[1].endswith(f"tc3 train {MINI} --script --no-bind")
+
+
+def test_a_node_without_the_recipe_says_so(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(launch_script(Launch("recipes/gone.yaml", "output/x"), {}))
+    done = subprocess.run(["bash", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == (
+        "error: no recipes/gone.yaml on this node: every node needs the recipe there\n"
+    )

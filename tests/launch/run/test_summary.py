@@ -1,0 +1,87 @@
+"""What is made of metrics while they are written: the bar, the plain lines and the picture."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from launch.run import summary as progress
+from launch.run.summary import TrainingProgress, draw_loss_curve
+from tests.tools.runs.builders import append, empty, header, step
+
+
+@pytest.fixture
+def metrics(tmp_path):
+    return empty(tmp_path)
+
+
+def test_the_progress_follows_the_rank_it_is_told(tmp_path):
+    out = io.StringIO()
+    (tmp_path / "metrics").mkdir()
+    with TrainingProgress(tmp_path, Console(file=out, force_terminal=False), rank=3):
+        append(tmp_path / "metrics" / "rank_0.jsonl", header(1), step(1, loss=0.0))
+        append(tmp_path / "metrics" / "rank_3.jsonl", header(1), step(1, loss=3.0))
+    assert "step 1/1  loss 3.0000" in out.getvalue()
+
+
+def shown(tmp_path, terminal, *parts):
+    """What the progress writes when `parts` (lists of records) arrive one after the other."""
+    out = io.StringIO()
+    with TrainingProgress(tmp_path, Console(file=out, force_terminal=terminal, width=120)) as progress:
+        for records in parts:
+            append(tmp_path / "metrics" / "rank_0.jsonl", *records)
+            progress.tick()
+    return out.getvalue()
+
+
+def test_without_a_terminal_there_is_a_line_every_tenth(tmp_path, metrics):
+    append(metrics, header(50), step(1, loss=99.0))  # an earlier part
+    text = shown(tmp_path, False, [header(100)], [step(n, loss=n / 10) for n in range(1, 101)])
+    lines = text.splitlines()
+    assert lines[0] == "compiling…"
+    assert lines[1].startswith("step 1/100  loss 0.1000  (first step after")
+    assert [line.split()[1] for line in lines[2:]] == [f"{n}/100" for n in range(10, 101, 10)]
+    assert lines[-1] == "step 100/100  loss 10.0000  200 tokens/s (median)"
+
+
+def test_without_a_terminal_there_is_a_line_every_minute_too(tmp_path, metrics, monkeypatch):
+    out, now = io.StringIO(), [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with TrainingProgress(tmp_path, Console(file=out, force_terminal=False)) as shown:
+        for now[0] in (30.0, 61.0, 62.0, 125.0):
+            shown.tick()
+        append(metrics, header(1000), step(1))
+        for now[0] in (126.0, 127.0, 190.0):
+            shown.tick()
+    assert out.getvalue().splitlines() == [
+        *("compiling…", "compiling… 61 s", "compiling… 125 s"),
+        *("step 1/1000  loss 5.0000  (first step after 126 s)", "step 1/1000  loss 5.0000"),
+    ]
+
+
+def test_steps_that_arrive_last_are_shown_too(tmp_path, metrics):
+    out = io.StringIO()
+    with TrainingProgress(tmp_path, Console(file=out, force_terminal=False)):
+        append(metrics, header(1), step(1, loss=3.0))
+    assert "step 1/1  loss 3.0000" in out.getvalue()
+
+
+def test_on_a_terminal_a_bar_follows_the_steps(tmp_path, metrics):
+    text = shown(tmp_path, True, [header(40), step(1)], [step(2, loss=4.25), step(3, loss=4.125)])
+    assert "compiling" in text and "training" in text
+    assert "3/40" in text and "loss 4.1250" in text and "200 tokens/s" in text
+
+
+@pytest.mark.parametrize(("name", "magic"), [("a.png", b"\x89PNG"), ("sub/a.svg", b"<?xml")])
+def test_the_loss_curve_is_drawn(tmp_path, metrics, name, magic):
+    append(metrics, header(3), step(1, 3.0), step(2, 2.0), step(3, 1.0))
+    path = draw_loss_curve([metrics], tmp_path / name, {0: 3.5, 3: 1.5})
+    assert path.read_bytes().startswith(magic)
+    if path.suffix == ".svg":
+        text = path.read_text()
+        assert all(word in text for word in ("training loss", "language model only", "held out", "nats per token"))
+
+
+def test_nothing_to_draw_is_an_error(tmp_path, metrics):
+    with pytest.raises(ValueError, match="no steps to draw"):
+        draw_loss_curve([metrics], tmp_path / "a.png")

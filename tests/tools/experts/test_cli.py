@@ -1,0 +1,178 @@
+"""`tc3 experts report` on logs of a stated model of loads (`tests.plugins.expert_balance.drifting`)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from plugins.errors import DataError
+from plugins.expert_balance.plan import device_loads
+from plugins.expert_balance.record import append, load_file
+from plugins.expert_balance.settings import Settings
+from tests.plugins.expert_balance.drifting import live
+from tests.tools.check.test_mutations import ROOT
+from tools.experts.cli import experts
+from tools.experts.study import open_run, seconds_of
+from tools.layout.advise import advise
+from tools.recipe.load import load_recipe
+
+LARGE = ROOT / "recipes" / "telechat3_438b" / "pretrain_4k.yaml"
+MINI = ROOT / "recipes" / "mini" / "pretrain_ep4.yaml"
+
+
+def write(path, records):
+    for record in records:
+        append(path, record)
+    return str(path)
+
+
+def run(*arguments):
+    return CliRunner().invoke(experts, ["report", *map(str, arguments)])
+
+
+def told(*arguments):
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A log of as many experts and devices as the 438B recipe has, without plans."""
+    records = live(Settings(every=0), steps=25, devices=16, layers=6, experts=256)
+    return write(tmp_path_factory.mktemp("large") / "log.jsonl", records)
+
+
+def test_layers_are_as_counted_by_hand(tmp_path):
+    records = live(Settings(every=3))
+    found = told(write(tmp_path / "log", records))
+    on = np.array([device_loads(record.tokens, record.slots, 4) for record in records])
+    ratios = on.max(2) / on.mean(2)
+    for at, layer in enumerate(found["layers"]):
+        total = sum(record.tokens[at] for record in records)
+        assert layer["max_over_mean"] == pytest.approx(ratios[:, at].mean())
+        assert layer["worst"] == pytest.approx(ratios[:, at].max())
+        assert layer["worst_step"] == 1 + ratios[:, at].argmax()
+        assert layer["devices"] == pytest.approx((on[:, at].sum(0) / on[:, at].sum(0).mean()).tolist())
+        assert layer["busiest_expert"]["expert"] == total.argmax()
+        assert layer["bound"] <= layer["max_over_mean"]
+    assert found["devices"] == 4 and found["experts"] == 32 and found["recorded_steps"] == 13
+
+
+def test_a_run_that_moved_is_compared_with_what_others_would_have_done(tmp_path):
+    records = live(Settings(every=3), steps=18)
+    rows = {
+        (row["policy"], row["every"]): row for row in told(write(tmp_path / "log", records), "--every", "3")["policies"]
+    }
+    assert list(rows) == [
+        *(("experts stay", 0), ("as recorded", 3), ("greedy (EPLB, MindFormers)", 3)),
+        *(("swaps", 3), ("aligned", 3), ("swaps", 15)),
+    ]
+    recorded, stay = rows["as recorded", 3], rows["experts stay", 0]
+    assert recorded["by_step"] == rows["swaps", 3]["by_step"]  # the run had the default settings
+    assert recorded["moves"] == rows["swaps", 3]["moves"] == sum(one.moved.experts for one in records if one.moved)
+    assert recorded["measured_move_seconds"] == 0.25
+    assert stay["moves"] == 0 and stay["by_step"][:3] == recorded["by_step"][:3]
+    assert recorded["max_over_mean"] < stay["max_over_mean"]
+    assert rows["greedy (EPLB, MindFormers)", 3]["moves"] > 2 * recorded["moves"]
+
+
+def test_seconds_are_those_of_ep_report(large):
+    """One estimator: a step whose layers have max/mean 1.2 is ep-report's at --skew 1.2."""
+    source = open_run(Path(large), LARGE, print)
+    found = seconds_of(source.recipe, source.records, "atlas_800t_a2")
+    even, uneven = (advise(source.recipe, "atlas_800t_a2", skew).written.step.total for skew in (1.0, 1.2))
+    assert found.even == pytest.approx(even)
+    assert found.of(1.2) == pytest.approx(uneven)
+    assert found.waits(np.array([[1.1, 1.3], [1.0, 1.0]])) == pytest.approx((uneven - even) / 2)
+
+
+def test_what_waits_is_saved_by_moving(large):
+    found = told(large, "--recipe", LARGE, "--every", "5")
+    rows = {row["policy"]: row for row in found["policies"] if row["every"] in (0, 5)}
+    assert found["seconds"]["cluster"] == "atlas_800t_a2" and found["seconds"]["unknown"] is None
+    assert rows["swaps"]["saves_seconds"] == pytest.approx(
+        rows["experts stay"]["waits_seconds"] - rows["swaps"]["waits_seconds"]
+    )
+    assert 0 < rows["swaps"]["waits_seconds"] < rows["experts stay"]["waits_seconds"]
+
+
+def test_seconds_that_nobody_knows_are_unknown_with_the_reason(tmp_path, large):
+    small = write(tmp_path / "log", live(Settings(every=0)))
+    for arguments, reason in (
+        ([small], "--recipe names one"),
+        ([small, "--recipe", MINI], "CPU workers"),
+        ([small, "--recipe", LARGE], "32 experts on 4 devices, the recipe of 256 on 16"),
+    ):
+        found = told(*arguments)
+        assert reason in found["seconds"]["unknown"] and found["policies"][0]["waits_seconds"] is None
+        text = run(*arguments).stdout
+        assert reason in text.replace("\n", " ") and "unknown" in text
+
+
+def test_a_run_brings_its_recipe_and_its_settings(tmp_path):
+    settings = Settings(every=4, method="aligned", gate=0.0)
+    recipe = {**load_recipe(MINI), "plugins": {"expert_balance": {"every": 4, "method": "aligned", "gate": 0}}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(recipe))))
+    write(load_file(tmp_path), live(settings))
+    for place in (tmp_path, load_file(tmp_path)):
+        found = told(place)
+        assert found["every"] == 4 and found["replay_differs_at"] == []
+    assert "gives the recorded placements exactly" in run(tmp_path).stdout
+    other = {"expert_balance": {"every": 4, "method": "aligned", "gate": 0, "memory": 0.1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(json.loads(json.dumps({**recipe, "plugins": other}))))
+    assert told(tmp_path)["replay_differs_at"] != []
+    assert "first differs at step" in run(tmp_path).stdout
+
+
+def test_a_log_too_short_for_a_plan_says_so(tmp_path):
+    result = run(write(tmp_path / "log", live(Settings(every=0), steps=5)))
+    assert result.exit_code == 0 and "a log longer than 20 steps" in result.stdout
+
+
+def test_a_worst_micro_batch_is_shown_where_it_is_known(tmp_path):
+    records = live(Settings(every=0), steps=3)
+    records[1] = replace(records[1], micro_batch=(1.75, None, None))
+    found = told(write(tmp_path / "log", records))
+    assert [layer["worst_micro_batch"] for layer in found["layers"]] == [1.75, None, None]
+
+
+def test_even_routing_shows_the_noise_of_counting(tmp_path):
+    """128 tokens an expert: 8 experts hold 1024 +- 32 of them, the fullest of 4 devices about 1 deviation more."""
+    text = run(write(tmp_path / "log", live(Settings(every=0), spread=0.0))).stdout
+    noise = float(text.split("show max/mean ")[1].split()[0])
+    assert 1.01 < noise < 1.06
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_pictures_and_page(tmp_path, layers):
+    log = write(tmp_path / "a<b.jsonl", live(Settings(every=3), layers=layers))
+    for name in ("loads.svg",) if layers > 2 else ("loads.svg", "loads.png"):
+        result = run(log, "--picture", tmp_path / name)
+        assert result.exit_code == 0 and f"drawn: {tmp_path / name}" in result.stderr
+    drawing = ElementTree.parse(tmp_path / "loads.svg").getroot()
+    words = " ".join(element.text or "" for element in drawing.iter() if element.tag.endswith("text"))
+    for word in ("fullest device / mean", "as recorded", "device of the EP group", "expert"):
+        assert word in words
+    assert ("layer 2" in words) == (layers == 2) and ("steps 1 to" in words) == (layers == 6)
+    result = run(log, "--html", tmp_path / "loads.html")
+    page = (tmp_path / "loads.html").read_text()
+    assert result.exit_code == 0 and page.count("<svg") == 1 and page.count("<table") == 2
+    assert "a&lt;b.jsonl" in page and "a<b" not in page
+
+
+def test_wrong_places_are_refused(tmp_path):
+    for arguments, message in (
+        ([tmp_path / "none"], "no such run or file"),
+        ([tmp_path], "record: True writes it"),
+        ([tmp_path / "log", "--picture", "a.txt"], "--picture a.txt"),
+        ([tmp_path / "log", "--html", "a.txt"], "--html a.txt"),
+    ):
+        write(tmp_path / "log", live(Settings(every=0), steps=1))
+        with pytest.raises(DataError, match=message):
+            raise run(*arguments).exception

@@ -1,0 +1,200 @@
+"""safetensors' names of types, widest aligned first: the order in which the package writes tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from plugins.errors import CheckpointError
+
+TYPES: dict[str, np.dtype] = {
+    "I64": np.dtype(np.int64),
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "I32": np.dtype(np.int32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+
+
+_LENGTH = 8  # bytes of the number in front of the header
+_WIDTHS = {  # bytes of an element of every type that a safetensors file may have, also of those that nothing here reads
+    **{name: dtype.itemsize for name, dtype in TYPES.items()},
+    **{"U64": 8, "U32": 4, "U16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor of a file: its type as safetensors writes it (F32, BF16), its shape, its bytes, where in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    start: int = field(default=0, compare=False)
+
+
+def read_headers(file: Path) -> dict[str, Header]:
+    """Name -> what the file says of that tensor.
+
+    Raises:
+        CheckpointError: no such file, no safetensors, or one whose tensors do not fill it without gap or overlap.
+    """
+    try:
+        with file.open("rb") as data:
+            size = os.fstat(data.fileno()).st_size
+            length = int.from_bytes(data.read(_LENGTH), "little")
+            text = data.read(min(length, size))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
+    try:
+        content = json.loads(text)
+        content.pop("__metadata__", None)
+        found = {name: _header(each, _LENGTH + length) for name, each in content.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{file}: not a complete safetensors file: its header cannot be read") from None
+    end = _LENGTH + length
+    for name, header in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
+            kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
+            raise CheckpointError(f"{file}: not a complete safetensors file: {name} is {kind}, which do not fit")
+        end += header.bytes
+    if size != end:
+        raise CheckpointError(f"{file}: not a complete safetensors file ({size} bytes instead of {end})")
+    return found
+
+
+def _header(entry: Mapping[str, Any], base: int) -> Header:
+    """One entry of a header. Raises ValueError, TypeError or KeyError where it is none."""
+    dtype, shape, (first, last) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or any(type(size) is not int or size < 0 for size in (*shape, first, last)):
+        raise ValueError(f"{entry}: no tensor")
+    return Header(dtype, tuple(shape), last - first, base + first)
+
+
+def _width(header: Header, file: Path, name: str) -> int:
+    """Bytes of an element."""
+    if header.dtype not in _WIDTHS:
+        raise CheckpointError(f"{file}: {name} is of type {header.dtype!r}; known are {', '.join(_WIDTHS)}")
+    return _WIDTHS[header.dtype]
+
+
+_ORDER = list(TYPES)
+_ALIGNED = 8  # bytes: what the header is padded to
+_WAITING = 4  # pieces that the thread that hashes may be behind
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor to write: safetensors' name of its type, its shape, and its numbers in row-major order, in pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def bytes(self) -> int:
+        """Of its numbers."""
+        return math.prod(self.shape) * TYPES[self.dtype].itemsize
+
+
+def in_order(tensors: Mapping[str, Made]) -> list[str]:
+    """Names in the order of the file."""
+    return sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name))
+
+
+def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, str]) -> str:
+    """Write `path`, all of it on the disk when this returns; returns its SHA-256, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("wb") as out, _Hash() as digest:
+        for piece in _contents(tensors, metadata):
+            digest.update(piece)
+            out.write(piece)
+        out.flush()
+        os.fsync(out.fileno())
+    return digest.hexdigest()
+
+
+def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
+    """`save_file` of arrays that are in memory, for MindSpore; returns the file's SHA-256.
+
+    The `safetensors` package writes the same bytes, but its error for a full disk is not an OSError.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    made = {name: _made(array) for name, array in arrays.items()}
+    return save_file(made, path, {"format": "ms"})
+
+
+def _made(array: np.ndarray) -> Made:
+    name = next(
+        name for name, dtype in TYPES.items() if dtype.name == array.dtype.name
+    )  # MindSpore has a bfloat16 of its own
+    return Made(name, array.shape, lambda: iter((array,)))
+
+
+def _contents(tensors: Mapping[str, Made], metadata: Mapping[str, str]) -> Iterator[Any]:
+    """The file's bytes, in its order."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in (names := in_order(tensors)):
+        made = tensors[name]
+        header[name] = {"dtype": made.dtype, "shape": made.shape, "data_offsets": [end, end + made.bytes]}
+        end += made.bytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNED)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        written = 0
+        for piece in tensors[name].pieces():
+            written += piece.nbytes
+            yield np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+        assert written == tensors[name].bytes, f"{name}: {written} bytes instead of {tensors[name].bytes}"
+
+
+class _Hash:
+    """SHA-256 in a thread of its own: it takes as long as all the rest, and does not hold Python's lock."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._pieces: queue.Queue[Any] = queue.Queue(_WAITING)
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> _Hash:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pieces.put(None)
+        self._thread.join()
+
+    def update(self, piece: Any) -> None:
+        """Go on with `piece`, whose bytes must stay as they are."""
+        self._pieces.put(piece)
+
+    def hexdigest(self) -> str:
+        """Of all, when the thread has ended."""
+        return self._digest.hexdigest()
+
+    def _work(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._digest.update(piece)

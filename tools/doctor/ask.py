@@ -1,0 +1,272 @@
+"""`tc3 doctor --json` on many hosts by ssh: many at once, each with a limit, and no process left behind.
+
+The same ssh session measures the clock first: we send a line, the host answers with its time. Its clock then stood
+between our sending and our receiving; of several rounds the shortest one is the most exact. The start of a connection
+or of Python is in none of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+from plugins.errors import ClusterError
+from tools.doctor.report import CHECKOUT, Report, ReportError, read_report
+from tools.process.children import terminate_as_interrupt
+from tools.process.waiting import Progressing
+
+# What came of asking a host: its report and the difference of its clock, or what went wrong.
+
+_MOST = 1 << 22  # bytes that are taken of a report; a real one has some 20 thousand
+
+
+@dataclass(frozen=True)
+class Skew:
+    """Seconds that a host's clock is ahead of ours, and by how much that may be wrong: half of the round trip."""
+
+    ahead: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Why there is no report of a host: what failed (`ssh`, `report`), in words, and what to do."""
+
+    what: str
+    words: str
+    mend: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one host; `skew` is None where nobody measured."""
+
+    told: Report | Trouble
+    skew: Skew | None = None
+
+
+def parsed(text: str) -> Report | Trouble:
+    """A report, or why a text is none."""
+    if len(text) > _MOST:
+        return Trouble("report", f"{len(text):,} characters: no report", "look what prints there when a shell starts")
+    try:
+        return read_report(text)
+    except ReportError as error:
+        return Trouble("report", str(error), "tc3 doctor --json on that host, with the same checkout as here")
+
+
+def read_folder(folder: Path) -> Mapping[str, Answer]:
+    """Host -> its answer, of a folder with a file HOST.json for each.
+
+    Raises:
+        ClusterError: there is no such file, or the folder cannot be listed.
+    """
+    try:
+        files = sorted(folder.glob("*.json"))
+    except OSError as error:
+        raise ClusterError(f"--nodes {folder}: cannot be listed: {error.strerror}") from None
+    if not files:
+        raise ClusterError(f"--nodes {folder}: no *.json there; want HOST.json of each host, by tc3 doctor --json")
+    return {path.stem: Answer(_of_file(path)) for path in files}
+
+
+def _of_file(path: Path) -> Report | Trouble:
+    try:
+        if path.stat().st_size > _MOST:
+            return parsed(" " * (_MOST + 1))
+        return parsed(path.read_text(encoding="utf-8", errors="replace"))
+    except OSError as error:
+        return Trouble("report", f"{path}: {error.strerror}", "write it anew: tc3 doctor --json there")
+
+
+AT_ONCE = 64
+CONNECT = 10  # seconds
+LIMIT, PROBE_LIMIT = 60.0, 300.0  # seconds for one host, connection included
+_ROUNDS = 5
+# never a question; no master process that would outlive us and keep our pipes
+_SSH = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT}", "-o", "ControlMaster=no", "--"]
+_FAILED = 255  # ssh's own exit code
+_CLOCK, _REPORT = b"tc3-clock ", b"tc3-report"
+# a shell that nobody logs in to knows few folders; NPUs' tools are in these
+_TOOLS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:/usr/local/Ascend/driver/tools"
+_PASSED_ON = ("HCCL_IF_BASE_PORT",)  # what checks read of the environment
+_LOOK = 0.2  # seconds between two looks at signals and at who is late
+_START = "from launch.cli import main; main()"
+
+
+def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) -> dict[str, Answer]:
+    """Host -> answer, in the order of `hosts`; `words` follow ``tc3 doctor --json``.
+
+    The checkout, Python and the working folder are expected where they are here, as the launch scripts do.
+
+    Raises:
+        KeyboardInterrupt: we were told to end; every ssh has ended then.
+    """
+    sessions, command = _Sessions(limit), remote_command(words)
+    with terminate_as_interrupt(), Progressing(f"asking {len(hosts)} hosts", len(hosts)) as progress:
+        pool = ThreadPoolExecutor(AT_ONCE)
+        try:
+            futures = [pool.submit(_ask, host, command, sessions) for host in hosts]
+            left = set(futures)
+            while left:
+                _, left = wait(left, timeout=_LOOK)
+                sessions.end_late_ones()
+                done = len(hosts) - len(left)
+                progress.show(f"{done} of {len(hosts)} hosts have answered", done)
+        finally:
+            sessions.stop()
+            pool.shutdown(cancel_futures=True)
+    return {host: future.result() for host, future in zip(hosts, futures, strict=True)}
+
+
+def remote_command(words: Sequence[str]) -> str:
+    """What a host's shell is given, whichever shell that is."""
+    environment = [f"PYTHONPATH={CHECKOUT}", f"PATH={_TOOLS}:{os.environ.get('PATH', '')}"]
+    environment += [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
+    doctor = [sys.executable, "-c", _START, "doctor", "--json", *words]
+    rounds = " ".join(map(str, range(_ROUNDS)))
+    script = [
+        f'for i in {rounds}; do read -r line || exit; echo "{_CLOCK.decode()}$(date +%s.%N)"; done',
+        f"cd {shlex.quote(os.getcwd())} || exit 2",
+        f"echo {_REPORT.decode()}",
+        f"exec {shlex.join(['env', *environment, *doctor])} </dev/null",
+    ]
+    return shlex.join(["exec", "sh", "-c", "\n".join(script)])
+
+
+class _Sessions:
+    """The ssh processes that run, each with an end to its time; ended with all that they have started."""
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._ends: dict[Popen[bytes], float] = {}
+        self._late: set[Popen[bytes]] = set()
+        self._stopped = False
+
+    def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
+        """A process in a session of its own, which Ctrl-C does not reach; None after `stop`."""
+        with self._lock:
+            if self._stopped:
+                return None
+            process = Popen(words, stdin=PIPE, stdout=PIPE, stderr=errors, bufsize=0, start_new_session=True)
+            self._ends[process] = time.monotonic() + self.limit
+            return process
+
+    def end(self, process: Popen[bytes]) -> bool:
+        """End a process, if it has not; whether its time was over."""
+        with self._lock:
+            del self._ends[process]
+            _kill(process)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+        return process in self._late
+
+    def end_late_ones(self) -> None:
+        """End those whose time is over; who waits for their output sees it end."""
+        with self._lock:
+            late = {process for process, end in self._ends.items() if time.monotonic() > end} - self._late
+            self._late |= late
+            for process in late:
+                _kill(process)
+
+    def stop(self) -> None:
+        """End all of them, and start no more."""
+        with self._lock:
+            self._stopped = True
+            for process in self._ends:
+                _kill(process)
+
+
+def _kill(process: Popen[bytes]) -> None:
+    """The session of a process that nobody has waited for yet, so that its number is still its own."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _ask(host: str, command: str, sessions: _Sessions) -> Answer:
+    """One host; its ssh has ended when this returns. Its errors go to a file: a daemon could keep a pipe open."""
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = sessions.start([*_SSH, host, command], errors.fileno())
+        except OSError as error:
+            return Answer(Trouble("ssh", f"ssh cannot be started: {error.strerror}", "install an ssh client"))
+        if process is None:
+            return Answer(Trouble("ssh", "not asked", ""))
+        try:
+            skew = _skew(process)
+            text = _all(process)
+            code = process.wait() if len(text) <= _MOST else 0
+        finally:
+            late = sessions.end(process)
+        if late:
+            mend = "look there: a file system or a driver that hangs; --limit SECONDS for slow hosts"
+            return Answer(Trouble("ssh", f"no answer within {sessions.limit:g} s", mend))
+        errors.seek(0)
+        return Answer(_told(host, code, text, errors.read(_MOST).decode(errors="replace")), skew)
+
+
+def _skew(process: Popen[bytes]) -> Skew | None:
+    """By the shortest of some rounds; None where the host's `date` does not tell parts of seconds."""
+    assert process.stdin is not None and process.stdout is not None
+    best: Skew | None = None
+    for _ in range(_ROUNDS):
+        sent, began = time.time(), time.monotonic()
+        _send(process, b"\n")
+        line = process.stdout.readline()
+        while line and not line.startswith(_CLOCK):  # what its shell says when it starts
+            line = process.stdout.readline()
+        trip = time.monotonic() - began
+        try:
+            found = Skew(float(line.removeprefix(_CLOCK)) - sent - trip / 2, trip / 2)
+        except ValueError:
+            _send(process, b"\n" * _ROUNDS)  # the host goes on by itself
+            return None
+        best = found if best is None or found.error < best.error else best
+    return best
+
+
+def _send(process: Popen[bytes], text: bytes) -> None:
+    assert process.stdin is not None
+    with suppress(ConnectionError):  # it has ended
+        process.stdin.write(text)
+
+
+def _all(process: Popen[bytes]) -> bytes:
+    """Its output to the end, or a little more than any report has."""
+    assert process.stdout is not None
+    parts, size = [], 0
+    while size <= _MOST and (part := process.stdout.read(1 << 16)):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
+
+
+def _told(host: str, code: int, text: bytes, errors: str) -> Report | Trouble:
+    """What a host's output means."""
+    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit code {code}")
+    if code == _FAILED:
+        return Trouble("ssh", last, f"ssh -o BatchMode=yes {host} true must work without a question")
+    _, found, rest = text.partition(_REPORT + b"\n")
+    if not found or code not in (0, 1):
+        return Trouble("report", last, f"the checkout, Python and this folder must be there as here ({CHECKOUT})")
+    return parsed(rest.decode(errors="replace"))
+
+
+def skews(answers: Mapping[str, Answer]) -> dict[str, Skew]:
+    """Of the hosts whose clock was measured."""
+    return {host: answer.skew for host, answer in answers.items() if answer.skew is not None}

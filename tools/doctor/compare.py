@@ -1,0 +1,238 @@
+"""What sets hosts apart: whom nobody could ask, whose checks fail, whose versions or clocks are not most hosts'.
+
+Pure: answers in, outliers out. What most hosts have is taken for right, for nobody else says what would be; where no
+value has more than half of the hosts, all values are shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+import click
+
+from tools.doctor.ask import Answer, Trouble, skews
+from tools.doctor.checks import CHECKS, COLOURS, Verdict
+from tools.doctor.outliers import MENDS, findings
+from tools.doctor.outliers import outliers as slower
+from tools.doctor.report import Report
+from tools.process.host import shorten
+
+SKEW = 0.1  # seconds, as the check `clock` allows
+ORDER: Sequence[Verdict] = ("fail", "warn", "unknown")
+_SAME = "the same package on every host"
+# fact, or what it begins with -> (verdict where a host has another value, what to do)
+_MEANING: dict[str, tuple[Verdict, str]] = {
+    "code": ("fail", "one checkout on a disk that all hosts see, or git pull there"),
+    "mindspore": ("fail", "pip install -e . there"),
+    "mindformers": ("fail", "pip install -e . there"),
+    "Python": ("warn", _SAME),
+    "driver": ("warn", _SAME),
+    "firmware": ("warn", _SAME),
+    "CANN": ("fail", "one CANN on every host: collectives between two releases are not supported"),
+    "NPUs": ("fail", "npu-smi info there; leave the host out if it lacks one"),
+    "kernel": ("warn", _SAME),
+    "cores": ("warn", "lscpu, and the cpuset of the job there"),
+    "packet size": ("warn", "ip link set CARD mtu N (as the switch, on every host)"),
+    "recipe": ("fail", "the same recipe and bases on every host"),
+    "data": ("fail", "copy the corpus again, or mount the same disk"),
+}
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """Hosts that are not as the others, in one respect: what they say, what is usual, and what to do."""
+
+    what: str
+    verdict: Verdict
+    hosts: Sequence[str]
+    seen: str
+    usual: str = ""
+    mend: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outliers, worst first; checks by the verdict that they have on every host; what all hosts have in common."""
+
+    outliers: Sequence[Outlier]
+    everywhere: Mapping[Verdict, Sequence[str]] = field(default_factory=dict)
+    common: Mapping[str, str] = field(default_factory=dict)
+
+
+def compare(answers: Mapping[str, Answer]) -> Comparison:
+    """What sets hosts apart."""
+    reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
+    found = [*_troubles(answers), *_clocks(answers), *_facts(reports), *_probes(reports)]
+    everywhere: dict[Verdict, list[str]] = {}
+    checks = dict.fromkeys(item.check for report in reports.values() for item in report.findings)
+    checks.pop("probe", None)  # each host's own view of it; `_probes` sees all of them
+    for name in checks:
+        outliers, same = _check(name, reports)
+        found += outliers
+        if same:
+            everywhere.setdefault(same, []).append(name)
+    found.sort(key=lambda item: ORDER.index(item.verdict))
+    return Comparison(found, everywhere, _common(reports))
+
+
+def _grouped(values: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """(value, its hosts), the most frequent one first."""
+    counts = Counter(values.values())
+    return [(value, [host for host in values if values[host] == value]) for value, _ in counts.most_common()]
+
+
+def _troubles(answers: Mapping[str, Answer]) -> list[Outlier]:
+    """Hosts without a report, by the reason; what stands for a host's own name in it is the same for all."""
+    troubles = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Trouble)}
+    found = []
+    for words, hosts in _grouped({host: trouble.words.replace(host, "HOST") for host, trouble in troubles.items()}):
+        first = troubles[hosts[0]]
+        one = first.words if len(hosts) == 1 else words
+        found.append(Outlier(first.what, "fail", hosts, one, mend=first.mend))
+    return found
+
+
+def _facts(reports: Mapping[str, Report]) -> list[Outlier]:
+    names = dict.fromkeys(name for report in reports.values() for name in report.facts)
+    return [item for name in names for item in _fact(name, reports)]
+
+
+def _fact(name: str, reports: Mapping[str, Report]) -> list[Outlier]:
+    """Hosts with another value than most, and hosts that do not tell."""
+    told = {host: report.facts.get(name) for host, report in reports.items()}
+    known = {host: value for host, value in told.items() if value is not None}
+    silent = [host for host, value in told.items() if value is None]
+    groups = _grouped(known)
+    most = bool(groups) and 2 * len(groups[0][1]) > len(known)
+    usual = f"{len(groups[0][1])} of {len(told)} hosts have {groups[0][0]}" if most else "no value has most hosts"
+    verdict, mend = next((meaning for key, meaning in _MEANING.items() if name.startswith(key)), ("warn", _SAME))
+    others = groups[1:] if most else groups
+    found = [Outlier(name, verdict, hosts, value, usual, mend) for value, hosts in others]
+    if silent:
+        found.append(Outlier(name, "unknown", silent, "not told", usual if groups else "no host tells"))
+    return found
+
+
+def _common(reports: Mapping[str, Report]) -> dict[str, str]:
+    """Facts that all hosts tell alike."""
+    tables = [report.facts for report in reports.values()]
+    first = tables[0] if tables else {}
+    return {name: value for name, value in first.items() if value and all(t.get(name) == value for t in tables)}
+
+
+def _check(name: str, reports: Mapping[str, Report]) -> tuple[list[Outlier], Verdict | None]:
+    """Hosts by what a check says of them, fails in any case; and its verdict where it is the same everywhere."""
+    items = {host: item for host, report in reports.items() for item in report.findings if item.check == name}
+    verdicts = Counter(item.verdict for item in items.values())
+    same = next(iter(verdicts)) if len(verdicts) == 1 and len(items) == len(reports) else None
+    found = []
+    for verdict in ORDER:
+        hosts = [host for host, item in items.items() if item.verdict == verdict]
+        if hosts and (verdict == "fail" or same is None):
+            seen = Counter(items[host].seen for host in hosts).most_common()
+            words = seen[0][0] + (f"; {len(seen) - 1} other answers" if len(seen) > 1 else "")
+            found.append(
+                Outlier(name, verdict, hosts, words, f"{verdicts['ok']} of {len(reports)} hosts ok", _mend(name))
+            )
+    if missing := [host for host in reports if host not in items]:
+        found.append(Outlier(name, "unknown", missing, "not in its report", f"{verdicts['ok']} ok"))
+    return found, same
+
+
+def _mend(name: str) -> str:
+    return CHECKS[name].mend if name in CHECKS else ""
+
+
+def _clocks(answers: Mapping[str, Answer]) -> list[Outlier]:
+    """Clocks that differ from the middle one by more than is allowed, beyond the error of the measurement.
+
+    A difference that the round trip hides is unknown, and so is a clock that nobody measured.
+    """
+    measured = skews(answers)
+    middle = median(skew.ahead for skew in measured.values()) if measured else 0.0
+    off = {host: skew.ahead - middle for host, skew in measured.items()}
+    wrong = [host for host, skew in measured.items() if abs(off[host]) - skew.error > SKEW]
+    hidden = [host for host, skew in measured.items() if abs(off[host]) + skew.error > SKEW and host not in wrong]
+    found = []
+    if wrong:
+        usual = f"within {SKEW:g} s of the middle one"
+        found.append(Outlier("clocks", "fail", wrong, _range(off[host] for host in wrong), usual, _mend("clock")))
+    if hidden:
+        worst = max(measured[host].error for host in hidden)
+        words = f"{_range(off[host] for host in hidden)}, give or take {worst:.3f}: the round trip is too long to tell"
+        found.append(Outlier("clocks", "unknown", hidden, words))
+    silent = [host for host, answer in answers.items() if isinstance(answer.told, Report) and host not in measured]
+    if silent:
+        found.append(Outlier("clocks", "unknown", silent, "not measured (a list of hosts for --nodes measures them)"))
+    return found
+
+
+def _range(seconds: Iterable[float]) -> str:
+    """``+1.204 s``, or from the least to the most."""
+    values = sorted(seconds)
+    least, most = f"{values[0]:+.3f}", f"{values[-1]:+.3f}"
+    return f"{least} s" if least == most else f"{least} to {most} s"
+
+
+def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
+    """Workers, links and disks that are slower than those of all hosts; hosts without a probe where others have one."""
+    probes = {host: report.probe for host, report in reports.items() if report.probe is not None}
+    if not probes:
+        return []
+    found = [
+        Outlier(
+            f"probe {item.measure}", item.verdict, [item.host], f"{item.who}: {item.seen}", mend=MENDS[item.measure]
+        )
+        for item in slower(probes)
+    ]
+    summary = findings(probes)[-1]
+    if summary.verdict == "unknown":
+        found.append(Outlier("probe", "unknown", list(probes), summary.seen, mend=summary.mend))
+    if silent := [host for host in reports if host not in probes]:
+        found.append(Outlier("probe", "unknown", silent, "not probed", f"{len(probes)} of {len(reports)} hosts are"))
+    return found
+
+
+# A comparison of hosts, for people and for machines.
+
+
+def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
+    """Outliers alone, worst first; one line each for what all hosts have in common."""
+    reported = sum(isinstance(answer.told, Report) for answer in answers.values())
+    lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
+    width = max([len(item.what) for item in comparison.outliers], default=0)
+    lines += [line for item in comparison.outliers for line in _lines(item, width)]
+    for verdict in ORDER:
+        if names := comparison.everywhere.get(verdict):
+            lines.append(f"{verdict} on every host: {', '.join(names)}")
+    if comparison.common:
+        lines.append(
+            "the same everywhere: " + ", ".join(f"{name} {value}" for name, value in comparison.common.items())
+        )
+    counts = [(verdict, sum(item.verdict == verdict for item in comparison.outliers)) for verdict in ORDER]
+    return "\n".join([*lines, ", ".join(f"{count} {verdict}" for verdict, count in counts if count) or "no outlier"])
+
+
+def _lines(item: Outlier, width: int) -> list[str]:
+    verdict, indent = click.style(f"{item.verdict:8s}", fg=COLOURS[item.verdict]), " " * (8 + width + 2)
+    lines = [f"{verdict}{item.what:{width}s}  {shorten(item.hosts)}: {item.seen}"]
+    if len(item.hosts) > 1:
+        lines[0] = f"{verdict}{item.what:{width}s}  {len(item.hosts)} hosts, {shorten(item.hosts)}: {item.seen}"
+    if item.usual:
+        lines.append(f"{indent}{item.usual}")
+    if item.mend:
+        lines.append(f"{indent}mend: {item.mend}")
+    return lines
+
+
+def as_json(answers: Mapping[str, Answer], comparison: Comparison) -> dict[str, Any]:
+    """Everything, hosts written out, and the measured clocks in seconds."""
+    return {
+        "hosts": {host: isinstance(answer.told, Report) for host, answer in answers.items()},
+        "clocks": {host: asdict(answer.skew) for host, answer in answers.items() if answer.skew is not None},
+        **asdict(comparison),
+    }

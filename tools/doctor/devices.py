@@ -1,0 +1,311 @@
+"""Ports, names and packet sizes between hosts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from tools.check.check import table_of
+from tools.doctor.checks import REPORT, Answer, Patient, check
+from tools.doctor.host import free_space
+from tools.hardware.units import GIB
+from tools.process import host
+from tools.process.host import Root, compress, expand
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+
+MASTER_PORT = 8118  # msrun's own default
+_BASE, _COUNT = 60000, 32
+_LISTENS = "0A"  # a state of /proc/net/tcp
+
+
+def _wanted() -> range:
+    base = os.environ.get("HCCL_IF_BASE_PORT", "")
+    first = int(base) if base.isdigit() else _BASE
+    return range(first, first + _COUNT)
+
+
+@check(
+    why="HCCL's ports lie in the range of which Linux gives any client one; then a job fails to start, now and then",
+    source="CANN, HCCL_IF_BASE_PORT: 60000-60031 unless it says otherwise",
+    mend="sysctl -w net.ipv4.ip_local_reserved_ports=60000-60031",
+    npu=True,
+)
+def reserved_ports(patient: Patient) -> Answer:
+    """No client is given a port that HCCL wants."""
+    span = patient.root.read("/proc/sys/net/ipv4/ip_local_port_range")
+    if span is None:
+        return Answer("unknown", "the range of clients' ports cannot be read")
+    low, high = map(int, span.split())
+    reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
+    open_ones = [port for port in _wanted() if low <= port <= high and port not in reserved]
+    seen = f"clients get {low}-{high}"
+    return Answer("warn" if open_ones else "ok", seen + (f", {compress(open_ones)} not reserved" if open_ones else ""))
+
+
+@check(
+    why="HCCL, and the scheduler of a script of tc3 train --script, cannot listen where somebody does already",
+    source="msrun --master_port; CANN, HCCL_IF_BASE_PORT",
+    mend="ss -ltnp shows who listens; end it, or choose MASTER_PORT, HCCL_IF_BASE_PORT",
+)
+def free_ports(patient: Patient) -> Answer:
+    """Nobody listens on the ports of a launch; for the scheduler tc3 train and tc3 agent take a free one."""
+    tables = [patient.root.read(f"/proc/net/{name}") for name in ("tcp", "tcp6")]
+    if all(table is None for table in tables):
+        return Answer("unknown", "/proc/net/tcp cannot be read")
+    rows = [line.split() for table in tables for line in (table or "").splitlines()[1:]]
+    listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
+    needed = set(_wanted()) if patient.wants_npus else set()  # the scheduler's is another where that one is taken
+    taken = sorted(listening & {MASTER_PORT, *needed})
+    if not taken:
+        return Answer("ok", f"{compress({MASTER_PORT, *needed})} free")
+    return Answer("fail" if listening & needed else "warn", f"in use: {', '.join(map(str, taken))}")
+
+
+def card_sizes(root: Root) -> dict[str, str]:
+    """Network card -> its packet size; devices of software alone (bridges, lo) are left out."""
+    paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
+    return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
+
+
+@check(
+    why="cards of different packet sizes on one network lose large packets without a word",
+    source="ip-link(8)",
+    mend="ip link set CARD mtu 9000 (as the switch, on every host)",
+)
+def packet_size(patient: Patient) -> Answer:
+    """Network cards have one packet size; whether other hosts have the same, tc3 doctor --nodes says."""
+    sizes = card_sizes(patient.root)
+    if not sizes:
+        return Answer("unknown", "no network card is seen (in a container: ask its host)")
+    seen = ", ".join(f"{card} {size}" for card, size in sizes.items())
+    return Answer("warn" if len(set(sizes.values())) > 1 else "ok", seen)
+
+
+@check(
+    why="other hosts look for the master by this name; one that means 'myself' leads each of them to itself",
+    source="hosts(5); Debian writes 127.0.1.1",
+    mend="write the host's own address into /etc/hosts, or give msrun an address (MASTER_ADDR)",
+)
+def host_name(patient: Patient) -> Answer:
+    """The host's name leads to an address that others reach."""
+    name = patient.root.read("/proc/sys/kernel/hostname")
+    if not name:
+        return Answer("unknown", "the host does not say its name")
+    rows = [line.split("#")[0].split() for line in (patient.root.read("/etc/hosts") or "").splitlines()]
+    addresses = [row[0] for row in rows if name in row[1:]]
+    if not addresses:
+        addresses = (patient.root.ask("getent", "hosts", name) or "").split()[:1]
+    if not addresses:
+        return Answer("fail", f"{name} leads nowhere")
+    inside = all(address.startswith("127.") or address == "::1" for address in addresses)
+    return Answer("warn" if inside else "ok", f"{name} is {', '.join(addresses)}")
+
+
+_HCCN = "/usr/local/Ascend/driver/tools/hccn_tool"
+_ASCEND = "/usr/local/Ascend"
+_PLACES = {  # CANN 8.5 calls its folder cann; earlier ones ascend-toolkit
+    "driver": [f"{_ASCEND}/driver/version.info"],
+    "firmware": [f"{_ASCEND}/firmware/version.info"],
+    "CANN": [f"{_ASCEND}/{folder}/*/ascend_toolkit_install.info" for folder in ("ascend-toolkit/latest", "cann")],
+}
+_SILENT = "npu-smi does not answer: no driver, no permission (root, group HwHiAiUser), or it hangs"
+_USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
+_FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
+
+
+def _devices(patient: Patient) -> list[str]:
+    return patient.root.find("/dev/davinci[0-9]*")
+
+
+def _table(patient: Patient) -> str | None:
+    return patient.root.ask("npu-smi", "info")
+
+
+@check(
+    why="every worker drives one NPU",
+    source="launch/run/preflight.py",
+    mend="docker --device=/dev/davinciN (and davinci_manager, devmm_svm, hisi_hdc), or fewer devices a node",
+    npu=True,
+)
+def npus(patient: Patient) -> Answer:
+    """As many NPUs are seen as the recipe has workers on a node."""
+    count = len(_devices(patient))
+    if not count and patient.recipe is None:
+        return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")
+    return Answer("ok" if count >= patient.workers else "fail", f"{count} of {patient.workers} (/dev/davinci*)")
+
+
+@check(
+    why="an NPU that is not healthy fails or slows the whole run",
+    source="npu-smi info",
+    mend="npu-smi info -t health -i ID says more; take the host out of the list",
+    npu=True,
+)
+def npu_health(patient: Patient) -> Answer:
+    """npu-smi calls every NPU OK."""
+    text = _table(patient)
+    if text is None:
+        return Answer("unknown", _SILENT)
+    chips = host.chips(text)
+    if not chips:
+        return Answer(
+            "unknown", f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
+        )
+    bad = [f"NPU {chip.device} {chip.health}" for chip in chips if chip.health != "OK"]
+    if not bad and len(chips) < len(_devices(patient)):
+        return Answer("unknown", f"{len(chips)} OK, of {len(_devices(patient))} (/dev/davinci*) npu-smi shows no more")
+    return Answer("fail" if bad else "ok", ", ".join(bad) or f"{len(chips)} OK")
+
+
+@check(
+    why="what an earlier run left behind holds the NPU's memory",
+    source="npu-smi info",
+    mend="kill the processes it names, once you know that they are yours",
+    npu=True,
+)
+def npu_processes(patient: Patient) -> Answer:
+    """Nobody uses the NPUs."""
+    text = _table(patient)
+    if text is None:
+        return Answer("unknown", _SILENT)
+    found = host.npu_processes(text)
+    if found is None:
+        return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
+    rows = [f"{name or 'process'} {pid} on NPU {card}" for card, pid, name in found]
+    return Answer("warn" if rows else "ok", ", ".join(rows) or "none")
+
+
+@check(
+    why="an idle NPU clocks down; another threshold in the firmware gained 25-30 % in the report (its number)",
+    source=REPORT,
+    mend="ask Huawei's support for the firmware's idle threshold; npu-smi info -t common -i ID during a run",
+    npu=True,
+)
+def npu_clock(patient: Patient) -> Answer:
+    """AI cores that work run at their rated clock; of those without work, a lower one says nothing."""
+    table = _table(patient)
+    if table is None:
+        return Answer("unknown", _SILENT)
+    chips = host.chips(table)
+    seen, slow, resting = [], False, False
+    for card in sorted({chip.card for chip in chips}):
+        text = patient.root.ask("npu-smi", "info", "-t", "common", "-i", str(card)) or ""
+        clocks = {bool(row[1]): int(row[2]) for row in _FREQUENCY.finditer(text)}
+        if len(clocks) == 2:
+            seen.append(f"NPU {card} {clocks[True]} of {clocks[False]} MHz")
+            low, usage = clocks[True] < clocks[False], _USAGE.search(text)
+            works = usage is not None and int(usage[1]) > 0
+            slow, resting = slow or (low and works), resting or (low and not works)
+    if not seen:
+        return Answer("unknown", "npu-smi does not tell the clock of the AI cores")
+    if resting and not slow:
+        return Answer("unknown", f"without work; ask again during a run ({', '.join(seen)})")
+    return Answer("warn" if slow else "ok", ", ".join(seen))
+
+
+@check(
+    why="a link that is down ends the first collective between hosts in a time-out",
+    source="HCCN Tool, -link -g",
+    mend="cable and switch of the port; hccn_tool -i ID -link_stat -g says since when",
+    npu=True,
+)
+def npu_links(patient: Patient) -> Answer:
+    """The network port of every NPU is up."""
+    states = {}
+    for path in _devices(patient):
+        number = path.removeprefix("/dev/davinci")
+        text = next(
+            (text for tool in ("hccn_tool", _HCCN) if (text := patient.root.ask(tool, "-i", number, "-link", "-g"))), ""
+        )
+        if state := re.search(r"link status:\s*(\w+)", text):
+            states[number] = state[1]
+    if not states:
+        return Answer("unknown", "hccn_tool does not answer (root)")
+    down = [f"NPU {number} {state}" for number, state in states.items() if state != "UP"]
+    if down:
+        return Answer("fail", ", ".join(down))
+    count = len(_devices(patient))
+    return Answer("ok" if len(states) == count else "unknown", f"{len(states)} of {count} UP")
+
+
+def _first(root: Root, patterns: Sequence[str], key: str) -> str | None:
+    """The value of `key=` in the first of some files that has it."""
+    for path in (path for pattern in patterns for path in root.find(pattern)):
+        if found := re.search(rf"^\s*{key}\s*=\s*(\S+)", root.read(path) or "", re.MULTILINE | re.IGNORECASE):
+            return found[1]
+    return None
+
+
+def ascend_versions(root: Root) -> dict[str, str | None]:
+    """Versions of the driver, its firmware and CANN, as their files say; None for what is not seen."""
+    return {name: _first(root, places, "version") for name, places in _PLACES.items()}
+
+
+@check(
+    why="MindSpore loads CANN at start; CANN wants a driver not older than its own, and a driver its firmware",
+    source="CANN, installation guide; compatible_version_fw in the driver's version.info",
+    mend="install driver and firmware of one release; source set_env.sh below /usr/local/Ascend for CANN",
+    npu=True,
+)
+def ascend_software(patient: Patient) -> Answer:
+    """Driver and CANN are installed, and the driver takes the firmware; whether CANN takes both is not known here."""
+    found = ascend_versions(patient.root)
+    seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
+    taken = _first(patient.root, _PLACES["driver"], "compatible_version_fw")
+    if taken and found["firmware"] and not _takes(taken, found["firmware"]):
+        return Answer("fail", f"{seen}: this driver takes firmware {taken}")
+    return Answer("ok" if found["driver"] and found["CANN"] else "unknown", seen)
+
+
+def _takes(ranges: str, version: str) -> bool:
+    """Whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends' digits.
+
+    Ranges in another form say nothing, and take everything.
+    """
+    pairs = re.findall(r"\[\s*([\d.]+)\s*,\s*([\d.]+)\s*\]", ranges)
+    numbers = _numbers(version)
+    return not pairs or any(_numbers(low) <= numbers[:3] <= _numbers(high) for low, high in pairs)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(word) for word in re.findall(r"\d+", version)]
+
+
+BYTES = 12  # of a checkpoint for each parameter: weights and both moments of AdamW in float32
+WORKER = GIB  # of one worker of a toy on CPU
+
+
+@check(
+    why="a checkpoint that does not fit ends the run; all nodes together write it, here if the folder is shared",
+    source="12 bytes a parameter: weights and AdamW's moments in float32",
+    mend="an output_dir with more room (--set output_dir=...), or fewer kept checkpoints",
+)
+def checkpoint_room(patient: Patient) -> Answer:
+    """A whole checkpoint fits."""
+    if patient.recipe is None:
+        return Answer("unknown", "no recipe was named")
+    table = table_of(patient.recipe, convert(patient.recipe, load_schema()))
+    found = free_space(patient, str(patient.folder))
+    if table is None or found is None:
+        return Answer("unknown", "the size of the model or of the disk cannot be told")
+    need, free = table["parameters_total"] * BYTES, found[2]
+    return Answer(
+        "ok" if free >= need else "fail", f"{need / GIB:,.1f} GiB each, {free / GIB:,.0f} GiB free at {found[0]}"
+    )
+
+
+@check(
+    why="the kernel kills a worker when memory ends",
+    source="launch/run/preflight.py: about 1 GiB for a worker of a toy on CPU",
+    mend="fewer workers, or end what else uses memory",
+)
+def memory(patient: Patient) -> Answer:
+    """There is memory for the workers; of those that drive an NPU it is not known how much they need."""
+    row = re.search(r"^MemAvailable:\s+(\d+) kB", patient.root.read("/proc/meminfo") or "", re.MULTILINE)
+    if row is None:
+        return Answer("unknown", "/proc/meminfo does not tell")
+    free, need = int(row[1]) * 1024, patient.workers * WORKER
+    seen = f"{free / GIB:.0f} GiB available for {patient.workers} worker{'s' * (patient.workers > 1)}"
+    return Answer("fail" if free < need else "ok" if patient.on_cpu else "unknown", seen)

@@ -1,0 +1,351 @@
+"""Cores, their clocks, their memory, and who else runs on them."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import PurePosixPath
+
+from tools.affinity.plan import make_plan
+from tools.affinity.topology import MSRUN_READS, allowed, msrun_sees, read_host
+from tools.doctor.checks import REPORT, Answer, Patient, Verdict, check
+from tools.hardware.units import GIB
+from tools.process.host import compress, expand
+from tools.schema.versions import installed, others, verified, words
+
+_CPU = "/sys/devices/system/cpu"
+_WAKES = 10  # microseconds: deeper states are for hosts without work
+
+
+@check(
+    why="a core that clocks down starts the NPU's operators late",
+    source="Linux, admin-guide/pm/cpufreq",
+    mend="cpupower frequency-set -g performance",
+)
+def governor(patient: Patient) -> Answer:
+    """Cores run at their full clock."""
+    found = {patient.root.read(path) or "?" for path in patient.root.find(f"{_CPU}/cpu[0-9]*/cpufreq/scaling_governor")}
+    if not found:
+        return Answer(
+            "unknown", "no cpufreq: a virtual machine, or the firmware decides (then its power profile counts)"
+        )
+    return Answer("ok" if found == {"performance"} else "fail", ", ".join(sorted(found)))
+
+
+@check(
+    why="a core in a deep idle state wakes late, once for each operator that waits for it",
+    source="Linux, admin-guide/pm/cpuidle",
+    mend="cpupower idle-set -D 10",
+)
+def idle_states(patient: Patient) -> Answer:
+    """No enabled idle state takes long to leave."""
+    read, worst = patient.root.read, 0
+    states = patient.root.find(f"{_CPU}/cpu0/cpuidle/state[0-9]*")
+    if not states:
+        return Answer("unknown", "no cpuidle: a virtual machine, or states are off")
+    for state in states:
+        if read(f"{state}/disable") == "0":
+            worst = max(worst, int(read(f"{state}/latency") or 0))
+    return Answer("ok" if worst <= _WAKES else "warn", f"the deepest enabled state wakes in {worst} us")
+
+
+@check(
+    why="strict translation slows what hosts and NPUs exchange; the report gained 3-5 % (its number) by passthrough",
+    source=REPORT,
+    mend="boot with iommu.passthrough=1 (arm64) or iommu=pt (x86)",
+)
+def iommu(patient: Patient) -> Answer:
+    """The IOMMU is off or passes through."""
+    line = patient.root.read("/proc/cmdline")
+    kinds = {patient.root.read(path) or "?" for path in patient.root.find("/sys/kernel/iommu_groups/*/type")}
+    asked = line is not None and re.search(r"\biommu(\.passthrough=1|=pt|=off)\b", line)
+    if kinds:
+        seen = f"domains: {', '.join(sorted(kinds))}"
+        return Answer("warn" if any(kind.startswith("DMA") for kind in kinds) else "ok", seen)
+    if asked:
+        return Answer("ok", f"the kernel was started with {asked[0]}")
+    if line is None:
+        return Answer("unknown", "neither groups nor the kernel's parameters can be read")
+    groups = patient.root.find("/sys/kernel/iommu_groups/*")
+    if groups:
+        return Answer("unknown", f"{len(groups)} groups of a kind that this kernel does not tell")
+    return Answer("ok", "no IOMMU groups: off, or not there")
+
+
+@check(
+    why="the kernel unmaps pages to see who uses them; bound workers have theirs near already",
+    source="Linux, admin-guide/sysctl/kernel",
+    mend="sysctl -w kernel.numa_balancing=0",
+)
+def numa_balancing(patient: Patient) -> Answer:
+    """Linux does not move pages between NUMA nodes by itself."""
+    value = patient.root.read("/proc/sys/kernel/numa_balancing")
+    if value is None:
+        return Answer("ok", "this kernel has none")
+    return Answer("ok" if value == "0" else "warn", f"kernel.numa_balancing = {value}")
+
+
+@check(
+    why="compiling takes a tenth to a fifth longer without (tc3 train asks for them by GLIBC_TUNABLES)",
+    source="benchmarks/RESULTS.md",
+    mend="echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+)
+def huge_pages(patient: Patient) -> Answer:
+    """Processes may ask for transparent huge pages."""
+    chosen = re.search(r"\[(\w+)\]", patient.root.read("/sys/kernel/mm/transparent_hugepage/enabled") or "")
+    if chosen is None:
+        return Answer("unknown", "the kernel does not say")
+    return Answer("warn" if chosen[1] == "never" else "ok", chosen[1])
+
+
+@check(
+    why="interrupts on a worker's core delay its operators; isolation gained 10-15 % in the report (its number)",
+    source=REPORT,
+    mend="IRQBALANCE_BANNED_CPULIST in /etc/sysconfig/irqbalance (tc3 affinity), or systemctl stop irqbalance",
+)
+def irqbalance(patient: Patient) -> Answer:
+    """Interrupts are not moved onto workers' cores."""
+    read = patient.root.read
+    if not any(read(path) == "irqbalance" for path in patient.root.find("/proc/[0-9]*/comm")):
+        return Answer("ok", "not running")
+    for path in ("/etc/sysconfig/irqbalance", "/etc/default/irqbalance"):
+        banned = re.search(r"^\s*IRQBALANCE_BANNED_CPU(?:LIST|S)=\"?([^\"\s]+)", read(path) or "", re.MULTILINE)
+        if banned:
+            return Answer("ok", f"running, kept off cores {banned[1]}")
+    return Answer("warn", "running, on all cores")
+
+
+@check(
+    why="msrun of MindSpore 2.9.0 reads the cpuset of version 1 only: without it --bind_core binds nothing, unsaid",
+    source="mindspore/runtime/thread_bind_core.py, _get_available_cpus",
+    mend="nothing for tc3 train and its scripts, whose workers bind themselves; for others the words of tc3 affinity",
+    npu=True,
+)
+def binding(patient: Patient) -> Answer:
+    """msrun can bind workers to cores here."""
+    cores = msrun_sees(patient.root)
+    if not cores:
+        return Answer("warn", f"no {MSRUN_READS}: msrun --bind_core does nothing and refuses a bind file")
+    return Answer("ok", f"msrun sees cores {compress(cores)}")
+
+
+@check(
+    why="Linux spreads no threads over isolated cores: all of a worker's threads without a binding stay on one of them",
+    source="Linux, admin-guide/kernel-parameters, isolcpus",
+    mend="boot without isolcpus; keep others away by cpusets instead (tc3 affinity prints the lines)",
+)
+def isolated(patient: Patient) -> Answer:
+    """No allowed core is isolated by a kernel parameter."""
+    text, may = patient.root.read("/sys/devices/system/cpu/isolated"), allowed(patient.root)
+    if text is None or may is None:
+        return Answer("unknown", "the isolated or the allowed cores cannot be read")
+    both = set(expand(text)).intersection(may)
+    return Answer(
+        "warn" if both else "ok", f"isolated and allowed: {compress(both)}" if both else "none of the allowed"
+    )
+
+
+@check(
+    why="with fewer cores than workers all of them wait for each other",
+    source="tc3 affinity",
+    mend="a wider cpuset (docker --cpuset-cpus, Slurm --cpus-per-task), or fewer workers",
+)
+def cores(patient: Patient) -> Answer:
+    """Every worker has a core of its own."""
+    may = allowed(patient.root)
+    if may is None:
+        return Answer("unknown", "the allowed cores cannot be read")
+    seen = f"{len(may)} cores ({compress(may)}) for {patient.workers} worker{'s' * (patient.workers > 1)}"
+    return Answer("ok" if len(may) >= patient.workers else "warn", seen)
+
+
+# Interrupts of network cards, disks and NPUs against the cores that workers get.
+
+# what drivers call their interrupts: NICs of Huawei and Mellanox, NVMe, NPUs (sq_send_trigger_irq)
+_DEVICES = re.compile(r"hns|hclge|hinic|mlx|nvme|sq_send|devdrv|davinci", re.IGNORECASE)
+
+
+@check(
+    why="an interrupt on a worker's core delays its operators; isolation gained 10-15 % in the report (its number)",
+    source=REPORT,
+    mend="echo CORES > /proc/irq/N/smp_affinity_list, with the interrupts' cores that tc3 affinity prints",
+    npu=True,
+)
+def interrupts(patient: Patient) -> Answer:
+    """Devices interrupt cores that no worker has in the plan of `tc3 affinity`."""
+    host = read_host(patient.root)
+    plan = make_plan(host, patient.workers, sorted(host.npus) or None)
+    workers = {core for worker in plan.workers for core in worker.cores}
+    seen, hit = 0, set()
+    for folder in patient.root.find("/proc/irq/[0-9]*"):
+        names = [path.rpartition("/")[2] for path in patient.root.find(f"{folder}/*/")]
+        if any(_DEVICES.search(name) for name in names):
+            effective = patient.root.read(f"{folder}/effective_affinity_list")
+            hit |= workers.intersection(expand(effective or patient.root.read(f"{folder}/smp_affinity_list") or ""))
+            seen += 1
+    if not seen:
+        return Answer("unknown", "no interrupts of known devices are seen (in a container: ask its host)")
+    return Answer("warn" if hit else "ok", f"{seen} of devices, on workers' cores: {compress(hit) or 'none'}")
+
+
+_FILES, _SHARED = 65536, 16 * GIB
+_SKEW = 0.1  # seconds between a host and its time server
+_PROBE, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may take
+
+
+def _limit(patient: Patient, name: str) -> float | None:
+    """A soft limit of the process; infinite for none."""
+    row = re.search(rf"^{name}\s+(\S+)", patient.root.read("/proc/self/limits") or "", re.MULTILINE)
+    return None if row is None else float("inf") if row[1] == "unlimited" else int(row[1])
+
+
+@check(
+    why="a worker keeps sockets to its peers, libraries and data files open; the default of 1024 is soon used up",
+    source="getrlimit(2), RLIMIT_NOFILE",
+    mend="ulimit -n 65536 (docker: --ulimit nofile=65536)",
+)
+def open_files(patient: Patient) -> Answer:
+    """A worker may open many files."""
+    limit = _limit(patient, "Max open files")
+    if limit is None:
+        return Answer("unknown", "no limits can be read")
+    return Answer("fail" if limit <= 1024 else "warn" if limit < _FILES else "ok", f"nofile {limit:g}")
+
+
+@check(
+    why="memory registered for RDMA is locked; a small limit fails at the first collective between hosts",
+    source="getrlimit(2), RLIMIT_MEMLOCK",
+    mend="ulimit -l unlimited (docker: --ulimit memlock=-1)",
+    npu=True,
+)
+def locked_memory(patient: Patient) -> Answer:
+    """A worker may lock memory."""
+    limit = _limit(patient, "Max locked memory")
+    if limit is None:
+        return Answer("unknown", "no limits can be read")
+    seen = "memlock unlimited" if limit == float("inf") else f"memlock {limit / 1024:.0f} KiB"
+    return Answer("ok" if limit == float("inf") else "warn", seen)
+
+
+@check(
+    why="compiling walks deep graphs by recursion",
+    source="getrlimit(2), RLIMIT_STACK; Linux's own default is 8 MiB",
+    mend="ulimit -s 8192",
+)
+def stack(patient: Patient) -> Answer:
+    """The stack is not smaller than the default."""
+    limit = _limit(patient, "Max stack size")
+    if limit is None:
+        return Answer("unknown", "no limits can be read")
+    return Answer("ok" if limit >= 8 << 20 else "warn", f"stack {limit / 1024:.0f} KiB")
+
+
+def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
+    """(mount point, bytes in all, bytes free) of the file system of a path, by `df`."""
+    best: tuple[str, int, int] | None = None
+    for row in re.finditer(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s+\S+\s+(/.*)$", patient.root.ask("df", "-kP") or "", re.M):
+        mount = row[3].strip()
+        if PurePosixPath(path).is_relative_to(mount) and (best is None or len(mount) >= len(best[0])):
+            best = mount, int(row[1]) * 1024, int(row[2]) * 1024
+    return best
+
+
+@check(
+    why="dataset workers pass samples through it; a container has 64 MiB unless told",
+    source="docker run --shm-size",
+    mend="docker run --shm-size=64g",
+)
+def shared_memory(patient: Patient) -> Answer:
+    """/dev/shm is large enough."""
+    found = free_space(patient, "/dev/shm")
+    if found is None or found[0] != "/dev/shm":
+        return Answer("unknown", "df shows no /dev/shm")
+    size = found[1]
+    verdict: Verdict = "ok" if size >= _SHARED else "fail" if size < GIB else "warn"
+    return Answer(verdict, f"/dev/shm {size / GIB:.1f} GiB")
+
+
+@check(
+    why="a worker that is paged out holds up all others",
+    source="swapoff(8)",
+    mend="swapoff -a",
+)
+def swap(patient: Patient) -> Answer:
+    """Nothing is paged out."""
+    text = patient.root.read("/proc/swaps")
+    if text is None:
+        return Answer("unknown", "/proc/swaps cannot be read")
+    areas = [line.split()[0] for line in text.splitlines()[1:]]
+    return Answer("warn" if areas else "ok", ", ".join(areas) or "no swap")
+
+
+@check(
+    why="logs of hosts are compared by their times, and certificates and time-outs trust the clock",
+    source="chronyc(1), timedatectl(1)",
+    mend="systemctl enable --now chronyd; chronyc makestep",
+)
+def clock(patient: Patient) -> Answer:
+    """The clock follows a time server."""
+    offset = re.search(r"System time\s*:\s*([\d.]+) seconds", patient.root.ask("chronyc", "-n", "tracking") or "")
+    if offset:
+        return Answer("ok" if float(offset[1]) <= _SKEW else "fail", f"{float(offset[1]):.6f} s from its time server")
+    synchronised = patient.root.ask("timedatectl", "show", "-p", "NTPSynchronized") or ""
+    if "=" in synchronised:
+        return Answer("ok" if synchronised.strip().endswith("=yes") else "fail", synchronised.strip())
+    return Answer("unknown", "neither chronyc nor timedatectl answers (in a container: ask its host)")
+
+
+@check(
+    why="a full disk ends a run at its next checkpoint",
+    source="df(1)",
+    mend="an output_dir with more room (--set output_dir=...)",
+)
+def disk(patient: Patient) -> Answer:
+    """There is room where checkpoints go."""
+    found = free_space(patient, str(patient.folder))
+    if found is None:
+        return Answer("unknown", f"df does not show the file system of {patient.folder}")
+    mount, _, free = found
+    return Answer(
+        "ok" if free >= 10 * GIB else "fail" if free < GIB else "warn", f"{free / GIB:.0f} GiB free at {mount}"
+    )
+
+
+@check(
+    why="every step of a checkpoint waits for the disk; a share that hangs holds up the whole run",
+    source="fsync(2)",
+    mend="another output_dir; then look at the file system (mount, dmesg)",
+)
+def disk_write(patient: Patient) -> Answer:
+    """Four MiB are written and synchronised where checkpoints go, into a file without a name."""
+    if not patient.root.live:
+        return Answer("unknown", "a recorded host cannot be written to")
+    above = next(folder for folder in (patient.folder, *patient.folder.parents) if folder.exists())
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=above, buffering=0) as part:
+            part.write(bytes(_PROBE))
+            os.fsync(part.fileno())
+    except OSError as error:
+        return Answer("fail", f"{above}: {error.strerror or error}")
+    took = time.perf_counter() - began
+    return Answer("ok" if took < _SLOW else "warn", f"4 MiB in {took * 1000:.0f} ms at {above}")
+
+
+@check(
+    why="recipes, the schema and the replaced internals were verified with these versions",
+    source="tools/schema/versions.py",
+    mend="pip install -e . (installs the pinned versions)",
+)
+def python_packages(patient: Patient) -> Answer:
+    """MindSpore and MindFormers are the verified ones."""
+    if not patient.root.live:
+        return Answer("unknown", "a recorded host does not say")
+    missing = [name for name in verified() if installed(name) is None]
+    if missing:
+        return Answer("fail", f"not installed: {', '.join(missing)}")
+    if found := others():
+        return Answer("fail", f"{words(found)}, verified is {words(verified())}")
+    return Answer("ok", words(verified()))

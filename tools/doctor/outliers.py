@@ -1,0 +1,355 @@
+"""What a probe found, as it stands in JSON: lists hold one number for each round."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, median, median_high, median_low
+from typing import Literal, NamedTuple, TypedDict, TypeVar
+
+from tools.doctor.checks import Finding, Verdict
+
+
+class Worker(TypedDict):
+    """One worker.
+
+    Attributes:
+        place: where it runs; "" for this host.
+        kind: workers of one kind should be equally fast: the device, and how many cores.
+        cores: that it was bound to, in Linux's form; "" if it was not bound.
+        matmul: GFLOP/s while it was let run.
+        memory: GB/s (10^9 bytes, read and written) of a copy in the host's memory while it was let run.
+        disk: MB/s (10^6 bytes) of a write with fsync where checkpoints go, all workers of the host at once.
+        waited: the share of its time in which it was ready, but other processes had its cores.
+        throttled: the share of its time in which its control group was stopped by a limit (cpu.max).
+        failed: what ended it; "" for a worker that answered to the end.
+    """
+
+    rank: int
+    place: str
+    kind: str
+    cores: str
+    matmul: list[float]
+    memory: list[float]
+    disk: list[float]
+    waited: list[float]
+    throttled: list[float]
+    failed: str
+
+
+class Link(TypedDict):
+    """From one worker to another, as indices into the workers.
+
+    Attributes:
+        bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
+        latency: microseconds, half of the fastest round trip; empty in the other direction, of which it is, too.
+        failed: why it could not be measured, "" if it could.
+        waited: the share of the time in which not both ends had a core: 1 - (1 - w) (1 - w') of their own shares.
+    """
+
+    source: int
+    target: int
+    bandwidth: list[float]
+    latency: list[float]
+    waited: list[float]
+    failed: str
+
+
+class Probe(TypedDict):
+    """The probe of one host, or of several places driven from one."""
+
+    device: str
+    rounds: int
+    folder: str
+    workers: list[Worker]
+    links: list[Link]
+    notes: list[str]
+
+
+FLOORS = {"matmul": 0.25, "memory": 0.35, "disk": 3.0, "bandwidth": 1.0, "latency": 2.0}  # of time, above the centre
+ON_CORES = {"matmul": 0.75, "bandwidth": 3.0}  # at least, of workers without NPUs
+UNITS = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s", "bandwidth": "GB/s", "latency": "us"}
+WAITS, STOPPED = 0.2, 0.05  # shares of a worker's time from which on they are said
+_ALARM, _LEAST = 0.01, 3.5
+_HALF = 0.5  # of a link's time in which not both ends had a core
+_MOST = 0.99  # of a worker's time waited: what it did in the rest says nothing
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Times(NamedTuple):
+    """Time of a unit of work: the median of the rounds, and the best."""
+
+    typical: float
+    best: float
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """Who stands out on which host, by which measure ("worker" for one that ended), and what was seen."""
+
+    host: str
+    who: str
+    measure: str
+    verdict: Literal["warn", "fail"]
+    seen: str
+
+
+def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
+    """Key -> (times the centre's time, limit) of those above the limit with their median and with their best.
+
+    Args:
+        floors: key -> its floor, as a share of the centre.
+    """
+    if len(times) < 2:
+        return {}
+    z = max(_LEAST, NormalDist().inv_cdf(1 - _ALARM / len(times)))
+    ratios: list[dict[Key, tuple[float, float]]] = []
+    for which in (0, 1):
+        values = {key: pair[which] for key, pair in times.items()}
+        centre = median_low(values.values())
+        spread = 1.4826 * median_low(abs(value - centre) for value in values.values()) / centre
+        limits = {key: 1 + max(floors[key], z * spread) for key in values}
+        over = {key: value / centre for key, value in values.items() if value / centre > limits[key]}
+        ratios.append({key: (ratio, limits[key]) for key, ratio in over.items()})
+    return {key: found for key, found in ratios[0].items() if key in ratios[1]}
+
+
+def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
+    """Key -> floor, from the shares of waiting of all that are compared."""
+    centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
+    return {key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST))) for key, share in waited.items()}
+
+
+def _on_cores(reports: Iterable[Probe]) -> bool:
+    return all(report["device"] == "CPU" for report in reports)
+
+
+def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
+    """Every worker, link and disk of the hosts (name -> its probe) that is slower than its peers.
+
+    Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
+    a limit (warn).
+    """
+    found = [one for host, report in reports.items() for worker in report["workers"] for one in _alone(host, worker)]
+    found += _by_worker(reports, "matmul")
+    found += _by_worker(reports, "memory")
+    found += _disks(reports)
+    found += _broken(reports)
+    found += _links(reports, "bandwidth")
+    return found + _links(reports, "latency")
+
+
+def compared(reports: Mapping[str, Probe]) -> int:
+    """How many workers have another one of their kind to be compared with."""
+    kinds = [worker["kind"] for report in reports.values() for worker in report["workers"] if worker["matmul"]]
+    return sum(kinds.count(kind) > 1 for kind in kinds)
+
+
+def name(worker: Worker) -> str:
+    """How a worker is called beside its host."""
+    return f"{worker['place']} worker {worker['rank']}".strip()
+
+
+def _alone(host: str, worker: Worker) -> Iterable[Outlier]:
+    """What is said of a worker without its peers."""
+    if worker["failed"]:
+        yield Outlier(host, name(worker), "worker", "fail", worker["failed"])
+    if worker["throttled"] and (share := median(worker["throttled"])) > STOPPED:
+        seen = f"stopped {share:.0%} of its time by a limit of its control group (cpu.max, cfs_quota)"
+        yield Outlier(host, name(worker), "throttled", "warn", seen)
+    if worker["waited"] and (share := median(worker["waited"])) > WAITS:
+        cores = f"its cores {worker['cores']}" if worker["cores"] else "a core"
+        seen = (
+            f"waited {share:.0%} of its time for {cores}: others run there, or a limit holds it that is not seen here"
+        )
+        yield Outlier(host, name(worker), "waited", "warn", seen)
+
+
+def _waited(worker: Worker) -> float:
+    return median(worker["waited"] or [0.0])
+
+
+def _times(measure: str, rounds: Sequence[float]) -> Times:
+    """Numbers of the rounds as times; all but latency are rates."""
+    values = [number if measure == "latency" else 1 / number for number in rounds]
+    return Times(median(values), min(values))
+
+
+def _seen(measure: str, rounds: Sequence[float], ratio: float, limit: float, count: int, peers: str) -> str:
+    middle = median(rounds)
+    return (
+        f"{measure} {middle:,.3g} {UNITS[measure]}: takes {ratio:.2f} times as long as the median of {count} {peers} "
+        f"(limit {limit:.2f})"
+    )
+
+
+def _by_worker(reports: Mapping[str, Probe], measure: Literal["matmul", "memory"]) -> list[Outlier]:
+    """Workers against those of their kind on all hosts; a host whose workers are all slow is named once."""
+    kinds: dict[str, dict[tuple[str, int], Sequence[float]]] = defaultdict(dict)
+    for host, report in reports.items():
+        for index, worker in enumerate(report["workers"]):
+            if worker[measure]:
+                kinds[worker["kind"]][host, index] = worker[measure]
+    found = []
+    for rounds in kinds.values():
+        waited = {(host, index): _waited(reports[host]["workers"][index]) for host, index in rounds}
+        times = {key: _times(measure, numbers) for key, numbers in rounds.items()}
+        named = slow(times, floors(measure, waited, _on_cores(reports[host] for host, _ in rounds)))
+        for host in dict.fromkeys(host for host, _ in named):
+            own = [key for key in rounds if key[0] == host]
+            mine = [key for key in own if key in named]
+            whole = len(mine) == len(own) > 1
+            for key in mine[:1] if whole else mine:
+                seen = _seen(measure, rounds[key], *named[key], len(rounds), "workers")
+                who = f"all {len(own)} workers" if whole else name(reports[host]["workers"][key[1]])
+                found.append(Outlier(host, who, measure, "fail", seen))
+    return found
+
+
+def _disks(reports: Mapping[str, Probe]) -> list[Outlier]:
+    """Hosts against each other: workers of one host share its disk, and are one number."""
+    rounds = {}
+    for host, report in reports.items():
+        if numbers := [number for worker in report["workers"] for number in worker["disk"]]:
+            rounds[host] = numbers
+    named = slow(
+        {host: _times("disk", numbers) for host, numbers in rounds.items()}, dict.fromkeys(rounds, FLOORS["disk"])
+    )
+    return [
+        Outlier(host, reports[host]["folder"], "disk", "fail", _seen("disk", rounds[host], *pair, len(rounds), "hosts"))
+        for host, pair in named.items()
+    ]
+
+
+def _broken(reports: Mapping[str, Probe]) -> list[Outlier]:
+    """Links that could not be measured."""
+    found = []
+    for host, report in reports.items():
+        for link in report["links"]:
+            if link["failed"]:
+                source, target = (name(report["workers"][link[end]]) for end in ("source", "target"))
+                found.append(Outlier(host, f"{source} to {target}", "bandwidth", "fail", link["failed"]))
+    return found
+
+
+Ends = tuple[str, tuple[int, int]]  # host, (source, target)
+# whose links they are, as a slice of the ends; a latency is that of both directions
+_SIDES = {"bandwidth": ((slice(0, 1), "sends"), (slice(1, 2), "receives")), "latency": ((slice(0, 2), "answers"),)}
+
+
+def _links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"]) -> list[Outlier]:
+    """Links within a host against those of all hosts, and links between places against each other."""
+    groups: dict[bool, dict[Ends, Link]] = defaultdict(dict)
+    for host, report in reports.items():
+        for link in report["links"]:
+            source, target = (report["workers"][link[end]] for end in ("source", "target"))
+            if link[measure]:
+                groups[source["place"] == target["place"]][host, (link["source"], link["target"])] = link
+    found = []
+    for links in groups.values():
+        found += _ends(reports, measure, links)
+    return found
+
+
+def _ends(
+    reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
+) -> list[Outlier]:
+    """A worker whose best link is slow is named; then the links of all others, one by one."""
+    times = {ends: _times(measure, link[measure]) for ends, link in links.items()}
+    waited = {ends: median(link["waited"]) for ends, link in links.items()}
+    judged = {ends for ends, share in waited.items() if share <= _HALF}
+    on_cores = _on_cores(reports[host] for host, _ in links)
+    found: list[Outlier] = []
+    explained: set[Ends] = set()
+    for side, verb in _SIDES[measure]:
+        own: dict[tuple[str, int], list[Ends]] = defaultdict(list)
+        for ends in times:
+            for index in list(ends[1])[side]:
+                own[ends[0], index].append(ends)
+        best = {key: _best([times[ends] for ends in mine]) for key, mine in own.items()}
+        limits = floors(measure, {key: min(waited[ends] for ends in mine) for key, mine in own.items()}, on_cores)
+        for key, pair in (slow(best, limits) if len(best) > 2 else {}).items():
+            explained.update(own[key])
+            if judged.isdisjoint(own[key]):
+                continue
+            fastest = min(own[key], key=lambda ends: times[ends].typical)
+            words = _seen(measure, links[fastest][measure], *pair, len(best), "workers")
+            who = name(reports[key[0]]["workers"][key[1]])
+            found.append(Outlier(key[0], who, measure, "fail", f"{verb} slowly on each of its links: {words}"))
+    rest = {ends: pair for ends, pair in times.items() if ends not in explained}
+    limits_of_rest = floors(measure, {ends: waited[ends] for ends in rest}, on_cores) if rest else {}
+    for ends, pair in slow(rest, limits_of_rest).items():
+        if ends not in judged:
+            continue
+        source, target = (name(reports[ends[0]]["workers"][index]) for index in ends[1])
+        words = _seen(measure, links[ends][measure], *pair, len(rest), "links")
+        found.append(Outlier(ends[0], f"{source} to {target}", measure, "fail", words))
+    return found
+
+
+def _best(times: Sequence[Times]) -> Times:
+    return Times(min(pair.typical for pair in times), min(pair.best for pair in times))
+
+
+# Whether a run may start on probed hosts: the answer for a launch and for whoever restarts one, and as findings.
+
+WHY = "every step waits for the slowest worker"
+SOURCE = "tools/doctor/outliers.py; report, section 6"
+MENDS = {
+    "worker": "look at the end of dmesg and at npu-smi info; start without this host until it answers",
+    "matmul": "compare clocks, temperature and cpu.max with a healthy worker's; until then start without this host",
+    "memory": "compare the memory modules (dmidecode -t memory), NUMA binding and clocks with a healthy host's",
+    "disk": "look at the file system (mount, iostat -x, dmesg), or choose another output_dir",
+    "bandwidth": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
+    "latency": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
+    "throttled": "give the container more CPU (docker: --cpus, Kubernetes: resources.limits.cpu)",
+    "waited": "end what else runs on its cores (top), or keep it away from them (tc3 affinity)",
+}
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The verdict and its reasons: fail keeps a run from starting; warn and unknown are told."""
+
+    verdict: Verdict
+    reasons: list[str]
+
+
+def gate(reports: Mapping[str, Probe]) -> Gate:
+    """Hold the probes of hosts (name -> probe) against each other.
+
+    fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
+    worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
+    """
+    found = findings(reports)
+    order: tuple[Verdict, ...] = ("fail", "unknown", "warn", "ok")
+    verdict = next(one for one in order if any(item.verdict == one for item in found))
+    return Gate(verdict, [item.seen for item in found if item.verdict == verdict])
+
+
+def findings(reports: Mapping[str, Probe]) -> list[Finding]:
+    """The outliers as the doctor reports them, failing ones first; where none fails, what was compared."""
+    found = outliers(reports)
+    rows = [
+        Finding("probe", item.verdict, _words(item), WHY, SOURCE, MENDS[item.measure])
+        for item in sorted(found, key=lambda item: item.verdict)
+    ]
+    return rows if any(item.verdict == "fail" for item in found) else [*rows, _summary(reports)]
+
+
+def _words(item: Outlier) -> str:
+    return ", ".join(filter(None, (item.host, f"{item.who}: {item.seen}")))
+
+
+def _summary(reports: Mapping[str, Probe]) -> Finding:
+    """ok where every worker was compared, unknown where one had no peer."""
+    count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
+    notes = "".join(
+        f"; {note}" for note in dict.fromkeys(note for report in reports.values() for note in report["notes"])
+    )
+    if count < workers or not workers:
+        alone = f"{workers - count} of {workers} worker{'s' * (workers != 1)} without a peer of the same kind"
+        mend = "probe several workers (--workers) or hosts together"
+        return Finding("probe", "unknown", f"{alone}: whether it is slow cannot be told{notes}", WHY, SOURCE, mend)
+    return Finding("probe", "ok", f"{count} workers, none slower than its peers{notes}", WHY, SOURCE, "")

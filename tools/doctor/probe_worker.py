@@ -1,0 +1,215 @@
+"""One worker of the probe: `python -m tools.doctor.probe_worker`, commands in and answers out as lines of JSON.
+
+It ends with its stdin, that is with whoever started it, and by an alarm when a command takes too long.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from plugins.processor_time import scheduled, text_of, throttled
+
+# How fast a worker is while it is let run, and what kept it from running.
+
+Result = TypeVar("Result")
+
+
+class Piece(NamedTuple):
+    """One round of a measure.
+
+    Attributes:
+        rate: amount a second of the time in which the worker was let run.
+        waited: share of the time in which it was ready, but other processes had its cores.
+        throttled: share of the time in which a limit had stopped its control group.
+    """
+
+    rate: float
+    waited: float
+    throttled: float
+
+
+def timed(work: Callable[[], float], seconds: float) -> Piece:
+    """Repeat `work`, which returns the amount that it did, for `seconds`.
+
+    Time in which other processes had the cores is taken out of the rate: it tells of them, not of this worker. Time in
+    which a limit stopped the worker stays in. The kernel counts both as waiting (schedstat), the limit also by itself.
+    """
+    began, (ran, waited), stopped = time.perf_counter(), scheduled(), throttled(text_of)
+    amount = work()  # once at least: on a busy host the time can be over before it begins, and a rate of 0 has no time
+    while time.perf_counter() - began < seconds:
+        amount += work()
+    took = time.perf_counter() - began
+    now_ran, now_waited = scheduled()
+    stop = throttled(text_of) - stopped
+    wait = max(0.0, now_waited - waited - stop)
+    share = wait / max(took, now_ran - ran + wait)  # of all threads; one that waits for a device is not ready
+    return Piece(amount / took / (1 - share), share, min(1.0, stop / took))
+
+
+def waiting(work: Callable[[], Result]) -> tuple[Result, float]:
+    """What `work` returns, and the share of its time in which this process was ready, but others had its cores."""
+    began, (_, before) = time.perf_counter(), scheduled()
+    result = work()
+    waited = max(0.0, scheduled()[1] - before)
+    return result, min(1.0, waited / (time.perf_counter() - began))
+
+
+# A link between two workers: TCP, a connection for each round.
+
+MESSAGE = 1 << 20  # bytes: more than the bucket of a shaped link usually lets pass at once
+_PINGS = 100
+_PATIENCE = 5.0  # seconds for one message or connection: below some 2 Mbit/s a link counts as broken
+
+
+def listen(address: str) -> socket.socket:
+    """A socket at a free port of `address`."""
+    return socket.create_server((address, 0))
+
+
+def serve(listener: socket.socket) -> None:
+    """Take one connection, and answer each of its messages with a byte until it ends.
+
+    A message is its length in 8 bytes, and as many bytes. A connection without one was given up by a round before.
+    Raises OSError (a time-out is one).
+    """
+    listener.settimeout(_PATIENCE)
+    while not _answer(listener.accept()[0]):
+        pass
+
+
+def _answer(connection: socket.socket) -> int:
+    """How many messages came."""
+    buffer, count = memoryview(bytearray(MESSAGE)), 0
+    with connection:
+        _prepare(connection)
+        while head := connection.recv(8, socket.MSG_WAITALL):
+            left = int.from_bytes(head, "big")
+            while left:
+                received = connection.recv_into(buffer[:left])
+                if not received:
+                    return count
+                left -= received
+            connection.sendall(b"1")
+            count += 1
+    return count
+
+
+def measure(address: str, port: int, seconds: float) -> tuple[float, float]:
+    """(GB/s, microseconds one way) to whoever serves there.
+
+    Messages of 1 MiB follow each other for `seconds`, at least three of them. The fastest counts: other processes on
+    the cores of either end delay some, a slow link delays all. Raises OSError.
+    """
+    content = bytes(MESSAGE)
+    with socket.create_connection((address, port), _PATIENCE) as connection:
+        _prepare(connection)
+        pings = [_send(connection, b"1") for _ in range(_PINGS)]
+        _send(connection, content)  # the window of TCP opens
+        took: list[float] = []
+        while len(took) < 3 or sum(took) < seconds:
+            took.append(_send(connection, content))
+    return MESSAGE / 1e9 / min(took), min(pings) / 2 * 1e6
+
+
+def _prepare(connection: socket.socket) -> None:
+    connection.settimeout(_PATIENCE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _send(connection: socket.socket, content: bytes) -> float:
+    """Seconds until it is acknowledged."""
+    began = time.perf_counter()
+    connection.sendall(len(content).to_bytes(8, "big") + content)
+    if not connection.recv(1):
+        raise ConnectionResetError("the other worker has ended")
+    return time.perf_counter() - began
+
+
+PATIENCE = 60  # seconds for one command; the first product on a device is compiled
+MARK = "tc3-probe "  # what libraries print on stdout has no such mark
+
+
+class Desk:
+    """The state between commands; each public method is one, its arguments and its answer being JSON."""
+
+    def start(self, cores: list[int], npu: bool, folder: str, kind: str) -> dict[str, Any]:
+        """Bind to cores (none: stay where the host puts it) and get the work ready."""
+        if cores:
+            os.sched_setaffinity(0, cores)
+        from tools.doctor import measures  # NumPy's threads stay on the cores that it finds
+
+        threads = max(1, len(cores))
+        self.measures, self.folder = measures, folder
+        self.matmul_work = measures.device_matmul() if npu else measures.cpu_matmul(threads)
+        self.copy = measures.memory_copy()
+        return {"kind": kind or f"{processor()}, {threads} core{'s' * (threads > 1)}"}
+
+    def matmul(self, seconds: float) -> list[float]:
+        """Rate (GFLOP/s), share waited, share throttled."""
+        return self._timed(self.matmul_work, seconds)
+
+    def memory(self, seconds: float) -> list[float]:
+        """Rate (GB/s), share waited, share throttled."""
+        return self._timed(self.copy, seconds)
+
+    def disk(self, size: int) -> float:
+        """MB/s."""
+        return self.measures.disk_write(self.folder, size)
+
+    def listen(self, address: str) -> int:
+        """The port."""
+        self.listener = listen(address)
+        return int(self.listener.getsockname()[1])
+
+    def serve(self) -> float | str:
+        """Answer one connection; the share of the time waited for a core, or why there was none."""
+        try:
+            return waiting(lambda: serve(self.listener))[1]
+        except OSError as error:  # the link's, not the worker's
+            return str(error)
+
+    def connect(self, address: str, port: int, seconds: float) -> list[float] | str:
+        """GB/s and microseconds to who serves there, and the share waited for a core; or why there are none."""
+        try:
+            found, share = waiting(lambda: measure(address, port, seconds))
+        except OSError as error:  # the link's, not the worker's
+            return str(error)
+        return [*found, share]
+
+    def _timed(self, work: Callable[[], float], seconds: float) -> list[float]:
+        return list(timed(work, seconds))
+
+
+def processor() -> str:
+    """The model of the processor as /proc/cpuinfo has it; its numbers where, as on Arm, it has no name."""
+    rows: dict[str, str] = {}
+    with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            rows.setdefault(key.strip(), value.strip())
+    return rows.get("model name") or f"CPU {rows.get('CPU implementer', '?')} {rows.get('CPU part', '?')}"
+
+
+def main() -> None:
+    """Answer commands (``{"do": name, ...}``) until stdin ends."""
+    desk = Desk()
+    for line in sys.stdin:
+        signal.alarm(PATIENCE)  # its default action ends the process, also inside a library
+        command = json.loads(line)
+        try:
+            answer = {"value": getattr(desk, command.pop("do"))(**command)}
+        except Exception as error:  # of the device, its libraries, the disk or the network: the finding
+            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"}
+        print(MARK + json.dumps(answer), flush=True)
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""An advice as text for people and as JSON for machines."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from plugins.ep_overlap.plan import WHOLE, Passes
+from plugins.ep_overlap.timeline import STREAMS, Timeline
+from plugins.errors import RecipeError
+from tools.estimate.configuration import DEFAULT_SKEW
+from tools.estimate.efficiency import UNKNOWN, known_error
+from tools.estimate.efficiency import cluster as find_cluster
+from tools.files.figure import check_ending, new_figure, save_figure
+from tools.hardware import DEFAULT_HARDWARE
+from tools.layout.advise import Advice, ModeReport, advise
+from tools.layout.resolve import resolve
+from tools.ranges import Number
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.override import apply_overrides
+from tools.recipe.view import PARALLEL, View
+
+NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
+
+
+def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
+    """One object; bytes, seconds and shares; pairs are [without overlap, with overlap]."""
+    first = advices[0]
+    return {
+        "recipe": source,
+        "modelled": True,
+        "hardware": {
+            "name": first.hardware.name,
+            "device": first.hardware.device,
+            "assumed": first.hardware.assumed,
+        },
+        "skew": first.skew,
+        "known_step_errors": known.as_json() if (known := known_error(first.hardware)) else None,
+        "reports": [_report(advice) for advice in advices],
+    }
+
+
+def _report(advice: Advice) -> dict[str, Any]:
+    parts = advice.best.cut.by_part
+    written = advice.written
+    return {
+        "expert_parallel": advice.topology.ep,
+        "nodes": advice.topology.nodes,
+        "devices_per_node": advice.topology.devices_per_node,
+        "devices": advice.config.devices,
+        "rank_tokens": advice.config.batch * advice.config.rank_sequence,
+        "plugins": advice.settings,
+        "issue_stride": advice.stride,
+        "as_1f1b": advice.as_1f1b or None,
+        "why": advice.why,
+        "break_even": asdict(advice.break_even),
+        "recipe": {"mode": written.mode, "chunks": written.chunks, "step_seconds": written.step.total},
+        "other_seconds": {part: seconds for part, seconds in parts.items() if part != "ep"},
+        "modes": {mode: _mode(report) for mode, report in advice.modes.items()},
+    }
+
+
+def _mode(report: ModeReport) -> dict[str, Any]:
+    choice = report.choice
+    return {
+        "inter_bytes": report.inter_bytes,
+        "intra_bytes": report.intra_bytes,
+        "ep_seconds": report.ep_seconds,
+        "exposed_seconds": report.exposed,
+        "exposed_fraction": [seconds / report.ep_seconds for seconds in report.exposed],
+        "step_seconds": report.step,
+        "share_of_step": report.share_of_step,
+        "share_of_communication": report.share_of_communication,
+        "chunks": choice.chunks,
+        "issue_stride": choice.stride,
+    }
+
+
+def print_text(advices: Sequence[Advice], source: str, console: Console) -> None:
+    """A table for each EP degree, the setting to write, and why."""
+    first = advices[0]
+    console.print(
+        f"{source} on {first.hardware.name} ({first.hardware.device}), busiest rank {first.skew:g} x the mean"
+    )
+    for advice in advices:
+        console.print()
+        console.print(_table(advice))
+        console.print(f"the recipe as it is written: {advice.written.words}")
+        if advice.as_1f1b:
+            console.print(f"times are of 1F1B, not of the recipe's schedule: {advice.as_1f1b}")
+        console.print(f"use: {yaml.safe_dump({'plugins': advice.settings}, default_flow_style=True).strip()}")
+        console.print(f"why: {advice.why}")
+    console.print()
+    known = known_error(first.hardware)
+    console.print(f"{NOTE}; {assumptions(first)}")
+    console.print(f"step times: {known.words if known else UNKNOWN}")
+    console.print(
+        "arrows: without -> with overlap; bytes of the busiest rank, one layer and micro-batch, both directions"
+    )
+
+
+def _table(advice: Advice) -> Table:
+    place = f"{advice.topology.nodes} x {advice.topology.devices_per_node}"
+    title = f"EP {advice.topology.ep} on {place} of {advice.config.devices:,} devices (modelled)"
+    table = Table(title=title, title_justify="left", title_style="", show_edge=False, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for mode in advice.modes:
+        table.add_column(mode, justify="right", no_wrap=True)
+    rows = [_rows(report) for report in advice.modes.values()]
+    for index, (label, _) in enumerate(rows[0]):
+        table.add_row(label, *(row[index][1] for row in rows))
+    return table
+
+
+def _rows(report: ModeReport) -> list[tuple[str, str]]:
+    before, after = report.step
+    return [
+        ("between nodes", f"{report.inter_bytes / 1e6:,.1f} MB"),
+        ("inside a node", f"{report.intra_bytes / 1e6:,.1f} MB"),
+        ("EP, per step", f"{report.ep_seconds:.2f} s"),
+        ("step", f"{before:.2f} -> {after:.2f} s"),
+        ("EP exposed, of step", arrow(report.share_of_step)),
+        ("EP exposed, of comm.", arrow(report.share_of_communication)),
+        ("chunks [b, s]", str(list(report.choice.chunks))),
+    ]
+
+
+def arrow(shares: tuple[float, float]) -> str:
+    """(0.3, 0.05) as ``30 % -> 5 %``."""
+    return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
+
+
+def assumptions(advice: Advice) -> str:
+    """Which of the numbers used nobody has published."""
+    hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
+    used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
+    return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
+
+
+# Draw a layer's streams before and after it is cut into chunks (report figure 5).
+
+_ROWS = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
+_GREY = "0.75"
+
+
+def draw(advice: Advice, path: Path) -> Path:
+    """Draw the recommended mode's layer, uncut above and cut below, forward then backward; returns `path`.
+
+    Raises:
+        DataError: as `save_figure`.
+    """
+    choice = advice.best.choice
+    figure = new_figure(11, 5)
+    above, below = figure.subplots(2, 1, sharex=True)
+    b, s = choice.chunks
+    again = bool(advice.config.recompute.full)
+    _panel(above, _shown(choice.before, again), "uncut")
+    _panel(below, _shown(choice.after, again), f"{b * s} chunks (batch {b} x sequence {s})")
+    label = "ms of one MoE layer and micro-batch, forward then backward (modelled)"
+    below.set_xlabel(f"{label}; a colour for each chunk, grey: shared expert")
+    shared = ", recomputed" if again else ""
+    figure.suptitle(f"{advice.mode} dispatch, EP {advice.topology.ep} on {advice.hardware.name}{shared}")
+    return save_figure(figure, path)
+
+
+def _shown(timelines: Passes[Timeline], again: bool) -> tuple[Timeline, Timeline]:
+    """Forward, and the backward that a layer of this recipe has."""
+    return timelines.forward, timelines.replayed if again else timelines.backward
+
+
+def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
+    """One row for each stream; backward starts where forward ends."""
+    from matplotlib import colormaps
+
+    colours = colormaps["viridis"]
+    chunks = 1 + max(span.op.chunk for timeline in timelines for span in timeline.spans)
+    offset = 0.0
+    for timeline, way in zip(timelines, ("forward", "backward"), strict=True):
+        for row, stream in enumerate(reversed(STREAMS)):
+            for span in timeline.on(stream):
+                colour = _GREY if span.op.chunk == WHOLE else colours(span.op.chunk / chunks)
+                place = (1e3 * (offset + span.start), 1e3 * span.op.seconds)
+                axes.broken_barh([place], (row - 0.4, 0.8), facecolor=colour)
+        offset += timeline.makespan
+        axes.axvline(1e3 * offset, color="black", linewidth=0.8)
+        axes.text(1e3 * offset, -0.85, f"{way} ends ", ha="right", va="bottom", fontsize="x-small")
+    axes.set_xlim(left=0)
+    axes.set_ylim(-0.9, len(STREAMS) - 0.4)
+    axes.set_yticks(range(len(STREAMS)), [_ROWS[stream] for stream in reversed(STREAMS)])
+    axes.set_title(f"{name}: {1e3 * offset:.2f} ms", loc="left", fontsize="medium")
+
+
+class Degrees(click.ParamType):
+    """``16,32`` as a tuple of integers."""
+
+    name = "N,N"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Split and check."""
+        words = [word.strip() for word in value.split(",")]
+        if not all(word.isdecimal() for word in words):
+            self.fail(f"{value!r}: want EP degrees such as 16,32,64", param, ctx)
+        return tuple(int(Number("devices").convert(word, param, ctx)) for word in words)
+
+
+@click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--hardware", hidden=True, help="The old name of --cluster.")
+@click.option(
+    "--skew",
+    default=DEFAULT_SKEW,
+    show_default=True,
+    type=Number("skew"),
+    help="Load of the busiest rank of an EP group over the mean.",
+)
+@click.option("--ep", type=Degrees(), help="EP degrees to compare; the recipe's own by default.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw the streams of a layer (.svg or .png).")
+def ep_report(
+    recipe: Path,
+    cluster: str,
+    hardware: str | None,
+    skew: float,
+    ep: tuple[int, ...] | None,
+    overrides: tuple[str, ...],
+    as_json: bool,
+    picture: Path | None,
+) -> None:
+    """Say what expert parallelism of RECIPE costs, and which dispatch mode and overlap to set.
+
+    For each mode: bytes on each class of links, predicted time, and the share of EP communication that is waited for,
+    without and with overlap. All numbers are modelled.
+    """
+    if picture and ep and len(ep) > 1:
+        raise click.UsageError("--picture draws one EP degree: give --ep one number")
+    if picture:
+        check_ending(picture)
+    if hardware:
+        click.echo("--hardware is called --cluster now", err=True)
+    loaded, devices = load_recipe(recipe), find_cluster(hardware or cluster)
+    changed = resolve(apply_overrides(loaded, overrides), partial(click.echo, err=True), layout="even", dispatch=False)
+    advices = []
+    for degree in ep or [None]:
+        try:
+            advices.append(advise(_of_degree(changed, degree) if degree else changed, devices, skew))
+        except RecipeError as error:
+            raise RecipeError(f"--ep {degree}: {error}" if degree else str(error)) from None
+    if picture:
+        click.echo(f"drawn: {draw(advices[0], picture)}", err=True)
+
+    if as_json:
+        click.echo(json.dumps(content(advices, str(recipe))))
+    else:
+        print_text(advices, str(recipe), Console(soft_wrap=True, highlight=False, markup=False))
+
+
+def _of_degree(recipe: Recipe, degree: int) -> Recipe:
+    """The recipe with another EP degree, also where it writes none."""
+    if View(recipe).has((*PARALLEL, "expert_parallel")):
+        return apply_overrides(recipe, [f"parallel_config.expert_parallel={degree}"])
+    changed = copy.deepcopy(recipe)
+    changed.setdefault("parallel_config", {})["expert_parallel"] = degree
+    return changed

@@ -1,0 +1,287 @@
+"""What a conversion reads and writes, from the headers of files alone: every tensor of either side once, or named."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from plugins.errors import CheckpointError, RecipeError
+from plugins.hugging_face_weights.plan import EMBEDDING, HEAD, copies
+from tools.checkpoint.stored import kind_of
+from tools.checkpoint.tensor_files import TYPES, Header
+from tools.layout.resolve import resolve
+from tools.recipe.load import Recipe, load_recipe
+from tools.recipe.view import LOADER, View
+from tools.schema.converter import convert
+from tools.schema.schema import load_schema
+from tools.weights.hugging_face_names import STATE, Entry, hugging_face_shapes, names_of, table
+from tools.weights.hugging_face_sizes import LATENT_EPS, Sizes, check_config, dense_sizes_of, sizes_of, tied
+from tools.weights.source import SINGLE, Source
+
+Target = Literal["Hugging Face", "MindFormers"]
+CONVERTED = ("F32", "BF16", "F16")  # types that weights have
+LISTED = 8  # names in a message
+_BUFFER = ".rotary_emb.inv_freq"  # of old exports: computed, not trained
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file to write: `entries` in the order of the forward pass, and the bytes of their numbers."""
+
+    file: str
+    entries: tuple[Entry, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A conversion that has been thought through and not begun.
+
+    Args:
+        dtype: safetensors' type of trained weights; None: each as it is. The routers' biases keep theirs.
+        copies: Hugging Face tensor -> the one whose bits it must have: DeepSeek's MTP layer repeats embedding and head.
+        stands_for: Hugging Face tensor that is not there -> the one that it is tied to.
+        left_out: what of the source has no place in the target -> how many tensors.
+    """
+
+    to: Target
+    dtype: str | None
+    shards: tuple[Shard, ...]
+    copies: Mapping[str, str]
+    stands_for: Mapping[str, str]
+    left_out: Mapping[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Of all numbers that are written."""
+        return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def tensors(self) -> int:
+        """That are written."""
+        entries = [entry for shard in self.shards for entry in shard.entries]
+        return sum(len(entry.parts) for entry in entries) if self.to == "Hugging Face" else len(entries)
+
+
+def plan_conversion(
+    headers: Mapping[str, Header], sizes: Sizes, to: Target, dtype: str | None, limit: int, tied: bool = False
+) -> Plan:
+    """The plan of a conversion of a model of `sizes`.
+
+    Args:
+        headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
+        tied: whether a Hugging Face source has no head of its own.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown, of another shape or of a type that no weights have.
+    """
+    entries = table(sizes)
+    repeated: dict[str, str] = {}
+    stands_for: dict[str, str] = {}
+    left_out: Counter[str] = Counter()
+    if to == "Hugging Face":
+        wanted = {entry.mindformers: entry.shape for entry in entries}
+        given = {}
+        for name, header in headers.items():
+            if name in wanted or _is_weight(name):
+                given[name] = header
+            else:
+                left_out[_reason(name)] += 1
+    else:
+        wanted = hugging_face_shapes(sizes)
+        given = {name: header for name, header in headers.items() if not name.endswith(_BUFFER)}
+        left_out["rotary frequencies, which are computed"] = len(headers) - len(given)
+        repeated = {name: original for name, original in copies(names_of(sizes)).items() if name in given}
+        given = {name: header for name, header in given.items() if name not in repeated}
+        if tied and HEAD not in given and EMBEDDING in given:
+            stands_for = {HEAD: EMBEDDING}
+            given[HEAD] = given[EMBEDDING]
+    _check(given, wanted)
+    types = {entry.mindformers: _type(entry, to, given, dtype) for entry in entries}
+    return Plan(to, dtype, _shards(entries, types, to, limit), repeated, stands_for, +left_out)
+
+
+def _is_weight(name: str) -> bool:
+    return kind_of(name) == "weights" and not name.endswith(STATE)
+
+
+def _reason(name: str) -> str:
+    return "of the optimizer's state" if kind_of(name) == "optimizer" else "counters of the run"
+
+
+def _check(given: Mapping[str, Header], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError with all that does not fit."""
+    missing = [name for name in wanted if name not in given]
+    unknown = [name for name in given if name not in wanted]
+    shapes = [
+        f"{name} {list(given[name].shape)} instead of {list(shape)}"
+        for name, shape in wanted.items()
+        if name in given and tuple(given[name].shape) != tuple(shape)
+    ]
+    types = [f"{name} ({header.dtype})" for name, header in given.items() if header.dtype not in CONVERTED]
+    found = [
+        f"{len(names)} {what}: {', '.join(names[:LISTED])}{', ...' * (len(names) > LISTED)}"
+        for what, names in (
+            ("missing", missing),
+            ("not of this model", unknown),
+            ("of another shape", shapes),
+            ("of a type that is not converted", types),
+        )
+        if names
+    ]
+    if found:
+        raise CheckpointError(f"these weights are not the recipe's model; {'; '.join(found)}")
+
+
+def _type(entry: Entry, to: Target, given: Mapping[str, Header], dtype: str | None) -> str:
+    """The type that an entry is written in."""
+    names = (entry.mindformers,) if to == "Hugging Face" else entry.parts
+    types = sorted({given[name].dtype for name in names})
+    if dtype and entry.trained:
+        return dtype
+    if len(types) > 1:
+        raise CheckpointError(
+            f"{entry.mindformers}: its parts are of several types ({', '.join(types)}): choose one with --dtype"
+        )
+    return types[0]
+
+
+def _shards(entries: list[Entry], types: Mapping[str, str], to: Target, limit: int) -> tuple[Shard, ...]:
+    """Entries in order, as many in a file as its limit allows."""
+    groups: list[list[Entry]] = [[]]
+    filled = 0
+    sizes = [math.prod(entry.shape) * TYPES[types[entry.mindformers]].itemsize for entry in entries]
+    for entry, size in zip(entries, sizes, strict=True):
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += size
+    name = _hugging_face_file if to == "Hugging Face" else _mindformers_file
+    by_name = dict(zip((entry.mindformers for entry in entries), sizes, strict=True))
+    return tuple(
+        Shard(name(number, len(groups)), tuple(group), sum(by_name[entry.mindformers] for entry in group))
+        for number, group in enumerate(groups)
+    )
+
+
+def _hugging_face_file(number: int, count: int) -> str:
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors" if count > 1 else SINGLE
+
+
+def _mindformers_file(number: int, count: int) -> str:
+    """As if one of `count` ranks had written it: that is how MindFormers and seals count files."""
+    return f"weights-model-{number:07d}-{count:07d}.safetensors"
+
+
+# From what a user gives to a plan: which way, of which model, and what is to be said of it.
+
+DTYPES = {"bf16": "BF16", "fp32": "F32"}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A plan, the model and recipe that it is for, whether a config.json was there to compare, and the id that ends a
+    document in the recipe's data.
+    """
+
+    plan: Plan
+    sizes: Sizes
+    recipe: Path
+    compared: bool
+    ends: int | None
+
+    def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
+        """What was done or would be, for a reader."""
+        plan = self.plan
+        files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
+        verb = "would hold" if dry_run else "holds"
+        found = [f"{target} {verb} {plan.tensors:,} tensors for {plan.to}, {plan.bytes / 1e9:,.3f} GB in {files}"]
+        found += [f"left out: {count:,} tensors {what}" for what, count in plan.left_out.items()]
+        if plan.stands_for:
+            found.append("the output layer is the embedding (tie_word_embeddings): MindFormers trains two from here on")
+        if plan.to == "MindFormers":
+            if not self.compared:
+                found.append(f"unknown: {source} has no config.json, so rates, scales and norms were not compared")
+            found.append(f"begin with it: tc3 train {self.recipe} --set checkpoint.load_path={target}")
+            return found
+        if self.sizes.is_dense:
+            found.append("Llama to transformers, vLLM and SGLang: the public 36B names a class of its own for the same")
+        elif self.sizes.latent_eps != LATENT_EPS:
+            found.append(
+                f"transformers normalises latents with an epsilon of {LATENT_EPS:g}, whatever config.json says; the "
+                f"recipe trains with {self.sizes.latent_eps:g}: logits differ in their last places"
+            )
+        if self.sizes.mtp_layers:
+            found.append("transformers leaves the MTP layer out; vLLM and SGLang draft with it")
+        if not tokenizer:
+            found.append("no tokenizer beside it: --tokenizer FOLDER copies one")
+        return found
+
+    def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
+        """The same for a program."""
+        plan = self.plan
+        return {
+            "from": str(source),
+            "to": str(target),
+            "form": plan.to,
+            "recipe": str(self.recipe),
+            "tensors": plan.tensors,
+            "bytes": plan.bytes,
+            "files": [shard.file for shard in plan.shards],
+            "left_out": dict(plan.left_out),
+            "config_compared": self.compared,
+        }
+
+
+def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) -> Conversion:
+    """Compare `source` with the recipe's model, by headers, and plan its conversion.
+
+    Args:
+        recipe: None for that of the run that saved `source`; dtype, limit: see `plan_conversion`.
+
+    Raises:
+        CheckpointError: not of this model, or not whole. RecipeError: no recipe, or of a model that Hugging Face's
+            DeepseekV3 is not.
+    """
+    to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
+    if source.form == "one file":
+        raise CheckpointError(f"{source.path}: one file; give the folder that it is in")
+    if reason := source.seal_fault(checksums=False):
+        raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+    file = recipe or _recipe_beside(source)
+    loaded = load_recipe(file)
+    sizes = model_of(loaded)
+    compared = to == "MindFormers" and check_config(source.path, sizes)
+    plan = plan_conversion(source.headers, sizes, to, dtype, limit, compared and tied(source.path))
+    ends = View(loaded).get((*LOADER, "config", "eod"))
+    return Conversion(plan, sizes, file, compared, ends if type(ends) is int else None)
+
+
+def _recipe_beside(source: Source) -> Path:
+    """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
+    file = source.path.absolute().parent.parent / "recipe.yaml"
+    if not file.exists():
+        raise RecipeError(f"--recipe: {source.path} is in no run's folder: name the recipe of its model")
+    return file
+
+
+def model_of(recipe: Recipe) -> Sizes:
+    """The model of a recipe in Hugging Face's words.
+
+    Raises:
+        RecipeError: DeepseekV3, and Llama, have no such thing.
+    """
+    resolved = resolve(recipe)
+    fields = convert(View(resolved), load_schema()).fields
+    latent, experts = bool(fields.get("multi_latent_attention")), bool(fields.get("num_moe_experts"))
+    if latent != experts:
+        raise RecipeError(
+            f"{recipe.source}: a model of latent attention or of experts alone; converted are those of both "
+            "(TeleChat3-MoE, DeepSeek-V3) and of neither (TeleChat3 36B, Llama)"
+        )
+    return sizes_of(fields, bias_updated=False) if experts else dense_sizes_of(fields)

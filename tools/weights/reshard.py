@@ -1,0 +1,312 @@
+"""A resharding from its first file to the folder that reads as whole."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import CheckpointError, DataError
+from plugins.sealed_checkpoint.plan import write_seal
+from tools.checkpoint.stored import METADATA, Stored, open_stored
+from tools.checkpoint.tensor_files import TYPES, Made, save_file
+from tools.files.atomic import atomic_folder
+from tools.process.children import ordered_map
+from tools.weights.inventory import mark
+from tools.weights.reshard_plan import Copied, Kind, Move, Plan
+from tools.weights.reshard_target import Shape
+from tools.weights.source import Source
+
+# What a slice of the new layout takes from slices of the old one.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of numbers that goes from one slice to another.
+
+    Args:
+        place: of the old slice, in row-major order. source, target: where the box begins in either slice; size: of it.
+    """
+
+    place: int
+    source: Shape
+    target: Shape
+    size: Shape
+
+
+@lru_cache(maxsize=65536)
+def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...]:
+    """The boxes that make up slice `place` of a tensor cut into `new` parts, from one cut into `old`: each number once.
+
+    Args:
+        shape: of the whole tensor; old, new: into how many equal parts each axis is cut; place: in row-major order.
+    """
+    index = np.unravel_index(place, new) if new else ()
+    by_axis = [_spans(*axis) for axis in zip(shape, old, new, map(int, index), strict=True)]
+    found = []
+    for spans in product(*by_axis):
+        numbers, source, target, size = zip(*spans, strict=True) if spans else ((), (), (), ())
+        number = int(np.ravel_multi_index(numbers, old)) if old else 0
+        found.append(Piece(number, source, target, size))
+    return tuple(found)
+
+
+def overlap(shape: Shape, old: Shape, new: Shape, old_place: int, new_place: int) -> int:
+    """How many numbers an old slice and a new one have in common."""
+    found = (math.prod(piece.size) for piece in pieces(shape, old, new, new_place) if piece.place == old_place)
+    return next(found, 0)
+
+
+def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, int, int]]:
+    """Along one axis: (number of the old part, begin in it, begin in the new part, length)."""
+    before, after = length // old, length // new
+    begin, end = index * after, (index + 1) * after
+    found = []
+    for number in range(begin // before, -(-end // before)):
+        low, high = max(begin, number * before), min(end, (number + 1) * before)
+        found.append((number, low - number * before, low - begin, high - low))
+    return found
+
+
+# metadata.json of a new layout, as MindFormers 1.9.0 writes and reads it (`checkpoint/metadata.py`).
+
+# safetensors' types in MindSpore's words
+
+
+def metadata_of(plan: Plan) -> dict[str, Any]:
+    """Its whole content.
+
+    A slice is in one file. MindFormers looks for it at its first holder, and finds the file of another by `rank_group`.
+    """
+    storage: dict[str, Any] = {}
+    for move in plan.moves:
+        for place, (rank, holders) in enumerate(zip(move.writers, move.new.holders, strict=True)):
+            entry = {"file_name": plan.file(rank, move.kind), "storage_rank": rank, "rank_group": list(holders)}
+            storage[str((move.name, (place,)))] = [entry]
+    return {"state_dict_metadata": {move.name: _described(move) for move in plan.moves}, "storage_data": storage}
+
+
+def _described(move: Move) -> dict[str, Any]:
+    replicas = [0] * (max(rank for ranks in move.new.holders for rank in ranks) - move.layout.first + 1)
+    for ranks in move.new.holders:
+        for number, rank in enumerate(ranks):
+            replicas[rank - move.layout.first] = number
+    return {
+        "properties": {
+            "dtype": TYPES[move.dtype].name,
+            "replica_id": replicas,
+            "allow_shape_mismatch": False,
+            "allow_to_save": True,
+        },
+        "global_shape": list(move.new.shape),
+        "axis_fragmentations": list(move.new.cuts),
+        "layout": move.layout.as_metadata(),
+        "chunk": [
+            {"global_offset": [place], "local_shape": list(move.new.part)} for place in range(len(move.new.holders))
+        ],
+    }
+
+
+# One file of the new layout: its slices are put together from the old files, a block of rows at a time.
+#
+# Nothing but that block is in memory, whatever the size of a tensor: old files are mapped, and their pages given back.
+
+BLOCK = 4 << 20  # bytes put together at a time; a few blocks wait for the thread that hashes
+_OPEN = 64  # files mapped at once
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file that is whole: its name, its bytes, and its sha256 in hexadecimal."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
+    """A function that writes the file of a rank and kind into `folder`; built once in each worker process."""
+    return partial(write_file, Mapped(open_stored(source)), folder, plan)
+
+
+def write_file(old: Mapped, folder: Path, plan: Plan, job: tuple[int, Kind]) -> Written:
+    """Write the file of (rank, kind), flushed to the disk.
+
+    Raises:
+        DataError: it cannot be written. CheckpointError: an old file cannot be read.
+    """
+    rank, kind = job
+    file = plan.file(rank, kind)
+    moves = [(m, m.writers.index(rank)) for m in plan.moves if m.kind == kind and rank in m.writers]
+    copied = [each for each in plan.copied if each.kind == kind and rank in each.ranks]
+    tensors = {m.name: Made(m.dtype, m.new.part, partial(_blocks, old, m, place)) for m, place in moves}
+    tensors |= {each.name: Made(each.dtype, each.shape, partial(_whole, old, each)) for each in copied}
+    try:
+        digest = save_file(tensors, folder / file, {"format": "ms"})
+        return Written(file, (folder / file).stat().st_size, digest)
+    except OSError as error:
+        raise DataError(f"{folder / file}: cannot be written ({error.strerror or error})") from None
+
+
+def _whole(old: Mapped, copied: Copied) -> Iterator[np.ndarray]:
+    yield old.slice(copied.file, copied.name, copied.dtype, copied.shape)
+
+
+def _blocks(old: Mapped, move: Move, place: int) -> Iterator[np.ndarray]:
+    """A new slice in blocks of whole rows, in order, as whole numbers of its width."""
+    shape, item = move.new.part, TYPES[move.dtype].itemsize
+    found = pieces(move.old.shape, move.old.cuts, move.new.cuts, place)
+    row = math.prod(shape[1:]) * item
+    step = max(1, BLOCK // max(row, 1))
+    rows = shape[0] if shape else 1
+    for begin in range(0, rows, step):
+        end = min(begin + step, rows)
+        inside = [piece for piece in found if not shape or _meets(piece, begin, end)]
+        yield _block(old, move, inside, begin, end)
+    old.give_back(move, found)
+
+
+def _meets(piece: Piece, begin: int, end: int) -> bool:
+    """Whether it has rows of a new slice from `begin` to `end`."""
+    return piece.target[0] < end and piece.target[0] + piece.size[0] > begin
+
+
+def _block(old: Mapped, move: Move, inside: list[Piece], begin: int, end: int) -> np.ndarray:
+    """Rows `begin` to `end` of a new slice."""
+    shape = move.new.part
+    if not shape:
+        return old.part(move, inside[0].place)
+    if len(inside) == 1 and move.old.part[1:] == shape[1:]:  # whole rows of one old slice: nothing to put together
+        first = inside[0].source[0] + begin - inside[0].target[0]
+        return old.part(move, inside[0].place)[first : first + end - begin]
+    rows = np.empty((end - begin, *shape[1:]), _bits(move.dtype))
+    for piece in inside:
+        low, high = max(begin, piece.target[0]), min(end, piece.target[0] + piece.size[0])
+        first = piece.source[0] + low - piece.target[0]
+        theirs = [slice(first, first + high - low)]
+        ours = [slice(low - begin, high - begin)]
+        for source, target, size in list(zip(piece.source, piece.target, piece.size, strict=True))[1:]:
+            theirs.append(slice(source, source + size))
+            ours.append(slice(target, target + size))
+        rows[tuple(ours)] = old.part(move, piece.place)[tuple(theirs)]
+    return rows
+
+
+def _bits(dtype: str) -> str:
+    """Whole numbers of a type's width."""
+    return f"u{TYPES[dtype].itemsize}"
+
+
+@dataclass
+class Mapped:
+    """The old files, mapped when they are asked for; the last `_OPEN` of them stay so."""
+
+    stored: Stored
+    maps: dict[str, mmap.mmap] = field(default_factory=dict)
+
+    def part(self, move: Move, place: int) -> np.ndarray:
+        """An old slice, not read yet: its numbers as whole numbers of their width."""
+        return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
+
+    def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
+        """What a file has of a tensor, not read yet."""
+        start = self.stored.files[file][name].start
+        flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
+        return flat.reshape(shape)
+
+    def give_back(self, move: Move, found: tuple[Piece, ...]) -> None:
+        """Let go of the pages of old slices: they count as memory of this process."""
+        for place in {piece.place for piece in found}:
+            file = self._file(move, place)
+            if file in self.maps:
+                self.maps[file].madvise(mmap.MADV_DONTNEED)
+
+    def _file(self, move: Move, place: int) -> str:
+        if move.name in self.stored.tensors:
+            return self.stored.tensors[move.name].copies[place][0][1]
+        files = self.stored.unlisted[move.name]
+        return files[min(files)]
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file in self.maps:
+            self.maps[file] = self.maps.pop(file)  # the last one used
+            return self.maps[file]
+        if len(self.maps) >= _OPEN:
+            self.maps.pop(next(iter(self.maps)))  # closed when no array looks at it
+        path = self.stored.folder / file
+        try:
+            with path.open("rb") as data:
+                self.maps[file] = mmap.mmap(data.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error})") from None
+        return self.maps[file]
+
+
+_MARGIN = 1.02  # headers, metadata, seals
+COMMON = "common.json"
+BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order of its data with them
+
+
+def folder_in(target: Path, source: Source) -> Path:
+    """Where in `target` the iteration goes: a resume looks for the run's recipe two folders above it."""
+    return target / "checkpoint" / f"iteration_{source.step or 0:08d}"
+
+
+def reshard(
+    source: Source,
+    target: Path,
+    plan: Plan,
+    workers: int = 1,
+    progress: Callable[[int, str], None] = lambda done, file: None,
+    damaged: Sequence[str] = (),
+) -> None:
+    """Write `target`, a folder that is not there yet: whole, or not at all. `progress` is told bytes and file.
+
+    What is `damaged` in `source` and taken all the same (`inventory.salvaged`) is said beside the weights.
+
+    Raises:
+        CheckpointError: `target` exists, or the source is damaged.
+        DataError: it cannot be written, or there is no room.
+    """
+    if target.exists():
+        raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
+    _check_room(target, plan)
+    with atomic_folder(target) as part:
+        folder = folder_in(part, source)
+        folder.mkdir(parents=True)
+        make = partial(writer, source.path.absolute(), folder, plan)
+        files: dict[str, Written] = {}
+        done = 0
+        for written in ordered_map(make, plan.files, min(workers, len(plan.files))):
+            files[written.file] = written
+            done += written.bytes
+            progress(done, written.file)
+        if (source.path / COMMON).exists():
+            shutil.copyfile(source.path / COMMON, folder / COMMON)
+        (folder / METADATA).write_text(json.dumps(metadata_of(plan)), "utf-8")
+        mark(folder, damaged)
+        known = {name: each.sha256 for name, each in files.items()}
+        for rank in range(plan.world):
+            write_seal(folder, rank, plan.world, source.step or 0, known=known)
+        for name in BESIDE:
+            if (source.path.absolute().parents[1] / name).exists():
+                shutil.copyfile(source.path.absolute().parents[1] / name, part / name)
+
+
+def _check_room(target: Path, plan: Plan) -> None:
+    there = next(folder for folder in target.absolute().parents if folder.exists())
+    try:
+        free = shutil.disk_usage(there).free
+    except OSError as error:
+        raise DataError(f"{target}: cannot be written ({error.strerror or error})") from None
+    if (wanted := int(plan.bytes * _MARGIN)) > free:
+        raise DataError(f"{target}: {wanted / 1e9:,.3f} GB are to be written, {free / 1e9:,.3f} GB are free there")

@@ -1,0 +1,364 @@
+"""Which rank writes which slice of the new layout, and what that costs, from headers alone."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from plugins.errors import CheckpointError
+from tools.checkpoint.stored import kind_of, rank_of, refuse_moved
+from tools.checkpoint.tensor_files import TYPES
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+from tools.weights.reshard_target import Layout, Lying, Shape, Target, saved_by, target_of
+from tools.weights.source import Source
+
+Kind = Literal["model", "opt"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor that goes from one layout to another.
+
+    Args:
+        dtype: as safetensors writes it; kind: of the file that it is in: weights, or the optimizer's state.
+        writers: by new slice, the rank whose file has it: one of its holders, so that nothing is written twice.
+        layout: of the new slices, in MindSpore's words.
+    """
+
+    name: str
+    dtype: str
+    kind: Kind
+    old: Lying
+    new: Lying
+    writers: tuple[int, ...]
+    layout: Layout
+
+    @property
+    def part_bytes(self) -> int:
+        """Of a new slice."""
+        return math.prod(self.new.part) * TYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A small tensor that the checkpoint does not list, such as a counter: each of `ranks` gets what one rank had.
+
+    Args:
+        file: of the old checkpoint, that has it.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    kind: Kind
+    file: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A new layout of a checkpoint, thought through and not begun.
+
+    Args:
+        world: ranks of the new layout; prefix: of its files' names.
+    """
+
+    moves: tuple[Move, ...]
+    copied: tuple[Copied, ...]
+    world: int
+    prefix: str
+
+    def file(self, rank: int, kind: Kind) -> str:
+        """As MindFormers names it."""
+        return f"{self.prefix}-{kind}-{rank:07d}-{self.world:07d}.safetensors"
+
+    @property
+    def files(self) -> list[tuple[int, Kind]]:
+        """(rank, kind) of every file; each rank has one of weights, and of states where any rank has."""
+        kinds: tuple[Kind, ...] = ("model", "opt") if any(move.kind == "opt" for move in self.moves) else ("model",)
+        return [(rank, kind) for rank in range(self.world) for kind in kinds]
+
+    @property
+    def bytes(self) -> int:
+        """Of all listed numbers: each is read once, and written once."""
+        return sum(move.part_bytes * len(move.writers) for move in self.moves)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a plan costs, in bytes.
+
+    Args:
+        changing: written to another rank's file than those that had them.
+        largest_rank: the most that a rank's files hold; largest_slice: of one tensor.
+        online, online_rank: read in all, and by the busiest rank, where MindFormers loads the old files in the new
+            layout; it reads each old slice whole that has a number of the new one.
+        loading, loading_rank: the same where it loads the new files.
+    """
+
+    bytes: int
+    changing: int
+    largest_rank: int
+    largest_slice: int
+    online: int
+    online_rank: int
+    loading: int
+    loading_rank: int
+
+
+Item = tuple[str, str, Kind, Lying, Layout]  # name, type, kind, how it lies, how it is to lie
+
+
+def plan_moves(items: Iterable[Item], world: int) -> tuple[Move, ...]:
+    """Give every new slice to the holder that has least to write."""
+    load = np.zeros(world, np.int64)
+    found = []
+    for name, dtype, kind, old, layout in items:
+        new = layout.lying(old.shape)
+        size = math.prod(new.part) * TYPES[dtype].itemsize
+        writers = _writers(new.holders, size, load)
+        found.append(Move(name, dtype, kind, old, new, writers, layout))
+    return tuple(found)
+
+
+def _writers(holders: tuple[tuple[int, ...], ...], size: int, load: np.ndarray) -> tuple[int, ...]:
+    alone = _alone(holders)
+    if alone is not None:
+        load[alone[0]] += size
+        return alone[1]
+    found = []
+    for ranks in holders:
+        rank = ranks[int(np.argmin(load[list(ranks)]))]
+        load[rank] += size
+        found.append(rank)
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int, ...]] | None:
+    """The holders, where each slice has one."""
+    if any(len(ranks) > 1 for ranks in holders):
+        return None
+    ranks = tuple(ranks[0] for ranks in holders)
+    return np.array(ranks), ranks
+
+
+def numbers(plan: Plan) -> Numbers:
+    """What a plan costs."""
+    written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
+    stays = largest = 0
+    for move in plan.moves:
+        item = TYPES[move.dtype].itemsize
+        np.add.at(written, list(move.writers), move.part_bytes)
+        stays += _staying(move.old, move.new, move.writers) * item
+        largest = max(largest, move.part_bytes)
+        ranks, places = _by_rank(move.new.holders)
+        touched = _touched(move.old.shape, move.old.cuts, move.new.cuts)[places]
+        online[ranks] += touched * math.prod(move.old.part) * item
+        loading[ranks] += move.part_bytes
+    return Numbers(
+        bytes=plan.bytes,
+        changing=plan.bytes - stays,
+        largest_rank=int(written.max()),
+        largest_slice=largest,
+        online=int(online.sum()),
+        online_rank=int(online.max()),
+        loading=int(loading.sum()),
+        loading_rank=int(loading.max()),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _by_rank(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Ranks, and the slice that each has."""
+    pairs = [(rank, place) for place, ranks in enumerate(holders) for rank in ranks]
+    ranks, places = np.array(pairs, np.int64).T
+    return ranks, places
+
+
+def _bounds(shape: Shape, cuts: Shape, places: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(begin, end) along each axis of slices by place."""
+    index: Sequence[Any] = np.unravel_index(places, cuts) if cuts else ()
+    parts = [length // count for length, count in zip(shape, cuts, strict=True)]
+    return [(at * part, (at + 1) * part) for at, part in zip(index, parts, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _touched(shape: Shape, old: Shape, new: Shape) -> np.ndarray:
+    """By new slice, how many old ones it has numbers of."""
+    count = np.ones(math.prod(new), np.int64)
+    for (begin, end), length, parts in zip(_bounds(shape, new, np.arange(math.prod(new))), shape, old, strict=True):
+        before = length // parts
+        count *= -(-end // before) - begin // before
+    return count
+
+
+def _staying(old: Lying, new: Lying, writers: tuple[int, ...]) -> int:
+    """Numbers that the rank which writes them had before."""
+    ranks, places = _by_rank(old.holders)
+    had = dict(zip(ranks.tolist(), places.tolist(), strict=True))
+    pairs = [(place, had[rank]) for place, rank in enumerate(writers) if rank in had]
+    if not pairs:
+        return 0
+    after, before = np.array(pairs, np.int64).T
+    common = np.ones(len(pairs), np.int64)
+    ends = zip(_bounds(old.shape, new.cuts, after), _bounds(old.shape, old.cuts, before), strict=True)
+    for (begin, end), (low, high) in ends:
+        common *= np.maximum(np.minimum(end, high) - np.maximum(begin, low), 0)
+    return int(common.sum())
+
+
+# From what a user gives to a plan: a stored checkpoint, or a recipe whose run would save one.
+
+LISTED = 6  # names in a message
+_FILE = re.compile(r"(?P<prefix>.*?)-?(?P<kind>model|opt)-\d+-\d+\.safetensors$")
+_PREFIX = "reshard"
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """A plan and what it costs; ranks of the old layout."""
+
+    plan: Plan
+    numbers: Numbers
+    ranks: int
+
+    def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
+        """What was done or would be, for a reader."""
+        plan, costs = self.plan, self.numbers
+        verb = "would hold" if dry_run else "holds"
+        files = len(plan.files)
+        many = "" if files == 1 else "s"
+        found = [
+            f"{written} {verb} {len(plan.moves):,} tensors of {given}, laid out for {plan.world:,} ranks instead of "
+            f"{self.ranks:,}",
+            f"{_size(costs.bytes)} in {files:,} file{many}, each number read once and written once; "
+            f"{_size(costs.changing)} go to another rank's file; the largest rank has {_size(costs.largest_rank)}, "
+            f"the largest slice {_size(costs.largest_slice)}",
+            f"to begin, all ranks read {_size(costs.loading)}, the busiest {_size(costs.loading_rank)}; from the old "
+            f"files it would be {_size(costs.online)} and {_size(costs.online_rank)}",
+        ]
+        if plan.copied:
+            names = sorted({item.name for item in plan.copied})
+            found.append(f"copied to all ranks, as the checkpoint does not say how they lie: {_some(names)}")
+        if not dry_run:
+            found.append(f"go on with it: tc3 train {recipe} --resume {written}")
+        return found
+
+    def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:
+        """The same for a program."""
+        return {
+            "from": str(given),
+            "to": str(written),
+            "recipe": str(recipe),
+            "tensors": len(self.plan.moves),
+            "ranks": {"from": self.ranks, "to": self.plan.world},
+            "files": len(self.plan.files),
+            **asdict(self.numbers),
+        }
+
+
+def plan_stored(source: Source, recipe: Recipe) -> Resharding:
+    """The plan for a checkpoint on disk.
+
+    Raises:
+        CheckpointError: it is not whole, of another model, or has experts that have moved where `recipe` has none.
+        RecipeError: see `target_of`.
+    """
+    if source.form != "MindFormers":
+        raise CheckpointError(
+            f"{source.path}: {source.form}; give an iteration of a run, such as checkpoint/iteration_*"
+        )
+    if reason := source.seal_fault(checksums=False):
+        raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
+    refuse_moved(source.stored.folder, View(recipe).keeps_placements)
+    target, stored = target_of(recipe), source.stored
+    _check(source.path, {name: header.shape for name, header in source.headers.items()}, target)
+    _check_types(source)
+    items: list[Item] = []
+    for name, tensor in stored.tensors.items():
+        holders = tuple(tuple(rank for rank, _ in copies) for copies in tensor.copies)
+        old = Lying(tensor.shape, tensor.cuts, holders)
+        layout = target.place(name, tensor.shape).layout
+        items.append((name, tensor.dtype, _kind(tensor.copies[0][0][1]), old, layout))
+    copied = []
+    for name, files in stored.unlisted.items():
+        file = files[min(files)]
+        header = stored.files[file][name]
+        if name in target.states:  # all ranks of a stage have the same, and a resume is to find it
+            holders = (tuple(sorted(files)),)
+            old = Lying(header.shape, (1,) * len(header.shape), holders)
+            items.append((name, header.dtype, _kind(file), old, target.place(name, header.shape).layout))
+        else:
+            copied.append(Copied(name, header.dtype, header.shape, _kind(file), file, tuple(range(target.world))))
+    plan = Plan(plan_moves(items, target.world), tuple(copied), target.world, _prefix(stored.files))
+    return Resharding(plan, numbers(plan), source.ranks)
+
+
+def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
+    """The plan for what a run of `old` would save, without any file.
+
+    Raises:
+        CheckpointError: the two are not one model. RecipeError: see `target_of`.
+    """
+    target, saved = target_of(new), saved_by(old)
+    _check(Path(old.source), {name: placed.shape for name, (_, placed) in saved.items()}, target)
+    items: list[Item] = []
+    for name, (dtype, placed) in saved.items():
+        kind: Kind = "opt" if kind_of(name) == "optimizer" else "model"
+        items.append((name, dtype, kind, placed.lying, target.place(name, placed.shape).layout))
+    plan = Plan(plan_moves(items, target.world), (), target.world, _PREFIX)
+    return Resharding(plan, numbers(plan), target_of(old).world)
+
+
+def _check(path: Path, shapes: Mapping[str, Shape], target: Target) -> None:
+    """Raise CheckpointError unless the weights are those of the recipe's model, by name and shape."""
+    held = {name: shape for name, shape in shapes.items() if kind_of(name) == "weights" and name not in target.states}
+    lists = {
+        "missing": [name for name in target.weights if name not in held],
+        "not of this model": [name for name in held if name not in target.weights],
+        "of another shape": [
+            f"{name} {list(shape)} instead of {list(target.weights[name].shape)}"
+            for name, shape in held.items()
+            if name in target.weights and target.weights[name].shape != shape
+        ],
+    }
+    if found := [f"{len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]:
+        raise CheckpointError(f"{path}: not the model of the recipe; {'; '.join(found)}")
+
+
+def _check_types(source: Source) -> None:
+    wrong = [name for name, header in source.headers.items() if header.dtype not in TYPES]
+    if wrong:
+        raise CheckpointError(f"{source.path}: {_some(wrong)}: of a type that is not known here")
+
+
+def _kind(file: str) -> Kind:
+    found = _FILE.match(file)
+    return "opt" if found and found["kind"] == "opt" else "model"
+
+
+def _prefix(files: Mapping[str, Any]) -> str:
+    """What MindFormers' names of files begin with, as the old ones do."""
+    names = (_FILE.match(file) for file in sorted(files, key=rank_of))
+    return next((found["prefix"] for found in names if found and found["prefix"]), _PREFIX)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + ", ..." * (len(names) > LISTED)
+
+
+def _size(count: float) -> str:
+    """``1.5 GB``: powers of ten, as of disks."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"

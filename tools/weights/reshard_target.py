@@ -1,0 +1,286 @@
+"""How a recipe lays out each tensor: what the estimator knows of cuts and shards, under MindFormers' names.
+
+Over how many ranks a weight is cut and its optimizer's state spread stands only in `tools.estimate.configuration`.
+Here it is said which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for
+experts one of groups x ep, and the optimizer's shards lie inside a tensor-parallel slice, in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from plugins.errors import RecipeError
+from plugins.sealed_checkpoint.router_state import STATE
+from tools.checkpoint.stored import ADAM
+from tools.estimate import configuration
+from tools.estimate.configuration import Configuration
+from tools.estimate.from_recipe import from_recipe
+from tools.layout.resolve import resolve
+from tools.model.weights import Weight, weights
+from tools.recipe.load import Recipe
+from tools.recipe.view import View
+
+# Where the slices of a tensor lie: by rank in general, and by a matrix of devices as MindSpore says it.
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A tensor cut into equal slices, which are counted in row-major order.
+
+    Args:
+        shape: of the whole; cuts: into how many parts each axis is cut; holders: by slice, the ranks that have it.
+    """
+
+    shape: Shape
+    cuts: Shape
+    holders: tuple[tuple[int, ...], ...]
+
+    @property
+    def part(self) -> Shape:
+        """The shape of a slice."""
+        return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All that hold a slice."""
+        return tuple(sorted({rank for ranks in self.holders for rank in ranks}))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share a tensor, in MindSpore's words.
+
+    Args:
+        devices: the ranks of a pipeline stage as a matrix, in row-major order: its shape.
+        axes: for each axis of the tensor, the axes of that matrix that cut it, the outermost first.
+        first: the first rank of that stage.
+    """
+
+    devices: Shape
+    axes: tuple[tuple[int, ...], ...]
+    first: int
+
+    @property
+    def cuts(self) -> Shape:
+        """Into how many parts each axis of the tensor is cut."""
+        return tuple(math.prod(self.devices[axis] for axis in own) for own in self.axes)
+
+    def places(self) -> np.ndarray:
+        """int [ranks of a stage], which slice each rank has."""
+        return _places(self.devices, self.axes)
+
+    def lying(self, shape: Shape) -> Lying:
+        """The slices of a tensor of `shape`."""
+        return Lying(shape, self.cuts, _holders(self.devices, self.axes, self.first))
+
+    def as_metadata(self) -> dict[str, Any]:
+        """As MindFormers 1.9.0 writes it (`checkpoint/metadata.py`)."""
+        count = len(self.devices)
+        maps: list[Any] = [[count - 1 - axis for axis in own] for own in self.axes]
+        ranks = math.prod(self.devices)
+        return {
+            "device_matrix": list(self.devices),
+            "tensor_map": [own if len(own) > 1 else own[0] if own else -1 for own in maps],
+            "interleaved_parallel": False,
+            "alias_name": [chr(ord("a") + axis) for axis in range(count)],
+            "rank_list": list(range(self.first, self.first + ranks)),
+        }
+
+
+@lru_cache(maxsize=4096)
+def _places(devices: Shape, axes: tuple[tuple[int, ...], ...]) -> np.ndarray:
+    index = np.unravel_index(np.arange(math.prod(devices)), devices)
+    place = np.zeros(math.prod(devices), np.int64)
+    for own in axes:
+        for axis in own:
+            place = place * devices[axis] + index[axis]
+    return place
+
+
+@lru_cache(maxsize=4096)
+def _holders(devices: Shape, axes: tuple[tuple[int, ...], ...], first: int) -> tuple[tuple[int, ...], ...]:
+    places = _places(devices, axes)
+    found: list[list[int]] = [[] for _ in range(int(places.max()) + 1)]
+    for rank, place in enumerate(places.tolist(), start=first):
+        found[place].append(rank)
+    return tuple(map(tuple, found))
+
+
+_EXPERTS_BIAS = "expert_bias"
+# of tools.model.weights -> of MindFormers' training_graph models, without ".weight" and ".bias"
+_ENDS = {"embedding": "embedding.word_embeddings", "output": "output_layer", "final_norm": "decoder.final_layernorm"}
+_ATTENTION = ("kv_down", "kv_up", "q_down", "q_up", "q", "qkv")
+_LAYER = {name: f"self_attention.linear_{name}_proj" for name in _ATTENTION} | {
+    "qkv": "self_attention.linear_qkv",
+    "proj": "self_attention.linear_proj",
+    "kv_norm": "self_attention.kv_layernorm",
+    "q_norm": "self_attention.q_layernorm",
+    "k_norm": "self_attention.k_layernorm",
+    "norm_1": "input_layernorm",
+    "norm_2": "pre_mlp_layernorm",
+    "mlp_fc1": "mlp.linear_fc1",
+    "mlp_fc2": "mlp.linear_fc2",
+    "router": "mlp.router",
+    "experts_1": "mlp.experts.weight1",
+    "experts_2": "mlp.experts.weight2",
+    "shared_fc1": "mlp.shared_experts.linear_fc1",
+    "shared_fc2": "mlp.shared_experts.linear_fc2",
+    "shared_gate": "mlp.shared_experts.shared_experts_gate",
+}
+_MTP = {"projection": "eh_proj", "mtp_norm_0": "enorm", "mtp_norm_1": "hnorm", "mtp_norm_2": "final_layernorm"}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the new checkpoint: the shape of the whole, and how it lies."""
+
+    shape: Shape
+    layout: Layout
+
+    @property
+    def lying(self) -> Lying:
+        """Its slices."""
+        return self.layout.lying(self.shape)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a run of a recipe holds.
+
+    Args:
+        weights: by name; states: of routers and experts, which are copies on each rank of a stage.
+        world: ranks; stage: ranks of a stage.
+    """
+
+    weights: dict[str, Placed]
+    states: dict[str, Placed]
+    world: int
+    stage: int
+
+    def place(self, name: str, shape: Shape) -> Placed:
+        """Where a tensor of a checkpoint goes: as the weight that its name ends with, or whole to all ranks."""
+        if name in self.states:
+            return Placed(shape, self.states[name].layout)
+        weight = self.weights.get(name) or self.weights.get(name.partition(".")[2])  # a moment has the optimizer's name
+        if weight is None:
+            return Placed(shape, Layout((self.world,), ((),) * len(shape), 0))
+        if weight.shape == shape:
+            return weight
+        return Placed(shape, Layout((self.stage,), ((),) * len(shape), weight.layout.first))
+
+
+def target_of(recipe: Recipe) -> Target:
+    """What a run of `recipe` holds, by rank.
+
+    Raises:
+        RecipeError: it has no model, or one whose weights' names are not known here.
+    """
+    resolved = resolve(recipe)
+    view, config = View(resolved), from_recipe(resolved)
+    if view.cpu_classes:
+        config = replace(config, shard_optimizer=False)  # data parallel alone
+    ranks = config.dp * config.tp * config.cp
+    placed: dict[str, Placed] = {}
+    for stage in range(config.pp):
+        for name, weight in _held(config, stage):
+            placed[name] = Placed(_shape(weight), Layout(*_cut(weight, config), stage * ranks))
+    states = {}
+    for name, item in placed.items():
+        cell, _, last = name.rpartition(".")
+        for state in (state for state, of in STATE.items() if of == last and cell.endswith(_owner(state))):
+            states[f"{cell}.{state}"] = Placed((config.model.experts,), Layout((ranks,), ((),), item.layout.first))
+    return Target(placed, states, config.devices, ranks)
+
+
+def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
+    """What a run of `recipe` would save: name -> its type and place. Weights and moments are kept in fp32."""
+    target = target_of(recipe)
+    names = ["", *ADAM]  # all recipes train with AdamW
+    found = {f"{prefix}{name}": ("F32", item) for name, item in target.weights.items() for prefix in names}
+    biases = {name: item for name, item in target.states.items() if name.endswith(_EXPERTS_BIAS)}
+    return found | {name: ("F32", item) for name, item in biases.items()}
+
+
+def _owner(state: str) -> str:
+    return ".experts" if STATE[state] == "weight1" else ".router"
+
+
+def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
+    """Each weight of a stage under MindFormers' name.
+
+    An embedding that another stage reads, too, is sent there in each step and saved by the first alone.
+    """
+    numbers, mtp = iter(config.layer_numbers(stage)), 0
+    for kind in (kind for chunk in config.stage_kinds(stage) for kind in chunk):
+        if kind in ("dense", "moe"):
+            path, names = f"decoder.layers.{next(numbers)}.", _LAYER
+        elif kind == "mtp":
+            path, names = (
+                f"mtp.layers.{mtp}.",
+                _MTP | {name: f"transformer_layer.{end}" for name, end in _LAYER.items()},
+            )
+            mtp += 1
+        else:
+            path, names = "", _ENDS
+        for weight in weights(config.model, kind, config.shared_whole):
+            yield path + _name(weight, names), weight
+
+
+def _name(weight: Weight, names: dict[str, str]) -> str:
+    plain = weight.name.removesuffix("_bias")
+    if plain not in names:
+        raise RecipeError(f"{weight.name}: nobody has said what MindFormers calls this weight, so it cannot be placed")
+    if weight.split == "experts":
+        return names[plain]
+    return names[plain] + (".bias" if plain != weight.name else ".weight")
+
+
+def _shape(weight: Weight) -> Shape:
+    """MindFormers keeps what is no matrix in one axis."""
+    vector = weight.columns == 1 and not weight.multiplies
+    return (weight.rows,) if vector else (weight.rows, weight.columns)
+
+
+def _cut(weight: Weight, config: Configuration) -> tuple[Shape, tuple[tuple[int, ...], ...]]:
+    """The matrix of a stage's devices, and by which of its axes each axis of the weight is cut."""
+    every: tuple[int, ...] = (0, 1, 2)
+    devices, cutting = [config.dp, config.cp, config.tp], every[2:]
+    if weight.split == "experts":
+        every = (0, 1)
+        devices, cutting = [config.dp * config.cp * config.tp // config.ep, config.ep], every[1:]
+    if not weight.split:
+        cutting = ()
+    copies = tuple(axis for axis in every if axis not in cutting)
+    rows, columns = ((), cutting) if weight.split == "columns" else (cutting, ())
+    devices, rows, columns = _shard(devices, rows, columns, copies, configuration.weight_shards(weight, config))
+    return tuple(devices), (rows, columns)[: len(_shape(weight))]
+
+
+def _shard(
+    devices: list[int], rows: tuple[int, ...], columns: tuple[int, ...], copies: tuple[int, ...], shards: int
+) -> tuple[list[int], tuple[int, ...], tuple[int, ...]]:
+    """Cut the rows over `shards` of the copies too: over neighbours, where these are fewer than all."""
+    inner: list[int] = []
+    for axis in reversed(copies):
+        whole = devices[axis]
+        size = math.gcd(shards, whole)
+        shards //= size
+        if 1 < size < whole:
+            devices = [*devices[:axis], whole // size, size, *devices[axis + 1 :]]
+            rows, columns = (tuple(each + (each > axis) for each in own) for own in (rows, columns))
+            inner = [axis + 1, *(each + 1 for each in inner)]
+        elif size == whole:
+            inner = [axis, *inner]
+        if size < whole or shards == 1:
+            break
+    if shards > 1:  # no part of a matrix of devices; whole copies are as true
+        return devices, rows, columns
+    return devices, rows + tuple(inner), columns
