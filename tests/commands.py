@@ -116,7 +116,7 @@ _OTHERS = {
     r"pytest tests/\S+$": Way("by", "tests/test_docs.py::test_paths_that_pages_name_exist"),
     r"python -m tools\.schema\.extract": Way("by", "tests/tools/schema/test_schema.py"),
     r"python -m tools\.recipe\.catalogue": Way("by", "tests/recipes/test_cards.py"),
-    r"python -m tools\.ep_report\.report_case": Way("by", "tests/tools/experts/test_cost.py"),
+    r"python -m tools\.experts\.report_case": Way("by", "tests/tools/experts/test_cost.py"),
     r"python -m tools\.accuracy\.reference\.frozen": Way("by", "tests/tools/accuracy/reference/test_torch.py"),
     r"python -m tests\.tools\.fusion\.renew": Way("by", "tests/tools/fusion/test_cluster.py"),
     r"python (-m )?benchmarks[./]": Way("by", "tests/test_commands.py::test_a_benchmark_starts_as_it_is_written"),

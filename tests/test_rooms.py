@@ -21,7 +21,7 @@ ROWS = [
     ["tools.model", "tools.recipe.diff"],
     ["tools.estimate"],
     ["tools.layout"],
-    ["tools.check", "tools.ep_report"],
+    ["tools.check"],
     ["tools.dryrun", "tools.profile"],
     ["tools.search", "tools.fusion"],
     ["tools.recipe.cli", "tools.affinity", "tools.weights", "tools.runs", "tools.memory"],

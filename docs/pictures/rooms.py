@@ -29,7 +29,6 @@ PURPOSE = {
     "memory": "of a step",
     "dryrun": "the sharded graph, compiled on a CPU",
     "check": "will MindFormers run it as written?",
-    "ep_report": "expert dispatch and overlap",
     "profile": "profiled steps by term",
     "layout": "layers to stages, what recomputes, “auto”",
     "estimate": "the seconds and bytes of a step, predicted",

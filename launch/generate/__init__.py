@@ -1,1 +1,0 @@
-"""`tc3 generate`: text from a trained mini, by the forward graph that trains."""

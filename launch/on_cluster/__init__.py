@@ -1,1 +1,0 @@
-"""A launch as a script for many nodes, and what its workers agree on."""

@@ -1,1 +1,0 @@
-"""Going on with a run: which checkpoint, the same model, the same data in the same order."""

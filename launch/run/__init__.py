@@ -1,1 +1,0 @@
-"""`tc3 train`: from a recipe to supervised workers and their readings."""

@@ -1,1 +1,0 @@
-"""Expert-parallel communication beside computation: a micro-batch's tokens in chunks (report section 4.4)."""

@@ -1,1 +1,0 @@
-"""The auxiliary loss of experts over the tokens of an expert-parallel group."""

@@ -1,1 +1,0 @@
-"""The training loss on documents that are never trained on."""

@@ -1,1 +1,0 @@
-"""Checkpoints that a reader can tell are whole."""

@@ -1,1 +1,0 @@
-"""Which ranks slow a run down: step times do not tell, for the slowest rank's is everybody's."""

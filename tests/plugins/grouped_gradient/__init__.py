@@ -1,1 +1,0 @@
-"""The gradient of grouped weights, added in place."""

@@ -1,1 +1,0 @@
-"""Two dumps compared, tensor by tensor."""

@@ -1,1 +1,0 @@
-"""Folders that msprobe's debugger writes: their names, their completeness, their tensors."""

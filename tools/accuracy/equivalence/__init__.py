@@ -1,1 +1,0 @@
-"""A recipe under every parallel strategy against one device."""

@@ -1,1 +1,0 @@
-"""Operators against a golden baseline (report section 3.1)."""

@@ -1,1 +1,0 @@
-"""Which cores each worker of a host gets: near its NPU, nobody else's, by role."""

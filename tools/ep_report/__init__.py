@@ -1,1 +1,0 @@
-"""`tc3 ep-report`: what expert parallelism costs on a topology, and which dispatch and overlap settings fit it."""

@@ -1,1 +1,0 @@
-"""The only place that predicts the seconds and bytes of a step."""

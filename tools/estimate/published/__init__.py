@@ -1,1 +1,0 @@
-"""Published measurements: read as runs, predicted, used to fit a device."""

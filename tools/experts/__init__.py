@@ -1,1 +1,0 @@
-"""`tc3 experts`: how unevenly experts load their devices, what moving them brings, and moved experts put back."""

@@ -1,1 +1,0 @@
-"""Processes: signals, children, memory of compiling ones, and saying how far long work is."""

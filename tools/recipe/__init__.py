@@ -1,1 +1,0 @@
-"""Recipes as data: read them the way MindFormers does, override them safely, write them flat."""

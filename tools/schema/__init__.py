@@ -1,1 +1,0 @@
-"""MindFormers' facts at the verified version: keys, types, defaults, converter, layer tables."""

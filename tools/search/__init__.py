@@ -1,1 +1,0 @@
-"""Strategy search: what devices and links can do (`hardware`)."""

@@ -1,1 +1,0 @@
-"""Strategies by predicted step time: ranked, placed, verified."""

@@ -1,1 +1,0 @@
-"""Weights from one form into the other."""
