@@ -1,0 +1,69 @@
+"""`tests/sentences`: what it draws is there, at its file and line, and the same for the same seed."""
+
+import re
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = ROOT / "tests/sentences"
+
+
+@pytest.fixture(scope="module")
+def program():
+    loader = SourceFileLoader("sentences", str(PROGRAM))
+    module = module_from_spec(spec_from_loader("sentences", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_the_same_seed_draws_the_same_sentences(program, monkeypatch):
+    command = [sys.executable, "-B", PROGRAM, "--seed", "7", "--count", "12"]
+    first = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = program.collect(ROOT)
+    monkeypatch.setattr(program, "collect", lambda root: found)
+    again = [f"{path.relative_to(ROOT)}:{line}: {words}" for path, line, words in program.draw(ROOT, 7, 12)]
+    assert first == again and len(set(first)) == 12
+    assert len(program.draw(ROOT, 8, 40)) == 40 and program.draw(ROOT, 8, 12) != program.draw(ROOT, 7, 12)
+    for row in first:
+        place, line, sentence = row.split(":", 2)
+        lines = (ROOT / place).read_text().splitlines()
+        word = re.search(r"[A-Za-z]{3,}", re.sub(r"{[^}]*}", "", sentence))[0]
+        assert any(word in text for text in lines[int(line) - 1 : int(line) + 6]), row
+
+
+def test_each_kind_of_sentence_is_found(program, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tools").mkdir()
+    page = "# A heading is left out\n\nThe first is\nlong. The second is short.\n\n```bash\nno code at all\n```\n"
+    (tmp_path / "docs/page.md").write_text(page + "| no | table |\n\n* An item is a sentence.\n")
+    source = '''"""A module has one.
+
+It is the first paragraph that counts.
+"""
+SEED_HELP = "The seed of all draws."
+option("--jobs", help="How many at a time.")
+
+
+def public(size):
+    """Return what was asked. Or nothing at all."""
+    raise DataError(f"{size}: is not a whole number" + ", so mend it")
+
+
+def _private():
+    """Nobody draws this one."""
+'''
+    (tmp_path / "tools/module.py").write_text(source)
+    found = {kind: [(line, words) for _, line, words in rows] for kind, rows in program.collect(tmp_path).items()}
+    assert found["pages"] == [(3, "The first is long."), (4, "The second is short."), (11, "An item is a sentence.")]
+    assert found["docstrings"] == [
+        (1, "A module has one."), (10, "Return what was asked."), (10, "Or nothing at all."),
+    ]  # fmt: skip
+    assert sorted(found["help"]) == [(5, "The seed of all draws."), (6, "How many at a time.")]
+    assert found["errors"] == [(11, "{size}: is not a whole number, so mend it")]
+    drawn = program.draw(tmp_path, 0, 5)
+    assert len(drawn) == 4 and len({path for path, _, _ in drawn}) == 2, "one of each kind, as long as all have one"
