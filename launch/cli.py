@@ -59,7 +59,7 @@ class Output:
 
 
 def exit_code_of(failed: OutputFailed) -> int:
-    """The exit code of a run whose output failed, after a line for what is not a reader that left.
+    """Return the exit code of a run whose output failed, after a line for what is not a reader that left.
 
     What is still buffered goes nowhere: the interpreter would try once more at its end, and complain.
     """
@@ -74,26 +74,26 @@ def exit_code_of(failed: OutputFailed) -> int:
 LOADING = 5.0  # seconds until it is said that a command is being loaded
 # command -> (module:attribute, one-line help); the help stands here so that listing imports nothing
 COMMANDS = {
-    "accuracy": ("tools.accuracy.cli:accuracy", "Prove numbers right: operators, dumps, a reference, strategies."),
-    "agent": ("launch.agent.cli:agent", "Train on several nodes and go on after failures: one agent a node."),
-    "affinity": ("tools.affinity.cli:affinity", "Which cores each worker of this host gets."),
-    "check": ("tools.check.cli:check", "Validate recipes without a device; parameters, layers, tokens per step."),
-    "data": ("tools.data.cli:data", "Corpora as Megatron .bin/.idx, instructions for fine-tuning."),
-    "doctor": ("tools.doctor.cli:doctor", "Is this host fit to train: what slows or ends runs, and what mends it."),
+    "accuracy": ("tools.accuracy.cli:accuracy", "Verify the arithmetic: operators, dumps, a reference, strategies."),
+    "agent": ("launch.agent.cli:agent", "Train on several nodes and continue after failures: one agent on each node."),
+    "affinity": ("tools.affinity.cli:affinity", "Plan which cores each worker of this host gets."),
+    "check": ("tools.check.cli:check", "Validate recipes without a device; print parameters, layers, tokens per step."),
+    "data": ("tools.data.cli:data", "Prepare corpora as Megatron .bin/.idx files, and instructions for fine-tuning."),
+    "doctor": ("tools.doctor.cli:doctor", "Check whether this host is fit to train, and say what would mend it."),
     "dryrun": ("tools.dryrun.cli:dryrun", "Compile a recipe for thousands of devices on this CPU."),
     "ep-report": (
         "tools.experts.cost:ep_report",
-        "What expert parallelism costs a recipe, by dispatch mode and overlap.",
+        "Compare what expert parallelism costs a recipe, by dispatch mode and overlap.",
     ),
-    "experts": ("tools.experts.cli:experts", "Expert loads of a run: what waits, and what moving experts brings."),
-    "fusion": ("tools.fusion.cli:fusion", "Which operators DVM fuses into one kernel, and what that saves."),
-    "generate": ("launch.generate.command:generate", "Let a trained mini go on with a text: see what it has learnt."),
-    "memory": ("tools.memory.cli:memory", "Bytes of a device over a step without compiling; what would free some."),
+    "experts": ("tools.experts.cli:experts", "Report how unevenly experts load devices; restore moved experts."),
+    "fusion": ("tools.fusion.cli:fusion", "Predict which operators DVM fuses into one kernel, and what that saves."),
+    "generate": ("launch.generate.command:generate", "Generate text with a trained mini, to see what it has learnt."),
+    "memory": ("tools.memory.cli:memory", "Predict a device's memory without compiling, and what would free some."),
     "recipe": ("tools.recipe.cli:recipe", "Show a recipe flat, or compare two."),
-    "runs": ("tools.runs.cli:runs", "Where the time of runs went and why they failed; follow one that goes on."),
+    "runs": ("tools.runs.cli:runs", "Report where the time of runs went and why they failed; watch a live run."),
     "search": ("tools.search.cli:search", "Find parallel strategies without a device."),
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
-    "weights": ("tools.weights.cli:weights", "Look into checkpoints, average, lay out anew, to and from Hugging Face."),
+    "weights": ("tools.weights.cli:weights", "Inspect, average, reshard and convert checkpoints (Hugging Face too)."),
 }
 # group -> command -> module:attribute, for commands whose room lies above their group's
 NESTED = {"data": {"imbalance": "tools.data.imbalance.cli:imbalance_command"}}
@@ -146,7 +146,7 @@ def _command(place: str) -> click.Command:
 
 
 def version_text() -> str:
-    """One line a part of the stack, and which pair the recipes and tools were verified with."""
+    """Return one line a part of the stack, and which pair the recipes and tools were verified with."""
     import platform
 
     from tools.schema.versions import installed, verified  # imported only here, so that --help stays instant

@@ -49,7 +49,7 @@ from tools.schema.versions import require_verified, unverified_option
 
 
 def build_config(config_path: Path, overrides: tuple[str, ...], run_dir: Path | None, resume: Path | None) -> Recipe:
-    """The recipe as a flat dict, with this run's folders and the checkpoint to go on from."""
+    """Return the recipe as a flat dict, with this run's folders and the checkpoint to go on from."""
     recipe = load_recipe(config_path)
     if overrides:
         recipe = apply_overrides(recipe, overrides)

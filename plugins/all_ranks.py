@@ -17,7 +17,7 @@ _way: list[Callable[[float], float]] = [by_all_reduce]
 
 
 def sum_over_ranks(value: float) -> float:
-    """The sum of every rank's `value`, in float32; all ranks must call it."""
+    """Return the sum of every rank's `value`, in float32; all ranks must call it."""
     return _way[0](value)
 
 

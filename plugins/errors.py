@@ -66,7 +66,7 @@ def refuse_unknown(
 
 
 def not_json(error: Exception) -> str:
-    """Why a text is not JSON, for what `json.loads` has raised: as the end of a sentence that names the file."""
+    """Return why a text is not JSON, for what `json.loads` has raised: as the end of a sentence that names the file."""
     if isinstance(error, json.JSONDecodeError):
         if not error.doc.strip():
             return "is empty: JSON was expected"

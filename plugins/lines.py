@@ -87,7 +87,7 @@ class Span:
 
 
 def spans_file(run_dir: str | Path) -> Path:
-    """Where a run writes them."""
+    """Return where a run writes them."""
     return Path(run_dir) / "metrics" / "spans.jsonl"
 
 
@@ -97,7 +97,7 @@ def note(run_dir: str | Path, span: Span) -> None:
 
 
 def as_span(record: dict[str, Any]) -> Span | None:
-    """The span of one line; None for a line of another form."""
+    """Return the span of one line; None for a line of another form."""
     numbers = [record.get(name, math.nan) for name in ("step", "begin", "end")]
     good = all(type(number) in (int, float) and 0 <= number < 1e15 for number in numbers)
     if record.get("kind") not in get_args(Kind) or not good or record["end"] < record["begin"]:

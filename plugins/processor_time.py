@@ -1,4 +1,4 @@
-"""How long this process ran, waited for a core, and was stopped by a limit: what the kernel counts. Pure.
+"""Read how long this process ran, waited for a core, and was stopped by a limit: what the kernel counts. Pure.
 
 A file that is not there, as in some containers, counts as 0.
 """
@@ -13,7 +13,7 @@ _THREADS, _THREAD = "/proc/self/task", "/proc/thread-self/schedstat"
 
 
 def scheduled() -> tuple[float, float]:
-    """Seconds in which this process's threads ran, and in which they were ready but did not."""
+    """Return the seconds in which this process's threads ran, and in which they were ready but did not."""
     ran = waited = 0.0
     for thread in os.listdir(_THREADS) if os.path.isdir(_THREADS) else ():
         own = _read(f"{_THREADS}/{thread}/schedstat")
@@ -22,7 +22,7 @@ def scheduled() -> tuple[float, float]:
 
 
 def thread_waited() -> float:
-    """Seconds in which the thread that asks was ready but did not run."""
+    """Return the seconds in which the thread that asks was ready but did not run."""
     return _read(_THREAD)[1]
 
 
@@ -40,7 +40,7 @@ def _read(path: str) -> tuple[float, float]:
 
 
 def throttled(read: Callable[[str], str | None]) -> float:
-    """Seconds in which a limit stopped the process's control group or one above it, those that can be seen.
+    """Return the seconds in which a limit stopped the process's control group or one above it, those that can be seen.
 
     Args:
         read: the text of a file of the host by its path, None where there is none: `text_of` for this host.
@@ -56,7 +56,7 @@ def throttled(read: Callable[[str], str | None]) -> float:
 
 
 def text_of(path: str) -> str | None:
-    """The text of a file of this host; None where it is not there or may not be read."""
+    """Return the text of a file of this host; None where it is not there or may not be read."""
     try:
         return Path(path).read_text()
     except OSError:

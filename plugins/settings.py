@@ -15,7 +15,7 @@ def section_of(
 
     Args:
         names: the settings that there are. needs: those of them that must be written.
-        right: what to write instead of something that is no section.
+        right: what to write instead of something that is not a section.
 
     Raises:
         RecipeError: no mapping, one without what it needs, or an unknown name.
@@ -27,7 +27,7 @@ def section_of(
 
 
 def whole_number(key: str, settings: Mapping[str, Any], name: str, right: str, least: int = 1, default: int = 1) -> int:
-    """A setting that is a whole number from `least` on; `default` where it is not written.
+    """Return a setting that is a whole number from `least` on; `default` where it is not written.
 
     Raises:
         RecipeError: another value; `right` says what to write.

@@ -75,7 +75,7 @@ def use_edited_model(model_config, plugin: str) -> None:
 
 
 def gpt_model(config, edit_layer=None) -> GPTModel:
-    """What TrainingTeleChat3MoeForCausalLM builds, from an edited spec.
+    """Return what TrainingTeleChat3MoeForCausalLM builds, from an edited spec.
 
     Args:
         config: TransformerConfig.

@@ -30,7 +30,7 @@ class Range(NamedTuple):
     above: bool = False
 
     def refusal(self, value: Any) -> str | None:
-        """What is wrong with `value`, as the end of a sentence that names it; None if nothing is."""
+        """Return what is wrong with `value`, as the end of a sentence that names it; None if nothing is."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return f"is not a number; {self.words}"
         if isinstance(value, float) and not math.isfinite(value):
@@ -40,7 +40,7 @@ class Range(NamedTuple):
         return None if self.holds(value) else f"is out of range; {self.words}"
 
     def holds(self, value: float) -> bool:
-        """Whether `value` lies between the bounds."""
+        """Return whether `value` lies between the bounds."""
         return self.low < value <= self.high if self.above else self.low <= value <= self.high
 
     @property
@@ -167,7 +167,7 @@ RECIPE: dict[str, Range] = {
 
 
 def recipe_range(words: Sequence[str]) -> Range | None:
-    """The range of a number at a recipe's key path without its list indices; None where none is known."""
+    """Return the range of a number at a recipe's key path without its list indices; None where none is known."""
     return RECIPE.get(".".join(words[-2:])) or RECIPE.get(words[-1]) if words else None
 
 

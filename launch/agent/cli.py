@@ -40,7 +40,7 @@ from tools.schema.versions import require_verified, unverified_option, unverifie
 
 
 def unfit(slots: int, folder: Path) -> list[str]:
-    """Why a run had better not start on this host; none where it may, or where nobody can tell.
+    """Return why a run had better not start on this host; none where it may, or where nobody can tell.
 
     The host's workers are held against each other, so one worker alone is never unfit.
     """
@@ -69,7 +69,7 @@ class Start:
 
     @property
     def saves(self) -> Path:
-        """Where checkpoints go."""
+        """Return where checkpoints go."""
         return checkpoints.save_path(self.recipe)
 
     def check(self, slots: int, port: int | None) -> None:
@@ -97,7 +97,7 @@ class Start:
             checkpoints.one_iteration(str(self.resume))
 
     def choose(self) -> CheckpointInfo | None:
-        """The checkpoint that the run begins from. It is read as a whole: by one node, not by all.
+        """Return the checkpoint that the run begins from. It is read as a whole: by one node, not by all.
 
         Raises:
             CheckpointError: that is not whole; or there is none, and the run has gone on from one before.
@@ -139,32 +139,32 @@ RESTARTS = 3
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--nodes", type=click.Path(path_type=Path), help="Hosts, a line each: NAME [WORKERS]; spares last.")
-@click.option("--spares", type=Number("spares"), default=0, help="Hosts beyond those that train.  [default: 0]")
-@click.option("--host", help="This node's name in --nodes.  [default: the one that is its name or address]")
+@click.option("--nodes", type=click.Path(path_type=Path), help="File with a host a line: NAME [WORKERS]; spares last.")
+@click.option("--spares", type=Number("spares"), default=0, help="Number of spare hosts.  [default: 0]")
+@click.option("--host", help="This node's name in --nodes.  [default: found by its host name or address]")
 @click.option(
     "--restarts",
     type=Number("restarts"),
     default=RESTARTS,
-    help=f"Failures in a row to go on after.  [{RESTARTS}]",
+    help=f"Give up after more than so many failures in a row.  [{RESTARTS}]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=Number("steps"), help="Steps to train in all: sets the dataset's size to match.")
+@click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
 @click.option(
     "--resume",
     multiple=True,
     metavar="auto|DIR",
-    help="Go on from the newest complete checkpoint, or from this one; given both, from this one until one is saved.",
+    help="Continue from the newest complete checkpoint, or from DIR; given both, from DIR until one is saved.",
 )
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder, on a disk that all nodes share.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="Folder of the run, on a disk that all nodes share.")
 @click.option("--port", type=Number("port"), help="Port of the first attempt's scheduler.  [default: a free one]")
-@click.option("--no-bind", is_flag=True, help="Leave it to Linux and MindSpore which cores a worker runs on.")
+@click.option("--no-bind", is_flag=True, help="Do not bind workers to cores: Linux and MindSpore choose them.")
 @click.option(
     "--lost-after",
     type=Number("seconds"),
     default=LOST_AFTER,
     show_default=True,
-    help="Seconds without a sign of life of a lost node.",
+    help="Seconds without a sign of life after which a node counts as lost.",
 )
 @click.option(
     "--patience", type=Number("seconds"), default=PATIENCE, show_default=True, help="Seconds to wait for enough hosts."
@@ -191,7 +191,7 @@ def agent(
 ) -> None:
     """Train RECIPE on several nodes: start this on each of them.
 
-    The agents meet in the run's folder, start the workers together, and again when a node or a worker fails.
+    The agents meet in the run's folder, start the workers together, and start them again when a node or a worker fails.
 
     Exit code: 0 trained, 1 given up, 2 something to mend first, 130/143 interrupted.
     """
@@ -200,7 +200,7 @@ def agent(
         print_job(recipe, overrides, steps, run_dir, nodes, spares, resume, slurm, volcano)
         return
     if nodes is None:
-        raise click.UsageError("--nodes FILE: the hosts of the run, a line each; on one host, use tc3 train --restarts")
+        raise click.UsageError("--nodes FILE is missing: it lists the hosts; on one host use tc3 train --restarts")
     hosts, slots = read_hosts(nodes)
     name = own_host(hosts, host, nodes)
     run_dir = (run_dir or FULL_SIZE.run_dir(recipe)).absolute()
@@ -240,7 +240,7 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
         UsageError: it is empty, or names two folders.
     """
     if "" in given:
-        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
+        raise click.UsageError("--resume is empty: write auto, or the folder of a checkpoint")
     folders = list(dict.fromkeys(each for each in given if each != "auto"))
     if len(folders) > 1:
         raise click.UsageError(f"--resume names {' and '.join(folders)}: give one of them, beside auto if you like")
@@ -296,15 +296,15 @@ def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
     if not found:
         raise ClusterError(f"{name} is not in {file}: give this node's name there with --host")
     if len(found) > 1:
-        raise ClusterError(f"{file}: {' and '.join(found)} are both this node: give one of them with --host")
+        raise ClusterError(f"{file}: {' and '.join(found)} both name this node: give one of them with --host")
     return found[0]
 
 
 def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, file: Path) -> int:
-    """How many nodes train; ClusterError when hosts, slots, spares and the recipe do not fit."""
+    """Return how many nodes train; ClusterError when hosts, slots, spares and the recipe do not fit."""
     count, rest = divmod(workers, slots)
     if rest:
-        raise ClusterError(f"{file}: {workers} workers are no whole nodes of {slots}: give each host its own, NAME N")
+        raise ClusterError(f"{file}: {workers} workers do not fill whole nodes of {slots}: write NAME N for each host")
     if len(hosts) != count + spares:
         more = len(hosts) - count
         hint = f"; {more} more than that: --spares {more}" if more > 0 else ""

@@ -56,9 +56,9 @@ class Allocation:
             ClusterError: they are none, or there is no time for a checkpoint.
         """
         if self.workers % self.slots:
-            raise ClusterError(f"{self.workers} workers are no whole nodes of {self.slots}: name hosts with --nodes")
+            raise ClusterError(f"{self.workers} workers do not fill nodes of {self.slots}: name hosts with --nodes")
         if self.notice < 1:
-            raise ClusterError(f"a notice of {self.notice} s: a checkpoint needs some time, want 1 or more")
+            raise ClusterError(f"a notice of {self.notice} s: a checkpoint needs some time; write 1 or more")
 
     @property
     def nodes(self) -> int:
@@ -67,20 +67,20 @@ class Allocation:
 
     @property
     def name(self) -> str:
-        """A name that Slurm and Kubernetes take: lower case, digits and hyphens, from the run's folder."""
+        """Return a name that Slurm and Kubernetes take: lower case, digits and hyphens, from the run's folder."""
         words = re.sub(r"[^a-z0-9]+", "-", Path(self.run_dir).name.lower()).strip("-")
         return (words if words[:1].isalpha() else f"tc3-{words}")[:40].strip("-")
 
     @property
     def size(self) -> str:
-        """How much it takes, in words."""
+        """Return how much it takes, in words."""
         spares = f" and {self.spares:,} spare{'s' * (self.spares > 1)}" if self.spares else ""
         nodes = f"{self.nodes:,} node{'s' * (self.nodes > 1)}"
         return f"{self.workers:,} worker{'s' * (self.workers > 1)} on {nodes}{spares}"
 
 
 def body(path: Path) -> str:
-    """The text of a bash file of this folder, without the line that tells linters its language."""
+    """Return the text of a bash file of this folder, without the line that tells linters its language."""
     return path.read_text(encoding="utf-8").split("\n", 1)[1]
 
 
@@ -89,7 +89,7 @@ REQUEUES = 3
 
 
 def sbatch_file(job: Allocation) -> str:
-    """The text of the sbatch file of `job`; options of sbatch's own command line win over those in it."""
+    """Return the text of the sbatch file of `job`; options of sbatch's own command line win over those in it."""
     return "\n".join([*_head(job), *_values(job), "", body(DECISION) + body(BODY)])
 
 
@@ -142,7 +142,7 @@ INDENT = 18  # of the script and of resources, less 2
 
 
 def volcano_job(job: Allocation, root: Path) -> str:
-    """The YAML of `job`; `root` is the checkout, whose parent is where the shared volume is mounted."""
+    """Return the YAML of `job`; `root` is the checkout, whose parent is where the shared volume is mounted."""
     values = {
         "size": job.size,
         "made_by": " ".join(shlex.join(job.made_by).splitlines()),
@@ -159,7 +159,7 @@ def volcano_job(job: Allocation, root: Path) -> str:
 
 
 def pod_script(job: Allocation) -> str:
-    """What a pod runs, as bash."""
+    """Return what a pod runs, as bash."""
     spares = ["--spares", str(job.spares)] if job.spares else []
     lines = [
         "# shellcheck disable=SC2016 # words are taken as they stand",
@@ -196,7 +196,7 @@ def print_job(
 ) -> None:
     """Check the recipe, and print the file; data and devices are looked at where it runs."""
     if slurm and volcano:
-        raise click.UsageError("--slurm is for one cluster manager, --volcano for another: choose one")
+        raise click.UsageError("--slurm and --volcano are for different cluster managers: choose one")
     chosen = chosen_recipe(recipe, overrides)
     flat = resolved(apply_overrides(chosen, steps_overrides(chosen, steps, overrides)), make_layout=True)
     preflight.check_sound(flat)
@@ -224,7 +224,7 @@ def print_job(
 
 
 def passed_on() -> list[str]:
-    """The options of this command line that each agent gets as well."""
+    """Return the options of this command line that each agent gets as well."""
     context = click.get_current_context()
     words: list[str] = []
     for option in context.command.params:

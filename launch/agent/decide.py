@@ -7,7 +7,7 @@ times in months, and `Rules.restarts` bounds how often it fails without coming a
 
 A user's error is not tried again, nor a loss that is not finite: the same weights and data come to the same loss. One
 that plugins.spike_guard goes back for is another matter ("spike"): its samples are left out, and the guard counts by
-itself how often. So such an attempt is no failure here, and `Rules` does not count it.
+itself how often. So such an attempt is not a failure here, and `Rules` does not count it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Began:
 
 
 def initiator(attempt: Attempt, now: float = math.inf) -> Began:
-    """Who began the end of an attempt that failed; `attempt.plan` is there. `now` by the disk's clock."""
+    """Return who began the end of an attempt that failed; `attempt.plan` is there. `now` by the disk's clock."""
     known = _of_all_hosts(attempt, now)
     failed = {host: end for host, end in known.items() if end.outcome == "failed"}
     deaths = {host: end for host, end in failed.items() if not _complains(end)}
@@ -78,7 +78,7 @@ def _of_all_hosts(attempt: Attempt, now: float) -> dict[str, End]:
         phase, step = (beat.phase, beat.step) if beat else ("start", attempt.plan.step)
         if host in gone:
             cause: Cause = "lost node" if beat else "never came"
-            ends[host] = End(host, latest, "failed", phase, step, cause, message="it has said nothing of its end")
+            ends[host] = End(host, latest, "failed", phase, step, cause, message="the host did not say how it ended")
         elif host not in ends:
             ends[host] = End(host, latest, "told to end", phase, step)
         elif not math.isfinite(ends[host].time):  # it could not ask the disk
@@ -99,7 +99,7 @@ def _killed(end: End) -> bool:
 
 
 def is_sure(end: End) -> bool:
-    """Whether no other host's end brings about one like this."""
+    """Return whether no other host's end brings about one like this."""
     return end.cause in _OWN or end.cause == "hang" or _killed(end)
 
 
@@ -148,7 +148,7 @@ def _place(end: End) -> tuple[int, int]:
 
 
 def words(end: End) -> str:
-    """An end in a clause: who, what, where."""
+    """Return an end in a clause: who, what, where."""
     what = end.message or {"lost node": "no sign of life"}.get(end.cause or "", end.cause or "failed")
     return f"{end.host}: {what} ({_where(end)})"
 
@@ -185,7 +185,7 @@ class Rules:
     hosts: list[str] = field(default_factory=list)
 
     def wait(self, failures: int) -> float:
-        """Seconds to wait after so many failures without progress (>= 1)."""
+        """Return the seconds to wait after so many failures without progress (>= 1)."""
         return float(min(self.most, self.first * 2.0 ** min(failures - 1, 60)))
 
 
@@ -198,12 +198,12 @@ def verdict(
     now: float = math.inf,
     saved: int | None = None,
 ) -> Verdict:
-    """Who began the end of `attempt`, and what follows.
+    """Return who began the end of `attempt`, and what follows.
 
     Args:
         attempt: a plan is there, and the ends of its hosts as far as they came.
         earlier: the attempts before it, the oldest first, with their verdicts.
-        can: how the recipe runs on these hosts alone (`launch.agent.smaller`); else why it cannot.
+        can: how the recipe runs on these hosts only (`launch.agent.smaller`); else why it cannot.
         now: the disk's clock; without it hosts that have written no end are gone.
         saved: step of the newest whole checkpoint; None where that is not known.
     """
@@ -227,7 +227,7 @@ def verdict(
 def next_hosts(
     attempt: Attempt, verdict: Verdict, there: list[str], earlier: Sequence[Attempt] = (), rules: Rules | None = None
 ) -> list[str]:
-    """The hosts of the next attempt by node rank, of those that are `there`: as many as `attempt` had.
+    """Return the hosts of the next attempt by node rank, of those that are `there`: as many as `attempt` had.
 
     Who took part and is not left out comes first, in the same order; then the plan's spares, then others; last who is
     left out for the failures that it began, if nobody else is there. After an attempt that was smaller these are all
@@ -285,7 +285,7 @@ class _Failed:
 
     @cached_property
     def fruitless(self) -> list[Attempt]:
-        """The failed attempts since the last progress, the oldest first, this one last."""
+        """Return the failed attempts since the last progress, the oldest first, this one last."""
         found, begin = [self.attempt], _plan(self.attempt).step
         if self.saved is not None and self.saved > begin:
             return found

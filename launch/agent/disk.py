@@ -67,7 +67,7 @@ class Disk:
         self._clock: tuple[float, float] | None = None  # the disk's time, and ours when it was that
 
     def read(self, path: Path) -> Found | None:
-        """The file at `path`; None where there is none.
+        """Return the file at `path`; None where there is none.
 
         Raises:
             LostDiskError: the disk does not answer within the bound. So do all methods.
@@ -91,7 +91,7 @@ class Disk:
         self._bounded(path, lambda: self._keep_room(path))
 
     def names(self, folder: Path) -> list[str]:
-        """What lies in a folder; for one agent at a time, as its cost grows with the hosts."""
+        """Return what lies in a folder; for one agent at a time, as its cost grows with the hosts."""
         return self._bounded(folder, lambda: sorted(os.listdir(folder)))
 
     def folder(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class Disk:
         self._bounded(path, lambda: path.mkdir(parents=True, exist_ok=True))
 
     def now(self, folder: Path) -> float:
-        """The disk's clock, in seconds since 1970: that of the last write, and what has passed since."""
+        """Return the disk's clock, in seconds since 1970: that of the last write, and what has passed since."""
         if self._clock is None or self.ticks() - self._clock[1] > FRESH:
             part = folder / f".clock.{self.name}"
             self.folder(folder)
@@ -109,7 +109,7 @@ class Disk:
         return self._clock[0] + self.ticks() - self._clock[1]
 
     def ticks(self) -> float:
-        """Seconds that pass here, from any start: for how long, never for when."""
+        """Return the seconds that pass here, from any start: for how long, never for when."""
         return time.monotonic()
 
     def pause(self, seconds: float) -> None:
@@ -154,7 +154,7 @@ class Disk:
             os.link(part, path)
         except OSError as error:
             if error.errno in NO_LINKS:
-                raise ClusterError(f"{path.parent}: agents need a disk with hard links; take another one") from None
+                raise ClusterError(f"{path.parent}: agents need a disk with hard links; choose another disk") from None
             if error.errno != errno.EEXIST:
                 raise
             return os.stat(part).st_nlink > 1  # ours after all: the server did it, and its answer got lost
@@ -250,7 +250,7 @@ class Holder:
 
     @staticmethod
     def of(found: Found | None) -> Holder | None:
-        """Who a file names; None where it is not there, nobody where it is broken."""
+        """Return who a file names; None where it is not there, nobody where it is broken."""
         if found is None:
             return None
         try:
@@ -294,5 +294,5 @@ class Claim:
                 self.turn += 1
 
     def lost(self) -> bool:
-        """Whether the holder of the newest file known has been followed by another one. One open."""
+        """Return whether the holder of the newest file known has been followed by another one. One open."""
         return self.disk.read(self.folder / f"claim-{self.what}-{self.turn + 1}") is not None

@@ -37,7 +37,7 @@ class Around:
     finished: set[str] = field(default_factory=set)
 
     def look(self) -> str | None:
-        """Why this node's workers are to end, in words; None while all is well. For about once a second.
+        """Return why this node's workers are to end, in words; None while all is well. For about once a second.
 
         Who finds a neighbour lost writes its end for it.
         """
@@ -56,7 +56,7 @@ class Around:
         return None
 
     def began(self) -> End | None:
-        """How the part of the one that ended the attempt has ended."""
+        """Return how the part of the one that ended the attempt has ended."""
         number = self.plan.attempt
         first = self.meeting.over(number)
         return self.meeting.ended(number, first) if first else None
@@ -90,7 +90,7 @@ class Link:
 
 
 def link_to(others: Iterable[str]) -> Link:
-    """The link to the first of `others` whose name or address is known."""
+    """Return the link to the first of `others` whose name or address is known."""
     for host in others:
         with contextlib.suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -123,7 +123,7 @@ class Place:
 
     @property
     def waits(self) -> bool:
-        """Whether it is in MindSpore, and not for its own data."""
+        """Return whether it is in MindSpore, and not for its own data."""
         return "/mindspore/" in self.file and "/mindspore/dataset/" not in self.file
 
     def __str__(self) -> str:
@@ -143,7 +143,7 @@ def workers() -> dict[int, psutil.Process]:
 
 
 def stopped_worker() -> int | None:
-    """The first worker whose process was stopped (SIGSTOP, a debugger)."""
+    """Return the first worker whose process was stopped (SIGSTOP, a debugger)."""
     for rank, process in sorted(workers().items()):
         with contextlib.suppress(psutil.Error, OSError):
             if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
@@ -152,7 +152,7 @@ def stopped_worker() -> int | None:
 
 
 def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
-    """Where the workers are that say so within `ANSWER` seconds; they are asked all at once."""
+    """Return where the workers are that say so within `ANSWER` seconds; they are asked all at once."""
     sizes = {}
     for rank, process in workers().items():
         log = logs / f"worker_{rank}.log"
@@ -173,7 +173,7 @@ def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
 
 
 def place_of(said: bytes) -> Place | None:
-    """The place in what `faulthandler` has written; the main thread's stack ends it."""
+    """Return the place in what `faulthandler` has written; the main thread's stack ends it."""
     starts = [match.end() for match in _THREAD.finditer(said)]
     frame = _FRAME.match(said[starts[-1] :].decode("utf-8", "replace")) if starts else None
     return Place(frame["file"], int(frame["line"]), frame["function"]) if frame else None
@@ -232,7 +232,7 @@ class Lookout(threading.Thread):
             self.show()
 
     def tick(self) -> Failure | None:
-        """Why the workers are to end; touches no disk."""
+        """Return why the workers are to end; touches no disk."""
         if self._error:
             raise self._error
         silent = time.monotonic() - self._alive

@@ -85,7 +85,7 @@ class Meeting:
 
     def __init__(self, run_dir: Path, host: str, *, lost_after: float = LOST_AFTER, disk: Disk | None = None):
         if not host.isprintable() or not 0 < len(quote(host, safe="")) <= LONGEST:
-            raise ClusterError(f"--host {host!r}: is no host's name; give the one that the list of nodes has")
+            raise ClusterError(f"--host {host!r}: not a host's name; give a name that stands in the list of nodes")
         self.run_dir, self.host, self.lost_after = run_dir, host, lost_after
         self.disk = disk or Disk(lost_after)
         self.me = Holder(host, self.disk.name)
@@ -95,7 +95,7 @@ class Meeting:
         self._next: dict[tuple[int, str], float] = {}  # when something is due again
 
     def now(self) -> float:
-        """The disk's clock, in seconds since 1970."""
+        """Return the disk's clock, in seconds since 1970."""
         return self.disk.now(self.run_dir / FOLDER)
 
     def come(self, number: int) -> None:
@@ -124,7 +124,7 @@ class Meeting:
         self.disk.keep_room(file_of(self.run_dir / FOLDER, ".room-", self.host))
         plan = self._form(number, PLAN, Plan)
         if plan and self.host in plan.hosts and not returns:
-            self.lost(number, self.host, "its agent was started anew in the middle of the attempt")
+            self.lost(number, self.host, "its agent was restarted in the middle of the attempt")
 
     def gone(self, number: int) -> None:
         """Say that this host leaves attempt `number`, and is not to be counted on; nothing where it never came."""
@@ -138,7 +138,7 @@ class Meeting:
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
 
     def plan(self, number: int, wanted: Callable[[list[str]], Plan | None]) -> Plan | None:
-        """The plan of attempt `number`; None while there is none. `come` before; call it in a loop.
+        """Return the plan of attempt `number`; None while there is none. `come` before; call it in a loop.
 
         Args:
             number: the attempt.
@@ -175,7 +175,7 @@ class Meeting:
             self._publish(number, OVER, json.dumps({"host": stands.host, "time": stands.time}) + "\n")
 
     def ended(self, number: int, host: str) -> End | None:
-        """How a host's part ended, once that is said."""
+        """Return how a host's part ended, once that is said."""
         found = self.disk.read(file_of(folder_of(self.run_dir, number), END, host))
         return parse(found.text, End) if found else None
 
@@ -188,7 +188,7 @@ class Meeting:
         self.end(number, End(host, now, "failed", beat.phase, beat.step, "lost node", message=why, by=self.host))
 
     def over(self, number: int) -> str | None:
-        """The host whose part was the first to end badly; None while all goes well."""
+        """Return the host whose part was the first to end badly; None while all goes well."""
         found = self.disk.read(folder_of(self.run_dir, number) / OVER)
         return str(json.loads(found.text)["host"]) if found else None
 
@@ -267,7 +267,7 @@ class Meeting:
     def _check_place(self, number: int) -> None:
         claim = self._claim(number, self._place)
         if claim.holder != self.me or claim.lost():
-            raise ClusterError(f"{claim.folder}: another agent of {self.host} came in the place of this one")
+            raise ClusterError(f"{claim.folder}: another agent of {self.host} has taken the place of this one")
 
     def _gone_or_quiet(self, number: int, host: str) -> bool:
         found = self.disk.read(file_of(folder_of(self.run_dir, number), THERE, host))

@@ -40,7 +40,7 @@ class Command:
 
 
 def command_of(job: Job, plan: Plan) -> Command:
-    """The command of this node in `plan`."""
+    """Return the command of this node in `plan`."""
     recipe, logs = recipe_of(job, plan), own_logs(job, plan)
     several = len(plan.hosts) > 1
     cores = of_launch(recipe, plan.slots, logs / "cores.json") if job.bind else Cores()
@@ -58,12 +58,12 @@ def command_of(job: Job, plan: Plan) -> Command:
 
 
 def own_logs(job: Job, plan: Plan) -> Path:
-    """Where this node's part of an attempt logs."""
+    """Return where this node's part of an attempt logs."""
     return logs_of(job.run_dir, plan.attempt, plan.hosts.index(job.host) if len(plan.hosts) > 1 else None)
 
 
 def own_ranks(job: Job, plan: Plan) -> range:
-    """The workers of this node, by their ranks in the whole run."""
+    """Return the workers of this node, by their ranks in the whole run."""
     first = plan.hosts.index(job.host) * plan.slots
     return range(first, first + plan.slots)
 
@@ -134,7 +134,7 @@ class Part:
 
     @property
     def folder(self) -> Path:
-        """The attempt's."""
+        """Return the attempt's."""
         return folder_of(self.job.run_dir, self.plan.attempt)
 
     def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:

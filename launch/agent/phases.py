@@ -1,4 +1,4 @@
-"""How long each phase of an attempt may last before it counts as a hang. Learned from the run; pure.
+"""Learn how long each phase of an attempt may last before it counts as a hang. Learned from the run; pure.
 
 The rule. With fewer than ENOUGH durations seen of a phase: its default, or LONGEST times the longest seen, whichever
 is more. From then on the largest of
@@ -71,7 +71,7 @@ class Limits:
         self.seen.setdefault(phase, deque(maxlen=WINDOW)).append(seconds)
 
     def limit(self, phase: Phase) -> float:
-        """Seconds that `phase` may last."""
+        """Return the seconds that `phase` may last."""
         seen = self.seen.get(phase, ())
         longest = LONGEST * max(seen, default=0.0)
         if len(seen) < ENOUGH:
@@ -157,7 +157,7 @@ class Phases:
 
     @property
     def behind(self) -> int | None:
-        """The one worker that has made fewer steps than all others here; before the first step nobody."""
+        """Return the one worker that has made fewer steps than all others here; before the first step nobody."""
         steps = sorted((worker.step, worker.rank) for worker in self._workers)
         return steps[0][1] if len(steps) > 1 and steps[0][0] < steps[1][0] else None
 

@@ -1,4 +1,4 @@
-"""Who takes part in an attempt, from which checkpoint, on which port: what the one that plans it decides."""
+"""Decide who takes part in an attempt, from which checkpoint, on which port: what the one that plans it decides."""
 
 from __future__ import annotations
 
@@ -88,22 +88,22 @@ class Job:
 
     @property
     def several(self) -> bool:
-        """Whether the run may have more than this node."""
+        """Return whether the run may have more than this node."""
         return len(self.hosts) > 1
 
     @property
     def saves(self) -> Path:
-        """Where its checkpoints go."""
+        """Return where its checkpoints go."""
         return Path(self.recipe["checkpoint"]["save_path"])
 
     @property
     def slots(self) -> int:
-        """Workers of each node."""
+        """Return the workers of each node."""
         return worker_count(self.recipe) // self.nodes
 
 
 def next_number(run_dir: Path) -> int:
-    """The attempt that a new launch begins with: logs of a run from before attempts count as its first one."""
+    """Return the attempt that a new launch begins with: logs of a run from before attempts count as its first one."""
     known = numbers(run_dir)
     if known:
         return known[-1] + 1
@@ -111,7 +111,7 @@ def next_number(run_dir: Path) -> int:
 
 
 def logs_of(run_dir: Path, number: int, rank: int | None = None) -> Path:
-    """Where msrun and the workers of an attempt log; `rank`: of a node among several."""
+    """Return where msrun and the workers of an attempt log; `rank`: of a node among several."""
     logs = folder_of(run_dir, number) / LOGS
     return logs if rank is None else logs / f"node_{rank}"
 
@@ -164,7 +164,7 @@ class Planning:
     came: dict[str, float] = field(default_factory=dict)
 
     def wanted(self, there: list[str]) -> Plan | None:
-        """The plan with those who are there; None while they are too few, or others may still come.
+        """Return the plan with those who are there; None while they are too few, or others may still come.
 
         Only who is to plan the attempt asks: the plan's checkpoint is read as a whole, to see whether it is one.
         """
@@ -228,7 +228,7 @@ def make_plan(
     again: bool = False,
     now: float = 0.0,
 ) -> Plan:
-    """The plan of attempt `number` on `hosts`; `again`: from the newest complete checkpoint, if there is one.
+    """Return the plan of attempt `number` on `hosts`; `again`: from the newest complete checkpoint, if there is one.
 
     Raises:
         CheckpointError: there is none, and the run has gone on from one before.
@@ -286,7 +286,7 @@ def follow(job: Job, plan: Plan) -> None:
 
 
 def recipe_of(job: Job, plan: Plan) -> Recipe:
-    """The recipe of an attempt, as its workers read it; while it is planned, that of the job."""
+    """Return the recipe of an attempt, as its workers read it; while it is planned, that of the job."""
     file = recipe_file(job.run_dir, plan)
     if plan.name and file.exists():
         return load_recipe(file)
@@ -308,7 +308,7 @@ def first_number(run_dir: Path) -> int:
 
 
 def under_way(run_dir: Path) -> bool:
-    """Whether attempts are in progress in `run_dir`, or were interrupted without a word: an agent joins them."""
+    """Return whether attempts are in progress in `run_dir`, or were interrupted without a word: an agent joins them."""
     known = numbers(run_dir)
     newest = read_attempt(run_dir, known[-1]).verdict if known else None
     return bool(known) and (newest is None or newest.decision not in FINAL)
@@ -326,7 +326,7 @@ def history(job: Job, number: int) -> list[Attempt]:
 
 
 def newest_saved(saves: Path) -> int | None:
-    """The step of the newest checkpoint whose files are all there; their content is not read."""
+    """Return the step of the newest checkpoint whose files are all there; their content is not read."""
     for folder in iterations(saves):
         if fault(folder, checksums=False) is None:
             return step_of(folder)
@@ -334,5 +334,5 @@ def newest_saved(saves: Path) -> int | None:
 
 
 def checkpoint_of(plan: Plan) -> CheckpointInfo | None:
-    """The checkpoint that a plan goes on from."""
+    """Return the checkpoint that a plan goes on from."""
     return CheckpointInfo(Path(plan.resume), plan.step) if plan.resume else None

@@ -27,7 +27,7 @@ _STRATEGY = ("parallel", "dataset_strategy")
 
 
 def smaller(recipe: Recipe, hosts: int, slots: int, step: int) -> Smaller | str:
-    """How `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; else why it cannot.
+    """Return how `recipe` goes on from `step` with at most `hosts` hosts of `slots` workers each; else why it cannot.
 
     With as many hosts as the recipe wants it is the recipe itself.
 

@@ -52,7 +52,7 @@ class Chosen:
 
     @property
     def length(self) -> int:
-        """Tokens of a training sample: as far as the model looks back."""
+        """Return the tokens of a training sample: as far as the model looks back."""
         return int(self.recipe["model"]["model_config"]["seq_length"])
 
     @property
@@ -62,7 +62,7 @@ class Chosen:
 
 
 def choose(path: Path, recipe_file: Path | None) -> Chosen:
-    """The newest checkpoint of a run, or the weights at `path`.
+    """Return the newest checkpoint of a run, or the weights at `path`.
 
     Args:
         path: a run's folder, an iteration, other weights in MindFormers' names, or a Hugging Face folder.
@@ -77,7 +77,7 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
         path = _newest(path)
     source = open_source(path)
     if source.form == "one file":
-        raise CheckpointError(f"{path}: one file; give the folder that it is in")
+        raise CheckpointError(f"{path}: this is one file; give the folder that holds it")
     if reason := source.seal_fault(checksums=False):
         raise CheckpointError(f"{path}: not a whole checkpoint: {reason}")
     recipe = resolve(load_recipe(recipe_file or _beside(path)))
@@ -109,7 +109,7 @@ def _beside(weights: Path) -> Path:
 def _check(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
-        raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model looks back so far")
+        raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model sees so many tokens")
     wanted, held = _parameters(recipe), _held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
@@ -141,7 +141,7 @@ def _held(source: Source) -> int | None:
 
 
 def forward_recipe(recipe: Recipe) -> dict[str, Any]:
-    """What of `recipe` decides the logits, in float32, whatever its devices and layout; the rest is taken out.
+    """Return what of `recipe` decides the logits, in float32, whatever its devices and layout; the rest is taken out.
 
     The MTP layer goes: it reads what the decoder made, and no logit reads it. So do plugins: they change where and how
     fast things are computed, not what. A text is one document.
@@ -157,8 +157,8 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
     return flat
 
 
-PROMPT_HELP = "Text to go on with; repeat it for more. '' begins a document."
-TEMPERATURE_HELP = "Draw by chance instead of taking the likeliest; below 1 more careful, above 1 bolder.  [default: 1]"
+PROMPT_HELP = "Text that the model continues; may be repeated. '' begins a new document."
+TEMPERATURE_HELP = "Draw tokens at random; below 1 is more careful, above 1 bolder.  [default: 1]"
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ class Text:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("weights", metavar="RUN|CHECKPOINT", type=click.Path(path_type=Path))
 @click.option("--prompt", "prompts", multiple=True, required=True, metavar="TEXT", help=PROMPT_HELP)
-@click.option("--tokens", type=Number("generated"), default=64, show_default=True, help="At most so many more.")
+@click.option("--tokens", type=Number("generated"), default=64, show_default=True, help="Most tokens to generate.")
 @click.option("--temperature", type=Number("temperature"), help=TEMPERATURE_HELP)
-@click.option("--top-k", type=Number("top_k"), help="Draw from the K likeliest tokens.")
-@click.option("--top-p", type=Number("top_p"), help="Draw from the likeliest that have this share together.")
-@click.option("--seed", type=Number("seed"), help="Of the draws: the same one gives the same text.  [default: 0]")
-@click.option("--recipe", type=click.Path(path_type=Path), help="Of the model.  [default: that of the run]")
-@click.option("--tokenizer", type=click.Path(path_type=Path), help="Its folder.  [default: that of the corpus]")
-@click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and ids as JSON, at the end.")
+@click.option("--top-k", type=Number("top_k"), help="Draw only from the K likeliest tokens.")
+@click.option("--top-p", type=Number("top_p"), help="Draw from the likeliest tokens with this joint probability.")
+@click.option("--seed", type=Number("seed"), help="Seed of the draws; the same seed gives the same text.  [default: 0]")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: that of the run]")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Tokenizer's folder.  [default: that of the corpus]")
+@click.option("--json", "as_json", is_flag=True, help="Print prompts, texts and token ids as JSON at the end.")
 @unverified_option
 def generate(
     weights: Path,
@@ -197,7 +197,7 @@ def generate(
     tokenizer: Path | None,
     as_json: bool,
 ) -> None:
-    """Let a trained mini go on with a text: see what it has learnt.
+    """Generate text with a trained mini, to see what it has learnt.
 
     RUN is a run's folder (its newest whole checkpoint is taken), CHECKPOINT one iteration of any layout, other weights
     in MindFormers' names, or a Hugging Face folder. Each token is the likeliest one, unless --temperature, --top-k,
@@ -223,7 +223,7 @@ def sampling_of(temperature: float | None, top_k: int | None, top_p: float | Non
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
     given = [name for name, value in drawing.items() if value is not None]
     if temperature == 0 and given:
-        raise click.UsageError(f"--temperature 0 takes the likeliest token, {given[0]} draws: leave one out")
+        raise click.UsageError(f"--temperature 0 takes the likeliest token, {given[0]} draws: leave one of them out")
     if not temperature and not given:
         return None
     return Sampling(temperature or 1.0, top_k or 0, 1.0 if top_p is None else top_p)
@@ -256,7 +256,7 @@ class Voice:
         self.coder = Coder(tokenizer.spec)
 
     def go_on(self, prompt: str, choose: Callable[[np.ndarray], int]) -> Text:
-        """The text behind `prompt`."""
+        """Return the text behind `prompt`."""
         before = self.coder.encode([prompt])[0] or [self.tokenizer.eod_id]  # a document begins where one has ended
         if len(before) > self.window:
             click.echo(f"the prompt has {len(before)} tokens; the model sees the last {self.window}", err=True)

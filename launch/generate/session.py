@@ -42,7 +42,7 @@ Logits = Callable[[Sequence[int]], np.ndarray]
 def continuation(
     logits: Logits, choose: Callable[[np.ndarray], int], prompt: Sequence[int], window: int, most: int, end: int | None
 ) -> Iterator[int]:
-    """The ids that follow `prompt`, up to `most` of them, up to and with `end`.
+    """Yield the ids that follow `prompt`, up to `most` of them, up to and with `end`.
 
     Args:
         logits: of the token behind ids [n], 1 <= n <= `window`: float [V].

@@ -33,12 +33,12 @@ class Sampling:
 
 
 def likeliest(logits: np.ndarray) -> int:
-    """The id of the largest of `logits` [V]; of equal ones the first."""
+    """Return the id of the largest of `logits` [V]; of equal ones the first."""
     return int(np.argmax(logits))
 
 
 def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
-    """How likely each token is drawn: float64 [V], adding up to 1.
+    """Return how likely each token is drawn: float64 [V], adding up to 1.
 
     First temperature, then top-k, then top-p of what is left, as Hugging Face's `generate` has them. Of equally likely
     tokens the one with the smaller id counts as likelier, so that k tokens are k.
@@ -56,7 +56,7 @@ def probabilities(logits: np.ndarray, how: Sampling) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
-    """One token's id, with the chance that `probabilities` gives it; takes one number from `random`."""
+    """Return one token's id, with the chance that `probabilities` gives it; takes one number from `random`."""
     sums = np.cumsum(probabilities(logits, how))
     return int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
 
@@ -66,7 +66,7 @@ HALF = "\ufffd"  # what decoders write for bytes that are no whole character
 
 
 def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer:
-    """The tokenizer that is `given`, that lies beside `weights`, or that `recipe` or its corpus names.
+    """Return the tokenizer that is `given`, that lies beside `weights`, or that `recipe` or its corpus names.
 
     Raises:
         DataError: none of them is there, it cannot be loaded or does not give text back, or it is not the corpus' own.
@@ -85,7 +85,7 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
             written = sidecar["tokenizer"]
             found = _fast(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:
-                raise DataError(f"{found.spec.folder}: is not the tokenizer that wrote {prefix}; name it: --tokenizer")
+                raise DataError(f"{found.spec.folder}: not the tokenizer that wrote {prefix}; name it with --tokenizer")
             return found
     where = f"{prefixes[0]}.json, which names the tokenizer of the recipe's corpus, is not here" if prefixes else (
         "the recipe does not say which tokenizer wrote its data"
@@ -126,13 +126,13 @@ class Spoken:
         self._said = len(coder.decode(self._ids))
 
     def push(self, token: int) -> str:
-        """The text that is new with `token`; may be empty."""
+        """Return the text that is new with `token`; may be empty."""
         self._ids.append(token)
         text = self._coder.decode(self._ids)
         return "" if text.endswith(HALF) else self._new(text)
 
     def rest(self) -> str:
-        """What no token has completed."""
+        """Return what no token has completed."""
         return self._new(self._coder.decode(self._ids))
 
     def _new(self, text: str) -> str:

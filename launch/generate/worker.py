@@ -1,4 +1,4 @@
-"""The process that computes logits: MindFormers' model as it trains on CPU, its forward pass alone.
+"""The process that computes logits: MindFormers' model as it trains on CPU, its forward pass only.
 
     python launch/generate/worker.py RECIPE WEIGHTS FD
 
@@ -66,7 +66,7 @@ class Model:
 
 
 def build(recipe: Path) -> Any:
-    """The network of a recipe, by the steps of launch/train.py and of MindFormers' trainer."""
+    """Return the network of a recipe, by the steps of launch/train.py and of MindFormers' trainer."""
     light_nltk.import_it()
     from mindformers import MindFormerConfig, build_context
     from mindformers.models import build_network
@@ -100,7 +100,7 @@ def fill(network: Any, recipe: Path, weights: Path) -> None:
 
 
 def reader(weights: Path, recipe: Recipe) -> Reader:
-    """A function from a parameter's name to its whole value, experts in logical order.
+    """Return a function from a parameter's name to its whole value, experts in logical order.
 
     Args:
         weights: an iteration of a run in any layout, or a Hugging Face folder. recipe: of its model.
@@ -119,7 +119,7 @@ def _from_mindformers(source: Source) -> Reader:
         array, differing = source.read(name)
         if differing:
             ranks = ", ".join(map(str, differing))
-            raise CheckpointError(f"{source.path}: {name}: the copies of ranks {ranks} are not the first rank's")
+            raise CheckpointError(f"{source.path}: {name}: the copies of ranks {ranks} differ from the first rank's")
         return array.astype(np.float32)
 
     return read

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what of other runs its folder of checkpoints may hold."""
+"""Find which checkpoint a run goes on from, and what of other runs its folder of checkpoints may hold."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _refuse_fresh_moments(folder: Path, wanted: Shapes, held: Shapes) -> None:
     if wrong:
         raise CheckpointError(
             f"{folder}: the optimizer's moments are not all there: {_listed(wrong)}; was it saved with "
-            "checkpoint.no_save_optim, or with another optimizer? Weights alone are for a new run: "
+            "checkpoint.no_save_optim, or with another optimizer? For a new run that needs only weights: "
             f"--set checkpoint.load_path={folder}, without --resume"
         )
 
@@ -184,7 +184,7 @@ _SLOW = 1 << 30  # bytes that take seconds to read
 
 
 def save_path(recipe: dict[str, Any]) -> Path:
-    """Where an effective recipe's checkpoints go."""
+    """Return where an effective recipe's checkpoints go."""
     return Path(recipe["checkpoint"]["save_path"]).absolute()
 
 
@@ -194,7 +194,7 @@ def find_checkpoint(
     unfit: Callable[[Path, int], str | None] = lambda folder, step: None,
     otherwise: str | None = None,
 ) -> CheckpointInfo | None:
-    """The iteration to go on from; None when `auto` finds no complete one. Says what it skips, and why.
+    """Return the iteration to go on from; None when `auto` finds no complete one. Says what it skips, and why.
 
     Args:
         resume: `auto`, or a folder; root: of the run's own iterations; unfit: see `scan_checkpoints`.
@@ -262,12 +262,12 @@ def _named(resume: str, root: Path) -> CheckpointInfo:
             f"--resume {resume}: not a whole checkpoint: {reason}; --resume auto takes the newest one"
         )
     if reason:
-        click.echo(f"{folder}: has no seals, so that nobody can tell whether it is whole", err=True)
+        click.echo(f"{folder}: has no seals, so whether it is complete cannot be told", err=True)
     return CheckpointInfo(folder, iteration(folder), named=True)
 
 
 def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
-    """The folder that `resume` names; raises CheckpointError where it is none, or no single checkpoint."""
+    """Return the folder that `resume` names; raises CheckpointError where it is none, or no single checkpoint."""
     folder = Path(resume).absolute()
     try:
         if not folder.is_dir():
@@ -280,12 +280,12 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         raise CheckpointError(f"--resume {resume}: cannot be read ({error.strerror})") from None
     if inside:
         raise CheckpointError(
-            f"--resume {resume}: holds checkpoints and is none; name one of them, such as {inside[0]}"
+            f"--resume {resume}: the folder holds several checkpoints; name one of them, such as {inside[0]}"
         )
     if "common.json" not in names or not any(_WEIGHTS.search(name) for name in names):
         raise CheckpointError(
             f"--resume {resume}: no checkpoint: one holds common.json and *-model-*.safetensors, as "
-            "RUN/checkpoint/iteration_00000100 does; weights alone go into checkpoint.load_path of a new run"
+            "RUN/checkpoint/iteration_00000100 does; a file of weights only goes into checkpoint.load_path of a new run"
         )
     return folder
 
@@ -312,7 +312,7 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
     """
     stored = _recipe_of_run(recipe, run_dir, checkpoint.path)
     if not stored.exists():
-        click.echo(f"{stored} is not there: nobody can tell whether the data's order stays the same", err=True)
+        click.echo(f"{stored} is missing: whether the order of the data stays the same cannot be told", err=True)
         return
     before = load_recipe(stored)
     own = made(checkpoint.path).get("skipped")
@@ -364,7 +364,7 @@ def check_load_path(recipe: Recipe) -> None:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.load_path: {path}: no folder that can be read ({error.strerror}); {_BEGIN}"
+            f"checkpoint.load_path: {path}: not a folder that can be read ({error.strerror}); {_BEGIN}"
         ) from None
     if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
         raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_BEGIN}")

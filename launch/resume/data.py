@@ -40,12 +40,12 @@ SKIPPED = (*SECTION, "skipped")
 
 
 def guard_is_on(recipe: Recipe) -> bool:
-    """Whether the recipe's run is guarded."""
+    """Return whether the recipe's run is guarded."""
     return View(recipe).get(SECTION) not in (None, False)
 
 
 def left_out(recipe: Recipe) -> Ranges:
-    """The samples that a recipe's run leaves out."""
+    """Return the samples that a recipe's run leaves out."""
     return normal(View(recipe).get(SKIPPED) or ()) if guard_is_on(recipe) else ()
 
 
@@ -71,7 +71,7 @@ def apply_ledger(recipe: Recipe, run_dir: Path, before: Ranges = ()) -> None:
 
 
 def guilty(recipe: Recipe, run_dir: Path) -> Callable[[Path, int], str | None]:
-    """Why a checkpoint (folder, its step) of the run is not to be gone on from: its samples are left out since.
+    """Return why a checkpoint (folder, its step) of the run is not to be gone on from: its samples are left out since.
 
     A checkpoint's seals say what the run left out that made it; of one that does not say so, what RUN/recipe.yaml
     leaves out counts, so ask before that is written anew.
@@ -110,7 +110,7 @@ _SLOW = 2 << 30  # bytes of index that take seconds to read
 
 
 def data_file(run_dir: Path) -> Path:
-    """Where a run keeps the digests of its data."""
+    """Return where a run keeps the digests of its data."""
     return run_dir / "data.json"
 
 
@@ -131,7 +131,7 @@ def digests(recipe: Recipe) -> list[dict[str, Any]]:
 
 
 def tokenizer_folders(recipe: Recipe) -> list[str]:
-    """The folders of tokenizers that make ids of HFDataLoader's files, as its handlers name them."""
+    """Return the folders of tokenizers that make ids of HFDataLoader's files, as its handlers name them."""
     view = View(recipe)
     handlers = view.get((*LOADER, "handler"))
     sections = [item.get("tokenizer") for item in handlers if isinstance(item, dict)] if view.instruction_files else []
@@ -140,7 +140,7 @@ def tokenizer_folders(recipe: Recipe) -> list[str]:
 
 
 def _tokenizers(recipe: Recipe) -> list[str]:
-    """What each tokenizer folder says about ids; hidden files and the model's are no part."""
+    """What each tokenizer folder says about ids; hidden files and the model's are not part."""
     files = [file for folder in tokenizer_folders(recipe) for file in sorted(Path(folder).glob("tokenizer*"))]
     return [str(file) for file in files if file.is_file()]
 
@@ -177,7 +177,7 @@ def keep_digests(recipe: Recipe, run_dir: Path) -> None:
 
 
 def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
-    """The corpora of `recipe` that do not hold what those of the run in `run_dir` held, each in words.
+    """Return the corpora of `recipe` that do not hold what those of the run in `run_dir` held, each in words.
 
     A run that has written nothing down (of an earlier version, or of MindFormers alone) is said, and taken.
     """
@@ -243,7 +243,7 @@ def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
 
 
 def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
-    """The shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
+    """Return the shuffle of each corpus of a recipe's `data_path` when the recipe is asked for `samples` samples.
 
     Corpora without weights are read once, whatever is asked for; one alone is asked for the samples exactly.
 
@@ -355,7 +355,7 @@ def _cut_steps(before: View, after: View, step: int) -> Iterator[str]:
     done = step * before.global_batch
     if done % after.global_batch:
         batches = f"the samples of a step were {before.global_batch}, would be {after.global_batch}"
-        yield f"{batches}, of which the {done:,} trained are no whole number of steps"
+        yield f"{batches}, of which the {done:,} trained are not a whole number of steps"
 
 
 def _changed_windows(before: View, after: View, step: int) -> Iterator[str]:
@@ -403,12 +403,12 @@ def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
     if old == new or not views[1].megatron:
         return
     if views[1].get((*CONFIG, "data_path")) is None:
-        yield f"{dotted(SIZES)}.0 was {old:,}, would be {new:,}: which samples that shuffles anew is not known here"
+        yield f"{dotted(SIZES)}.0 was {old:,}, would be {new:,}: which samples are then shuffled anew is not known here"
         return
     try:
         orders = shuffles(after, old), shuffles(after, new)
     except DataError as error:
-        yield f"{dotted(SIZES)}.0 was {old:,}, would be {new:,}, and whether that shuffles anew cannot be told: {error}"
+        yield f"{dotted(SIZES)}.0 was {old:,}, would be {new:,}; whether that shuffles anew is unknown: {error}"
         return
     for one, two in zip(*orders, strict=True):
         if one != two:
@@ -423,7 +423,7 @@ def _words(shuffle: Shuffle) -> str:
 
 
 def all_steps(recipe: Recipe) -> int:
-    """Steps that the recipe trains in all; 0 where it does not say."""
+    """Return the steps that the recipe trains in all; 0 where it does not say."""
     view = View(recipe)
     return view.number((*RUNNER, "epochs"), 1) * (view.samples // view.global_batch)
 

@@ -98,9 +98,9 @@ def run(job: Job) -> int:
 def check_folder(out: Path) -> None:
     """Raise DataError when `out` is no place for a new dump."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out}: exists and is not empty: a dump wants a new folder")
+        raise DataError(f"--out {out}: exists and is not empty: a dump needs a new folder")
     if not _MSPROBE_PATH.fullmatch(str(out)):
-        raise DataError(f"--out {out}: msprobe takes paths of letters, digits and _ . : / - only")
+        raise DataError(f"--out {out}: msprobe takes only paths of letters, digits and _ . : / -")
 
 
 def full(out: Path) -> Failure | None:
@@ -113,7 +113,7 @@ def full(out: Path) -> Failure | None:
 
 
 def dumped_bytes(out: Path) -> int:
-    """What msprobe and we wrote below a dump's folder, without logs and the like."""
+    """Return what msprobe and we wrote below a dump's folder, without logs and the like."""
     places = (*out.glob("step[0-9]*"), *out.glob("rank_[0-9]*"), out / WEIGHTS_FOLDER)
     return sum(file.stat().st_size for place in places for file in place.rglob("*") if file.is_file())
 

@@ -54,7 +54,7 @@ OF_ONE_LAUNCH = {  # differ from start to start, or between nodes: addresses, lo
 
 
 def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """Everything that goes into the key, by what it is of; what it is alike for is loaded.
+    """Return everything that goes into the key, by what it is of; what it is alike for is loaded.
 
     Args:
         recipe: flat and effective, `auto` resolved.
@@ -79,12 +79,12 @@ def parts(recipe: Recipe, world: int, on_this_node: int, environ: Mapping[str, s
 
 
 def key_of(found: Mapping[str, Any]) -> str:
-    """The key, 32 hexadecimal digits, of `parts`."""
+    """Return the key, 32 hexadecimal digits, of `parts`."""
     return hashlib.sha256(_text(found).encode()).hexdigest()[:32]
 
 
 def differences(found: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Which parts two keys differ in, with the recipe's keys and the variables by name."""
+    """Return which parts two keys differ in, with the recipe's keys and the variables by name."""
     said = []
     for name in found:
         mine, yours = found[name], other.get(name)

@@ -52,26 +52,26 @@ LOST_AFTER = 60.0  # seconds for which the disk of a run on one host may stand s
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--steps", type=Number("steps"), help="Steps to train in all: sets the dataset's size to match.")
-@click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, 10 steps.")
-@click.option("--parallel", is_flag=True, help="With --mini: keep its parallel strategy, scaled to --workers.")
-@click.option("--workers", type=Number("workers"), help=f"CPU workers of --parallel.  [default: {WORKERS}]")
-@click.option("--resume", metavar="auto|DIR", help="Go on from the newest complete checkpoint, or from this one.")
+@click.option("--steps", type=Number("steps"), help="Number of steps in all; the dataset's size is set to match.")
+@click.option("--mini", is_flag=True, help="Train a mini of RECIPE on CPU: its architecture at toy size, for 10 steps.")
+@click.option("--parallel", is_flag=True, help="With --mini: keep the parallel strategy, scaled down to --workers.")
+@click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
+@click.option("--resume", metavar="auto|DIR", help="Continue from the newest complete checkpoint, or from DIR.")
 @click.option(
-    "--run-dir", type=click.Path(path_type=Path), help="The run's folder.  [default: output/<folder>-<recipe>]"
+    "--run-dir", type=click.Path(path_type=Path), help="Folder of the run.  [default: output/<folder>-<recipe>]"
 )
-@click.option("--force", is_flag=True, help="Start over in a folder that holds a run; its checkpoints are removed.")
-@click.option("--restarts", type=Number("restarts"), default=0, help="Go on after up to so many failures in a row.")
+@click.option("--force", is_flag=True, help="Start over in a folder that holds a run, and remove its checkpoints.")
+@click.option("--restarts", type=Number("restarts"), default=0, help="Start again after so many failures in a row.")
 @click.option("--port", type=Number("port"), help="Port of msrun's scheduler.  [default: a free one]")
-@click.option("--no-bind", is_flag=True, help="Leave it to Linux and MindSpore which cores a worker runs on.")
+@click.option("--no-bind", is_flag=True, help="Do not bind workers to cores: Linux and MindSpore choose them.")
 @click.option("--script", is_flag=True, help="Print a bash script that starts the run on every node; start nothing.")
-@click.option("--nodes", type=click.Path(path_type=Path), help="Hosts of --script, a line each: NAME [WORKERS].")
+@click.option("--nodes", type=click.Path(path_type=Path), help="File with a host of --script a line: NAME [WORKERS].")
 @click.option(
-    "--compile-cache", "cached", is_flag=True, help="Keep the compiled graph, or load that of an earlier start."
+    "--compile-cache", "cached", is_flag=True, help="Load the graph that an earlier start compiled, or keep this one's."
 )
-@click.option("--dry-run", is_flag=True, help="Print the exact msrun command; start and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the exact msrun command, and start and write nothing.")
 @unverified_option
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, all else on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, everything else on stderr.")
 def train(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -91,9 +91,9 @@ def train(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Train RECIPE under msrun and stay in charge of it.
+    """Train RECIPE under msrun, and watch its workers until the end.
 
-    Exit code: 0 trained (or complete already), 1 failed, or stopped for what is not finite, 2 something to mend first,
+    Exit code: 0 trained (or complete already), 1 failed, or stopped at a non-finite loss, 2 something to mend first,
     130/143 interrupted.
     """
     _refuse_conflicts(resume, force, script, mini, restarts > 0 or cached)
@@ -102,7 +102,7 @@ def train(
         _script(recipe, overrides, steps, run_dir, nodes, port, resume, no_bind)
         return
     if nodes:
-        raise click.UsageError("--nodes is for --script: without it, a run has this host alone")
+        raise click.UsageError("--nodes is for --script: without --script a run takes only this host")
     run_dir = (run_dir or size.run_dir(recipe)).absolute()
     flat = effective_recipe(recipe, overrides, steps, run_dir, size, make_layout=not dry_run)
     if dry_run:
@@ -138,11 +138,11 @@ def train(
 def _refuse_conflicts(resume: str | None, force: bool, script: bool, mini: bool, here: bool) -> None:
     """Raise UsageError for options that exclude each other; `here`: one that is for a run on this host."""
     if resume == "":
-        raise click.UsageError("--resume wants auto, or the folder of a checkpoint: it is empty")
+        raise click.UsageError("--resume is empty: write auto, or the folder of a checkpoint")
     if resume and force:
-        raise click.UsageError("--resume goes on with a run, --force starts over: choose one")
+        raise click.UsageError("--resume continues a run and --force starts over: choose one")
     if script and mini:
-        raise click.UsageError("--script is for a cluster, --mini for this host: choose one")
+        raise click.UsageError("--script is for a cluster and --mini for this host: choose one")
     if script and here:
         raise click.UsageError("--restarts and --compile-cache are for this host; on a cluster, tc3 agent has both")
 
@@ -241,7 +241,7 @@ def _script(
     The recipe is checked here; its data and devices are looked for where the script runs.
     """
     if resume == "auto":
-        raise click.UsageError("--script wants --resume DIR: which checkpoint is the newest is not known yet")
+        raise click.UsageError("--script needs --resume DIR: a script cannot know which checkpoint will be the newest")
     folder = run_dir or FULL_SIZE.run_dir(recipe)
     chosen = chosen_recipe(recipe, overrides)
     more = steps_overrides(chosen, steps, overrides)

@@ -143,7 +143,7 @@ def prepare(
     environ: Mapping[str, str] = os.environ,
     over: Callable[[], object] = lambda: None,
 ) -> CompileCache:
-    """The compile cache of an attempt that starts now on this node; of several nodes all load, or none does.
+    """Return the compile cache of an attempt that starts now on this node; of several nodes all load, or none does.
 
     Args:
         recipe: flat and effective.
@@ -187,7 +187,7 @@ def _prepare(
 
 
 def root(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of all caches."""
+    """Return the folder of all caches."""
     return Path(environ.get(FOLDER) or ROOT / "output" / "compile_cache").absolute()
 
 

@@ -62,7 +62,7 @@ def of_launch(recipe: Mapping[str, Any], workers: int, file: Path) -> Cores:
 
 
 def of_host(workers: int, on_cpu: bool, file: Path, root: Root = Root()) -> Cores:  # noqa: B008 it is frozen
-    """The same for a number of workers; raises nothing."""
+    """Return the same for a number of workers; raises nothing."""
     if on_cpu and workers == 1:
         return Cores()  # nothing to divide
     try:

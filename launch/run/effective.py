@@ -38,13 +38,13 @@ class Size:
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
         """Read the options; click.UsageError where they do not go together."""
         if parallel and not mini:
-            raise click.UsageError("--parallel is for minis: add --mini")
+            raise click.UsageError("--parallel is only for minis: add --mini")
         if workers is not None and not parallel:
             raise click.UsageError("--workers is for minis that keep their parallel strategy: add --mini --parallel")
         return cls(mini, (workers or WORKERS) if parallel else None)
 
     def load(self, path: Path) -> Recipe:
-        """The recipe of a file at this size."""
+        """Return the recipe of a file at this size."""
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:
@@ -53,7 +53,7 @@ class Size:
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
 
     def words(self) -> list[str]:
-        """The options that say so."""
+        """Return the options that say so."""
         workers = ["--workers", str(self.workers)] if self.workers not in (None, WORKERS) else []
         return ["--mini"] * self.mini + ["--parallel"] * bool(self.workers) + workers
 
@@ -73,7 +73,7 @@ def effective_recipe(
     size: Size = FULL_SIZE,
     make_layout: bool = True,
 ) -> Recipe:
-    """The flat recipe that will run: overrides, number of steps, and this run's folders filled in.
+    """Return the flat recipe that will run: overrides, number of steps, and this run's folders filled in.
 
     `make_layout`: search for the layout of a recipe with `offset: auto`, and keep it, where nobody has.
     """
@@ -86,7 +86,7 @@ def effective_recipe(
 
 
 def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE) -> Recipe:
-    """The recipe, or its mini, with the user's overrides."""
+    """Return the recipe, or its mini, with the user's overrides."""
     flat = size.load(path)
     for override in overrides:
         if others := also_changed(flat, override):
@@ -95,7 +95,7 @@ def chosen_recipe(path: Path, overrides: tuple[str, ...], size: Size = FULL_SIZE
 
 
 def resolved(flat: Recipe, make_layout: bool) -> Recipe:
-    """The recipe with values in the place of `auto`; `make_layout` as in `effective_recipe`."""
+    """Return the recipe with values in the place of `auto`; `make_layout` as in `effective_recipe`."""
     return resolve(flat, partial(click.echo, err=True), "search" if make_layout else "file")
 
 
@@ -103,7 +103,7 @@ def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = 
     """The overrides that make a recipe train `steps` steps: samples of the dataset, one pass over it, the schedule.
 
     A warm-up that is longer than all steps becomes the share of them that it was of the recipe's; a word on stderr says
-    so. One that the user's own overrides set stays as it is, and is refused like that of a recipe.
+    so. One that the user's own overrides set stays unchanged, and is refused like that of a recipe.
 
     Args:
         given: the user's overrides, which `recipe` has.
@@ -135,7 +135,7 @@ def _shorter_warmup(view: View, steps: int, given: tuple[str, ...]) -> list[str]
 
 
 def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
-    """The recipe with as many steps as its conversations make, where it asks for more of its own accord.
+    """Return the recipe with as many steps as its conversations make, where it asks for more of its own accord.
 
     Args:
         steps: that the user asked for; these are refused if there is not enough for them.

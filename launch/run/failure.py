@@ -1,4 +1,4 @@
-"""Why a worker failed: its log's last traceback or user error, in a few lines."""
+"""Find why a worker failed: its log's last traceback or user error, in a few lines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Failure:
 
 
 def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
-    """The failure of worker `rank` that ended with exit code `code` (negative: a signal; None: unknown)."""
+    """Return the failure of worker `rank` that ended with exit code `code` (negative: a signal; None: unknown)."""
     lines = last_lines(log)
     told = next((line for line in reversed(lines) if line.startswith("tc3: ")), None)
     if told and told.startswith(STOPPED):
@@ -81,7 +81,7 @@ def worker_failure(log: Path, rank: int | None, code: int | None) -> Failure:
 
 
 def how_it_ended(code: int | None) -> str:
-    """An exit code in words."""
+    """Return an exit code in words."""
     if code is None:
         return "ended, its exit code is not known"
     if code == -signal.SIGKILL:
@@ -92,7 +92,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def telling_lines(lines: list[str]) -> list[str]:
-    """The last traceback's innermost calls and its error; without one, the last lines that speak of an error.
+    """Return the last traceback's innermost calls and its error; without one, the last lines that speak of an error.
 
     What MindSpore adds for its own developers (calls in C++), warnings and rules are left out.
     """
@@ -136,7 +136,7 @@ def _for_users(lines: list[str]) -> list[str]:
 
 
 def error_of(shown: Sequence[str]) -> str:
-    """The line among `telling_lines` that is the error, and no call on the way to it; may be empty."""
+    """Return the line among `telling_lines` that is the error, and no call on the way to it; may be empty."""
     return next((line for line in shown if line.strip() and not line[0].isspace()), "")
 
 
@@ -147,5 +147,5 @@ def ends_in_msrun_log(log: Path) -> dict[int, int]:
 
 
 def timed_out(log: Path) -> list[int]:
-    """The ranks that msrun's scheduler has lost, by its log."""
+    """Return the ranks that msrun's scheduler has lost, by its log."""
     return [int(match[1]) for line in last_lines(log) if (match := _TIMED_OUT.search(line))]

@@ -33,10 +33,10 @@ class Node:
 
 
 def worker_count(recipe: Mapping[str, Any]) -> int:
-    """Number of workers (devices) of a recipe: the product of its parallel sizes; 1 without `use_parallel`.
+    """Return the number of workers (devices) of a recipe: the product of its parallel sizes; 1 without `use_parallel`.
 
     Raises:
-        RecipeError: a parallel size is no positive integer.
+        RecipeError: a parallel size is not a positive integer.
     """
     if not recipe.get("use_parallel", False):
         return 1
@@ -101,7 +101,7 @@ def _msrun() -> Path:
 
 
 def on_ascend(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe trains on NPUs; MindFormers' own default."""
+    """Return whether a recipe trains on NPUs; MindFormers' own default."""
     return (recipe.get("context") or {}).get("device_target", "Ascend") == "Ascend"
 
 
@@ -137,7 +137,7 @@ def worker_environment(
 
 
 def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) -> dict[str, str]:
-    """What workers of several nodes need besides: launch/script_body.sh sets the same, and says why."""
+    """Return what workers of several nodes need besides: launch/script_body.sh sets the same, and says why."""
     saves = (recipe.get("checkpoint") or {}).get("save_path")
     shared = {"SHARED_PATHS": ",".join(dict.fromkeys([str(run_dir), *([str(saves)] if saves else [])]))}
     if not on_ascend(recipe):
@@ -146,7 +146,7 @@ def cluster_environment(recipe: Mapping[str, Any], run_dir: Path, logs: Path) ->
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
+    """Return a TCP port nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind((MASTER, 0))
         return int(probe.getsockname()[1])

@@ -154,7 +154,7 @@ def _fingerprint(prefix: str) -> str | None:
 
 
 def held_out(recipe: Mapping[str, Any]) -> list[str]:
-    """The prefix that plugins.held_out_loss reads, if that plugin is on."""
+    """Return the prefix that plugins.held_out_loss reads, if that plugin is on."""
     settings = (recipe.get("plugins") or {}).get("held_out_loss")
     path = settings.get("data_path") if isinstance(settings, dict) else None
     return [path] if isinstance(path, str) else []
@@ -200,7 +200,7 @@ def check_run_dir(run_dir: Path, resume: bool, force: bool | None, saves: Path |
     try:
         names = [path.name for path in run_dir.iterdir()] if run_dir.exists() else []
     except OSError as error:
-        raise CheckpointError(f"--run-dir {run_dir}: no folder that can be read ({error.strerror})") from None
+        raise CheckpointError(f"--run-dir {run_dir}: not a folder that can be read ({error.strerror})") from None
     if not {*names} - {LOCK}:
         return
     if "recipe.yaml" not in names:

@@ -139,7 +139,7 @@ class Launch:
 
 
 def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
-    """The nodes of `hosts_file` (a line each: name, and its workers unless 8), or names to be edited.
+    """Return the nodes of `hosts_file` (a line each: name, and its workers unless 8), or names to be edited.
 
     Raises:
         ClusterError: the file does not give exactly `workers` workers, the same number on each of its hosts.
@@ -154,12 +154,12 @@ def cluster_for(workers: int, hosts_file: Path | None = None) -> Cluster:
     if workers <= DEVICES:
         return Cluster(1, workers, MASTER)
     if workers % DEVICES:
-        raise ClusterError(f"{workers} workers are no whole nodes of {DEVICES}: name hosts and slots with --nodes")
+        raise ClusterError(f"{workers} workers do not fill whole nodes of {DEVICES}: name hosts and slots with --nodes")
     return Cluster(workers // DEVICES, DEVICES, f"node{{0..{workers // DEVICES - 1}}}")
 
 
 def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | None = None) -> str:
-    """The bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
+    """Return the bash script that trains `recipe`, the effective recipe of `launch`, on every node of its cluster.
 
     It stands by itself: it sources no other file.
 
@@ -171,7 +171,7 @@ def launch_script(launch: Launch, recipe: Mapping[str, Any], hosts_file: Path | 
 
 
 def sourcing_script(launch: Launch, recipe: Mapping[str, Any]) -> str:
-    """The same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
+    """Return the same as `launch_script`, with the body sourced from the checkout: what lies in launch/scripts/."""
     workers, cluster, port = _sizes(launch, recipe, None)
     head = ["#!/usr/bin/env bash", f"# {_size(workers, cluster)}. How to start it: docs/train.md", "set -euo pipefail"]
     return "\n".join([*head, *_values(launch, recipe, workers, cluster, port), SOURCING])

@@ -176,7 +176,7 @@ def summarize(
     wanted: int | None = None,
     checksums: bool = True,
 ) -> dict[str, Any]:
-    """The run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
+    """Return the run of an effective recipe in plain values, fit for JSON; draws the loss curve into `run_dir`.
 
     Keys: exit_code, error, log, run_dir, steps, total_steps, first_loss, final_loss, first_held_out_loss,
     final_held_out_loss (nats per token), tokens_per_second, checkpoint, checkpoint_step, picture, next_command.
@@ -244,7 +244,7 @@ def _resuming(resume_command: ResumeCommand, steps: int | None, change: str = ""
 
 
 def gentler(recipe: Recipe) -> str:
-    """An override that halves the learning rate, for instance; empty where the recipe has none."""
+    """Return an override that halves the learning rate, for instance; empty where the recipe has none."""
     rate = View(recipe).get(("lr_schedule", "learning_rate"))
     return f"lr_schedule.learning_rate={rate / 2:g}" if isinstance(rate, float | int) else ""
 

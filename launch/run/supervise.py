@@ -72,7 +72,7 @@ class Family:
                 self.members[process.pid] = Member(process, None)
 
     def poll(self) -> list[Member]:
-        """Members that have ended since the last call. Cheap: reads one file for each."""
+        """Return the members that have ended since the last call. Cheap: reads one file for each."""
         ended = []
         for member in self.members.values():
             if not member.ended and has_ended(member.process):
@@ -82,11 +82,11 @@ class Family:
         return ended
 
     def workers(self) -> list[Member]:
-        """The workers seen so far."""
+        """Return the workers seen so far."""
         return [member for member in self.members.values() if member.rank is not None]
 
     def alive(self) -> list[psutil.Process]:
-        """Every descendant that still runs."""
+        """Return every descendant that still runs."""
         self.scan()
         self._reap()
         return [process for process in self.seen.values() if not has_ended(process)]
@@ -114,7 +114,7 @@ class Family:
 
 
 def family_of(root: int, before: set[int]) -> Family:
-    """The family of a process just started; `before` are the pids of our children from before the start."""
+    """Return the family of a process just started; `before` are the pids of our children from before the start."""
     adopt_orphans()
     family = Family(root, before)
     family.scan()

@@ -36,7 +36,7 @@ def stay_on_own_cores(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """The recipe, binding threads by the file by which msrun has bound the process, unless it says itself how.
+    """Return the recipe, binding threads by the file by which msrun has bound the process, unless it says itself how.
 
     Without it MindFormers lets MindSpore move the main thread elsewhere. It takes a string for a file by its ending.
     """
@@ -47,6 +47,6 @@ def with_bind_file(recipe: dict[str, Any], environ: Mapping[str, str] = os.envir
 
 
 def binds_itself(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe has its own idea of cores, which a launch then leaves alone."""
+    """Return whether a recipe has its own idea of cores, which a launch then leaves alone."""
     context = recipe.get("context") or {}
     return any(context.get(key) for key in ("affinity_config", "affinity_cpu_list"))

@@ -31,7 +31,7 @@ TAIL = 1 << 14  # bytes at the end of a metrics file, several steps of it
 
 
 def environment(attempt: Path) -> dict[str, str]:
-    """What tells the workers of an attempt where a request would stand; the file is made, empty."""
+    """Return what tells the workers of an attempt where a request would stand; the file is made, empty."""
     file = attempt / FILE
     attempt.mkdir(parents=True, exist_ok=True)
     file.touch()
@@ -69,7 +69,7 @@ def request(run_dir: Path, attempt: Path, ranks: Iterable[int]) -> int | None:
 
 
 def requested(file: Path) -> int | None:
-    """The step that a request names; None while there is none, or half of one."""
+    """Return the step that a request names; None while there is none, or half of one."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         return int(json.loads(file.read_text(encoding="utf-8"))["step"])
     return None
@@ -98,7 +98,7 @@ def agree(attempt: Path, rank: int, world: int, patience: float = PATIENCE) -> b
 
 
 def saved_at(attempt: Path) -> int | None:
-    """The step at which all ranks of an attempt that has ended well saved and left; None where nobody asked."""
+    """Return the step at which all ranks of an attempt that has ended well saved and left; None where nobody asked."""
     with contextlib.suppress(OSError):
         if (attempt / FOLDER / DECISION).read_text() == SAVE:
             return requested(attempt / FILE)

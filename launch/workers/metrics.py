@@ -18,7 +18,7 @@ from tools.dryrun.memory import kinds_of
 
 
 def metrics_file(run_dir: str | Path, rank: int) -> Path:
-    """Where rank `rank` of a run writes its steps."""
+    """Return where rank `rank` of a run writes its steps."""
     return Path(run_dir) / "metrics" / f"rank_{rank}.jsonl"
 
 

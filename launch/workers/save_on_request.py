@@ -30,7 +30,7 @@ SAVED = "tc3: saved on request: "  # begins the last words of a worker that has 
 def enable() -> None:
     """Let the run's checkpoint monitor, as plugins have made it, heed requests. Call after them.
 
-    Without a launch that may ask, and for MindFormers' legacy format, all stays as it is.
+    Without a launch that may ask, and for MindFormers' legacy format, all stays unchanged.
     """
     monitor = MindFormerRegister.get_cls(MindFormerModuleType.CALLBACK, "CheckpointMonitor")
     if VARIABLE in os.environ and issubclass(monitor, SealingCheckpointMonitor):

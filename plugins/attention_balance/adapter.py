@@ -119,7 +119,7 @@ def order_of(source: Any, samples: int, schedule: Schedule) -> np.ndarray:
 
 
 def index_of(dataset: Any) -> GPTIndex:
-    """The arrays of MindFormers' GPTDataset, not copied."""
+    """Return the arrays of MindFormers' GPTDataset, not copied."""
     return GPTIndex(
         dataset.dataset.sequence_lengths,
         dataset.document_index,

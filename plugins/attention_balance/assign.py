@@ -80,7 +80,7 @@ def partition(weights: np.ndarray, parts: int, *, by_item: bool = True, swap: bo
         by_item: False starts round by round always. swap: False leaves step 2 out.
 
     Returns:
-        int64 [rows, parts, items / parts]: indices into a row. A row's result depends on that row alone.
+        int64 [rows, parts, items / parts]: indices into a row. A row's result depends on that row only.
     """
     rows, items = weights.shape
     size = items // parts
@@ -218,7 +218,7 @@ def assign(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, object
 
     Returns:
         int64 [..., ranks, micro_batches, slots]: positions in the global batch, each once. Equal costs keep their
-        order; a batch's result depends on its costs alone, the same on every machine. Never slower than
+        order; a batch's result depends on its costs only, the same on every machine. Never slower than
         `unscheduled` (which is returned when nothing beats it).
     """
     *lead, size = costs.shape

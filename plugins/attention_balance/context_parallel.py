@@ -25,7 +25,7 @@ class ContextPlan:
 
     @property
     def imbalance(self) -> float:
-        """Pairs of the slowest rank over the mean."""
+        """Return the pairs of the slowest rank over the mean."""
         return float(self.pairs.max() / self.pairs.mean())
 
 

@@ -106,7 +106,7 @@ class Objective:
     forward_share: float = 1 / 3
 
     def step_time(self, loads: np.ndarray) -> np.ndarray:
-        """Time of a step [...], from the loads [..., ranks, micro-batches] and in their unit."""
+        """Return the time of a step [...], from the loads [..., ranks, micro-batches] and in their unit."""
         *lead, ranks, micro_batches = loads.shape
         groups = ranks // self.ranks_per_barrier
         slowest = loads.reshape(*lead, groups, self.ranks_per_barrier, micro_batches).max(-2)
@@ -115,7 +115,7 @@ class Objective:
         return makespan(slowest, self.stages, self.forward_share).max(-1)
 
     def even_time(self, totals: np.ndarray, ranks: int, micro_batches: int) -> np.ndarray:
-        """Time of a step [...] whose total cost [...] is spread evenly over all ranks and micro-batches."""
+        """Return the time of a step [...] whose total cost [...] is spread evenly over all ranks and micro-batches."""
         return totals / ranks * (micro_batches + self.stages - 1) / micro_batches
 
 
@@ -128,7 +128,7 @@ def objective_of(
     pipeline_stages: int = 1,
     recomputed: float = 0.0,
 ) -> Objective:
-    """The objective of a recipe's `parallel_config`; `recomputed`: share of the forward pass that is repeated.
+    """Return the objective of a recipe's `parallel_config`; `recomputed`: share of the forward pass that is repeated.
 
     Raises:
         RecipeError: EP groups that do not consist of whole data-parallel ranks, equally many each.
@@ -137,7 +137,7 @@ def objective_of(
     together = max(expert_parallel // devices, 1)
     if max(expert_parallel, devices) % min(expert_parallel, devices) or data_parallel % together:
         raise RecipeError(
-            f"parallel_config.expert_parallel: {expert_parallel} devices are no whole number of data-parallel ranks "
+            f"parallel_config.expert_parallel: {expert_parallel} devices are not a whole number of data-parallel ranks "
             f"(a rank has context_parallel {context_parallel} x model_parallel {tensor_parallel} devices, "
             f"data_parallel is {data_parallel}); a divisor or multiple of {devices} that divides "
             f"{data_parallel * devices} fits"
@@ -146,7 +146,7 @@ def objective_of(
 
 
 def lower_bound(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> np.ndarray:
-    """The largest of several bounds on the step time [...], in the unit of `costs` [..., samples].
+    """Return the largest of several bounds on the step time [...], in the unit of `costs` [..., samples].
 
     With one sample a slot, one group of ranks and no pipeline the bound is attained (`assign.py`). In the others
     (x: costs falling; y: the falling block maxima of `assign.py`'s claim, G groups of M blocks):

@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        """Samples of a global batch."""
+        """Return the samples of a global batch."""
         return self.ranks * self.micro_batches * self.slots
 
     def steps(self, samples: int) -> int:
@@ -119,7 +119,7 @@ class Layout:
 
 
 def step_plan(costs: np.ndarray, step: int, layout: Layout) -> np.ndarray:
-    """The plan of one step, from scratch.
+    """Return the plan of one step, from scratch.
 
     Args:
         costs: float64 [items of the dataset], in the dataset's order; may be memory-mapped.
@@ -266,13 +266,13 @@ def _cost(section: Mapping[str, Any]) -> Cost | None:
     if not written:
         return None
     if missing := [name for name in COST[:2] if name not in section]:
-        raise RecipeError(f"{KEY}.{written[0]}: costs come as two, per_pair and per_token; write {missing[0]} as well")
+        raise RecipeError(f"{KEY}.{written[0]}: per_pair and per_token are needed together; write {missing[0]} as well")
     for name in COST[:2]:
         value = section[name]
         if type(value) not in (int, float) or not 0 <= value < math.inf:
             raise RecipeError(f"{KEY}.{name}: {value!r}; write measured seconds, 0 or more")
     if not section["per_pair"]:
-        raise RecipeError(f"{KEY}.per_pair: 0 says that attention costs nothing: then there is nothing to balance")
+        raise RecipeError(f"{KEY}.per_pair: 0 means that attention costs nothing, so there is nothing to balance")
     unit = section.get("unit", MEASURED)
     if unit not in UNITS:
         raise RecipeError(f"{KEY}.unit: {unit!r}; write {' or '.join(UNITS)}, or leave it out for measured seconds")
@@ -280,7 +280,7 @@ def _cost(section: Mapping[str, Any]) -> Cost | None:
 
 
 def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Schedule:
-    """The schedule of a recipe whose `plugins.attention_balance` is on.
+    """Return the schedule of a recipe whose `plugins.attention_balance` is on.
 
     Args:
         recipe: a flat recipe or a MindFormerConfig.
@@ -306,7 +306,7 @@ def schedule_of(recipe: Mapping[str, Any], environment: Mapping[str, str]) -> Sc
 
 
 def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
-    """What the plugin is to do in a recipe, which may lack the cost of a sample.
+    """Return what the plugin is to do in a recipe, which may lack the cost of a sample.
 
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot work or cannot gain.
@@ -316,7 +316,7 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
     if loader.get("type") != LOADER:
         raise RecipeError(f"train_dataset.data_loader.type: {KEY} orders {LOADER}, not {loader.get('type')!r}")
     if loader.get("shuffle"):
-        raise RecipeError(f"train_dataset.data_loader.shuffle: it would undo the order of {KEY}; write False")
+        raise RecipeError(f"train_dataset.data_loader.shuffle: True would undo the order of {KEY}; write False")
     if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
     check_apart(_section(loader, "config"), _section(recipe, "model.model_config"))
@@ -324,7 +324,7 @@ def check(recipe: Mapping[str, Any]) -> tuple[Settings, Layout]:
 
 
 def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
-    """How a recipe's step is divided: as MindFormers' `_check_global_batch_size_for_auto_parallel` does it.
+    """Return how a recipe's step is divided: as MindFormers' `_check_global_batch_size_for_auto_parallel` does it.
 
     Micro-batches are `micro_batch_num` with a pipeline, `gradient_accumulation_steps` without one, and one outside
     semi-auto parallel, where MindFormers switches accumulation off.
@@ -356,7 +356,7 @@ def layout_of(recipe: Mapping[str, Any], window: int = 1) -> Layout:
 
 
 def recomputed_share(recipe: Mapping[str, Any]) -> float:
-    """Share of the forward pass that `recompute_config.recompute` repeats, 0 to 1.
+    """Return the share of the forward pass that `recompute_config.recompute` repeats, 0 to 1.
 
     Selective recompute is left out: it repeats cheap operators.
     """

@@ -34,7 +34,7 @@ def segments_of_tokens(tokens: list[int], end_of_document: int) -> list[int]:
 
 
 def sample_tokens(index: GPTIndex, documents: list[list[int]], item: int) -> list[int]:
-    """The tokens of the dataset's item, joining all documents in the order of `document_index`."""
+    """Return the tokens of the dataset's item, joining all documents in the order of `document_index`."""
     stream = [token for document in index.document_index for token in documents[document]]
     start = int(index.shuffle_index[item]) * index.sequence_length
     return stream[start : start + index.sequence_length]
@@ -69,7 +69,7 @@ def makespan(times: list[float], stages: int, forward_share: float) -> float:
 
 
 def step_time(costs: np.ndarray, plan: np.ndarray, objective: Objective) -> float:
-    """Time of one step; costs: [batch], plan: [ranks, micro_batches, slots]."""
+    """Return the time of one step; costs: [batch], plan: [ranks, micro_batches, slots]."""
     ranks, micro_batches, _ = plan.shape
     times = []
     for first in range(0, ranks, objective.ranks_per_barrier):
@@ -81,7 +81,7 @@ def step_time(costs: np.ndarray, plan: np.ndarray, objective: Objective) -> floa
 
 
 def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int, objective: Objective) -> float:
-    """The best time over all assignments; for a handful of samples.
+    """Return the best time over all assignments; for a handful of samples.
 
     Bins (a rank's micro-batch) are filled in turn with every set of samples that remain. Of orders of bins that only
     rename micro-batches one is enough without a pipeline.
@@ -102,12 +102,12 @@ def shortest_step(costs: np.ndarray, ranks: int, micro_batches: int, slots: int,
 
 
 def shortest_pipeline(times: list[float], stages: int, forward_share: float) -> float:
-    """The best makespan over all orders."""
+    """Return the best makespan over all orders."""
     return min(makespan(list(order), stages, forward_share) for order in permutations(times))
 
 
 def context_pairs(segments: list[int], ranges: list[np.ndarray]) -> tuple[list[int], list[int]]:
-    """Tokens and attending pairs of each context-parallel rank, token by token.
+    """Return the tokens and attending pairs of each context-parallel rank, token by token.
 
     segments: tokens of each document; ranges: for each rank [n, 2] as in `ContextPlan`.
     """
@@ -122,7 +122,7 @@ def none(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.nd
 
 
 def shuffled(costs: np.ndarray, ranks: int, micro_batches: int, slots: int) -> np.ndarray:
-    """A random order, the same for each size."""
+    """Return a random order, the same for each size."""
     return np.random.default_rng(0).permutation(len(costs)).reshape(ranks, micro_batches, slots)
 
 

@@ -59,7 +59,7 @@ class GPTIndex:
 
 
 def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | None, seed: int) -> GPTIndex:
-    """The index that `GPTDataset` builds over all documents of a training split, bit for bit.
+    """Return the index that `GPTDataset` builds over all documents of a training split, bit for bit.
 
     Args:
         lengths: int32 [documents], tokens of each.
@@ -97,7 +97,7 @@ def build_gpt_index(lengths: np.ndarray, sequence_length: int, samples: int | No
 
 
 def blended(values: list[np.ndarray], dataset_index: np.ndarray, dataset_sample_index: np.ndarray) -> np.ndarray:
-    """One value for each item of a `BlendedDataset`.
+    """Return one value for each item of a `BlendedDataset`.
 
     Args:
         values: for each dataset, float64 [its samples], in that dataset's order.
@@ -256,7 +256,7 @@ class Cost:
         return in_stream[index.shuffle_index]
 
     def attention_only(self) -> Cost:
-        """The same without the part that is linear in tokens."""
+        """Return the same without the part that is linear in tokens."""
         return replace(self, per_token=0.0)
 
 

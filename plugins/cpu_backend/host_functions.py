@@ -54,7 +54,7 @@ def operator(function, shape, dtype):
 
 
 def register(function: Callable[..., Any]) -> int:
-    """The number of a function, which this process knows from now on.
+    """Return the number of a function, which this process knows from now on.
 
     Functions of one name and one code share a number, as they compute the same.
 
@@ -93,7 +93,7 @@ def number_of(name: str) -> int:
 
 
 def names_in(graph: bytes) -> set[str] | None:
-    """The Python functions that a graph calls, by name; None where it calls one that has no name, or may do so.
+    """Return the Python functions that a graph calls, by name; None where it calls one that has no name, or may do so.
 
     Args:
         graph: a file of MindSpore's compile cache. It is a message of Protocol Buffers, in which an attribute is its

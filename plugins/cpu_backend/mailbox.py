@@ -58,12 +58,12 @@ class Frame:
     note: str = ""
 
     def array(self, dtype: np.dtype) -> np.ndarray:
-        """The payload as an array, without a copy; `dtype` is the one that `self.dtype` names."""
+        """Return the payload as an array, without a copy; `dtype` is the one that `self.dtype` names."""
         return self.payload.view(dtype).reshape(self.shape)
 
 
 def pack(tag: int, number: int, part: np.ndarray, note: str = "") -> Frame:
-    """A frame of `part`; copies only if it is not contiguous."""
+    """Return a frame of `part`; copies only if it is not contiguous."""
     assert part.ndim <= MAX_AXES and part.dtype.isnative and not part.dtype.hasobject
     return Frame(tag, number, part.dtype.name, part.shape, np.ascontiguousarray(part).reshape(-1).view(np.uint8), note)
 
@@ -108,7 +108,7 @@ def greet(connection: socket.socket, rank: int, size: int) -> None:
 
 
 def greeting(connection: socket.socket) -> tuple[int, int]:
-    """Who calls: (rank, size). Raises as `receive` does."""
+    """Return who calls: (rank, size). Raises as `receive` does."""
     hello = bytearray(HELLO.size)
     fill(connection, memoryview(hello))
     magic, rank, size = HELLO.unpack(hello)

@@ -1,4 +1,4 @@
-"""How sorted tokens are laid out in blocks so that grouped matmul costs what the tokens cost. NumPy only.
+"""Describe how sorted tokens are laid out in blocks so that grouped matmul costs what the tokens cost. NumPy only.
 
 A grouped matmul multiplies each expert's rows by that expert's weight. CPU has no such kernel. Two forms exist
 in static shapes: one matmul over all experts with zeros elsewhere (E times the work), or the layout planned
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def block_count(rows: int, experts: int, block: int) -> int:
-    """Blocks that are enough for any distribution of `rows` over `experts` (a static shape).
+    """Return the blocks that are enough for any distribution of `rows` over `experts` (a static shape).
 
     Each expert wastes less than one block, so the bound is floor(rows / block) + experts.
     """
@@ -20,7 +20,7 @@ def block_count(rows: int, experts: int, block: int) -> int:
 
 
 def default_block(rows: int, experts: int) -> int:
-    """A block size near half of an expert's mean rows: a power of two in [8, 128].
+    """Return a block size near half of an expert's mean rows: a power of two in [8, 128].
 
     Smaller blocks pad less, larger ones read each weight matrix less often. Written for MindSpore's graph parser,
     which calls it too.

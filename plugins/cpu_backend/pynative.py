@@ -1,4 +1,4 @@
-"""What MindFormers' training graph needs to run in PyNative on CPU: stand-ins for what works in graphs alone."""
+"""What MindFormers' training graph needs to run in PyNative on CPU: stand-ins for what works in graphs only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Hook = tuple[Any, str, str, Callable[..., Any]]  # the arguments of plugins.priv
 
 
 def stand_ins() -> list[Hook]:
-    """What to replace on the device that MindSpore runs on."""
+    """Return what to replace on the device that MindSpore runs on."""
     found: list[Hook] = [
         (debug_ops.Morph, "__call__", "Morph is only supported in GRAPH_MODE", _call_morph),
         (SharedExpertMLPInterleaved, "construct", "output_bias = super().construct(hidden_states)", _shared_experts),

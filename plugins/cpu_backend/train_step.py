@@ -37,7 +37,7 @@ def register_train_step(cell: nn.Cell) -> None:
 
 
 def registered_train_step() -> nn.Cell:
-    """The train step of this process; only after the trainer built it."""
+    """Return the train step of this process; only after the trainer built it."""
     return _train_step[0]
 
 

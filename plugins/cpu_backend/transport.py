@@ -108,7 +108,7 @@ class Mesh:
         """Send part j to group[j]; return what each member sent here, in group order.
 
         Exchanges of one tag between two ranks are matched by order, so one thread at a time may use a tag. The own
-        part is returned as it is, not copied. Returns after the kernel took every part: they may change then.
+        part is returned unchanged, not copied. Returns after the kernel took every part: they may change then.
 
         Args:
             group: ranks that take part, this one among them; the same on each of them.
@@ -169,7 +169,7 @@ class Mesh:
         self._outboxes[peer].put((None, mailbox.pack(tag, number, copied, note)))
 
     def receive(self, peer: int, tag: int, where: str) -> Frame:
-        """The next frame of this tag that a peer sent or will send; raises as `exchange` does."""
+        """Return the next frame of this tag that a peer sent or will send; raises as `exchange` does."""
         with self._mail.changed:
             number = self._taken[peer, tag]
             self._taken[peer, tag] += 1
@@ -279,7 +279,7 @@ class Mesh:
 
 
 def mesh() -> Mesh:
-    """The mesh of this process; `connect` comes first."""
+    """Return the mesh of this process; `connect` comes first."""
     return _open[0]
 
 

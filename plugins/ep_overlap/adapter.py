@@ -16,7 +16,7 @@ def enable(config, settings) -> None:
         RecipeError: settings that cannot be, or no plugin to cut the work of.
     """
     if not (config.plugins or {}).get("hierarchical_ep"):
-        raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
+        raise RecipeError("plugins.ep_overlap: it cuts the dispatch of plugins.hierarchical_ep; switch that on too")
     chunks, stride = plan.read(settings)
     if chunks == "auto":
         raise RecipeError(f"plugins.ep_overlap.chunks: {UNRESOLVED}")

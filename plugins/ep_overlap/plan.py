@@ -55,7 +55,7 @@ class Passes(Generic[T]):
     replayed: T
 
     def map(self, function: Callable[[T], U]) -> Passes[U]:
-        """The function of each."""
+        """Return the function of each."""
         return Passes(function(self.forward), function(self.backward), function(self.replayed))
 
 
@@ -80,7 +80,7 @@ class Layer:
 
     @cached_property
     def passes(self) -> Passes[tuple[Sequence[Chain], float]]:
-        """The chains of each pass and its seconds of the shared expert.
+        """Return the chains of each pass and its seconds of the shared expert.
 
         A chain is issued for all chunks before the next: backward replays the whole layer before it takes gradients.
         """
@@ -97,7 +97,7 @@ class Choice:
     Args:
         chunks: (b, s) parts of batch and sequence.
         stride: the order of issue, see `issue_order`.
-        compute: experts and shared expert alone, uncut.
+        compute: experts and shared expert only, uncut.
         communication: the rest of the chains, uncut and one after the other.
         before, after: timelines uncut and cut.
     """
@@ -111,12 +111,12 @@ class Choice:
 
     @property
     def waited_before(self) -> Passes[float]:
-        """Seconds in which nothing is computed, uncut."""
+        """Return the seconds in which nothing is computed, uncut."""
         return _waited(self.before)
 
     @property
     def waited_after(self) -> Passes[float]:
-        """The same in chunks."""
+        """Return the same in chunks."""
         return _waited(self.after)
 
     @property
@@ -150,7 +150,7 @@ def chunk_slices(batch: int, sequence: int, chunks: Chunks) -> list[np.ndarray]:
 
 
 def chunk_shares(batch: int, sequence: int, chunks: Chunks) -> tuple[float, ...]:
-    """The share of the tokens in each of `chunk_slices`; they add up to 1."""
+    """Return the share of the tokens in each of `chunk_slices`; they add up to 1."""
     _check(batch, sequence, chunks)
     rows = [
         [whole // parts + (part < whole % parts) for part in range(parts)]
@@ -170,14 +170,14 @@ def _check(batch: int, sequence: int, chunks: Chunks) -> None:
 
 
 def candidates(batch: int, sequence: int) -> list[Chunks]:
-    """The cuts that `choose` tries, fewest chunks first."""
+    """Return the cuts that `choose` tries, fewest chunks first."""
     pairs = product(BATCH_CHUNKS, SEQUENCE_CHUNKS)
     fitting = [(b, s) for b, s in pairs if b <= batch and s <= sequence and b * s <= MOST_CHUNKS]
     return sorted(fitting, key=lambda pair: (pair[0] * pair[1], pair[1]))
 
 
 def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int = 1) -> list[tuple[int, str]]:
-    """The one order in which every rank issues the steps of all chunks: (chunk, step) pairs.
+    """Return the one order in which every rank issues the steps of all chunks: (chunk, step) pairs.
 
     Step i of chunk c stands at place stride * c + i, the earlier chunk first: a chunk starts `stride` steps after the
     one before it.
@@ -196,7 +196,7 @@ def issue_order(chunks: int, steps: Sequence[str] = FORWARD_STEPS, stride: int =
 
 
 def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, shared: float = 0.0) -> list[Op]:
-    """One pass of a layer in chunks, in order of issue; the shared expert first, it depends on nothing.
+    """Return one pass of a layer in chunks, in order of issue; the shared expert first, it depends on nothing.
 
     Args:
         chains: the steps of a chunk (`Layer.passes`).
@@ -215,7 +215,7 @@ def layer_ops(chains: Sequence[Chain], shares: Sequence[float], stride: int, sha
 
 
 def uncut_ops(chains: Sequence[Chain], shared: float = 0.0, shared_beside: bool = False) -> list[Op]:
-    """One pass without chunks; the shared expert last, after everything, unless it runs beside."""
+    """Return one pass without chunks; the shared expert last, after everything, unless it runs beside."""
     if shared_beside or not shared:
         return layer_ops(chains, (1.0,), 1, shared)
     return [*layer_ops(chains, (1.0,), 1), Op("shared", WHOLE, "compute", shared, ((0, chains[-1][-1].name),))]
@@ -252,7 +252,7 @@ def choose(layer: Layer, batch: int, sequence: int, cuts: Sequence[Chunks] = (),
 
 
 def cut_layer(layer: Layer, chunks: Chunks, stride: int, shares: Sequence[float]) -> Choice:
-    """One cut of one layer in one order, which all passes share."""
+    """Return one cut of one layer in one order, which all passes share."""
     passes = layer.passes
     each = (passes.forward, passes.backward, passes.replayed)
     compute, communication = [], []
@@ -289,7 +289,7 @@ def read(settings: Any) -> tuple[Any, int]:
     if chunks != "auto":
         chunks = tuple(chunks) if isinstance(chunks, (list, tuple)) else ()
         if len(chunks) != 2 or not all(type(parts) is int and parts > 0 for parts in chunks):
-            raise RecipeError(f"{KEY}.chunks: {section['chunks']!r} is neither auto nor [b, s] with b and s from 1 on")
+            raise RecipeError(f"{KEY}.chunks: {section['chunks']!r} is neither auto nor [b, s] with both 1 or more")
     stride = whole_number(KEY, section, "stride", "write a whole number of steps, 1 for a wavefront", least=0)
     return chunks, stride
 

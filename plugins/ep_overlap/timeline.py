@@ -27,12 +27,12 @@ class Op:
 
     @property
     def key(self) -> Key:
-        """Its name in `after`; unique in a timeline."""
+        """Return its name in `after`; unique in a timeline."""
         return self.chunk, self.name
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """The streams it occupies."""
+        """Return the streams it occupies."""
         return ("inter", "intra") if self.stream == "both" else (self.stream,)
 
 
@@ -53,15 +53,15 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Seconds until the last operator ends."""
+        """Return the seconds until the last operator ends."""
         return max((span.end for span in self.spans), default=0.0)
 
     def busy(self, stream: str) -> float:
-        """Seconds in which `stream` runs something."""
+        """Return the seconds in which `stream` runs something."""
         return sum(span.op.seconds for span in self.on(stream))
 
     def on(self, stream: str) -> list[Span]:
-        """What runs on `stream`, in order."""
+        """Return what runs on `stream`, in order."""
         return [span for span in self.spans if stream in span.op.streams]
 
 

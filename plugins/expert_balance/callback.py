@@ -42,7 +42,7 @@ class Alone:
 class ExpertBalance(ExpertMigrateCallback):
     """Loads after every step; a new placement every `settings.every` steps.
 
-    A subclass for its place alone: MindFormers runs its ExpertMigrateCallback before TopkBiasBalanceCallback, which
+    A subclass for its place only: MindFormers runs its ExpertMigrateCallback before TopkBiasBalanceCallback, which
     clears the loads, and CheckpointMonitor, and callbacks that it does not know after both. So the order within a step
     is: loss (a run that is not finite ends here), record, move, the routers' biases, save.
 

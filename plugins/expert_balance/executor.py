@@ -24,7 +24,7 @@ from plugins.errors import ClusterError
 
 
 def routes(old: np.ndarray, new: np.ndarray, devices: int, rank: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """What `rank` sends and receives, the rows that stay with it included.
+    """Return what `rank` sends and receives, the rows that stay with it included.
 
     Both ends count the experts between two ranks in the order of their new slots.
 
@@ -80,7 +80,7 @@ Write = Callable[[Any, np.ndarray], None]  # (parameter, its new value)
 
 
 def total(ranks: Ranks, own: np.ndarray) -> np.ndarray:
-    """The sum of every rank's integers `own`."""
+    """Return the sum of every rank's integers `own`."""
     return np.sum(_from_all(ranks, _LOADS, own[None]), 0)[0]
 
 

@@ -160,7 +160,7 @@ class ShardedExpertBalance(ExpertBalance):
     """`ExpertBalance` where each rank's counts are those of all ranks already; copies: of all ranks."""
 
     def connect(self) -> CollectiveRanks:
-        """All ranks of the run, by MindSpore's collectives."""
+        """Return all ranks of the run, by MindSpore's collectives."""
         return CollectiveRanks(get_real_rank(), get_real_group_size())
 
     def tokens(self, counted: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which device holds which expert: planners of one layer. NumPy only.
+"""Find which device holds which expert: planners of one layer. NumPy only.
 
 A placement is int [E], logical expert -> slot; slot // (E / D) is the device. Loads are [E], tokens of each logical
 expert. Every rank of the EP group waits for the fullest device, so a placement is judged by max/mean: tokens of the
@@ -47,7 +47,7 @@ def improved(
     aligned: bool = False,
     nodes: int = 1,
 ) -> np.ndarray:
-    """The placement int64 [E] after swaps of experts of the fullest device with another's, the best swap first.
+    """Return the placement int64 [E] after swaps of experts of the fullest device with another's, the best swap first.
 
     Where no swap of two experts helps and devices hold few, two are swapped with two. A device that nothing helps is
     set aside and the next one looked at: the fullest device is often one large expert, and what the others carry counts
@@ -162,7 +162,7 @@ def bound(loads: np.ndarray, devices: int) -> float:
 
 
 def moved(new: np.ndarray, old: np.ndarray, devices: int) -> int:
-    """Experts that change device, of placements [..., E]."""
+    """Return the experts that change device, of placements [..., E]."""
     each = new.shape[-1] // devices
     return int((new // each != old // each).sum())
 
@@ -278,12 +278,12 @@ def next_placement(
     nodes: int = 1,
     groups: int = 1,
 ) -> np.ndarray:
-    """The placement int64 [E] of a layer from now on: the one decision, of a live run and of a replay.
+    """Return the placement int64 [E] of a layer from now on: the one decision, of a live run and of a replay.
 
     Args:
         predicted: [E], a row of `Prediction.loads`. old: int [E], the placement there is.
         devices: ranks of the EP group.
-        step: the step after which is planned; layer: row of the layer. Both seed `method: random` alone.
+        step: the step after which is planned; layer: row of the layer. Both seed `method: random` only.
         nodes, groups: see `node_limited`; 1 where any expert may live anywhere. For swaps and aligned.
 
     Returns:

@@ -59,7 +59,7 @@ class Record:
 
 
 def load_file(run_dir: str | Path) -> Path:
-    """Where a run records its expert loads."""
+    """Return where a run records its expert loads."""
     return Path(run_dir) / "metrics" / "expert_load.jsonl"
 
 
@@ -69,7 +69,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def line(record: Record) -> str:
-    """The record as JSON."""
+    """Return the record as JSON."""
     moved = record.moved
     return json.dumps({
         "step": record.step,
@@ -96,7 +96,7 @@ def read(path: Path, until: int | None = None) -> list[Record]:
         until: the last step wanted, such as the one a run is resumed from; None: all.
 
     Raises:
-        DataError: no such file, nothing in it, or a line that is no record or another model's.
+        DataError: no such file, nothing in it, or a line that is not a record or another model's.
     """
     if not path.is_file():
         raise DataError(
@@ -104,13 +104,13 @@ def read(path: Path, until: int | None = None) -> list[Record]:
         )
     records = read_steps(path, _record, _follow)
     if not records:
-        raise DataError(f"{path}: no step in it")
+        raise DataError(f"{path}: the file holds no step")
     return [record for record in records if until is None or record.step <= until]
 
 
 def _follow(before: Record, record: Record, place: str) -> None:
     if _kind(before) != _kind(record):
-        raise DataError(f"{place}: other layers, experts or devices than before; one file is one run of one layout")
+        raise DataError(f"{place}: layers, experts or devices differ from those above; a file holds one layout")
 
 
 def _kind(record: Record) -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ _MOVED = ("slots", "experts", "bytes", "plan_s", "move_s")
 
 def _record(content: Any, place: str) -> Record:
     if not isinstance(content, dict) or "tokens" not in content:
-        raise DataError(f"{place}: no record of expert loads: it has no tokens")
+        raise DataError(f"{place}: not a record of expert loads: it has no tokens")
     refuse_unknown(f"{place}: ", content, _KEYS, DataError)
     moved = content.get("moved")
     if isinstance(moved, dict):
@@ -147,9 +147,9 @@ def _record(content: Any, place: str) -> Record:
             ),
         )
     except KeyError as error:
-        raise DataError(f"{place}: no record of expert loads: {error.args[0]} is missing") from None
+        raise DataError(f"{place}: not a record of expert loads: {error.args[0]} is missing") from None
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{place}: no record of expert loads: {' '.join(str(error).split())[:120]}") from None
+        raise DataError(f"{place}: not a record of expert loads: {' '.join(str(error).split())[:120]}") from None
     _check(record, place)
     return record
 
@@ -194,7 +194,7 @@ def _check(record: Record, place: str) -> None:
     elif record.moved and min(record.moved.experts, record.moved.sent_bytes) < 0:
         wrong = f"moved: {record.moved.experts} experts and {record.moved.sent_bytes} bytes: want 0 or more"
     elif any(slots.shape != shape or (np.sort(slots, axis=1) != np.arange(shape[1])).any() for slots in placements):
-        wrong = "slots that are no placement: each layer needs every slot once"
+        wrong = "the slots are not a placement: each layer needs every slot once"
     if wrong:
         raise DataError(f"{place}: {wrong}")
 

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def least_by_trying(loads: np.ndarray, devices: int) -> float:
-    """Tokens of the fullest device in the best of all placements; for about ten experts.
+    """Return the tokens of the fullest device in the best of all placements; for about ten experts.
 
     Args:
         loads: [E] tokens.
@@ -31,7 +31,7 @@ def least_by_trying(loads: np.ndarray, devices: int) -> float:
 
 
 def least_by_program(loads: np.ndarray, devices: int, seconds: float = 60.0) -> float:
-    """The same by HiGHS: x[e, d] is 1 where device d holds expert e; least t that no device exceeds.
+    """Return the same by HiGHS: x[e, d] is 1 where device d holds expert e; least t that no device exceeds.
 
     Raises:
         RuntimeError: not solved to the end in `seconds`.

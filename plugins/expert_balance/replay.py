@@ -72,7 +72,7 @@ def replay_policy(records: Sequence[Record], policy: Policy, every: int, memory:
 
 
 def differences(records: Sequence[Record], found: Replay) -> list[int]:
-    """Steps after which a replay's placement is not the recorded one."""
+    """Return the steps after which a replay's placement is not the recorded one."""
     ends = [record.moved.slots if record.moved else record.slots for record in records]
     return [record.step for record, end, slots in zip(records, ends, found.slots, strict=True) if (end != slots).any()]
 
@@ -107,7 +107,7 @@ def eplb(loads: np.ndarray, devices: int, nodes: int = 1, groups: int = 1) -> np
 
 
 def mindformers(loads: np.ndarray, devices: int) -> np.ndarray:
-    """The placement of MindFormers' `expert_relocation_greedy`: the same packing; within a device by expert."""
+    """Return the placement of MindFormers' `expert_relocation_greedy`: the same packing; within a device by expert."""
     return _slots(pack(loads, devices), devices)
 
 

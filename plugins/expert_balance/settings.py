@@ -45,7 +45,7 @@ SETTINGS = tuple(field.name for field in fields(Settings))
 
 
 def read(settings: Any) -> Settings:
-    """The section of a recipe, with defaults for what it does not write.
+    """Return the section of a recipe, with defaults for what it does not write.
 
     Raises:
         RecipeError: an unknown key, a value that is no such thing, or settings with which nothing would happen.
@@ -67,7 +67,7 @@ def read(settings: Any) -> Settings:
             f"{KEY}.moves: {wanted.method} plans from scratch and keeps no budget; write moves: null, or method: swaps"
         )
     if not wanted.every and not wanted.record:
-        raise RecipeError(f"{KEY}: neither moves (every: 0) nor records (record: False); write {KEY}: False")
+        raise RecipeError(f"{KEY}: it neither moves (every: 0) nor records (record: False); write {KEY}: False")
     return wanted
 
 
@@ -123,7 +123,7 @@ def check(
     """
     if not counts:
         raise RecipeError(
-            f"{KEY}: the router counts its tokens with model.model_config.moe_router_enable_expert_bias: True alone; "
+            f"{KEY}: the router counts its tokens only with model.model_config.moe_router_enable_expert_bias: True; "
             f"write that, or {KEY}: False"
         )
     if ours.every and expert_parallel == 1:
@@ -163,6 +163,6 @@ def _check_sharded(ours: Settings, expert_parallel: int, sharded: Sharded) -> No
         )
     if sharded.on_cpu and sharded.weights != "float32":
         raise RecipeError(
-            f"{KEY}.every: {ours.every}: MindSpore overwrites float32 weights alone on CPU, and model.model_config."
+            f"{KEY}.every: {ours.every}: MindSpore overwrites only float32 weights on CPU, and model.model_config."
             f"params_dtype is {sharded.weights}; write float32 there, or 0 here to record loads"
         )

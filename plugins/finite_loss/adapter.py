@@ -162,7 +162,7 @@ def _anywhere(flag, stop_after):
 
 
 def _scale_falls(network):
-    """Whether the train step's loss scale follows overflows: a manager that is no fixed one."""
+    """Whether the train step's loss scale follows overflows: a manager that is not a fixed one."""
     manager = getattr(network, "loss_scaling_manager", None)
     return manager is not None and not isinstance(manager, nn.FixedLossScaleUpdateCell)
 

@@ -44,7 +44,7 @@ def read(settings: Any) -> int:
 
 
 def undefined_parts(stages: int, micro_steps: int, aux_loss_scale: float) -> tuple[str, ...]:
-    """The parts of the loss that MindFormers computes as 0/0, though training is sound.
+    """Return the parts of the loss that MindFormers computes as 0/0, though training is sound.
 
     `MFPipelineWithLossScaleCell` (`wrapper/wrapper.py`) divides the auxiliary loss by `aux_loss_scale`, also by 0; the
     wrapper of other runs looks whether that is above 0. It is taken for a pipeline and for gradient accumulation.
@@ -101,7 +101,7 @@ class Watch:
 
     @property
     def verdict(self) -> str:
-        """The steps in a row that were not finite, in words."""
+        """Return the steps in a row that were not finite, in words."""
         first, wrong = self.run[0]
         if len(self.run) == 1:
             return f"step {first}: {wrong}"
@@ -120,7 +120,7 @@ def _words(value: float | None) -> str:
 
 
 def not_finite(file: Path) -> str | None:
-    """The name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
+    """Return the name of the first tensor in a safetensors file that holds a NaN or an infinity; None if none does.
 
     Read from the file, in pieces: what is on disk is what a resume gets, in whatever type it was written.
     """

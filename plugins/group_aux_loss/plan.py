@@ -33,7 +33,7 @@ def check(kind: Any, coefficient: float | None, expert_parallel: int, tensor_par
     """
     if not coefficient:
         raise RecipeError(
-            "model.model_config.moe_aux_loss_coeff: 0, so that there is no auxiliary loss; a number above 0, or "
+            "model.model_config.moe_aux_loss_coeff: 0, so that there is no auxiliary loss; write a number above 0, or "
             f"{KEY}: False"
         )
     if kind != KIND:

@@ -21,7 +21,7 @@ NOT_BY_KERNEL = "O2"  # the jit level that hands the whole graph to CANN
 
 
 def check(recipe: Mapping[str, Any]) -> bool:
-    """Whether the workers of `recipe` need the pass: the plugin is on, and the target is an Ascend.
+    """Return whether the workers of `recipe` need the pass: the plugin is on, and the target is an Ascend.
 
     Raises:
         RecipeError: a setting, or a recipe for Ascend in whose graph no such gradient ends in a float32 sum.

@@ -14,12 +14,12 @@ SETTINGS = ("data_path", "samples", "every")
 
 
 def held_out_file(run_dir: str | Path) -> Path:
-    """Where a run writes its held-out losses, one JSON line each."""
+    """Return where a run writes its held-out losses, one JSON line each."""
     return Path(run_dir) / "metrics" / "held_out.jsonl"
 
 
 def due(step: int, every: int, total: int | None = None) -> bool:
-    """Whether a run evaluates after `step`, counted from the run's beginning; `total`: its last step, if known.
+    """Return whether a run evaluates after `step`, counted from the run's beginning; `total`: its last step, if known.
 
     A resumed part evaluates at the steps of a run that was never interrupted. The agent, which must not take an
     evaluation for a hang, asks the same (`launch/agent/phases.py`).
@@ -58,7 +58,7 @@ def check(settings: Any, global_batch: int, instructions: bool = False) -> None:
 
 
 def held_out_loader(loader: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-    """A `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
+    """Return a `train_dataset.data_loader` section that reads the held-out data as `loader` reads the training data.
 
     Megatron's loader reads another corpus. HFDataLoader another file, through the same handlers: conversations are
     packed, and prompts masked, as in training.
@@ -76,5 +76,5 @@ def held_out_loader(loader: dict[str, Any], settings: dict[str, Any]) -> dict[st
 
 
 def of_instructions(loader: Any) -> bool:
-    """Whether a data loader reads files of its own form, of which one is held out, and no Megatron prefixes."""
+    """Return whether a data loader reads files of its own form, of which one is held out, and no Megatron prefixes."""
     return bool(loader.get("type") == "HFDataLoader")

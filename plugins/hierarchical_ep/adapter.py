@@ -48,7 +48,7 @@ def enable(config, settings) -> None:
 
 
 def current() -> reader.Settings:
-    """The settings that models built from now on take; `enable` comes first."""
+    """Return the settings that models built from now on take; `enable` comes first."""
     return _current[0]
 
 

@@ -61,7 +61,7 @@ class Transfer:
     weight: str
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """The group in which `rank` takes part."""
+        """Return the group in which `rank` takes part."""
         return next(group for group in self.groups if rank in group)
 
     def adjoint(self) -> Transfer:
@@ -70,7 +70,7 @@ class Transfer:
         return replace(self, kind=kinds[self.kind], rows=self.rows.T)
 
     def returning(self) -> Transfer:
-        """The combine step that undoes this dispatch step."""
+        """Return the combine step that undoes this dispatch step."""
         return replace(self.adjoint(), step=self.step.replace("dispatch", "combine"))
 
 
@@ -125,7 +125,7 @@ class StepBytes:
         return getattr(self, link).sum(0)
 
     def busiest(self, link: str) -> float:
-        """The most that any rank sends or receives over `link`."""
+        """Return the most that any rank sends or receives over `link`."""
         return float(max(self.sent(link).max(), self.received(link).max()))
 
 
@@ -143,7 +143,7 @@ def row_bytes(transfer: Transfer, top_k: int, hidden: int, itemsize: int) -> int
 def step_bytes(
     topology: Topology, transfer: Transfer, top_k: int, hidden: int, itemsize: int, gradient: bool = False
 ) -> StepBytes:
-    """Bytes of a forward step from rank s to rank d (`gradient`: only those that also travel back)."""
+    """Return the bytes of a forward step from rank s to rank d (`gradient`: only those that also travel back)."""
     moved = transfer.rows * row_bytes(transfer, top_k, hidden, itemsize)
     if not gradient:
         moved = moved + _count_bytes(topology, transfer)
@@ -214,7 +214,7 @@ class Plan:
 
     @property
     def combine(self) -> tuple[Transfer, ...]:
-        """The steps back, in order."""
+        """Return the steps back, in order."""
         return tuple(step.returning() for step in reversed(self.dispatch))
 
     @property
@@ -224,7 +224,7 @@ class Plan:
 
     @property
     def backward(self) -> tuple[Transfer, ...]:
-        """The gradients' way: the adjoint of each forward step, from last to first."""
+        """Return the gradients' way: the adjoint of each forward step, from last to first."""
         return tuple(step.adjoint() for step in reversed(self.forward))
 
     def send_counts(self, step: Transfer, rank: int) -> np.ndarray:

@@ -41,7 +41,7 @@ Program = Sequence[Call]
 
 
 def programs_of(*plans: Plan, order: Sequence[tuple[int, int]] | None = None) -> list[list[Call]]:
-    """The calls of each rank for one layer, forward and backward, in the order in which they are issued.
+    """Return the calls of each rank for one layer, forward and backward, in the order in which they are issued.
 
     Before its rows a dispatch step exchanges counts (All-to-All(V) only) and ids and probabilities; groups of one rank
     call nothing. Backward is the mirror image: the adjoint of each call, from last to first, without counts.
@@ -134,7 +134,7 @@ def check_programs(programs: Sequence[Program]) -> None:
 def _check_membership(rank: int, index: int, call: Call, ranks: int) -> None:
     where = f"rank {rank}, call {index} ({call})"
     if rank not in call.group:
-        raise ClusterError(f"{where}: rank {rank} is no member of this group")
+        raise ClusterError(f"{where}: rank {rank} is not a member of this group")
     if len(set(call.group)) < len(call.group) or not all(0 <= member < ranks for member in call.group):
         raise ClusterError(f"{where}: members must be different ranks of 0 .. {ranks - 1}")
     for name in ("send", "recv"):

@@ -26,7 +26,7 @@ def expert(rows: np.ndarray, w1: np.ndarray, w2: np.ndarray) -> np.ndarray:
 def expert_backward(
     rows: np.ndarray, w1: np.ndarray, w2: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of `expert` with respect to rows, w1 and w2; d_out: [M, h]."""
+    """Return the gradients of `expert` with respect to rows, w1 and w2; d_out: [M, h]."""
     gate_up = rows @ w1
     d_gate_up = swiglu_backward(gate_up, d_out @ w2.T)
     return d_gate_up @ w1.T, rows.T @ d_gate_up, swiglu(gate_up).T @ d_out
@@ -52,7 +52,7 @@ def moe(tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, 
 def moe_backward(
     tokens: np.ndarray, probs: np.ndarray, ids: np.ndarray, w1: np.ndarray, w2: np.ndarray, d_out: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Gradients of `moe` with respect to tokens, probs, w1 and w2; d_out: [N, h]."""
+    """Return the gradients of `moe` with respect to tokens, probs, w1 and w2; d_out: [N, h]."""
     d_tokens, d_probs, d_w1, d_w2 = (np.zeros_like(value) for value in (tokens, probs, w1, w2))
     for e in range(len(w1)):
         for j in range(ids.shape[1]):

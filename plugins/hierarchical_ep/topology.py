@@ -1,4 +1,4 @@
-"""Who owns which expert, and which ranks share a machine, inside one expert-parallel (EP) group. NumPy only.
+"""Decide who owns which expert, and which ranks share a machine, inside one expert-parallel (EP) group. NumPy only.
 
 Ranks of an EP group are 0 .. ep - 1, node-major, as MindFormers lays them out: rank = node * devices_per_node + local.
 MindFormers calls the number of nodes `oep` (outer expert parallel) and the ranks of a node `iep` (inner).
@@ -38,7 +38,7 @@ class Topology:
 
     @property
     def ep(self) -> int:
-        """Ranks of the EP group (`expert_parallel`)."""
+        """Return the ranks of the EP group (`expert_parallel`)."""
         return self.nodes * self.devices_per_node
 
     @property
@@ -63,39 +63,39 @@ class Topology:
         return self.experts_per_rank.reshape(self.nodes, -1).sum(1)
 
     def owner(self, experts: np.ndarray) -> np.ndarray:
-        """The rank that owns each expert id; same shape as `experts`."""
+        """Return the rank that owns each expert id; same shape as `experts`."""
         return np.searchsorted(self.expert_bounds, experts, side="right") - 1
 
     def node_of(self, ranks: np.ndarray | int) -> np.ndarray:
-        """The node of each rank."""
+        """Return the node of each rank."""
         return np.asarray(ranks) // self.devices_per_node
 
     def local_of(self, ranks: np.ndarray | int) -> np.ndarray:
-        """The index of each rank on its node."""
+        """Return the index of each rank on its node."""
         return np.asarray(ranks) % self.devices_per_node
 
     def inter_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks with the same local index on every node, in node order (MindFormers' oep group)."""
+        """Return the ranks with the same local index on every node, in node order (MindFormers' oep group)."""
         return tuple(range(rank % self.devices_per_node, self.ep, self.devices_per_node))
 
     def intra_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks of this rank's node (MindFormers' iep group)."""
+        """Return the ranks of this rank's node (MindFormers' iep group)."""
         first = rank // self.devices_per_node * self.devices_per_node
         return tuple(range(first, first + self.devices_per_node))
 
     @property
     def ep_group(self) -> tuple[int, ...]:
-        """All ranks of the EP group."""
+        """Return all ranks of the EP group."""
         return tuple(range(self.ep))
 
     @property
     def inter_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every inter-node group, by local index."""
+        """Return every inter-node group, by local index."""
         return tuple(self.inter_group(local) for local in range(self.devices_per_node))
 
     @property
     def intra_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every intra-node group, by node."""
+        """Return every intra-node group, by node."""
         return tuple(self.intra_group(node * self.devices_per_node) for node in range(self.nodes))
 
     def experts_of_node(self, node: int) -> tuple[int, int]:
@@ -111,7 +111,7 @@ class Topology:
 
 
 def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
-    """The topology of `ep` consecutive ranks on machines of `devices_per_node` devices.
+    """Return the topology of `ep` consecutive ranks on machines of `devices_per_node` devices.
 
     Args:
         ep: ranks of the EP group (`expert_parallel`).
@@ -126,7 +126,7 @@ def of_mesh(ep: int, devices_per_node: int, experts: int) -> Topology:
     if ep > devices_per_node and ep % devices_per_node:
         below = ep // devices_per_node * devices_per_node
         raise RecipeError(
-            f"hierarchical_ep: expert_parallel {ep} is no multiple of the {devices_per_node} devices of a node; "
+            f"hierarchical_ep: expert_parallel {ep} is not a multiple of the {devices_per_node} devices of a node; "
             f"use {below} or {below + devices_per_node}"
         )
     if ep < devices_per_node and devices_per_node % ep:

@@ -154,7 +154,7 @@ def _expected_step(topology, transfer, busy, top_k, hidden, itemsize) -> Step:
 
 
 def planned_steps(plan: Plan, hidden: int, itemsize: int) -> tuple[Step, ...]:
-    """The forward steps of an exact plan; arguments as `expected_steps`."""
+    """Return the forward steps of an exact plan; arguments as `expected_steps`."""
     steps = []
     for transfer in plan.forward:
         parts = [step_bytes(plan.topology, transfer, plan.top_k, hidden, itemsize, g) for g in (False, True)]
@@ -174,7 +174,7 @@ def per_rank_bytes(plan: Plan, hidden: int, itemsize: int, direction: str = "for
 
 
 def backward(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """The adjoint of each forward step, in reverse order: the same bytes the other way, less counts."""
+    """Return the adjoint of each forward step, in reverse order: the same bytes the other way, less counts."""
     return tuple(
         replace(
             step,
@@ -231,12 +231,12 @@ class BreakEven:
 
     @property
     def hierarchical_wins(self) -> bool:
-        """Whether the AllGather moves fewer inter-node bytes than the global All-to-All."""
+        """Return whether the AllGather moves fewer inter-node bytes than the global All-to-All."""
         return self.hierarchical_over_global < 1
 
     @property
     def deduplicated_over_global(self) -> float:
-        """Bytes of deduplicated dispatch and combine over those of the global All-to-All."""
+        """Return the bytes of deduplicated dispatch and combine over those of the global All-to-All."""
         return self.hierarchical_over_global * self.deduplicated_over_hierarchical
 
 

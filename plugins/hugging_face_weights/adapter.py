@@ -61,15 +61,15 @@ class TeleChat3MoeTemplate(WeightTemplate):
         self.set_model_config(config)
 
     def get_mf_name(self, hf_name: str) -> list[str]:
-        """The parameter that a tensor goes into; raises CheckpointError for one that is of no parameter."""
+        """Return the parameter that a tensor goes into; raises CheckpointError for one that is of no parameter."""
         if hf_name in copies(self.model):
             return [""]  # of no parameter of its own: MindFormers goes on without it
         if hf_name not in self.parameters:
-            raise CheckpointError(f"{KEY}: {hf_name} is no weight of the recipe's model")
+            raise CheckpointError(f"{KEY}: {hf_name} is not a weight of the recipe's model")
         return [self.parameters[hf_name]]
 
     def check_weights_for_experts(self, weight_name: str) -> bool:
-        """Whether it is one of the routed experts, under either name."""
+        """Return whether it is one of the routed experts, under either name."""
         return ".mlp.experts." in weight_name
 
     def check_weights_for_qkv(self, weight_name: str) -> bool:
@@ -77,7 +77,7 @@ class TeleChat3MoeTemplate(WeightTemplate):
         return False
 
     def get_num_moe_experts(self, dst_name: str, src_names_num: int) -> int:
-        """How many tensors of a kind make up a parameter."""
+        """Return how many tensors of a kind make up a parameter."""
         return self.counts[dst_name]
 
     def preprocess_hf_weights(
@@ -119,7 +119,7 @@ def enable(config: Any) -> None:
         RecipeError: another model, or an optimizer state that is not there.
     """
     if config.checkpoint.get("no_load_optim", True) is False:  # MindFormers' default is True
-        raise RecipeError("checkpoint.no_load_optim: Hugging Face's weights come without an optimizer's state: True")
+        raise RecipeError("checkpoint.no_load_optim: Hugging Face's weights have no optimizer's state; write True")
     telechat3_moe.use_template(TeleChat3MoeTemplate)
     if config.context.device_target != "CPU" or chosen(config):
         telechat3_moe.use_edited_model(config.model.model_config, KEY)

@@ -1,4 +1,4 @@
-"""Which Hugging Face tensors make up which parameter of TeleChat3. Names only, without MindFormers.
+"""Find which Hugging Face tensors make up which parameter of TeleChat3. Names only, without MindFormers.
 
 MTP is named as in DeepSeek-V3's checkpoints: one more layer, beside the `copies` of embedding and head there.
 `tools/weights/hugging_face_names.py` adds shapes, and what is done to arrays.
@@ -70,7 +70,7 @@ class Model:
 
 
 def rows(model: Model) -> list[Row]:
-    """Every parameter that is a weight, in the order of the forward pass."""
+    """Return every parameter that is a weight, in the order of the forward pass."""
     found = [Row("embedding.word_embeddings.weight", (EMBEDDING,))]
     for number in range(model.layers):
         found += _layer(model, f"decoder.layers.{number}", number)
@@ -86,7 +86,7 @@ def rows(model: Model) -> list[Row]:
 
 
 def copies(model: Model) -> dict[str, str]:
-    """What DeepSeek's MTP layers repeat -> the tensor that it repeats; MindFormers has one of each."""
+    """Return what DeepSeek's MTP layers repeat -> the tensor that it repeats; MindFormers has one of each."""
     ends = (("embed_tokens.weight", EMBEDDING), ("shared_head.head.weight", HEAD))
     layers = range(model.layers, model.layers + model.mtp_layers)
     return {f"model.layers.{layer}.{end}": original for layer in layers for end, original in ends}
@@ -125,7 +125,7 @@ def _dense(ours: str, theirs: str) -> list[Row]:
 
 
 def is_hugging_face(folder: Any) -> bool:
-    """Whether MindFormers takes a `checkpoint.load_path` for Hugging Face's (its `is_hf_checkpoint`)."""
+    """Return whether MindFormers takes a `checkpoint.load_path` for Hugging Face's (its `is_hf_checkpoint`)."""
     if not isinstance(folder, str) or not folder or not Path(folder).is_dir():
         return False
     return (Path(folder) / "model.safetensors").exists() or any(Path(folder).glob("*model.safetensors.index.json"))

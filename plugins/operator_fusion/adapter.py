@@ -1,6 +1,6 @@
 """Hands `plugins.operator_fusion` over to MindSpore.
 
-MindFormers passes no flags of graph kernels on, and MindSpore 2.9.0 takes them from the environment alone: so the hook
+MindFormers passes no flags of graph kernels on, and MindSpore 2.9.0 takes them from the environment only: so the hook
 is a variable, which must be there before MindSpore compiles. `tc3 train`, `tc3 agent` and `--script` export it;
 `before_mindspore` also serves who starts msrun by hand.
 """

@@ -54,7 +54,7 @@ class Fusion:
 
     @property
     def flags(self) -> str:
-        """The value of `VARIABLE`: all that the level means is written out, whatever the defaults are."""
+        """Return the value of `VARIABLE`: all that the level means is written out, whatever the defaults are."""
         if self.level == "off":
             return "--opt_level=0"
         flags = ["--opt_level=2", f"--fusion_ops_level={LEVELS.index(self.level) - 1}"]
@@ -65,7 +65,7 @@ class Fusion:
 
 
 def read(settings: Any) -> Fusion:
-    """The section `{level: off|vector|cube, disable: [Operator, ...]}` of a recipe; `level` must be written.
+    """Return the section `{level: off|vector|cube, disable: [Operator, ...]}` of a recipe; `level` must be written.
 
     YAML reads a bare `off` as False, which is taken for it.
 
@@ -93,7 +93,7 @@ def _disabled(names: Any, level: str) -> tuple[str, ...]:
         if name not in known:
             raise RecipeError(f"{key}: DVM fuses no operator {name!r}{_meant(str(name), known)}")
         if name in CUBE and level == "vector":
-            raise RecipeError(f"{key}: {name} is fused with level cube alone; leave it out")
+            raise RecipeError(f"{key}: {name} is fused only with level cube; leave it out")
     return tuple(dict.fromkeys(names))
 
 
@@ -104,7 +104,7 @@ def _meant(name: str, known: list[str]) -> str:
 
 
 def chosen(recipe: Mapping[str, Any]) -> Fusion | None:
-    """What a recipe asks for; None where it leaves MindSpore its defaults.
+    """Return what a recipe asks for; None where it leaves MindSpore its defaults.
 
     Raises:
         RecipeError: see `read`.
@@ -134,7 +134,7 @@ def check(recipe: Mapping[str, Any]) -> Fusion | None:
 
 
 def environment(recipe: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that the workers of `recipe` need; none where the plugin is off, or the target is no Ascend.
+    """Return the variable that the workers of `recipe` need; none where the plugin is off, or the target is no Ascend.
 
     Args:
         environ: where the recipe is launched.

@@ -29,7 +29,7 @@ def read(settings: Any, loader: Mapping[str, Any]) -> bool:
     """
     section_of(KEY, settings, SETTINGS, f"write {KEY}: {{}}, or False")
     if loader.get("type") != "HFDataLoader" or loader.get("streaming"):
-        raise RecipeError(f"{KEY}: it mends the {PACKING} of an HFDataLoader that does not stream; take it out")
+        raise RecipeError(f"{KEY}: it mends the {PACKING} of an HFDataLoader that does not stream; take the plugin out")
     entries = loader.get("handler")
     handlers = [entry for entry in entries if isinstance(entry, Mapping)] if isinstance(entries, list) else []
     types = [str(entry.get("type")) for entry in handlers]

@@ -56,7 +56,7 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> np.
 
 
 def parse(text: str) -> list[str]:
-    """The chunks of a layout string in model order, each as its letters: "Et*2|(t|)*2,L" is Ett, t, t, L.
+    """Return the chunks of a layout string in model order, each as its letters: "Et*2|(t|)*2,L" is Ett, t, t, L.
 
     Raises:
         RecipeError: an unknown letter, a parenthesis or `*` that does not fit; groups inside groups, as in Megatron.
@@ -83,7 +83,7 @@ def parse(text: str) -> list[str]:
 
 
 def is_layout(value: object) -> bool:
-    """Whether an `offset` is a layout string (and not `auto`)."""
+    """Return whether an `offset` is a layout string (and not `auto`)."""
     return isinstance(value, str) and value != "auto"
 
 
@@ -107,7 +107,7 @@ def counts_of(text: str, stages: int) -> tuple[Counts, int]:
                 f"{last}: MindFormers runs MTP there"
             )
         if "t" not in chunk and 0 < index < len(chunks) - 1:
-            raise RecipeError(f"layout {text!r}: chunk {index} holds no decoder layer: MindFormers wants one")
+            raise RecipeError(f"layout {text!r}: chunk {index} holds no decoder layer: MindFormers needs one in each")
     decoders = [chunk.count("t") for chunk in chunks]
     return [decoders[first : first + stages] for first in range(0, len(chunks), stages)], text_count(chunks, "m")
 
@@ -116,11 +116,11 @@ def _check_ends(text: str, chunks: list[str]) -> None:
     for letter, first, where in (("E", True, "at the very beginning"), ("L", False, "at the very end")):
         end = chunks[0][:1] if first else chunks[-1][-1:]
         if text_count(chunks, letter) != 1 or end != letter:
-            raise RecipeError(f"layout {text!r}: want one {letter} ({LETTERS[letter]}), {where}")
+            raise RecipeError(f"layout {text!r}: expected one {letter} ({LETTERS[letter]}), {where}")
 
 
 def text_count(chunks: list[str], letter: str) -> int:
-    """How often a letter stands in all chunks."""
+    """Return how often a letter stands in all chunks."""
     return sum(chunk.count(letter) for chunk in chunks)
 
 
@@ -150,12 +150,12 @@ def counts_of_offset(offset: int | list[int] | Counts, layers: int, stages: int,
     if sum(flat) != layers:
         raise RecipeError(f"offset {offset}: places {sum(flat)} layers of {layers}")
     if min(flat[:1] + flat[-1:]) < 0 or any(count < 1 for count in flat[1:-1]):
-        raise RecipeError(f"offset {offset}: leaves {counts} layers: each chunk but the first and last wants one")
+        raise RecipeError(f"offset {offset}: leaves {counts} layers: each chunk but the first and last needs a layer")
     return counts
 
 
 def layout_of(counts: Counts, mtp: int = 0) -> str:
-    """The shortest-looking layout string of decoder layers [chunks][stages]: repeated chunks as groups."""
+    """Return the shortest-looking layout string of decoder layers [chunks][stages]: repeated chunks as groups."""
     flat = list(itertools.chain(*counts))
     last = max((index for index, count in enumerate(flat) if count), default=len(flat) - 1)
     chunks = []

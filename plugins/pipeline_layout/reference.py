@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def unroll(text: str) -> str:
-    """A layout string without `*`, groups and commas, read from left to right."""
+    """Return a layout string without `*`, groups and commas, read from left to right."""
     result, place = "", 0
     text = text.replace(",", "").replace(" ", "")
     while place < len(text):

@@ -68,10 +68,10 @@ class SealingCheckpointMonitor(CheckpointMonitor):
     """Seals each new-format checkpoint once its files are written (with `async_save`, once the thread is done).
 
     Registered under MindFormers' own name, because the trainer hands out constructor arguments by that name.
-    The legacy format is left as it is: it cannot be resumed on one worker anyway.
+    The legacy format is left unchanged: it cannot be resumed on one worker anyway.
 
     MindFormers removes the oldest checkpoint when a new one is written, before it is sealed, and in the background
-    before it is there; and it counts those of its own process alone. Here it goes once every rank has sealed the new
+    before it is there; and it counts those of its own process only. Here it goes once every rank has sealed the new
     one, and what earlier attempts of the run have saved counts, too.
     """
 

@@ -34,18 +34,18 @@ TRACKER = "latest_checkpointed_iteration.txt"  # MindFormers': which iteration o
 
 
 def iteration(folder: Path) -> int:
-    """The number in MindFormers' folder name, -1 for a name that has none."""
+    """Return the number in MindFormers' folder name, -1 for a name that has none."""
     number = folder.name.removeprefix("iteration_")
     return int(number) if number.isdecimal() else -1
 
 
 def iterations(root: Path) -> list[Path]:
-    """The iterations under `root`, newest first, whole or not."""
+    """Return the iterations under `root`, newest first, whole or not."""
     return sorted(root.glob("iteration_*"), key=iteration, reverse=True)
 
 
 def unfinished(root: Path) -> list[Path]:
-    """The iterations that attempts have begun to save for `root` and not put in their place, newest first."""
+    """Return the iterations that attempts have begun to save for `root` and not put in their place, newest first."""
     return sorted(root.glob(f"{SAVING}*/iteration_*"), key=iteration, reverse=True)
 
 
@@ -55,18 +55,18 @@ def saving_folder(root: Path, attempt: str | None) -> Path:
 
 
 def number_of(attempt: str | None) -> int:
-    """The number of an attempt by its name; -1 for one without."""
+    """Return the number of an attempt by its name; -1 for one without."""
     number = (attempt or "").partition("-")[0]
     return int(number) if number.isdecimal() else -1
 
 
 def seal_file(folder: Path, rank: int) -> Path:
-    """The seal of one rank."""
+    """Return the seal of one rank."""
     return folder / f"seal_rank_{rank}.json"
 
 
 def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
-    """The files that rank `rank` answers for: its safetensors, and for rank 0 the shared json files.
+    """Return the files that rank `rank` answers for: its safetensors, and for rank 0 the shared json files.
 
     MindFormers' names end in `-<rank>-<world size>.safetensors`, seven digits each.
     """
@@ -76,7 +76,7 @@ def files_of_rank(folder: Path, rank: int, world_size: int) -> list[Path]:
 
 
 def expected_files(prefix: str, rank: int, world_size: int, optimizer: bool) -> list[str]:
-    """The names of all that rank `rank` writes in a whole save (MindFormers 1.9.0, `checkpoint/checkpoint.py`).
+    """Return the names of all that rank `rank` writes in a whole save (MindFormers 1.9.0, `checkpoint/checkpoint.py`).
 
     Weights, the optimizer's state where `optimizer` (not `checkpoint.no_save_optim`), and for rank 0 common.json and,
     with several ranks, metadata.json. `checkpoint.save_remove_redundancy` changes what is in the files, not their
@@ -221,7 +221,7 @@ def remove_old(root: Path, newest: Path, keep: int, attempt: str | None = None) 
 
 
 def _complete(folder: Path) -> bool:
-    """Whether all ranks have sealed `folder`, by names alone: one listing, however many ranks."""
+    """Whether all ranks have sealed `folder`, by names only: one listing, however many ranks."""
     try:
         ranks, names = range(_read_seal(folder, 0)["world_size"]), set(os.listdir(folder))
     except (OSError, ValueError, KeyError, TypeError, RefusedError):
@@ -248,7 +248,7 @@ def checksum(path: Path) -> str:
 
 
 def fault(folder: Path, share: tuple[int, int] = (0, 1), checksums: bool = True) -> str | None:
-    """What keeps `folder` from being a complete checkpoint, in a few words; None when it is complete.
+    """Return what keeps `folder` from being a complete checkpoint, in a few words; None when it is complete.
 
     Args:
         share: (worker, number of workers) where each reads a part, all of them the whole.
@@ -314,5 +314,5 @@ def _file_fault(path: Path, size: int, sha256: str | None) -> str | None:
 
 
 def step_of(folder: Path) -> int:
-    """The training step that a complete checkpoint holds."""
+    """Return the training step that a complete checkpoint holds."""
     return _read_seal(folder, 0)["step"]

@@ -32,7 +32,7 @@ def add_router_state(entries: Entries, parameters: Iterable[Any]) -> Entries:
 
 
 def copied_like(layout: Any) -> Any:
-    """The layout of a vector of which each rank of `layout` has a copy."""
+    """Return the layout of a vector of which each rank of `layout` has a copy."""
     from mindspore import Layout
 
     known = layout.to_dict()

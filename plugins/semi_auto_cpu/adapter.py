@@ -100,7 +100,7 @@ class Host:
             raise
 
     def sum_over_ranks(self, value: float) -> float:
-        """The float32 sum of every rank's `value`; outside a graph."""
+        """Return the float32 sum of every rank's `value`; outside a graph."""
         total = np.zeros(1, np.float32)
         self.collectives.run(
             "AllReduce", {"group": WORLD, "op": "sum"}, [np.array([value], np.float32)], [total], record=False

@@ -74,7 +74,7 @@ def ensure(sources: Path | None = None, without: str = WITHOUT) -> Path:
 
 
 def cache_folder(sources: Path | None = None) -> Path:
-    """Where the compiled libraries of a plugin are kept."""
+    """Return where the compiled libraries of a plugin are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / _owner(sources or SOURCES)
 
 
@@ -83,7 +83,7 @@ def _owner(sources: Path) -> str:
 
 
 def mindspore_folder() -> Path:
-    """The folder of the installed MindSpore, found without importing it.
+    """Return the folder of the installed MindSpore, found without importing it.
 
     Raises:
         ClusterError: it is not installed.

@@ -11,19 +11,19 @@ SECTIONS = ("context", "parallel")
 
 
 def is_semi_auto(mode: Any) -> bool:
-    """Whether a value of the key, a number or a name in any case, is semi-auto parallel."""
+    """Return whether a value of the key, a number or a name in any case, is semi-auto parallel."""
     return _plain(mode) in SEMI_AUTO
 
 
 def splits_model(mode: Any) -> bool:
-    """Whether MindSpore splits the model over devices in this mode; other modes split the data alone."""
+    """Return whether MindSpore splits the model over devices in this mode; other modes split the data only."""
     return _plain(mode) in (*SEMI_AUTO, *AUTO)
 
 
 def chosen(recipe: Mapping[str, Any]) -> bool:
     """True for a recipe (or MindFormerConfig) of the CPU with `parallel.parallel_mode: 1`.
 
-    A section that is no mapping counts as empty: `tc3 check`, which asks, too, has its own word for it.
+    A section that is not a mapping counts as empty: `tc3 check`, which asks, too, has its own word for it.
     """
     context, parallel = (section if isinstance(section := recipe.get(name), Mapping) else {} for name in SECTIONS)
     return context.get("device_target") == "CPU" and is_semi_auto(parallel.get("parallel_mode"))

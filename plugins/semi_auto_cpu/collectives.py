@@ -102,7 +102,7 @@ class Calls:
         self._calls.append(CallRecord(op, ranks, size, shape, dtype, peer, sr_tag))
 
     def end(self) -> list[CallRecord]:
-        """What was called since `begin`, in order."""
+        """Return what was called since `begin`, in order."""
         self._on = False
         return self._calls
 
@@ -324,7 +324,7 @@ class Collectives:
         self._calls.begin()
 
     def end_recording(self) -> list[CallRecord]:
-        """The calls since `begin_recording`, in order."""
+        """Return the calls since `begin_recording`, in order."""
         return self._calls.end()
 
     def _meet(self, name: str, attrs: Attrs, inputs: Arrays, outputs: Arrays, record: bool) -> None:
@@ -350,7 +350,7 @@ class Collectives:
         place = int(attrs["dest_rank" if name == "Send" else "src_rank"])
         if not 0 <= place < len(members) or members[place] == self.mesh.rank:
             told = f"rank {self.mesh.rank}, {name} in group {attrs['group']!r} of ranks {list(members)}"
-            raise ClusterError(f"{told}: place {place} is no other member")
+            raise ClusterError(f"{told}: place {place} is not another member of the group")
         peer = members[place]
         fault = self._test.begin(name)
         if record:

@@ -34,7 +34,7 @@ class CollectiveManager:
         return self.ranks.rank_in(group)
 
     def get_group_size(self, group: str) -> int:
-        """Size of a group."""
+        """Return the size of a group."""
         return self.ranks.size_of(group)
 
     def create_group(self, group: str, ranks: list[int], options: Any = None) -> bool:
@@ -47,7 +47,7 @@ class CollectiveManager:
         return list(self.ranks.known(group))
 
     def get_group_map(self) -> dict[str, list[int]]:
-        """All created groups."""
+        """Return all created groups."""
         return {group: list(ranks) for group, ranks in self.ranks.groups.items()}
 
     def get_world_rank_from_group_rank(self, group: str, rank: int) -> int:
@@ -63,7 +63,7 @@ class CollectiveManager:
         return self.get_rank_id(group)
 
     def get_local_group_size(self, group: str) -> int:
-        """Number of a group's ranks on this host: all of them."""
+        """Return the number of a group's ranks on this host: all of them."""
         return self.get_group_size(group)
 
 
@@ -77,7 +77,7 @@ def stand_in(ranks: Ranks, stack: ExitStack | None = None) -> None:
     from mindspore.ops.function import comm_func
 
     if isinstance(_comm_helper.CollectiveManager, CollectiveManager):
-        raise ClusterError("a virtual cluster is already open in this process: one at a time")
+        raise ClusterError("a virtual cluster is already open in this process; only one can be open at a time")
     manager, world = CollectiveManager(ranks), _comm_helper.GlobalComm
     undo: Callable[..., Any] = stack.callback if stack is not None else lambda *_: None
     # the only two modules through which Python asks; get_rank(), create_group() and the like all end here, so that it

@@ -179,7 +179,7 @@ def refuse_wrong_slices(cell: Any, whole: Mapping[str, np.ndarray], rank: int) -
 
 
 def slice_of(whole: np.ndarray, layout: tuple[Any, ...], rank: int, size: int) -> np.ndarray:
-    """What `rank` holds of a weight.
+    """Return what `rank` holds of a weight.
 
     Args:
         layout: as MindSpore's `parameter_layout_dict` has it: [0] the mesh of a stage's devices, [1] for each axis of

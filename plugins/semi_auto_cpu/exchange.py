@@ -65,17 +65,17 @@ def combine(parts: Sequence[np.ndarray], operation: str, out: np.ndarray) -> Non
 
 
 def tag_of(*what: object) -> int:
-    """The same number on every rank for the same words."""
+    """Return the same number on every rank for the same words."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=7).digest(), "little")
 
 
 def describe(array: np.ndarray) -> str:
-    """Type and shape for messages and to compare."""
+    """Return the type and shape for messages and to compare."""
     return f"{array.dtype.name} {list(array.shape)}"
 
 
 def name_ranks(members: Sequence[int]) -> str:
-    """Members in the order of their group."""
+    """Return the members in the order of their group."""
     return f"ranks {', '.join(map(str, members))}"
 
 
@@ -96,7 +96,7 @@ class Meeting:
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.members)
 
     @property

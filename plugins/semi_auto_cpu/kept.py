@@ -181,7 +181,7 @@ def _cut_zeros(cell: Any, wanted: Mapping[str, list[Any]]) -> None:
 
 
 def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
-    """What is compiled: a cell with inputs, and its parameters before they are sliced."""
+    """Return what is compiled: a cell with inputs, and its parameters before they are sliced."""
     return {
         "class": type(cell).__name__,
         "phase": phase,
@@ -191,7 +191,7 @@ def described(cell: Any, inputs: tuple[Any, ...], phase: str) -> Entry:
 
 
 def weights(cell: Any) -> Entry:
-    """Type and shape of a cell's parameters; after a compile, of their slices."""
+    """Return the type and shape of a cell's parameters; after a compile, of their slices."""
     return {item.name: _tensor(item) for item in cell.get_parameters()}
 
 
@@ -215,7 +215,7 @@ def _groups(ranks: Ranks) -> dict[str, list[int]]:
 
 
 def strategies(phase: str) -> Entry:
-    """What MindSpore knows of the parameters of all ranks and of this rank, after the compile of `phase`."""
+    """Return what MindSpore knows of the parameters of all ranks and of this rank, after the compile of `phase`."""
     from mindspore.parallel.strategy import StrategyLayout
 
     known = StrategyLayout.get_instance()

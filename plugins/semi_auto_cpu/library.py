@@ -58,7 +58,7 @@ class Tensor:
     buffer: type[ctypes.Array]
 
     def view(self, address: int | None) -> np.ndarray:
-        """The tensor at `address` as an array that shares its memory."""
+        """Return the tensor at `address` as an array that shares its memory."""
         if not address or not ctypes.sizeof(self.buffer):
             return np.empty(self.shape, self.dtype)
         return np.frombuffer(memoryview(self.buffer.from_address(address)), self.dtype).reshape(self.shape)
@@ -66,7 +66,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Constant:
-    """An input that is no tensor."""
+    """An input that is not a tensor."""
 
     value: Any
 
@@ -90,14 +90,14 @@ class Call:
     arguments: tuple[int | range | Constant, ...] | None
 
     def take(self, addresses: Sequence[int | None]) -> list[Any]:
-        """The operator's own arguments: arrays, lists of arrays and constants."""
+        """Return the operator's own arguments: arrays, lists of arrays and constants."""
         inputs = [_at(place, address) for place, address in zip(self.inputs, addresses, strict=False)]
         if self.arguments is None:
             return inputs
         return [_argument(argument, inputs) for argument in self.arguments]
 
     def results(self, addresses: Sequence[int | None]) -> list[np.ndarray]:
-        """Where the operator's outputs go."""
+        """Return where the operator's outputs go."""
         return [_at(place, address) for place, address in zip(self.outputs, addresses, strict=False)]
 
 
@@ -214,7 +214,7 @@ class Library:
         return bool(self._loaded.tc3_register(name.encode()))
 
     def registered(self) -> list[str]:
-        """The names of the operators that Python computes on CPU, those of the compiler pass among them."""
+        """Return the names of the operators that Python computes on CPU, those of the compiler pass among them."""
         return json.loads(self._loaded.tc3_registered())
 
     def replace(self, name: str, low: bool = False) -> None:
@@ -295,7 +295,7 @@ def _nothing(*told: Any) -> None:
 
 @lru_cache(maxsize=1)
 def load() -> Library:
-    """The library of this process, compiled first if need be.
+    """Return the library of this process, compiled first if need be.
 
     Raises:
         ClusterError: it cannot be compiled or loaded; the message says why and what helps.

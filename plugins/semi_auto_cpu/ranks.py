@@ -43,7 +43,7 @@ class Ranks:
         """Remember a group, as every member does on a real cluster.
 
         Raises:
-            ClusterError: this rank is no member (a real cluster would hang), or a rank does not exist.
+            ClusterError: this rank is not a member (a real cluster would hang), or a rank does not exist.
         """
         outside = [rank for rank in ranks if not 0 <= rank < self.devices]
         if outside:
@@ -59,7 +59,7 @@ class Ranks:
         return self.groups.get(group) or members_of(group, self.devices, self.rank)
 
     def size_of(self, group: str) -> int:
-        """Number of ranks in a group.
+        """Return the number of ranks in a group.
 
         Raises:
             ClusterError: nobody created it.
@@ -95,13 +95,13 @@ class Ranks:
 
 
 def made_up_name(ranks: tuple[int, ...]) -> str:
-    """The name that MindSpore's C++ gives to a group of these ranks (`GenerateGroupNameByRanks`)."""
+    """Return the name that MindSpore's C++ gives to a group of these ranks (`GenerateGroupNameByRanks`)."""
     return f"{len(ranks)}-{_standard_hash('-'.join(map(str, ranks)).encode())}"
 
 
 @lru_cache(maxsize=4096)
 def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
-    """The ranks of a group that MindSpore's C++ made up and `rank` is in; None where no such group has the name.
+    """Return the ranks of a group that MindSpore's C++ made up and `rank` is in; None where no such group has the name.
 
     They ascend.
     """
@@ -115,7 +115,7 @@ def members_of(group: str, devices: int, rank: int) -> tuple[int, ...] | None:
 
 
 def parts_of_meshes(devices: int, rank: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Every group of `size` ranks with `rank` that varies some axes of a device mesh and keeps the others.
+    """Yield every group of `size` ranks with `rank` that varies some axes of a device mesh and keeps the others.
 
     Then, where `optimizer_weight_shard_size` cuts such a group of more ranks into equal parts, the part with `rank`.
     Axes of any mesh are products of the axes of one whose lengths are primes: these are tried in each order.

@@ -187,7 +187,7 @@ def behind(source: Any, wanted: int) -> tuple[np.ndarray, list[Any]]:
 
 
 def spare_of(source: Any, skipped: Ranges, trained: int, wanted: int) -> int:
-    """How many samples, up to `wanted`, are left behind the `trained` ones of `source` without `skipped`."""
+    """Return how many samples, up to `wanted`, are left behind the `trained` ones of `source` without `skipped`."""
     have = len(source) - count(skipped) - trained
     if have < wanted:
         have += len(behind(source, count(skipped) + wanted)[0])

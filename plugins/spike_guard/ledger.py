@@ -29,7 +29,7 @@ FILE = "skipped.json"
 
 
 def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
-    """The same samples as ranges that are sorted and neither overlap nor touch."""
+    """Return the same samples as ranges that are sorted and neither overlap nor touch."""
     found: list[tuple[int, int]] = []
     for first, stop in sorted((int(first), int(stop)) for first, stop in ranges):
         if found and first <= found[-1][1]:
@@ -40,12 +40,12 @@ def normal(ranges: Iterable[Sequence[int]]) -> Ranges:
 
 
 def count(skipped: Ranges) -> int:
-    """Samples that are left out."""
+    """Return the samples that are left out."""
     return sum(stop - first for first, stop in skipped)
 
 
 def original(position: int, skipped: Ranges) -> int:
-    """Which sample the run gets at `position`. `skipped` is `normal`."""
+    """Return which sample the run gets at `position`. `skipped` is `normal`."""
     for first, stop in skipped:
         if position < first:
             break
@@ -54,17 +54,17 @@ def original(position: int, skipped: Ranges) -> int:
 
 
 def originals(first: int, stop: int, skipped: Ranges) -> Ranges:
-    """Which samples the run gets from position `first` up to `stop`."""
+    """Return which samples the run gets from position `first` up to `stop`."""
     return normal((sample, sample + 1) for sample in (original(each, skipped) for each in range(first, stop)))
 
 
 def reached(done: int, skipped: Ranges) -> int:
-    """How far a run has come that has trained `done` samples: the sample behind the last one of them."""
+    """Return how far a run has come that has trained `done` samples: the sample behind the last one of them."""
     return original(done - 1, skipped) + 1 if done else 0
 
 
 def same_until(done: int, one: Ranges, two: Ranges) -> bool:
-    """Whether two runs of `done` samples have trained the same ones, in the same order."""
+    """Return whether two runs of `done` samples have trained the same ones, in the same order."""
     end = reached(done, one)
     return end == reached(done, two) and _until(end, one) == _until(end, two)
 
@@ -105,12 +105,12 @@ class Entry:
 
 
 def ledger_file(run_dir: str | Path) -> Path:
-    """Where a run keeps it."""
+    """Return where a run keeps it."""
     return Path(run_dir) / FILE
 
 
 def read_ledger(run_dir: str | Path) -> list[Entry]:
-    """The entries of a run, the oldest first; none where it has no ledger.
+    """Return the entries of a run, the oldest first; none where it has no ledger.
 
     Raises:
         DataError: the file cannot be read, or is of another form.
@@ -150,5 +150,5 @@ def add_entry(run_dir: str | Path, entry: Entry) -> None:
 
 
 def samples_of(entries: Sequence[Entry]) -> Ranges:
-    """All samples that they leave out."""
+    """Return all samples that they leave out."""
     return normal(pair for entry in entries for pair in entry.samples)

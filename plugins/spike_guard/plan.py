@@ -28,7 +28,7 @@ from plugins.settings import section_of, whole_number
 from plugins.spike_guard.ledger import Entry, Ranges, normal, originals
 
 SPIKE = "spike: "  # begins the reason
-NO_MORE = "goes back no more (plugins.spike_guard.rollbacks)"  # is in the reason of a run that is given up
+NO_MORE = "does not go back again (plugins.spike_guard.rollbacks)"  # is in the reason of a run that is given up
 
 
 KEY = "plugins.spike_guard"
@@ -69,7 +69,7 @@ def read(settings: Any) -> Settings:
     section = section_of(KEY, settings, SETTINGS, f"write `rollbacks: 3` under it, or {KEY}: False to leave it off")
     steps = f"write a number of steps from {_LEAST_WINDOW} on"
     window = whole_number(KEY, section, "window", steps, _LEAST_WINDOW, usual.window)
-    skip = whole_number(KEY, section, "skip", "write a number of steps, 1 for that of the spike alone", 1, usual.skip)
+    skip = whole_number(KEY, section, "skip", "write a number of steps, 1 for the spike's step only", 1, usual.skip)
     rollbacks = whole_number(KEY, section, "rollbacks", "write how often a run may go back", 1, usual.rollbacks)
     return Settings(window, _threshold(section, usual.threshold), skip, rollbacks, _skipped(section))
 
@@ -83,7 +83,7 @@ def _threshold(section: Mapping[str, Any], usual: float) -> float:
 
 def _skipped(section: Mapping[str, Any]) -> Ranges:
     value = section.get("skipped") or []
-    right = "write [[first, stop], ...], counted in samples from 0 on, as RUN/skipped.json has them"
+    right = "write ranges [[first, stop], ...] of samples counted from 0, as in RUN/skipped.json"
     if not isinstance(value, (list, tuple)):
         raise RecipeError(f"{KEY}.skipped: {value!r}; {right}")
     for number, pair in enumerate(value):
@@ -94,7 +94,7 @@ def _skipped(section: Mapping[str, Any]) -> Ranges:
 
 
 def check(recipe: Mapping[str, Any]) -> Settings:
-    """The settings of a recipe whose `plugins.spike_guard` is on.
+    """Return the settings of a recipe whose `plugins.spike_guard` is on.
 
     Raises:
         RecipeError: settings that are wrong, or a recipe in which the plugin cannot leave samples out, or cannot see.
@@ -104,14 +104,14 @@ def check(recipe: Mapping[str, Any]) -> Settings:
         wrong = f"{KEY} leaves out samples of {LOADER}, not of {_at(recipe, f'{_LOADER}.type')!r}"
         raise RecipeError(f"{_LOADER}.type: {wrong}; leave the plugin out")
     if _at(recipe, f"{_LOADER}.shuffle"):
-        raise RecipeError(f"{_LOADER}.shuffle: which samples a step has would not be known to {KEY}; write False")
+        raise RecipeError(f"{_LOADER}.shuffle: {KEY} could not know the samples of a step; write False")
     if _at(recipe, "context.mode") in (1, "PYNATIVE_MODE"):
         raise RecipeError(f"context.mode: {KEY} is for graph mode; PyNative builds its loader another way; write 0")
     if (_at(recipe, "runner_config.epochs") or 1) != 1:
         again = "a second pass would begin elsewhere when samples are left out of the first"
         raise RecipeError(f"runner_config.epochs: {again} ({KEY}); write 1, and more samples in {_LOADER}.sizes")
     if (_at(recipe, "runner_config.sink_size") or 1) > 1:
-        raise RecipeError(f"runner_config.sink_size: {KEY} sees one step of so many; write 1")
+        raise RecipeError(f"runner_config.sink_size: {KEY} sees only one step of so many; write 1")
     if (_at(recipe, "plugins.finite_loss.stop_after") or 1) != 1:
         raise RecipeError(f"plugins.finite_loss.stop_after: {KEY} goes back at once and takes its place; leave it out")
     for callback in _at(recipe, "callbacks") or []:
@@ -176,7 +176,7 @@ class Window:
 
 
 def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, float | None]]:
-    """The last `size` steps up to `done`, for a `Window`, from the lines of RUN/metrics/rank_N.jsonl.
+    """Return the last `size` steps up to `done`, for a `Window`, from the lines of RUN/metrics/rank_N.jsonl.
 
     A part of the run that repeats steps has a header, and replaces them.
     """
@@ -196,7 +196,7 @@ def good_steps(lines: Iterable[str], done: int, size: int) -> list[dict[str, flo
 def what_follows(
     step: int, wrong: str, before: Sequence[Entry], settings: Settings, batch: int, skipped: Ranges
 ) -> tuple[Entry | None, str]:
-    """What a run does that has met a spike at `step`: the samples to leave out, and the whole in words.
+    """Return what a run does that has met a spike at `step`: the samples to leave out, and the whole in words.
 
     Args:
         wrong: what was seen; before: the spikes for which this run has gone back; batch: samples of a step;

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def samples(total: int, skipped: Iterable[Sequence[int]]) -> list[int]:
-    """The samples of a run in its order, of data with `total` samples."""
+    """Return the samples of a run in its order, of data with `total` samples."""
     out = {sample for first, stop in skipped for sample in range(first, stop)}
     return [sample for sample in range(total) if sample not in out]
 

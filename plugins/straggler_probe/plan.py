@@ -1,4 +1,4 @@
-"""Which ranks are slower than their peers, and by what. Pure.
+"""Find which ranks are slower than their peers, and by what. Pure.
 
 Peers are ranks of one group, such as a pipeline stage, with the same type of device and the same work in a probe. Four
 measures of a rank are compared with those of its peers at the same step (`KINDS`):
@@ -160,7 +160,7 @@ def by_stage(ranks: int, stages: int) -> dict[int, int]:
 
 
 def slow_ranks(records: Iterable[Record], groups: Mapping[int, Hashable] | None = None) -> Verdict:
-    """The ranks of a run that are slower than their peers. A healthy run names any with a chance of `ALARM`.
+    """Return the ranks of a run that are slower than their peers. A healthy run names any with a chance of `ALARM`.
 
     That holds for one look at a run, and for any number of looks within its first `LEAST` probes; who looks all the
     time has that chance once more whenever the number of probes has doubled.

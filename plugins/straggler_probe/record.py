@@ -47,7 +47,7 @@ class Record:
 
 
 def probe_file(run_dir: str | Path, rank: int) -> Path:
-    """Where rank `rank` of a run records its probes."""
+    """Return where rank `rank` of a run records its probes."""
     return Path(run_dir) / "metrics" / f"{_START}{rank}{_END}"
 
 
@@ -57,7 +57,7 @@ def append(path: Path, record: Record) -> None:
 
 
 def read_run(run_dir: str | Path) -> list[Record]:
-    """The records of all ranks of a run, by rank and step; none where it was not probed.
+    """Return the records of all ranks of a run, by rank and step; none where it was not probed.
 
     Raises:
         DataError: see `read`.
@@ -71,7 +71,7 @@ def read(path: Path) -> list[Record]:
     """The records of one file, by step; a resumed run replaces what it repeats, half a killed one's line is left out.
 
     Raises:
-        DataError: a line that is no record.
+        DataError: a line that is not a record.
     """
     return read_steps(path, _record)
 
@@ -85,7 +85,7 @@ def _record(content: Any, place: str) -> Record:
         record = Record(**{field.name: content[field.name] for field in fields(Record)})
         _check(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{place}: no record of a probe ({type(error).__name__}: {error})") from None
+        raise DataError(f"{place}: not a record of a probe ({type(error).__name__}: {error})") from None
     return record
 
 
@@ -93,11 +93,11 @@ def _check(record: Record) -> None:
     """Refuse what no run writes: every later computation takes these for granted."""
     whole: Iterable[Any] = (record.step, record.rank, record.work, record.steps)
     if not all(type(value) is int and value >= 0 for value in whole):
-        raise ValueError("step, rank, work or steps is no whole number")
+        raise ValueError("step, rank, work or steps is not a whole number")
     if not (type(record.host) is str and type(record.device) is str):
-        raise TypeError("host or device is no text")
+        raise TypeError("host or device is not text")
     times = (record.probe, record.seconds, record.data or 0.0, record.cpu, record.waited, record.stopped)
     if not all(type(value) in (int, float) and math.isfinite(value) and value >= 0 for value in times):
-        raise ValueError("a time is negative or no number")
+        raise ValueError("a time is negative or not a number")
     if not record.probe or not record.seconds:
         raise ValueError("a time is 0")

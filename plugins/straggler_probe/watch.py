@@ -41,7 +41,7 @@ SETTINGS = tuple(field.name for field in fields(Settings))
 
 
 def read(settings: Any) -> Settings:
-    """The section of a recipe, with defaults for what it does not write.
+    """Return the section of a recipe, with defaults for what it does not write.
 
     Raises:
         RecipeError: an unknown key, or a value that is no such number.
@@ -94,7 +94,7 @@ def processor_work() -> Callable[[], float]:
 
 
 def of_device(device: str) -> Callable[[], float]:
-    """The piece of work for a type of device."""
+    """Return the piece of work for a type of device."""
     return processor_work() if device == "CPU" else device_products()
 
 

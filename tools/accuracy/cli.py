@@ -37,30 +37,30 @@ _SHOWN = 10  # differences of a rank
 
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new folder for the dump.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="New folder to write the dump into.")
 @click.option("--mini", is_flag=True, help="Dump a mini of RECIPE on CPU: its architecture at toy size.")
-@click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Training steps.")
-@click.option("--level", default="L0", show_default=True, type=click.Choice(LEVELS), help="What is hooked; see above.")
+@click.option("--steps", default=2, show_default=True, type=Number("steps"), help="Number of training steps to dump.")
+@click.option("--level", default="L0", show_default=True, type=click.Choice(LEVELS), help="What is hooked (see above).")
 @click.option(
     "--task",
     type=click.Choice(TASKS),
-    help="Each tensor's max, min, mean and norm, or all its values too.  [default: statistics; tensor at L2]",
+    help="Write each tensor's max, min, mean and norm, or also all its values.  [default: statistics; tensor at L2]",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @unverified_option
 def dump(
     recipe: Path, out: Path, mini: bool, steps: int, level: str, task: str | None, overrides: tuple[str, ...]
 ) -> None:
-    """Train RECIPE for a few steps and dump every tensor with msprobe, for `tc3 accuracy compare`.
+    """Train RECIPE for a few steps and dump every tensor with msprobe, as input of `tc3 accuracy compare`.
 
     Statistics are small (2 MB for recipes/mini/pretrain.yaml, where values take 1.2 GB) and enough to find where two
-    runs part. What changes places or cancels they do not show: dump values (--task tensor) to prove two runs equal, or
+    runs part. They do not show values that change places or cancel: dump values (--task tensor) to prove runs equal, or
     to look at the tensors themselves. A dump that fills its disk is ended before nothing is left free.
 
-    No edit to model or recipe is needed. L0 hooks cells, L1 functions, mix both: these run in PyNative, which is 20 to
+    Neither model nor recipe is edited. L0 hooks cells, L1 functions, mix both: these run in PyNative, which is 20 to
     40 times slower than a graph; L2 dumps the kernels of the compiled graph. The weights after the last step are
     dumped too, and at L1 and L2, which show no weights, those before the first, so that `compare` can judge the
-    optimizer's updates, even that of a single step; from statistics as far as they tell.
+    optimizer's updates, even that of a single step (from statistics only as far as these tell).
 
     Exit codes: 0 dumped, 1 a worker failed or the disk is full, 2 something to mend first, 130/143 interrupted (nothing
     is left then).
@@ -77,9 +77,9 @@ def dump(
 @click.argument("golden", type=click.Path(path_type=Path))
 @click.argument("bench", type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for compare.json and rows.csv.")
-@click.option("--html", "page", is_flag=True, help="Write OUT/compare.html too: one self-contained page.")
+@click.option("--html", "page", is_flag=True, help="Also write OUT/compare.html, one self-contained page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--promoted", is_flag=True, help="GOLDEN computed in a wider data type: that alone is no finding.")
+@click.option("--promoted", is_flag=True, help="GOLDEN was computed in a wider data type; that is not reported.")
 def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bool, promoted: bool) -> None:
     """Compare the dump BENCH with the dump GOLDEN, tensor by tensor, and name the first that diverges.
 
@@ -88,7 +88,7 @@ def compare(golden: Path, bench: Path, out: Path | None, page: bool, as_json: bo
     has, a NaN, and an infinity that only one side has are findings. The first one of the forward pass, of the backward
     pass, among the weights and in state that no gradient trains (counters, biases, caches) is named, and the headline
     says what the earliest of them usually means. A rerun on the same device must have none. Dumps of statistics are
-    judged by these; what they cannot tell is said.
+    judged by their statistics; the result says what statistics cannot tell.
 
     Exit codes: 0 no finding, 1 findings, 2 a wrong input (no dump, not a whole one, another level or task).
     """
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
 @click.argument("recipe", metavar="RECIPE|RUN", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the run's files in this folder.")
-@click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
+@click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def collectives_command(
@@ -132,10 +132,10 @@ def collectives_command(
 ) -> None:
     """Compare the collectives that CPU processes execute with those that `tc3 dryrun` reports.
 
-    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; a recipe for Ascend as the mini that
+    RECIPE is trained for two steps as MindSpore's sharded graph, on made-up data; one for Ascend runs as the mini that
     keeps its parallel strategy (`tc3 train --mini --parallel`). Every rank of the same recipe is compiled, too. Name,
     ranks, type and shape of each collective, tags of Sends and Receives, and the order must agree for every rank.
-    Instead of a recipe, the folder of a sharded run may be given: nothing is trained then.
+    Instead of a recipe, the folder of a sharded run may be given; then nothing is trained.
 
     Exit codes: 0 equal; 1 they differ, line by line; 2 unknown, because something did not run, or a wrong input.
     """
@@ -145,7 +145,7 @@ def collectives_command(
     require_verified()
     if recipe.is_dir():
         if overrides or keep:
-            raise click.UsageError("--set and --keep are for a recipe: a run's folder is compared as it is")
+            raise click.UsageError("--set and --keep go with a recipe: a run's folder is compared unchanged")
         _tell(recipe, collectives.compare_run(recipe, jobs), as_json)
     flat = collectives.sharded_recipe(recipe, overrides)
     if keep is not None and keep.exists() and any(keep.iterdir()):
@@ -187,7 +187,7 @@ class DtypeName(click.ParamType):
     name = "dtype"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """The full name."""
+        """Return the full name."""
         if value not in [*NAMES, *NAMES.values()]:
             hint = did_you_mean(value, [*NAMES, *NAMES.values()])
             self.fail(f"unknown data type {value!r}, expected one of {', '.join(NAMES)}{hint}", param, ctx)
@@ -196,7 +196,7 @@ class DtypeName(click.ParamType):
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def accuracy() -> None:
-    """Prove that the arithmetic is right, as the training report does (section 3)."""
+    """Verify that the arithmetic is right, as section 3 of the training report does."""
 
 
 accuracy.add_command(align)
@@ -210,13 +210,13 @@ accuracy.add_command(fusion_command)
 @accuracy.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 @click.option(
-    "--dtype", "dtypes", multiple=True, type=DtypeName(), help="fp32, fp16, bf16 (all by default), or hf32 alone."
+    "--dtype", "dtypes", multiple=True, type=DtypeName(), help="Types: fp32, fp16, bf16 (all by default), or only hf32."
 )
-@click.option("--reruns", default=3, show_default=True, type=Number("reruns"), help="Runs that must be identical.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the inputs.")
+@click.option("--reruns", default=3, show_default=True, type=Number("reruns"), help="Number of runs to compare.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
-@click.option("--list", "list_only", is_flag=True, help="List the operators, and stop.")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML page here.")
+@click.option("--list", "list_only", is_flag=True, help="List the operators and run none.")
 @unverified_option
 def ops(
     names: tuple[str, ...],
@@ -229,9 +229,9 @@ def ops(
 ) -> None:
     """Compare operators on this device with a golden baseline on CPU.
 
-    Forward and backward by the report's Table 2 (tolerance by data type and accumulation count), infinities, NaN,
+    Compares forward and backward by the report's Table 2 (tolerance by type and accumulation count), infinities, NaN,
     denormals and zeros, and whether reruns are bit-identical. NAME is an operator with all its variants (rms_norm) or
-    one variant (rms_norm.fused); all operators without any. What has no kernel on this device is listed.
+    one variant (rms_norm.fused); without NAME all are compared. Operators without a kernel on this device are listed.
 
     Exit codes: 0 nothing failed, 1 failures found, 2 a wrong input.
     """
@@ -241,7 +241,7 @@ def ops(
         click.echo("\n".join(list_lines()))
         return
     if "hfloat32" in dtypes and set(dtypes) != {"hfloat32"}:
-        raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 alone")
+        raise click.UsageError("hf32 cannot be switched off again in a process: give --dtype hf32 and no other type")
     pairs = _pairs(names, dtypes or DEFAULT)
     check_page(page)
     require_verified()
@@ -277,7 +277,7 @@ def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise click.BadParameter(f"{name!r} is no operator{hint}; `--list` shows all", param_hint="NAME")
+            raise click.BadParameter(f"{name!r} is not an operator{hint}; `--list` shows all", param_hint="NAME")
     chosen = [spec for spec in SPECS.values() if not names or {spec.name, spec.name.split(".")[0]} & set(names)]
     pairs = [(spec, dtype) for spec in chosen for dtype in dtypes if dtype in spec.dtypes]
     if not pairs:

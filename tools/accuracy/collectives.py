@@ -33,7 +33,7 @@ EQUAL, DIFFERS, UNKNOWN = "equal", "differs", "unknown"
 
 
 def sharded_recipe(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe, or of one for Ascend the mini that keeps its parallel strategy.
+    """Return the recipe, or of one for Ascend the mini that keeps its parallel strategy.
 
     Raises:
         RecipeError: the file or an override is wrong, or MindSpore shards nothing of it.
@@ -50,7 +50,7 @@ def refuse_unsharded(recipe: Recipe) -> None:
     """Raise RecipeError for a recipe that is not executed as a sharded graph, on two processes or more."""
     if not chosen(recipe):
         wants = "context.device_target: CPU and parallel.parallel_mode: 1 (semi-auto parallel; docs/semi-auto-cpu.md)"
-        raise RecipeError(f"{recipe.source}: MindSpore inserts no collectives into it on CPU: that wants {wants}")
+        raise RecipeError(f"{recipe.source}: on CPU MindSpore inserts collectives into a recipe only with {wants}")
     if View(recipe).devices == 1:
         raise RecipeError(
             f"{recipe.source}: it has one process, which sends nothing: see use_parallel, parallel_config"
@@ -128,7 +128,7 @@ def compare_run(run_dir: Path, at_once: int | None = None) -> Verdict:
 
 
 def recipe_of_run(run_dir: Path) -> Recipe:
-    """What a run trained, without what is not in its graph, so that runs of one recipe share their compiles.
+    """Return what a run trained, without what is not in its graph, so that runs of one recipe share their compiles.
 
     Raises:
         RecipeError: there is none, or it is not sharded.
@@ -153,14 +153,14 @@ class Executed(NamedTuple):
 
 
 def read_record(run_dir: Path, rank: int) -> Executed:
-    """What a rank noted of its first step.
+    """Return what a rank noted of its first step.
 
     Raises:
         DataError: nothing, or not what it should be.
     """
     file = calls_file(run_dir, rank)
     if not file.is_file():
-        raise DataError(f"{file}: missing: this rank has not ended its first step, or was trained by an older checkout")
+        raise DataError(f"{file}: missing: the rank did not finish its first step, or was trained by an older checkout")
     try:
         told = json.loads(file.read_text("utf-8"))
         places = {str(group): int(place) for group, place in told["places"].items()}
@@ -170,7 +170,7 @@ def read_record(run_dir: Path, rank: int) -> Executed:
 
 
 def rank_calls(result: Mapping[str, Any], executed: Executed) -> RankCalls:
-    """One rank: result of its compile, and what it did."""
+    """Return one rank: result of its compile, and what it did."""
     calls, rank = executed.calls, result["rank"]
     found = compare_calls(result["graph"], calls)
     return RankCalls(

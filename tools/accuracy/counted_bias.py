@@ -1,4 +1,4 @@
-"""How many choices each expert got in every step: MindFormers forgets it before a recorder's turn comes."""
+"""Count how many choices each expert got in every step: MindFormers forgets it before a recorder's turn comes."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ LARGEST = {
 
 
 def golden_dtype(dtype: str, wide: bool = True) -> type[np.floating]:
-    """What the golden baseline of inputs of `dtype` is computed in."""
+    """Return what the golden baseline of inputs of `dtype` is computed in."""
     return np.float64 if dtype == "float32" and wide else np.float32
 
 
 def round_bfloat16(values: np.ndarray) -> np.ndarray:
-    """The nearest bfloat16 of each float32, ties to even, as float32 (any shape); NaN stays NaN."""
+    """Return the nearest bfloat16 of each float32, ties to even, as float32 (any shape); NaN stays NaN."""
     values = np.asarray(values, np.float32)
     bits = values.view(np.uint32)
     # the upper half of a float32 is a bfloat16: add just under half of its last place, one more where it is odd
@@ -59,7 +59,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def promoted(values: np.ndarray, dtype: str, wide: bool = True) -> np.ndarray:
-    """Values of a test input in the golden baseline's type; integers and booleans as they are."""
+    """Return the values of a test input in the golden baseline's type; integers and booleans as they are."""
     return values.astype(golden_dtype(dtype, wide)) if np.issubdtype(values.dtype, np.floating) else values
 
 
@@ -68,12 +68,12 @@ FILE = Path(__file__).with_name("tolerance.yaml")
 
 @cache
 def table() -> dict[str, Any]:
-    """The file's content: columns, alias, systematic, lower_bound."""
+    """Return the file's content: columns, alias, systematic, lower_bound."""
     return yaml.safe_load(FILE.read_text("utf-8"))
 
 
 def tolerance(dtype: str, count: int, roundings: int = 1) -> float:
-    """The largest error allowed, as `judge.errors` measures it.
+    """Return the largest error allowed, as `judge.errors` measures it.
 
     Args:
         dtype: of the operator's inputs: float32, float16, bfloat16 or hfloat32.
@@ -96,7 +96,7 @@ def systematic(dtype: str) -> tuple[float, float]:
 
 
 def lower_bound() -> float:
-    """The smallest magnitude of a test input."""
+    """Return the smallest magnitude of a test input."""
     return table()["lower_bound"]
 
 
@@ -162,6 +162,6 @@ def _special_errors(got: np.ndarray, want: np.ndarray, smallest: float, floor: f
 
 
 def same_bits(first: np.ndarray, other: np.ndarray) -> int:
-    """How many elements of a rerun differ in any bit (NaN equals itself)."""
+    """Return how many elements of a rerun differ in any bit (NaN equals itself)."""
     kind = np.dtype(f"u{first.dtype.itemsize}")
     return int((first.view(kind) != other.view(kind)).sum())

@@ -20,15 +20,15 @@ summary { cursor: pointer; } code { font-size: .9em; } .note { color: #888; }
 
 
 def check_page(page: Path | None, option: str = "--html") -> None:
-    """Raise DataError where a page cannot be written, or would replace what is no page."""
+    """Raise DataError where a page cannot be written, or would replace what is not a page."""
     if page is None or not (page.exists() or page.is_symlink()):
         _check_folder(page, option)
         return
     if not page.is_file():
-        raise DataError(f"{option} {page}: exists and is no file")
+        raise DataError(f"{option} {page}: exists and is not a file")
     with page.open("rb") as file:
         if file.read(len(BEGINS)) not in (BEGINS, b""):
-            raise DataError(f"{option} {page}: exists and is no HTML page, which would be lost: choose another name")
+            raise DataError(f"{option} {page}: exists and is not an HTML page; it would be lost: choose another name")
 
 
 def check_out(out: Path | None, *dumps: Path) -> None:
@@ -37,7 +37,7 @@ def check_out(out: Path | None, *dumps: Path) -> None:
         return
     for dump in dumps:
         if real_path(dump) in (real_path(out), *real_path(out).parents):
-            raise DataError(f"--out {out}: lies in the dump {dump}, which stays as it is: choose another folder")
+            raise DataError(f"--out {out}: lies in the dump {dump}, which must not change: choose another folder")
     _check_folder(out / "compare.json", "--out")
 
 
@@ -47,4 +47,4 @@ def _check_folder(file: Path | None, option: str) -> None:
     while not place.exists():
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK) or os.statvfs(place).f_blocks == 0:
-        raise DataError(f"{option} {file}: {place} is no folder that one can write to")
+        raise DataError(f"{option} {file}: {place} is not a folder that one can write to")

@@ -61,14 +61,14 @@ def picture(plan: Plan) -> str:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", required=False, type=click.Path(path_type=Path))
-@click.option("--workers", type=int, help="Workers on this host; default: the recipe's, or one for each NPU.")
+@click.option("--workers", type=int, help="Number of workers on this host; default: the recipe's, or one for each NPU.")
 @root_option
-@click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file for `msrun --bind_numa`.")
+@click.option("--bind-file", type=click.Path(path_type=Path), help="Write the file that `msrun --bind_numa` reads.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
 def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Path | None, as_json: bool) -> None:
-    """Plan the cores of each worker: near its NPU, nobody else's, by role; with RECIPE, for its workers on one node.
+    """Plan which cores each worker gets: near its NPU, shared with nobody, divided by role; RECIPE gives their number.
 
-    Nothing is changed. Exit code: 0 a plan, 2 something to mend first.
+    The command changes nothing. Exit code: 0 a plan was made, 2 something has to be mended first.
     """
     if bind_file is not None:
         check_writable(bind_file)
@@ -85,7 +85,7 @@ def affinity(recipe: Path | None, workers: int | None, root: Path, bind_file: Pa
 
 
 def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
-    """The plan for machines; lists of cores in Linux's form."""
+    """Return the plan for machines; lists of cores in Linux's form."""
     host, devices = plan.host, [worker.npu for worker in plan.workers]
     words = msrun.prefixes(plan, numactl) if plan.binds else [[] for _ in devices]
     theirs = msrun.own_plan(host, devices)

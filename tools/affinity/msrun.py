@@ -67,7 +67,7 @@ def prefixes(plan: Plan, numactl: bool) -> list[list[str]]:
 
 
 def obstacle(host: Host, plan: Plan) -> str | None:
-    """Why msrun would not take the file; None if it would."""
+    """Return why msrun would not take the file; None if it would."""
     if not host.msrun:
         return (
             "msrun of MindSpore 2.9.0 reads the cpuset of control groups of version 1 only; here it refuses every bind "
@@ -80,7 +80,7 @@ def obstacle(host: Host, plan: Plan) -> str | None:
 
 
 def own_plan(host: Host, devices: Sequence[int | None]) -> list[list[int]]:
-    """The cores of each worker under `msrun --bind_core=True`; none where it would bind nothing.
+    """Return the cores of each worker under `msrun --bind_core=True`; none where it would bind nothing.
 
     It cuts the cores into equal parts, fills a device from its own NUMA node and then from the nodes that are nobody's,
     in order and however far. Where `npu-smi` does not answer, or a node's cores are not all ranges, it deals them out
@@ -122,7 +122,7 @@ def _by_node(host: Host, npus: Sequence[int], share: int) -> dict[int, list[int]
 
 
 def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int], list[str]]:
-    """The NPUs that workers get, first worker first, and what is wrong with ASCEND_RT_VISIBLE_DEVICES.
+    """Return the NPUs that workers get, first worker first, and what is wrong with ASCEND_RT_VISIBLE_DEVICES.
 
     MindSpore sorts the list before it names a device (`_get_physical_device_id`), and CANN takes ascending lists only.
     """
@@ -145,7 +145,7 @@ def visible(environ: Mapping[str, str], npus: Sequence[int]) -> tuple[list[int],
 
 
 def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
-    """The plan for the workers of a recipe on one node, for so many, or for one on each NPU.
+    """Return the plan for the workers of a recipe on one node, for so many, or for one on each NPU.
 
     Raises:
         ClusterError: neither says how many; more workers than NPUs. RecipeError: the recipe cannot be read.
@@ -157,7 +157,7 @@ def plan_for(host: Host, recipe: Path | None, workers: int | None) -> Plan:
         raise ClusterError(f"--workers {workers} {wrong}")
     count = workers or (_on_a_node(view, on_cpu) if view is not None else len(npus))
     if not count:
-        raise ClusterError("no NPU is seen here: name a RECIPE or the number of --workers")
+        raise ClusterError("this host has no NPU: name a RECIPE or the number of --workers")
     if view is not None and on_cpu and not view.on_cpu:
         notes = [*notes, "the recipe is for NPUs, of which none is seen here: planned as for workers on CPU"]
     plan = make_plan(host, count, None if on_cpu else npus)

@@ -72,7 +72,7 @@ class Worker:
     memory: list[int]
 
     def counts(self, host: Host) -> dict[str, int]:
-        """Cores on its own node, elsewhere in its socket, and on another socket."""
+        """Return the cores on its own node, elsewhere in its socket, and on another socket."""
         return how_far(host, self.home, self.cores)
 
 
@@ -89,12 +89,12 @@ class Plan:
 
     @property
     def binds(self) -> bool:
-        """Whether there are cores for every worker."""
+        """Return whether there are cores for every worker."""
         return all(worker.cores for worker in self.workers)
 
 
 def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
-    """How many of `cores` are on node `home`, elsewhere in its socket, and remote."""
+    """Return how many of `cores` are on node `home`, elsewhere in its socket, and remote."""
     far = [host.distance[home, host.node_of(core)] for core in cores]
     own = sum(distance == OWN for distance in far)
     remote = sum(distance >= SOCKET for distance in far)
@@ -108,7 +108,7 @@ def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
         ClusterError: there are fewer NPUs than workers.
     """
     if npus is not None and len(npus) < count:
-        raise ClusterError(f"{count} workers on {len(npus)} NPUs: every worker needs one of its own")
+        raise ClusterError(f"{count} workers on {len(npus)} NPUs: every worker needs an NPU of its own")
     devices: list[int | None] = list(npus[:count]) if npus is not None else [None] * count
     total = sum(len(host.free(node)) for node in host.nodes)
     if total < count:
@@ -173,7 +173,7 @@ def _workers(host: Host, devices: list[int | None], homes: list[int], free: Mapp
 
 
 def roles(cores: list[int]) -> dict[str, list[int]]:
-    """A worker's cores by what MindSpore calls its modules, from near to far.
+    """Return a worker's cores by what MindSpore calls its modules, from near to far.
 
     `main` is wide, for msrun starts the process on it, and every thread that has no module of its own (the pool of CPU
     kernels, the communication library) stays there. The first two of it are free of the runtime's fixed threads. With

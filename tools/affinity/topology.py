@@ -18,7 +18,7 @@ MSRUN_READS = "/sys/fs/cgroup/cpuset/cpuset.cpus"  # mindspore/runtime/thread_bi
 
 
 def allowed(root: Root) -> list[int] | None:
-    """Cores of the process's cpuset, cut to those that it may be scheduled on; None where nothing says.
+    """Return the cores of the process's cpuset, cut to those that it may be scheduled on; None where nothing says.
 
     Control groups of version 1 and of version 2 are read; in a container the process's own group is mounted as the
     top one, so a group's path is tried from the deepest folder upwards.
@@ -32,7 +32,7 @@ def allowed(root: Root) -> list[int] | None:
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Cores for `msrun --bind_core` and `--bind_numa FILE`: version 1's alone, none on a host of version 2."""
+    """Cores for `msrun --bind_core` and `--bind_numa FILE`: version 1's only, none on a host of version 2."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
@@ -81,16 +81,16 @@ class Host:
     memory: frozenset[int] = frozenset()
 
     def free(self, node: int) -> list[int]:
-        """The allowed cores of a node."""
+        """Return the allowed cores of a node."""
         return [core for core in self.nodes[node] if core in self.allowed]
 
     def node_of(self, core: int) -> int:
-        """The node of a core."""
+        """Return the node of a core."""
         return next(node for node, cores in self.nodes.items() if core in cores)
 
 
 def read_host(root: Root) -> Host:
-    """The host below `root`.
+    """Return the host below `root`.
 
     Raises:
         ClusterError: nothing there says which cores it has, or what says it cannot be read.
@@ -111,7 +111,7 @@ def read_host(root: Root) -> Host:
     except ValueError as error:
         if isinstance(error, ClusterError):
             raise
-        raise ClusterError(f"{root.path}: a list of cores or distances there cannot be read ({error})") from None
+        raise ClusterError(f"{root.path}: one of its lists of cores or distances cannot be read ({error})") from None
 
 
 def _nodes(root: Root) -> dict[int, list[int]]:
@@ -191,5 +191,5 @@ root_option = click.option(
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path("/"),
     callback=_recorded,
-    help="A recorded host instead of this one.",
+    help="Read a recorded host (a folder) instead of this one.",
 )

@@ -22,7 +22,7 @@ _STRATEGY = ("parallel", "dataset_strategy")
 
 
 def check_arithmetic(view: View, built: Built, found: Findings) -> None:
-    """Every rule that follows from sizes alone."""
+    """Every rule that follows from sizes only."""
     _experts(view, built, found)
     _router(view, built, found)
     check_heads(view, built, found)
@@ -50,7 +50,7 @@ def _experts(view: View, built: Built, found: Findings) -> None:
         found.error((*MODEL, "first_k_dense_replace"), wrong, f"at most {layers}", rule="dense_replace")
     frequency = built.fields.get("moe_layer_freq")
     if dense and type(frequency) is int and frequency > 1:
-        found.error((*MODEL, "moe_layer_freq"), "cannot stand beside first_k_dense_replace", "1", rule="layer_freq")
+        found.error((*MODEL, "moe_layer_freq"), "cannot be combined with first_k_dense_replace", "1", rule="layer_freq")
     template = [0] * dense + [1] * (layers - dense)
     if isinstance(frequency, list) and (frequency != template if dense else len(frequency) != layers):
         wrong = f"does not describe {layers} layers with {dense} dense ones first"
@@ -87,7 +87,7 @@ def _tied(view: View, found: Findings) -> None:
     """The training models of this family have output weights of their own, whatever these keys say."""
     for key, tied in (("tie_word_embeddings", True), ("untie_embeddings_and_output_weights", False)):
         if view.get((*MODEL, key)) is tied:
-            found.warning((*MODEL, key), "does not reach the training model: it ties nothing", f"{not tied}")
+            found.warning((*MODEL, key), "does not reach the training model, so nothing is tied", f"{not tied}")
 
 
 def _divisions(view: View, built: Built, found: Findings) -> None:
@@ -114,7 +114,7 @@ def _nodes(view: View, built: Built, found: Findings) -> None:
     node = built.number("npu_nums_per_device", DEVICES_PER_NODE)
     if view.tp > node or (view.devices >= node and node % view.tp):
         wrong = f"{view.tp} tensor-parallel ranks do not fit into a node of {node} devices"
-        found.warning((*PARALLEL, "model_parallel"), wrong, f"a divisor of {node}: it talks in every layer")
+        found.warning((*PARALLEL, "model_parallel"), wrong, f"a divisor of {node}: it communicates in every layer")
     if built.number("num_moe_experts") and view.ep > node and view.ep % node:
         wrong = f"an expert group of {view.ep} fills no whole number of nodes of {node}"
         found.warning((*PARALLEL, "expert_parallel"), wrong, f"a divisor or a multiple of {node}")
@@ -172,7 +172,7 @@ def _fill(view: View, built: Built, found: Findings) -> None:
 
 
 def columns_of(view: View) -> list[str]:
-    """The columns that a GPTDataset returns for the recipe's mask settings."""
+    """Return the columns that a GPTDataset returns for the recipe's mask settings."""
     if view.flag((*LOADER, "config", "create_compressed_eod_mask")):
         return [*_COLUMNS, "actual_seq_len"]
     return [*_COLUMNS, "attention_mask"] if view.flag((*LOADER, "config", "create_attention_mask"), True) else _COLUMNS
@@ -197,7 +197,7 @@ def _dataset(view: View, built: Built, found: Findings) -> None:
             found.error(("train_dataset", key), wrong, f"write {wanted}", rule="columns")
     sizes = view.get((*LOADER, "sizes"))
     if isinstance(sizes, list) and sizes and type(sizes[0]) is int and 0 <= sizes[0] < view.global_batch:
-        wrong = f"{sizes[0]} samples are no whole step of {view.global_batch}"
+        wrong = f"{sizes[0]} samples are less than one step of {view.global_batch}"
         found.error((*LOADER, "sizes"), wrong, "more samples", rule="dataset_size")
 
 
@@ -217,7 +217,7 @@ def _strategy(view: View, found: Findings) -> None:
     if strategy is None or (strategy == "full_batch" and view.flag(("parallel", "full_batch"), True)):
         return
     if not isinstance(strategy, list) or not all(_whole(row) for row in strategy):
-        wrong = f"{strategy!r} is no list of lists of numbers"
+        wrong = f"{strategy!r} is not a list of lists of numbers"
         found.error(_STRATEGY, wrong, f"[[{view.dp}, 1], ...], or none", rule="strategy_list")
         return
     wrong_rows = [row for row in strategy if row[0] != view.dp]
@@ -315,7 +315,7 @@ def _schedule(view: View, found: Findings) -> None:
         found.error(("lr_schedule", "warmup_steps"), f"{warmup} of {total} steps", "fewer than total_steps")
     rates = (("lr_schedule",), ("grouped_lr_schedule",), ("optimizer", "learning_rate"))
     if all(view.get(path) is None for path in rates):
-        found.error(("optimizer",), "there is no lr_schedule and no learning_rate", "write a schedule")
+        found.error(("optimizer",), "the recipe has neither lr_schedule nor learning_rate", "write a schedule")
 
 
 _ALGORITHM = (*PARALLEL, "context_parallel_algo")
@@ -364,7 +364,7 @@ def _ulysses(view: View, model: Model | None, found: Findings) -> None:
     """Warn of a setting that brings nothing; refuse one that does not compile."""
     degree = view.number(DEGREE, 1) if view.parallel else 1
     if view.get(_ALGORITHM) == "ulysses_cp" and view.parallel and degree == 1 < view.cp:
-        wrong = "alone changes nothing: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"
+        wrong = "changes nothing by itself: MindFormers reads ulysses_degree_in_cp, and gathers keys and values at 1"
         found.warning(_ALGORITHM, wrong, "colossalai_cp, which says what it does", rule="heads_cp")
     if degree <= 1 or view.cp % degree or (model and model.heads % (view.tp * degree)):
         return  # nothing, or said already

@@ -110,7 +110,7 @@ def _unresolved(failed: list[UnresolvedError], found: Findings) -> None:
 
 
 def is_fragment(source: str) -> bool:
-    """Whether a file is a part of recipes (recipes/base/): only its keys can be checked."""
+    """Return whether a file is a part of recipes (recipes/base/): only its keys can be checked."""
     return Path(source).parent.name == "base"
 
 
@@ -180,7 +180,7 @@ def _own_budget(view: View, tokens: int) -> int | None:
 
 
 def side_by_side(tables: list[tuple[str, dict[str, Any]]]) -> Table:
-    """One rich table, a column for each recipe."""
+    """Return one rich table, a column for each recipe."""
     shown = Table(show_edge=False, pad_edge=False)
     shown.add_column("")
     for name, _ in tables:

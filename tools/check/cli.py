@@ -27,16 +27,16 @@ LAYOUT = ".layout.yaml"  # what `offset: auto` of the recipe beside it stands fo
 @click.command()
 @click.argument("recipes", nargs=-1, type=click.Path(path_type=Path), metavar="RECIPE...")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--schema", is_flag=True, help="Print the JSON Schema for editors, and stop.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema for editors and check nothing.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option(
-    "--token-budget", type=Tokens(), metavar="N", help="Tokens to train, for the number of steps: 300M, 1.5B, 10T."
+    "--token-budget", type=Tokens(), metavar="N", help="Say how many steps these tokens take: 300M, 1.5B, 10T."
 )
 @click.option(
-    "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config (seconds)."
+    "--build/--no-build", default=True, help="Also let MindFormers itself build the model's config; takes seconds."
 )
-@click.option("--here", is_flag=True, help="The run starts on this machine: missing data is an error.")
-@click.option("--strict", is_flag=True, help="Warnings refuse a recipe too.")
+@click.option("--here", is_flag=True, help="Check for a run on this machine: missing data is an error.")
+@click.option("--strict", is_flag=True, help="Refuse a recipe that has warnings, too.")
 @unverified_option
 def check(
     recipes: tuple[Path, ...],
@@ -50,8 +50,8 @@ def check(
 ) -> None:
     """Prove without a device that RECIPEs are what MindFormers will run, and print their sizes.
 
-    Of a fragment (a file in a folder `base`) only the keys are checked; a `card.yaml` or
-    `*.layout.yaml` is no recipe and is left out.
+    In a fragment (a file in a folder `base`) only the keys are checked; a `card.yaml` or
+    `*.layout.yaml` is not a recipe and is left out.
 
     Exit codes: 0 clean, 1 findings, 2 a file cannot be read.
     """

@@ -58,7 +58,7 @@ def check_plugins(view: View, built: Built, found: Findings) -> None:
         _attention_balance(view, found)
     _packed_labels(view, found)
     if view.get(_HELD_OUT) not in (None, False) and (view.tp * view.pp * view.cp > 1 or view.accumulation > 1):
-        wrong = "it evaluates data-parallel ranks alone, and the step as a whole"
+        wrong = "it evaluates only data-parallel ranks, and only the whole step"
         found.error(_HELD_OUT, wrong, "False with tensor, pipeline or context parallelism or accumulated gradients")
     if view.get(_FINITE, False) is not False:
         _settings(_FINITE, finite_loss.read, view.get(_FINITE), found)

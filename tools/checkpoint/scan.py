@@ -50,12 +50,12 @@ def scan_checkpoints(
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether any rank has sealed its part: a run of this repository wrote it, and got that far."""
+    """Return whether any rank has sealed its part: a run of this repository wrote it, and got that far."""
     return any(folder.glob("seal_rank_*.json"))
 
 
 def later_than(root: Path, taken: Path) -> list[Path]:
-    """The iterations under `root` that a run which goes on from `taken` leaves behind, newest first.
+    """Return the iterations under `root` that a run which goes on from `taken` leaves behind, newest first.
 
     Those after it, if it is one of them; else all, for they are another run's.
     """

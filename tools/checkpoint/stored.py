@@ -39,7 +39,7 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
         folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
 
     Raises:
-        CheckpointError: a file cannot be read, a placement is no permutation, or two ranks differ.
+        CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
     """
     found: dict[str, np.ndarray] = {}
     for file in sorted(folder.glob("*-model-*.safetensors")):
@@ -47,7 +47,7 @@ def read_placements(folder: Path) -> dict[str, np.ndarray]:
             if not np.array_equal(np.sort(slots), np.arange(len(slots))):
                 raise CheckpointError(f"{file}: {module}.{PLACEMENT} does not give each expert a slot of its own")
             if not np.array_equal(found.setdefault(module, slots), slots):
-                raise CheckpointError(f"{file}: {module}.{PLACEMENT} is not that of the other ranks")
+                raise CheckpointError(f"{file}: {module}.{PLACEMENT} differs from that of the other ranks")
     return found
 
 
@@ -63,7 +63,7 @@ def _in_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """The modules whose experts do not stand in logical order."""
+    """Return the modules whose experts do not stand in logical order."""
     return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
 
 
@@ -111,12 +111,12 @@ class Tensor:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """The shape of a slice."""
+        """Return the shape of a slice."""
         return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that hold a part of it."""
+        """Return those that hold a part of it."""
         return tuple(sorted({rank for copies in self.copies for rank, _ in copies}))
 
 
@@ -129,7 +129,7 @@ class Stored:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of which the checkpoint says how it lies, every slice of it there.
+        """Return every tensor of which the checkpoint says how it lies, every slice of it there.
 
         Raises:
             CheckpointError: a slice or a tensor is missing, or has another shape than the metadata say.
@@ -163,7 +163,7 @@ class Stored:
         return found
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """The whole of one tensor, and the ranks whose copy of a slice is not, bit by bit, that of the first."""
+        """Return the whole of one tensor, and the ranks whose copy of a slice is not, bit by bit, that of the first."""
         tensor = self.tensors[name]
         whole, differing = None, set()
         for place, copies in enumerate(tensor.copies):
@@ -180,7 +180,7 @@ class Stored:
         return whole, tuple(sorted(differing))
 
     def read_from(self, file: str, name: str) -> np.ndarray:
-        """What one file holds of a tensor."""
+        """Return what one file holds of a tensor."""
         with safe_open(self.folder / file, "np") as tensors:
             array: np.ndarray = tensors.get_tensor(name)
         return array
@@ -204,7 +204,7 @@ class Stored:
     ) -> tuple[tuple[int, str], ...]:
         entries = storage.get(str((name, (place,))), [])
         if not entries:
-            raise CheckpointError(f"{self.folder}: {name}: no file is named that holds slice {place}")
+            raise CheckpointError(f"{self.folder}: {name}: metadata.json names no file with slice {place}")
         for entry in entries:
             file = entry["file_name"]
             if name not in self.files.get(file, {}):
@@ -218,7 +218,7 @@ class Stored:
 
 
 def open_stored(folder: Path) -> Stored:
-    """A checkpoint by the headers of its files.
+    """Return a checkpoint by the headers of its files.
 
     Args:
         folder: MindFormers' `iteration_*`.
@@ -233,13 +233,13 @@ def open_stored(folder: Path) -> Stored:
 
 
 def rank_of(name: str) -> int:
-    """The rank in a file's name, which ends in `-<rank>-<world size>.safetensors`."""
+    """Return the rank in a file's name, which ends in `-<rank>-<world size>.safetensors`."""
     words = name.removesuffix(".safetensors").split("-")
     return int(words[-2]) if len(words) > 2 and words[-2].isdecimal() else 0
 
 
 def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A metadata.json: name -> tensor, and slice -> the files that hold it.
+    """Return a metadata.json: name -> tensor, and slice -> the files that hold it.
 
     Raises:
         CheckpointError: it is not what MindFormers writes.
@@ -255,7 +255,7 @@ def read_metadata(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for kind, section, holds in (("tensor", listed, _is_tensor), ("slice", storage, _is_slice)):
         wrong = [name for name in section if not holds(section[name])] if isinstance(section, dict) else ["all"]
         if wrong:
-            raise CheckpointError(f"{file}: {wrong[0]}: MindFormers' metadata describe no {kind} so: is it damaged?")
+            raise CheckpointError(f"{file}: {wrong[0]}: MindFormers' metadata describe no {kind} like this: damaged?")
     return listed, storage
 
 
@@ -299,7 +299,7 @@ _BESIDE = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that end with a pa
 
 
 def kind_of(name: str) -> Kind:
-    """A trained weight, the optimizer's state of one, or another number: counters, the balance of routers."""
+    """Return a trained weight, the optimizer's state of one, or another number: counters, the balance of routers."""
     if name.startswith(_BESIDE):
         return "optimizer"
     return "weights" if name.rsplit(".", 1)[-1] in _TRAINED else "other"
@@ -323,7 +323,7 @@ class Whole:
 
 
 def read_whole(folder: Path) -> Whole:
-    """All tensors of one iteration, in whole.
+    """Return all tensors of one iteration, in whole.
 
     Args:
         folder: MindFormers' `iteration_*`.

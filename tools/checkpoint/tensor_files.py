@@ -114,7 +114,7 @@ class Made:
 
 
 def in_order(tensors: Mapping[str, Made]) -> list[str]:
-    """Names in the order of the file."""
+    """Return the names in the order of the file."""
     return sorted(tensors, key=lambda name: (_ORDER.index(tensors[name].dtype), name))
 
 

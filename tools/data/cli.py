@@ -19,24 +19,24 @@ DEFAULT_VOCAB = 2048
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
 
 INPUT_HELP = (
-    "What to read; repeat it for more. Text: one file is one document. JSON lines (.jsonl .ndjson .json): one line is"
+    "Read this; may be repeated. Text: one file is one document. JSON lines (.jsonl .ndjson .json): one line is"
     " one document. Either may be .gz. DIR: its text-like files and those of its sub-folders, sorted; text-like is "
     + " ".join(FOLDER_SUFFIXES)
     + ". stdlib: the sources of Python's standard library."
 )
-OUTPUT_HELP = "Writes PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). Its folder is created."
+OUTPUT_HELP = "Write PREFIX.bin, PREFIX.idx and PREFIX.json (counts, ids, sources). The folder is created."
 TOKENIZER_HELP = (
     "bytes: train a byte-level BPE on the corpus and save it as PREFIX_tokenizer/. DIR: a Hugging Face tokenizer"
     " folder, such as the PREFIX_tokenizer/ of an earlier run."
 )
-VOCAB_HELP = f"Ids of the tokenizer that `bytes` trains.  [default: {DEFAULT_VOCAB}]"
+VOCAB_HELP = f"Vocabulary size of the tokenizer that `bytes` trains.  [default: {DEFAULT_VOCAB}]"
 HELD_OUT_HELP = "Keep this share of the documents out of PREFIX and write it as PREFIX_heldout."
-DTYPE_HELP = "Type of the stored ids. auto: uint16 below 65,500 ids, else int32."
-WORKERS_HELP = "Processes that encode; the output is the same for any number.  [default: the cores]"
+DTYPE_HELP = "Store ids in this type. auto: uint16 below 65,500 ids, else int32."
+WORKERS_HELP = "Number of processes that encode; the output is the same for any number.  [default: the cores]"
 INSTRUCTIONS_INPUT = (
-    "Python sources: a file, a folder with its sub-folders, or stdlib, the standard library; repeat it for more."
+    "Read these Python sources: a file, a folder with its sub-folders, or stdlib (Python's own); may be repeated."
 )
-INSTRUCTIONS_OUTPUT = "Writes PREFIX.jsonl: instruction, input and output, a line each. Its folder is created."
+INSTRUCTIONS_OUTPUT = "Write PREFIX.jsonl; each line has instruction, input, output. The folder is created."
 INSTRUCTIONS_HELD_OUT = (
     "Keep the functions of this share of the modules out of PREFIX and write them as PREFIX_heldout.jsonl: of stdlib,"
     " with the same seed, those that `tc3 data prepare` holds out."
@@ -58,12 +58,12 @@ def data() -> None:
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=OUTPUT_HELP)
 @click.option("--tokenizer", default="bytes", metavar="bytes|DIR", help=TOKENIZER_HELP)
 @click.option("--vocab-size", type=Number("vocab_size"), metavar="N", help=VOCAB_HELP)
-@click.option("--eod-token", metavar="TOKEN", help="DIR's token that ends a document.  [default: its eos_token]")
+@click.option("--eod-token", metavar="TOKEN", help="Token of DIR that ends a document.  [default: its eos_token]")
 @click.option("--trust-remote-code", is_flag=True, help="Let DIR's tokenizer run the Python code in that folder.")
 @click.option("--jsonl-key", default="text", metavar="KEY", help="The field of each JSON line that holds the text.")
-@click.option("--glob", "globs", multiple=True, metavar="PATTERN", help="Names to take from a folder, e.g. '*.py'.")
+@click.option("--glob", "globs", multiple=True, metavar="PATTERN", help="Files to read from a folder, e.g. '*.py'.")
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=HELD_OUT_HELP)
-@click.option("--seed", type=Number("seed"), default=1234, help="Decides which documents --held-out takes.")
+@click.option("--seed", type=Number("seed"), default=1234, help="Seed that decides which documents --held-out takes.")
 @click.option("--dtype", type=click.Choice(["auto", "uint16", "int32"]), default="auto", help=DTYPE_HELP)
 @click.option("--workers", type=Number("workers"), metavar="N", help=WORKERS_HELP)
 @click.option("--strict", is_flag=True, help="Stop at a broken line or invalid UTF-8, instead of skipping it.")
@@ -83,17 +83,17 @@ def prepare(
     """Write a corpus as Megatron .bin/.idx, each document ended by an end-of-document token.
 
     The result is read back and compared with its source before it appears under PREFIX; an interrupted or failed run
-    leaves nothing there. Lines and files that are no documents are named, skipped and counted.
+    leaves nothing there. Lines and files that are not documents are named, skipped and counted.
     """
     from tools.data.prepare import PrepareOptions
     from tools.data.prepare import prepare as run
 
     if flags["held_out"] == 1:
-        raise click.UsageError("--held-out 1 leaves nothing to train on; a share below 1, such as 0.01")
+        raise click.UsageError("--held-out 1 leaves nothing to train on; give a share below 1, such as 0.01")
     if tokenizer == "bytes" and (flags["eod_token"] or flags["trust_remote_code"]):
         raise DataError("--eod-token and --trust-remote-code go with --tokenizer DIR")
     if tokenizer != "bytes" and vocab_size is not None:
-        raise DataError(f"--vocab-size goes with --tokenizer bytes; the vocabulary of {tokenizer} is what it is")
+        raise DataError(f"--vocab-size goes with --tokenizer bytes; the vocabulary of {tokenizer} is fixed")
     options = PrepareOptions(
         corpus=Corpus(inputs, jsonl_key, globs),
         output=output,
@@ -107,25 +107,25 @@ def prepare(
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(output, summary))
 
 
-@data.command(context_settings=SETTINGS, short_help="Make instructions of Python sources, for fine-tuning.")
+@data.command(context_settings=SETTINGS, short_help="Make instructions for fine-tuning from Python sources.")
 @click.option("--input", "inputs", multiple=True, required=True, metavar="FILE|DIR|stdlib", help=INSTRUCTIONS_INPUT)
 @click.option("--output", required=True, type=click.Path(path_type=Path), metavar="PREFIX", help=INSTRUCTIONS_OUTPUT)
 @click.option("--held-out", type=Number("share"), default=0.0, metavar="FRACTION", help=INSTRUCTIONS_HELD_OUT)
 @click.option(
-    "--seed", type=Number("seed"), default=1234, help="Decides which modules --held-out takes, and the order."
+    "--seed", type=Number("seed"), default=1234, help="Seed that decides which modules --held-out takes, and the order."
 )
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON on stdout.")
 def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: Any) -> None:
-    """Make instructions of Python sources: a function's signature, answered by the first paragraph of its docstring.
+    """Make instructions from Python sources: a function's signature, answered by the first paragraph of its docstring.
 
-    The same input gives the same file on every machine. It is what MindFormers' AlpacaInstructDataHandler reads.
+    The same input gives the same file on every machine. MindFormers' AlpacaInstructDataHandler reads such files.
     """
     from tools.data.instructions import Options, write
     from tools.data.sources import Skips
 
     if flags["held_out"] == 1:
-        raise click.UsageError("--held-out 1 leaves nothing to train on; a share below 1, such as 0.05")
+        raise click.UsageError("--held-out 1 leaves nothing to train on; give a share below 1, such as 0.05")
     options = Options(corpus=Corpus(inputs, globs=("*.py",)), output=output, **flags)
     with terminate_as_interrupt(), TerminalReporter() as reporter:
         reporter.start("reading Python sources", 0)
@@ -137,12 +137,12 @@ def instructions(inputs: tuple[str, ...], output: Path, as_json: bool, **flags: 
         click.echo(f"{summary[split]['file']}: {summary[split]['instructions']:,} instructions")
 
 
-@data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx with its sidecar and its sources.")
+@data.command(context_settings=SETTINGS, short_help="Compare a .bin/.idx pair with its sidecar and its sources.")
 @click.argument("prefix", type=click.Path(path_type=Path))
-@click.option("--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Where the sources are now.")
-@click.option("--tokenizer", metavar="DIR", help="Where the tokenizer is now.")
+@click.option("--input", "inputs", multiple=True, metavar="FILE|DIR|stdlib", help="Look for the sources here.")
+@click.option("--tokenizer", metavar="DIR", help="Look for the tokenizer here.")
 @click.option(
-    "--sample", type=Number("share"), default=1.0, metavar="FRACTION", help="Share of the documents to compare."
+    "--sample", type=Number("share"), default=1.0, metavar="FRACTION", help="Compare this share of the documents."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as JSON on stdout.")
 @click.pass_context
@@ -151,7 +151,7 @@ def verify(
 ) -> None:
     """Check PREFIX.bin and PREFIX.idx: whole, unchanged since written, and equal to their sources.
 
-    Decodes the documents and compares the text with the source files, wherever those still are. With a tokenizer
+    The documents are decoded and compared with the source files, where those still exist. With a tokenizer
     that does not keep all text, the sources are encoded again and the ids compared; the outcome says which. Exit
     code 1 when something is wrong.
     """

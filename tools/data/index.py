@@ -70,7 +70,7 @@ class IndexWriter:
 
     @property
     def documents(self) -> int:
-        """Documents added so far."""
+        """Return the documents added so far."""
         return len(self._lengths)
 
     @property
@@ -162,7 +162,7 @@ def _read_header(stream: BinaryIO, path: Path) -> tuple[np.dtype, int]:
         raise BrokenIndexError(f"{path}: version {version}, dtype code {code} is not a text index this reads")
     expected = len(HEADER) + _COUNTS.size + 12 * sequences + 8 * documents
     if path.stat().st_size != expected:
-        raise BrokenIndexError(f"{path}: is {path.stat().st_size:,} bytes, its counts say {expected:,}")
+        raise BrokenIndexError(f"{path}: is {path.stat().st_size:,} bytes, but its counts say {expected:,}")
     if documents != sequences + 1:
         raise BrokenIndexError(f"{path}: {_NOT_ONE_SEQUENCE}")
     return np.dtype(names[code]), sequences
@@ -191,7 +191,7 @@ class IndexReader:
 
     @property
     def tokens(self) -> int:
-        """Tokens in `.bin`, end-of-document ids included."""
+        """Return the tokens in `.bin`, end-of-document ids included."""
         return int(self.lengths.sum(dtype=np.int64))
 
     def blocks(self, size: int = 1 << 20) -> Iterator[np.ndarray]:
@@ -240,20 +240,20 @@ def read_blend(data_path: Any) -> Blend:
     """Take a `data_path` apart.
 
     Raises:
-        DataError: it is no list of texts and numbers, or MindFormers could not read it. The message does not say
+        DataError: it is not a list of texts and numbers, or MindFormers could not read it. The message does not say
             where it stands.
     """
     if not isinstance(data_path, list) or not data_path or not all(_is_word(entry) for entry in data_path):
-        raise DataError(f"wants a list such as ['1', PREFIX], got {data_path!r}, which is no list of paths")
+        raise DataError(f"wants a list such as ['1', PREFIX], got {data_path!r}, which is not a list of paths")
     words = [str(entry).strip() for entry in data_path]
     weights = [_weight(word) for word in words[::2]]
     known = [weight for weight in weights if weight is not None]
     if len(words) % 2 or not known:
         return Blend(words, None)
     if len(known) < len(weights):
-        raise DataError(f"mixes weighted and unweighted prefixes: {data_path!r}; a weight before each prefix, or none")
+        raise DataError(f"mixes weighted and unweighted prefixes: {data_path!r}; weigh each prefix, or none")
     if not all(math.isfinite(weight) and weight >= 0 for weight in known) or not sum(known):
-        raise DataError(f"{', '.join(words[::2])}: no shares of a whole; finite numbers of zero or more")
+        raise DataError(f"{', '.join(words[::2])}: not shares of a whole; write finite numbers of zero or more")
     return Blend(words[1::2], known)
 
 
@@ -278,7 +278,7 @@ class Source:
     longest: int = 1 << 21
 
     def mean(self) -> float:
-        """Mean tokens of a document, before clipping."""
+        """Return the mean tokens of a document, before clipping."""
         return self.median * float(np.exp(self.sigma**2 / 2))
 
 
@@ -303,7 +303,7 @@ CORPORA = {
 def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.ndarray:
     """int32 [documents], at least `tokens` together, each at least 2 (one token and the end of the document).
 
-    The sources are mixed document by document. The result depends on the arguments alone.
+    The sources are mixed document by document. The result depends on the arguments only.
     """
     random = np.random.default_rng(seed)
     parts = []
@@ -322,7 +322,7 @@ def document_lengths(tokens: int, sources: tuple[Source, ...], seed: int) -> np.
 
 
 def synthetic_index(samples: int, sequence_length: int, seed: int) -> GPTIndex:
-    """The index of a dataset of at least `samples` samples, one epoch of a corpus made for `sequence_length`.
+    """Return the index of a dataset of at least `samples` samples, one epoch of a corpus made for `sequence_length`.
 
     sequence_length: 4,096, 32,768 or 131,072 (the keys of `CORPORA`).
     """

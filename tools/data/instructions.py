@@ -59,14 +59,14 @@ class Options:
     force: bool = False
 
     def files(self) -> dict[str, Path]:
-        """Where each split goes.
+        """Return where each split goes.
 
         Raises:
             DataError: the output is a folder.
         """
         if not self.output.name or self.output.is_dir():
             where = self.output / "instructions"
-            raise DataError(f"--output {self.output}: is a folder; give the first part of files' names, {where} say")
+            raise DataError(f"--output {self.output}: is a folder; give the start of files' names, such as {where}")
         splits = ("train", HELD_OUT) if self.held_out else ("train",)
         return {split: self.output.parent / f"{split_name(self.output.name, split)}.jsonl" for split in splits}
 
@@ -81,8 +81,8 @@ class _Found:
 def write(options: Options, skips: Skips) -> dict[str, Any]:
     """Write the instructions as JSON lines of `instruction`, `input` and `output`; returns the counts.
 
-    The order is a shuffle that depends on the instructions and the seed alone. An answer that training data has word
-    for word is no held-out one.
+    The order is a shuffle that depends on the instructions and the seed only. An answer that training data has word
+    for word is not a held-out one.
 
     Raises:
         DataError: input that is missing or holds no documented function, output that exists or cannot be written.
@@ -171,7 +171,7 @@ def _answer(docstring: str | None) -> str:
 
 
 def rows_of(key: str, file: Path) -> Iterator[dict[str, str]]:
-    """The conversations of a file: JSON lines, or one JSON list.
+    """Yield the conversations of a file: JSON lines, or one JSON list.
 
     Raises:
         DataError: the first line that is none.
@@ -241,7 +241,7 @@ def samples(rows: list[dict[str, str]], length: int, tokenizer: Any) -> int:
 
 
 def read_tokenizer(key: str, folder: Path) -> Any:
-    """The tokenizer of a folder as its own library reads it; None where that has no tokenizer.json.
+    """Return the tokenizer of a folder as its own library reads it; None where that has no tokenizer.json.
 
     Raises:
         DataError: there is no such folder, or its file cannot be read.
@@ -259,4 +259,4 @@ def read_tokenizer(key: str, folder: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library's errors have no class of their own
-        raise DataError(f"{key}: {file}: no tokenizer that can be read ({error})") from None
+        raise DataError(f"{key}: {file}: not a tokenizer that can be read ({error})") from None

@@ -123,7 +123,7 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
     if prefix.suffix in SUFFIXES:
         raise DataError(f"--output {prefix}: give the prefix without {prefix.suffix}")
     if os.path.isdir(prefix) and not _is_cache(prefix):
-        raise DataError(f"--output {prefix}: is a folder; give the first part of the files' names, {prefix}/corpus say")
+        raise DataError(f"--output {prefix}: is a folder; give the first part of files' names, such as {prefix}/corpus")
     files = files_of(prefix, splits)
     for path in files:
         if os.path.isdir(path):
@@ -135,7 +135,7 @@ def check_prefix(prefix: Path, splits: tuple[str, ...], trains_tokenizer: bool, 
 
 
 def files_of(prefix: Path, splits: tuple[str, ...]) -> list[Path]:
-    """The files that the splits of `prefix` are written to."""
+    """Return the files that the splits of `prefix` are written to."""
     return [prefix.parent / (split_name(prefix.name, split) + suffix) for split in splits for suffix in SUFFIXES]
 
 

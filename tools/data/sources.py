@@ -273,7 +273,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 
 class _SkipError(Exception):
-    """This text is no document. kind: as `Skips` counts it."""
+    """This text is not a document. kind: as `Skips` counts it."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)

@@ -125,7 +125,7 @@ def load(folder: str | Path, eod_token: str | None = None, trust_remote_code: bo
     """Load a Hugging Face tokenizer folder, never from the network.
 
     eod_token: the token that ends a document; None takes the tokenizer's `eos_token`.
-    Raises `DataError` when the folder is missing, is no tokenizer, or names no end-of-document token.
+    Raises `DataError` when the folder is missing, is not a tokenizer, or names no end-of-document token.
     """
     if not os.path.isdir(folder):
         raise DataError(f"--tokenizer {folder}: no such folder; give `bytes` or a Hugging Face tokenizer folder")

@@ -57,7 +57,7 @@ class Answer:
 
 
 def parsed(text: str) -> Report | Trouble:
-    """A report, or why a text is none."""
+    """Return a report, or why a text is none."""
     if len(text) > _MOST:
         return Trouble("report", f"{len(text):,} characters: no report", "look what prints there when a shell starts")
     try:
@@ -77,7 +77,7 @@ def read_folder(folder: Path) -> Mapping[str, Answer]:
     except OSError as error:
         raise ClusterError(f"--nodes {folder}: cannot be listed: {error.strerror}") from None
     if not files:
-        raise ClusterError(f"--nodes {folder}: no *.json there; want HOST.json of each host, by tc3 doctor --json")
+        raise ClusterError(f"--nodes {folder}: no *.json there; it needs HOST.json of each host, by tc3 doctor --json")
     return {path.stem: Answer(_of_file(path)) for path in files}
 
 
@@ -131,7 +131,7 @@ def ask_all(hosts: Sequence[str], words: Sequence[str], limit: float = LIMIT) ->
 
 
 def remote_command(words: Sequence[str]) -> str:
-    """What a host's shell is given, whichever shell that is."""
+    """Return what a host's shell is given, whichever shell that is."""
     environment = [f"PYTHONPATH={CHECKOUT}", f"PATH={_TOOLS}:{os.environ.get('PATH', '')}"]
     environment += [f"{name}={os.environ[name]}" for name in _PASSED_ON if name in os.environ]
     doctor = [sys.executable, "-c", _START, "doctor", "--json", *words]
@@ -156,7 +156,7 @@ class _Sessions:
         self._stopped = False
 
     def start(self, words: Sequence[str], errors: int) -> Popen[bytes] | None:
-        """A process in a session of its own, which Ctrl-C does not reach; None after `stop`."""
+        """Return a process in a session of its own, which Ctrl-C does not reach; None after `stop`."""
         with self._lock:
             if self._stopped:
                 return None

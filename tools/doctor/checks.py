@@ -27,24 +27,24 @@ class Patient:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the recipe wants no NPU."""
+        """Return whether the recipe wants no NPU."""
         return self.recipe is not None and self.recipe.on_cpu
 
     @property
     def wants_npus(self) -> bool:
-        """Whether the recipe is for Ascend or, without one, the host has NPUs."""
+        """Return whether the recipe is for Ascend or, without one, the host has NPUs."""
         return not self.on_cpu if self.recipe is not None else bool(self.root.find("/dev/davinci[0-9]*"))
 
     @property
     def workers(self) -> int:
-        """Workers of the recipe on this host."""
+        """Return the workers of the recipe on this host."""
         if self.recipe is None:
             return 1
         return self.recipe.devices if self.on_cpu else min(self.recipe.devices, self.recipe.node)
 
     @property
     def folder(self) -> Path:
-        """Where checkpoints go."""
+        """Return where checkpoints go."""
         written = self.recipe.get(("output_dir",)) if self.recipe is not None else None
         return Path(written if isinstance(written, str) else ".").absolute()
 
@@ -96,7 +96,7 @@ def check(why: str, source: str, mend: str, npu: bool = False) -> Callable[[Look
 
 
 def examine(patient: Patient, modules: Sequence[str]) -> list[Finding]:
-    """Every check of `modules` that the recipe needs, in their order. What cannot be read is unknown."""
+    """Return every check of `modules` that the recipe needs, in their order. What cannot be read is unknown."""
     found = []
     for item in sorted(CHECKS.values(), key=lambda item: modules.index(item.look.__module__)):
         if item.npu and patient.on_cpu:

@@ -64,7 +64,7 @@ class Comparison:
 
 
 def compare(answers: Mapping[str, Answer]) -> Comparison:
-    """What sets hosts apart."""
+    """Return what sets hosts apart."""
     reports = {host: answer.told for host, answer in answers.items() if isinstance(answer.told, Report)}
     found = [*_troubles(answers), *_clocks(answers), *_facts(reports), *_probes(reports)]
     everywhere: dict[Verdict, list[str]] = {}
@@ -201,7 +201,7 @@ def _probes(reports: Mapping[str, Report]) -> list[Outlier]:
 
 
 def text(answers: Mapping[str, Answer], comparison: Comparison) -> str:
-    """Outliers alone, worst first; one line each for what all hosts have in common."""
+    """Outliers only, worst first; one line each for what all hosts have in common."""
     reported = sum(isinstance(answer.told, Report) for answer in answers.values())
     lines = [f"{len(answers)} host{'s' * (len(answers) > 1)}, {reported} with a report"]
     width = max([len(item.what) for item in comparison.outliers], default=0)

@@ -64,7 +64,7 @@ def free_ports(patient: Patient) -> Answer:
 
 
 def card_sizes(root: Root) -> dict[str, str]:
-    """Network card -> its packet size; devices of software alone (bridges, lo) are left out."""
+    """Network card -> its packet size; devices of software only (bridges, lo) are left out."""
     paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
     return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
 

@@ -16,7 +16,7 @@ _COPY = 128 << 20  # bytes, more than a last-level cache holds of both copies
 
 
 def cpu_matmul(threads: int) -> Callable[[], float]:
-    """A product in float32 by NumPy's BLAS, as much for each thread; it returns GFLOP."""
+    """Return a product in float32 by NumPy's BLAS, as much for each thread; it returns GFLOP."""
     side = round(_SIDE * threads ** (1 / 3) / 64) * 64
     left, right = (np.full((side, side), 0.5, np.float32) for _ in range(2))
     out = np.empty_like(left)
@@ -30,7 +30,7 @@ def cpu_matmul(threads: int) -> Callable[[], float]:
 
 
 def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[], float]:
-    """Products in float16 by MindSpore on the worker's device; it returns GFLOP.
+    """Return the products in float16 by MindSpore on the worker's device; it returns GFLOP.
 
     Never run on an NPU; tests run it with `target` CPU.
     """
@@ -41,7 +41,7 @@ def device_matmul(target: str = "Ascend", side: int = DEVICE_SIDE) -> Callable[[
 
 
 def memory_copy() -> Callable[[], float]:
-    """A copy by one thread in the host's memory; it returns GB, read and written."""
+    """Return a copy by one thread in the host's memory; it returns GB, read and written."""
     source, target = (np.ones(_COPY // 8) for _ in range(2))
 
     def work() -> float:

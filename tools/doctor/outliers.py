@@ -126,7 +126,7 @@ def _on_cores(reports: Iterable[Probe]) -> bool:
 
 
 def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
-    """Every worker, link and disk of the hosts (name -> its probe) that is slower than its peers.
+    """Return every worker, link and disk of the hosts (name -> its probe) that is slower than its peers.
 
     Also what needs no comparison: workers that ended (fail), and those that waited for their cores or were stopped by
     a limit (warn).
@@ -141,13 +141,13 @@ def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
 
 
 def compared(reports: Mapping[str, Probe]) -> int:
-    """How many workers have another one of their kind to be compared with."""
+    """Return how many workers have another one of their kind to be compared with."""
     kinds = [worker["kind"] for report in reports.values() for worker in report["workers"] if worker["matmul"]]
     return sum(kinds.count(kind) > 1 for kind in kinds)
 
 
 def name(worker: Worker) -> str:
-    """How a worker is called beside its host."""
+    """Return how a worker is called beside its host."""
     return f"{worker['place']} worker {worker['rank']}".strip()
 
 
@@ -329,7 +329,7 @@ def gate(reports: Mapping[str, Probe]) -> Gate:
 
 
 def findings(reports: Mapping[str, Probe]) -> list[Finding]:
-    """The outliers as the doctor reports them, failing ones first; where none fails, what was compared."""
+    """Return the outliers as the doctor reports them, failing ones first; where none fails, what was compared."""
     found = outliers(reports)
     rows = [
         Finding("probe", item.verdict, _words(item), WHY, SOURCE, MENDS[item.measure])

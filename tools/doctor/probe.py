@@ -62,7 +62,7 @@ class Seat:
     address: str = "127.0.0.1"
 
     def command(self) -> list[str]:
-        """What starts the worker."""
+        """Return what starts the worker."""
         return [*self.prefix, sys.executable, "-m", "tools.doctor.probe_worker"]
 
     def environment(self) -> dict[str, str]:
@@ -97,7 +97,7 @@ class Member:
         return found if text or found else None
 
     def ended(self) -> str:
-        """Why, with the last line that it said."""
+        """Return why, with the last line that it said."""
         code = self.process.wait(5)
         self.errors.seek(0)
         lines = self.errors.read().decode(errors="replace").strip().splitlines()
@@ -213,7 +213,7 @@ def measure(seats: Sequence[Seat], folder: Path, rounds: int, notes: Sequence[st
     """
     above = next((one for one in (folder, *folder.parents) if one.exists()), None)
     if above is None:
-        raise ClusterError(f"{folder}: no folder above it is there to write to")
+        raise ClusterError(f"{folder}: no folder above it exists to write to")
     words = f"probing {len(seats)} worker{'s' * (len(seats) > 1)}"
     with terminate_as_interrupt(), Progressing(words, rounds) as progress, Team(seats) as team:
         course = Course(team, str(above))
@@ -321,7 +321,7 @@ def _blank(seat: Seat, started: dict[str, Any] | None) -> Worker:
 def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --probe (`wants_probe`) and --workers."""
     workers = click.option(
-        "--workers", type=int, help="Workers of --probe; default: the recipe's on one host, one for each NPU or core."
+        "--workers", type=int, help="Workers to probe; default: the recipe's on one host, or one for each NPU or core."
     )
     flag = click.option(
         "--probe",
@@ -334,14 +334,14 @@ def probe_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def probe_if(wanted: bool, patient: Patient, recipe: Path | None, workers: int | None) -> Probe | None:
-    """The probe of this host if it is wanted.
+    """Return the probe of this host if it is wanted.
 
     Raises:
         ClusterError: the options do not go together, or the host cannot be probed.
     """
     if not wanted:
         if workers is not None:
-            raise ClusterError(f"--workers {workers} is of --probe: add --probe, or leave it out")
+            raise ClusterError(f"--workers {workers} goes with --probe: add --probe, or leave --workers out")
         return None
     if not patient.root.live:
         raise ClusterError(f"--root {patient.root.path}: a recorded host cannot be probed; leave out --root or --probe")

@@ -69,7 +69,7 @@ _PATIENCE = 5.0  # seconds for one message or connection: below some 2 Mbit/s a 
 
 
 def listen(address: str) -> socket.socket:
-    """A socket at a free port of `address`."""
+    """Return a socket at a free port of `address`."""
     return socket.create_server((address, 0))
 
 
@@ -188,7 +188,7 @@ class Desk:
 
 
 def processor() -> str:
-    """The model of the processor as /proc/cpuinfo has it; its numbers where, as on Arm, it has no name."""
+    """Return the model of the processor as /proc/cpuinfo has it; its numbers where, as on Arm, it has no name."""
     rows: dict[str, str] = {}
     with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
         for line in lines:

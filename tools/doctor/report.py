@@ -36,7 +36,7 @@ Facts = dict[str, str | None]
 
 
 def gather(patient: Patient) -> Facts:
-    """The facts of a host, and of the recipe and its data as that host sees them."""
+    """Return the facts of a host, and of the recipe and its data as that host sees them."""
     facts: Facts = {"tc3": tool_version(), "code": code()}
     facts |= _python(patient)
     if not patient.on_cpu:
@@ -110,7 +110,7 @@ _VERDICTS = get_args(Verdict)
 
 
 class ReportError(ValueError):
-    """A text is no report, or not one of this tool's version; the message goes after the host's name."""
+    """A text is not a report, or not one of this tool's version; the message goes after the host's name."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Report:
 
 
 def read_report(text: str) -> Report:
-    """The report in a text.
+    """Return the report in a text.
 
     Raises:
         ReportError: it is not JSON to its end, or not what `Report.text` of this version writes.
@@ -138,12 +138,12 @@ def read_report(text: str) -> Report:
         data = json.loads(text)
     except (ValueError, RecursionError):
         start = " ".join(text.split())[:60]
-        raise ReportError(f"no whole JSON: {start!r}..." if start else "no report at all") from None
+        raise ReportError(f"not complete JSON: {start!r}..." if start else "no report at all") from None
     if isinstance(data, list):
-        raise ReportError("a report of an earlier tc3: update the checkout there")
+        raise ReportError("a report of an earlier tc3: update the checkout on that host")
     facts = data.get("facts") if isinstance(data, dict) else None
     if not isinstance(facts, dict) or not all(isinstance(value, str | None) for value in facts.values()):
-        raise ReportError("JSON, but no report of tc3 doctor")
+        raise ReportError("JSON that is not a report of tc3 doctor")
     if facts.get("tc3") != tool_version():
         raise ReportError(f"a report of tc3 {facts.get('tc3')}, here is {tool_version()}: not compared")
     findings, probe = data.get("findings"), data.get("probe")
@@ -162,7 +162,7 @@ def _is_finding(item: object) -> bool:
 
 
 def _is_probe(value: Any) -> bool:
-    """None, or a probe whose links are between its workers, and whose rates and times are no zeros."""
+    """None, or a probe whose links are between its workers, and whose rates and times are not zeros."""
     if value is None or not _is(value, Probe):
         return value is None
     ends = {link[end] for link in value["links"] for end in ("source", "target")}

@@ -40,7 +40,7 @@ class Moment(NamedTuple):
 
 
 def name_of(place: int) -> str:
-    """A part's key in a report."""
+    """Return a part's key in a report."""
     return {_FIRST: FRONT, _LAST: BACK}.get(place, str(place))
 
 
@@ -68,7 +68,7 @@ def _place(node: Node) -> int | None:
 
 
 def owner_place(own: int, readers: Iterable[int]) -> str:
-    """The part to which a kept tensor belongs: what only a later layer reads is that layer's input.
+    """Return the part to which a kept tensor belongs: what only a later layer reads is that layer's input.
 
     Args:
         own: place of the operator that makes it.
@@ -204,7 +204,7 @@ def curve_of(nodes: list[Node], rows: int) -> list[int]:
 
 
 def routed_rows(graph: GraphText, even: int) -> int:
-    """Rows of a rank's dispatch: the padded number that it sends, where the graph knows it, else `even`.
+    """Return the rows of a rank's dispatch: the padded number that it sends, where the graph knows it, else `even`.
 
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
     """
@@ -308,12 +308,12 @@ def _weight(node: Node, nodes: list[Node]) -> str:
 
 
 def peak_bytes(nodes: list[Node], rows: int) -> int:
-    """Most bytes alive at once when the operators run in the order of the text; views cost nothing."""
+    """Return the most bytes alive at once when the operators run in the order of the text; views cost nothing."""
     return max((moment.most for moment in moments_of(nodes, rows)), default=0)
 
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
-    """Bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
+    """Return the bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
     last: dict[int, int] = {}
     for place, node in enumerate(nodes):
         for operand in node.operands:
@@ -333,13 +333,13 @@ def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
 
 
 def output_bytes(node: Node, rows: int) -> int:
-    """Bytes of what an operator gives."""
+    """Return the bytes of what an operator gives."""
     block = attributes_of(node.text).get("block_size", 1) if -1 in {d for t in node.outputs for d in t.shape} else 1
     return sum(tensor_bytes(item, rows * (block if isinstance(block, int) else 1)) for item in node.outputs)
 
 
 def tensor_bytes(item: TensorType, rows: int) -> int:
-    """Bytes of a tensor; -1 counts as `rows`."""
+    """Return the bytes of a tensor; -1 counts as `rows`."""
     return BYTES.get(item.dtype, 4) * math.prod(rows if size < 0 else size for size in item.shape)
 
 

@@ -56,13 +56,13 @@ class Ranks(click.ParamType):
     type=Ranks(),
     default=ALL,
     show_default=True,
-    help="Global ranks to compile. Ranks of one stage are compared call by call; all-stages takes one of each stage.",
+    help="Compile these global ranks. Ranks of one stage are compared call by call; all-stages: one of each stage.",
 )
-@click.option("--devices", type=Number("devices"), help="Another number of devices: data_parallel follows.")
-@click.option("--micro-batches", type=Number("micro_batches"), help="Micro-batches to compile; 2 a stage by default.")
-@click.option("--quick", is_flag=True, help="Each kind of layer once; the stages are put together from them.")
+@click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
+@click.option("--micro-batches", type=Number("micro_batches"), help="Micro-batches to compile; default: 2 a stage.")
+@click.option("--quick", is_flag=True, help="Compile each kind of layer once and compose the stages from the results.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
+@click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw memory and traffic by stage (.svg or .png).")
@@ -70,7 +70,7 @@ class Ranks(click.ParamType):
     "--time-line",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Live bytes of the fullest stage, pass by pass (.svg, .png or .json).",
+    help="Draw the live bytes of the fullest stage, pass by pass (.svg, .png or .json).",
 )
 @unverified_option
 def dryrun(
@@ -86,10 +86,10 @@ def dryrun(
     picture: Path | None,
     time_line: Path | None,
 ) -> None:
-    """Compile the training step of RECIPE for all its devices, without one.
+    """Compile the training step of RECIPE for all its devices, without needing any device.
 
     MindFormers builds the step as in a training, and MindSpore's own front end shards it, for one rank of each kind of
-    pipeline stage. What it says is what it would do: memory of every device, collectives and their ranks, Sends and
+    pipeline stage. It says what MindSpore would do: memory of every device, collectives and their ranks, Sends and
     Receives, or its refusal.
 
     Exit codes: 0 it compiles, fits and runs through; 1 it does not, or --quick cannot tell whether it fits; 2 a wrong
@@ -101,7 +101,7 @@ def dryrun(
     if time_line:
         check_form(time_line)
     if quick and (ranks or micro_batches):
-        raise click.UsageError("--quick chooses its own ranks and micro-batches")
+        raise click.UsageError("--quick chooses its own ranks and micro-batches: leave their options out")
     require_verified()
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     with saying("checking the recipe"):
@@ -112,7 +112,7 @@ def dryrun(
         loaded = resolve(loaded, partial(click.echo, err=True))
         plan = quick_plan(loaded) if quick else plan_jobs(loaded, ranks, micro_batches)
         if quick and plan.job_of:
-            click.echo("--quick: there is one stage, which is built as it is", err=True)
+            click.echo("--quick: the recipe has one stage, which is compiled whole", err=True)
         results = compile_all(plan, jobs, not no_cache)
         refused = [refusal_of(result, loaded) for result in results if "error" in result]
     if refused:

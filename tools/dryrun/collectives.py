@@ -53,7 +53,7 @@ class Collective:
 
 
 def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...] | None]) -> list[Collective]:
-    """The collectives of a graph, in program order; a subgraph called twice counts twice.
+    """Return the collectives of a graph, in program order; a subgraph called twice counts twice.
 
     Args:
         ranks_of: global ranks of a group, None where nobody knows them: `VirtualCluster.ranks_of`.
@@ -71,7 +71,7 @@ def read_collectives(graph: GraphText, ranks_of: Callable[[str], tuple[int, ...]
 
 
 def attributes_of(text: str, section: str = "primitive_attrs") -> dict[str, Attribute]:
-    """One `section: {...}` of an operator's text as plain values."""
+    """Return one `section: {...}` of an operator's text as plain values."""
     inside = text.partition(f"{section}: {{")[2].partition("}")[0]
     values: dict[str, Attribute] = {}
     for name, integer, flag, word, several in _ATTRIBUTE.findall(inside):
@@ -228,7 +228,7 @@ def flops_of(graph: GraphText, rows: int) -> list[dict[str, int]]:
 
 
 def node_flops(node: Node, rows: int) -> int:
-    """FLOPs of one operator: 2 for each multiply-add; attention is causal, its documents are not known."""
+    """Return the FLOPs of one operator: 2 for each multiply-add; attention is causal, its documents are not known."""
     if node.op in _PRODUCTS:
         taken, given = node.inputs[0], node.outputs[0]
         return 2 * _size(taken, rows) * _size(TensorType("", given.shape[-1:]), rows)

@@ -56,7 +56,7 @@ Progress = Callable[[Job, str, float, dict[str, Any] | None], None]  # job, what
 
 
 def compile_all(plan: Plan, at_once: int | None, use_cache: bool, texts: bool = False) -> list[dict[str, Any]]:
-    """Results of the plan's jobs in their order, from the cache where it has them.
+    """Return the results of the plan's jobs in their order, from the cache where it has them.
 
     Args:
         texts: the texts of the final graphs are wanted, too; they lie at `text_of`.
@@ -171,7 +171,7 @@ class _Run:
         self.started = self._told = time.monotonic()
 
     def due(self) -> bool:
-        """Whether it is time to say that it still runs."""
+        """Return whether it is time to say that it still runs."""
         now = time.monotonic()
         if now - self._told < _TOLD:
             return False
@@ -179,7 +179,7 @@ class _Run:
         return True
 
     def result(self) -> dict[str, Any]:
-        """What it found."""
+        """Return what it found."""
         if self.out.exists():
             return json.loads(self.out.read_text(encoding="utf-8"))
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -199,12 +199,12 @@ class _Run:
 
 
 def cache_folder() -> Path:
-    """Where results lie: the user's cache folder."""
+    """Return where results lie: the user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tc3" / "dryrun"
 
 
 def kept_result(job: Job) -> dict[str, Any] | None:
-    """The result of an equal job, if there is one."""
+    """Return the result of an equal job, if there is one."""
     try:
         return json.loads(gzip.decompress((cache_folder() / _name(job)).read_bytes()))
     except (OSError, EOFError, ValueError):
@@ -227,7 +227,7 @@ def keep_result(job: Job, result: dict[str, Any]) -> None:
 
 
 def text_of(job: Job) -> Path:
-    """Where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
+    """Return where the text of an equal job's final graph lies, if somebody asked for it (`tc3 fusion`); gzip."""
     return cache_folder() / _name(job).replace(".json.gz", ".ir.gz")
 
 
@@ -285,11 +285,11 @@ _INTERNAL = re.compile(r"pointer\[\w+\] is null|Illegal AnfNode for evaluating")
 
 
 def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
-    """One line: the key, and the message without the framework's call stacks.
+    """Return one line: the key, and the message without the framework's call stacks.
 
     Args:
         kind: class of the exception.
-        recipe: that was compiled; some causes show in its keys alone.
+        recipe: that was compiled; some causes show in its keys only.
     """
     said = " ".join(_NOISE.sub("", message).split()) or "(no message)"
     if _INTERNAL.search(said):
@@ -300,7 +300,7 @@ def diagnose(kind: str, message: str, recipe: Recipe | None = None) -> str:
 
 
 def refusal_of(result: Mapping[str, Any], recipe: Recipe) -> str:
-    """Why a rank did not compile, in one line."""
+    """Return why a rank did not compile, in one line."""
     again = " (cached; --no-cache)" if result.get("cached") else ""
     error = result["error"]
     return f"rank {result['rank']}: {diagnose(error['type'], error['message'], recipe)}{again}"
@@ -316,7 +316,7 @@ def _internal(recipe: Recipe | None) -> str:
 
 
 def source_key(source: str) -> str:
-    """The key that put a line of Python into the graph, or an empty string."""
+    """Return the key that put a line of Python into the graph, or an empty string."""
     return _first(_SOURCES, source)
 
 

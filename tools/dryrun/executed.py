@@ -33,16 +33,16 @@ class _Call:
 
     @property
     def kind(self) -> tuple:
-        """What must agree but for shapes."""
+        """Return what must agree but for shapes."""
         return self.op, self.ranks, self.dtype, self.tag
 
     @property
     def is_message(self) -> bool:
-        """A Send or a Receive."""
+        """Return a Send or a Receive."""
         return self.op in ("Send", "Receive")
 
     def fits(self, executed: _Call) -> bool:
-        """Whether that may be this one."""
+        """Return whether that may be this one."""
         return self.kind == executed.kind and self.shape in (None, executed.shape)
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Comparison:
 
 
 def calls_file(run_dir: str | Path, rank: int) -> Path:
-    """Where rank `rank` of a sharded CPU run writes the calls of its first step.
+    """Return where rank `rank` of a sharded CPU run writes the calls of its first step.
 
     {"step", "calls": `CallRecord`s, "places": {group: the place in it that MindSpore was told}}.
     """

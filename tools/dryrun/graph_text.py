@@ -70,18 +70,18 @@ class Node:
 
     @property
     def value(self) -> int | None:
-        """The node that its first argument is; None when that is a parameter or a constant."""
+        """Return the node that its first argument is; None when that is a parameter or a constant."""
         first = _FIRST.match(self.head)
         return int(first[1]) if first else None
 
     @property
     def inputs(self) -> tuple[TensorType, ...]:
-        """Tensors that it takes."""
+        """Return the tensors that it takes."""
         return tensors(self.types[0])
 
     @property
     def outputs(self) -> tuple[TensorType, ...]:
-        """Tensors that it gives, those of a tuple one by one."""
+        """Return the tensors that it gives, those of a tuple one by one."""
         return tensors(self.types[1])
 
 
@@ -128,7 +128,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def arguments_of(head: str) -> list[str]:
-    """What a call hands over, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
+    """Return what a call hands over, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
     inside = head.partition("(")[2].rpartition(")")[0]
     found, depth = [""], 0
     for letter in inside:
@@ -201,7 +201,7 @@ class Pass(NamedTuple):
 
 
 def passes_of(graph: GraphText) -> list[Pass]:
-    """The passes in the order of the root graph.
+    """Return the passes in the order of the root graph.
 
     A chunk has one forward and one backward subgraph (lazy inline), called once for each micro-batch in their order;
     chunks are numbered by their first forward.
@@ -220,7 +220,7 @@ def passes_of(graph: GraphText) -> list[Pass]:
 
 
 def chunks_of(graph: GraphText) -> list[tuple[str, str]]:
-    """Names of the forward and backward subgraph of each chunk, by first forward."""
+    """Return the names of the forward and backward subgraph of each chunk, by first forward."""
     backward = {}
     for name, nodes in graph.graphs.items():
         if "▸" in name:
@@ -236,7 +236,7 @@ def most_saved(passes: Sequence[Pass], sizes: Sequence[int]) -> int:
 
 
 def waiting(passes: Sequence[Pass], sizes: Sequence[int]) -> list[int]:
-    """Bytes that wait for their backward in front of each pass.
+    """Return the bytes that wait for their backward in front of each pass.
 
     Where the gradients of weights are a pass of their own ("W"), they are the last to need what is kept.
     """

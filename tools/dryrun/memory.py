@@ -55,16 +55,16 @@ class Held:
 
     @property
     def elements(self) -> int:
-        """Numbers that the rank keeps."""
+        """Return the elements that the rank keeps."""
         return math.prod(self.slice) // self.shards
 
     @property
     def bytes(self) -> int:
-        """Bytes that the rank keeps."""
+        """Return the bytes that the rank keeps."""
         return self.elements * BYTES[self.dtype]
 
     def copies(self, ranks: int) -> float:
-        """How often the `ranks` devices of the stage keep each number."""
+        """Return how often the `ranks` devices of the stage keep each number."""
         return self.elements * ranks / math.prod(self.shape)
 
 
@@ -75,13 +75,13 @@ def kinds_of(step: Any) -> dict[str, str]:
 
 
 def kind_of(name: str) -> str:
-    """What a parameter of a training step is, by its name."""
+    """Return what a parameter of a training step is, by its name."""
     prefix = name.partition(".")[0]
     return STATE if prefix.startswith(_AVERAGES) else _PREFIXES.get(prefix, WEIGHT)
 
 
 def total(held: Iterable[Held], kind: str) -> int:
-    """Bytes of one kind."""
+    """Return the bytes of one kind."""
     return sum(item.bytes for item in held if item.kind == kind)
 
 
@@ -112,7 +112,7 @@ class Memory:
 
     @property
     def exact(self) -> int:
-        """What the compiled layouts and graph state."""
+        """Return what the compiled layouts and graph state."""
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property
@@ -126,7 +126,7 @@ class Memory:
 
 
 def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass], limit: int) -> Memory:
-    """Memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
+    """Return the memory of a stage whose layers are those of the compiled `graph` and whose passes run in this order.
 
     Its total is the peak of `line_of`.
     """
@@ -159,7 +159,7 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
-    """Whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
+    """Return whether a stage fits: one of `FITS`, `UNKNOWN`, `DOES_NOT_FIT`, `NO_LIMIT`.
 
     Args:
         error: most that the total may be off, as a share of it; what is exact is not.
@@ -172,7 +172,7 @@ def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
 
 
 def unsure(stages: Sequence[Mapping[str, Any]], limit: int, error: float) -> list[str]:
-    """A line for each stage that lies within the error of the limit."""
+    """Return a line for each stage that lies within the error of the limit."""
     where = f"within {error:.0%} of the limit of {limit / GIB:.1f}, as far as --quick may be off"
     return [
         f"context.max_device_memory: stage {stage['stage']}: unknown whether it fits: "
@@ -227,7 +227,7 @@ _PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass]) -> TimeLine:
-    """The line of a stage, whose peak is the total of `memory_of`.
+    """Return the line of a stage, whose peak is the total of `memory_of`.
 
     Args:
         held, graph, passes: as `memory_of`; without known passes every chunk's backward counts

@@ -41,7 +41,7 @@ class Call:
 
     @property
     def key(self) -> str:
-        """The key of the recipe that put it into the graph; a plugin's, where it comes from one."""
+        """Return the key of the recipe that put it into the graph; a plugin's, where it comes from one."""
         if self.op == "p2p":
             return "parallel.pipeline_config.pipeline_scheduler"
         return source_key(self.where) or "parallel"
@@ -67,7 +67,7 @@ def _call(report: Mapping, item: Mapping) -> Call:
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
-    """What would hang or mix up messages, one line each; empty when the compiled ranks run through together."""
+    """Return what would hang or mix up messages, one line each; empty when the compiled ranks run through together."""
     found = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
@@ -164,7 +164,7 @@ class Links:
     problems: list[str]
 
     def as_json(self) -> dict[str, int]:
-        """Numbers of pairs."""
+        """Return the numbers of pairs."""
         return {"exact": len(self.exact), "alike": len(self.alike), "unknown": len(self.unknown)}
 
 
@@ -181,7 +181,7 @@ class _Rank:
                 self.calls.setdefault(key, []).append(item)
 
     def stream(self, op: str, distance: int, with_chunk: bool) -> list[str]:
-        """Its Sends to, or Receives from, the stage that many stages on, as text to compare."""
+        """Return its Sends to, or Receives from, the stage that many stages on, as text to compare."""
         return [_text(item, with_chunk) for item in self.calls.get((op, distance), ())]
 
 

@@ -65,12 +65,12 @@ class Stage:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of all its layers."""
+        """Return the kinds of all its layers."""
         return [kind for _, kinds in self.chunks for kind in kinds]
 
 
 def stages_of(view: View) -> list[Stage]:
-    """The pipeline's stages in order.
+    """Return the pipeline's stages in order.
 
     Raises:
         RecipeError: the offset does not fit the layers; `tc3 check` says how.
@@ -164,7 +164,7 @@ class Plan:
 
 
 def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batches: int | None = None) -> Plan:
-    """The compiles of a recipe.
+    """Return the compiles of a recipe.
 
     Args:
         ranks: global ranks to compile; by default the first of each stage that no earlier stage equals, and the last
@@ -196,7 +196,7 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
 
 
 def resized(recipe: Recipe, devices: int | None) -> Recipe:
-    """The recipe for another number of devices, by its data-parallel degree.
+    """Return the recipe for another number of devices, by its data-parallel degree.
 
     Raises:
         RecipeError: the other degrees do not divide the devices.
@@ -208,7 +208,7 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
     if devices % other:
         degrees = f"model_parallel x pipeline_stage x context_parallel = {other}"
         near = devices // other * other or other
-        raise RecipeError(f"--devices {devices} is no multiple of {degrees}; {near} is one")
+        raise RecipeError(f"--devices {devices} is not a multiple of {degrees}; {near} is one")
     dp = devices // other
     changes = [f"parallel_config.data_parallel={dp}"]
     rows = view.get(("parallel", "dataset_strategy"))
@@ -220,10 +220,10 @@ def resized(recipe: Recipe, devices: int | None) -> Recipe:
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """The recipe without what it says of files of the host.
+    """Return the recipe without what it says of files of the host.
 
     That is where graphs are dumped, which the dry run decides, and the settings file of Ascend hosts, which
-    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level alone.
+    MindFormers' public recipes name and do not ship: of what it sets, the graph knows the data's broadcast level only.
     """
     context = recipe.get("context") or {}
     for key in ("save_graphs", "save_graphs_path"):

@@ -62,7 +62,7 @@ class Kind:
 
 
 def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
-    """The settings that differ by layer."""
+    """Return the settings that differ by layer."""
     found = []
     for key in (*RECOMPUTE, *EXCLUDE):
         numbered = swaps(view) and key in RECOMPUTE
@@ -76,7 +76,7 @@ def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
 
 
 def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -> list[list[list[Kind]]]:
-    """Kinds of layers [stage][chunk][layer]."""
+    """Return the kinds of layers [stage][chunk][layer]."""
     return [
         [
             [_kind(view, block, first + place, settings) for place, block in enumerate(blocks)]
@@ -295,7 +295,7 @@ class _Compiled:
         return _Layer(held, kept, self._parts[job].get(str(number), _NOTHING))
 
     def of(self, kind: Kind) -> _Layer:
-        """What was found of a kind of layer."""
+        """Return what was found of a kind of layer."""
         return self._layers[kind]
 
     def _common(self, kinds: Sequence[Kind], head: bool) -> Mapping[str, Any]:
@@ -306,7 +306,7 @@ class _Compiled:
         return max(found, key=lambda part: part["saved"], default=_NOTHING)
 
     def chunk(self, kinds: Sequence[Kind], embedding: bool, head: bool) -> dict[str, Any]:
-        """A micro-batch's passes through a chunk of such layers, with what stands at the model's ends."""
+        """Return a micro-batch's passes through a chunk of such layers, with what stands at the model's ends."""
         front, back = self._parts[0], self._parts[-1]
         parts = [self._common(kinds, head)]
         parts += [front.get(FRONT, _NOTHING)] if embedding else []

@@ -147,7 +147,7 @@ def _shards(group: str, cluster: VirtualCluster, view: View) -> int:
 
 
 def even_rows(view: View) -> int:
-    """Tokens of a rank and micro-batch x experts that each goes to."""
+    """Return the tokens of a rank and micro-batch x experts that each goes to."""
     tokens = view.batch * model_number(view, "seq_length") // (view.tp * view.cp)
     return tokens * (model_number(view, "num_experts_per_tok") if model_default(view, "num_experts_per_tok") else 1)
 
@@ -174,7 +174,7 @@ class _NoData:
 
 
 def training_step(recipe: Recipe, folder: Path, enable_plugins: Callable[[Any], None]) -> Any:
-    """The cell that the Trainer was about to train with; call it inside an open `virtual_cluster`.
+    """Return the cell that the Trainer was about to train with; call it inside an open `virtual_cluster`.
 
     Args:
         recipe: flat; for Ascend or for CPU. It is not changed.
@@ -231,7 +231,7 @@ def _set_data_strategy(config: Any, packs: bool) -> None:
 
 
 def inputs_of(recipe: Recipe) -> list[Any]:
-    """What one rank reads for a step, as Tensors of zeros, in the order of the loader's columns."""
+    """Return what one rank reads for a step, as Tensors of zeros, in the order of the loader's columns."""
     from mindspore import Tensor
 
     return [Tensor(np.zeros(shape, dtype)) for shape, dtype in shapes_of(View(recipe)).values()]

@@ -92,7 +92,7 @@ def _together(report: Mapping[str, Any]) -> str:
 
 
 def notes(report: Mapping[str, Any]) -> list[str]:
-    """What was not compiled but concluded."""
+    """Return what was not compiled but concluded."""
     if report["quick"]:
         return [
             "quick: each kind of layer (dense or MoE, recomputed and swapped alike) was compiled once, on few stages; "

@@ -64,7 +64,7 @@ def report_of(
     node: int,
     lines: dict[int, TimeLine] | None = None,
 ) -> dict[str, Any]:
-    """The whole report, in bytes and FLOPs of one device and step.
+    """Return the whole report, in bytes and FLOPs of one device and step.
 
     Args:
         results: of the plan's jobs, none of them refused.

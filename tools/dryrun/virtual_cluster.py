@@ -67,7 +67,7 @@ def virtual_cluster(devices: int, rank: int, graphs: Path | None = None) -> Iter
 
 
 def final_graph(graphs: Path) -> Path:
-    """The one dump that a compile with ``graphs=`` leaves for `collectives`: the front end's last stage.
+    """Return the one dump that a compile with ``graphs=`` leaves for `collectives`: the front end's last stage.
 
     Raises:
         ClusterError: no compile finished there, or more than one.

@@ -69,7 +69,7 @@ class Recompute:
     operators: tuple[tuple[str, Table], ...] = ()
 
     def layers(self, option: str, chunk: int, stage: int) -> int:
-        """Layers of a chunk and stage under an option ("full", "select" or "communication")."""
+        """Return the layers of a chunk and stage under an option ("full", "select" or "communication")."""
         table = getattr(self, option)
         return table[chunk][stage] if table else 0
 
@@ -187,24 +187,24 @@ class Configuration:
         return [list(row[stage]) for row in _kinds(self.model, self.layers, self.schedule)]
 
     def layer_numbers(self, stage: int) -> list[int]:
-        """The decoder layers of a stage, counted from 0, in the order of `stage_kinds`."""
+        """Return the decoder layers of a stage, counted from 0, in the order of `stage_kinds`."""
         firsts = _first_layers(self.layers, self.schedule)
         spans = [(row[stage], self.layers[chunk][stage]) for chunk, row in enumerate(firsts)]
         return [first + place for first, count in spans for place in range(count)]
 
     @property
     def head_parts(self) -> int:
-        """Parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
+        """Return the parts that context parallelism cuts the heads into; 1 where it has no ranks for them."""
         return self.ulysses if self.cp % self.ulysses == 0 else 1
 
     @property
     def item(self) -> int:
-        """Bytes of an element in the type that computes; fp8 and fp4 are made from bf16."""
+        """Return the bytes of an element in the type that computes; fp8 and fp4 are made from bf16."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
     def copies_weights(self) -> bool:
-        """Whether each pass makes its own copy of weights in the type that computes.
+        """Return whether each pass makes its own copy of weights in the type that computes.
 
         MindFormers' graphs make a narrower one once for the whole step. What is narrower itself is cast by each pass.
         What is as wide already is gathered once from the optimizer's shards; where there are none, a pipeline's passes
@@ -215,7 +215,7 @@ class Configuration:
 
     @property
     def devices(self) -> int:
-        """Devices of the run."""
+        """Return the devices of the run."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
@@ -225,22 +225,22 @@ class Configuration:
 
     @property
     def global_batch(self) -> int:
-        """Samples a step."""
+        """Return the samples a step."""
         return self.dp * self.batch * self.micro_batches
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the tokens of a step."""
         return self.global_batch * self.sequence
 
     @property
     def rank_sequence(self) -> int:
-        """Tokens of a sequence that one device routes."""
+        """Return the tokens of a sequence that one device routes."""
         return self.sequence // (self.tp * self.cp)
 
     @property
     def rank_tokens(self) -> int:
-        """Tokens of a micro-batch that a tensor-parallel group computes."""
+        """Return the tokens of a micro-batch that a tensor-parallel group computes."""
         return self.batch * self.sequence // self.cp
 
 
@@ -298,7 +298,7 @@ def even_layers(total: int, stages: int, chunks: int, mtp: int = 0) -> Table:
 
 
 def spread(value: Any, layers: Table) -> Table | None:
-    """A flag, or numbers of layers by stage or by chunk and stage, as numbers of layers [chunks][stages].
+    """Return a flag, or numbers of layers by stage or by chunk and stage, as numbers of layers [chunks][stages].
 
     One number a stage is dealt to its chunks in turns, chunk 0 first, as MindFormers does (LayerSetting). A list of
     operators counts as all layers, a mapping of operators as the most layers that one of them names. True is all.
@@ -359,7 +359,7 @@ PATTERNS = {
 
 
 def offered(config: Configuration) -> tuple[str, ...]:
-    """The groups whose bytes are known for a run.
+    """Return the groups whose bytes are known for a run.
 
     None outside of MindFormers' training_graph. Attention's are those of MLA without context parallelism, which keeps
     keys and values as gathered; the MLP's those of gated ones; experts' those that `plugins.ep_overlap` does not cut.
@@ -376,12 +376,12 @@ def offered(config: Configuration) -> tuple[str, ...]:
 
 
 def joined(names: Iterable[str]) -> str:
-    """The option of a layer that has several."""
+    """Return the option of a layer that has several."""
     return "+".join(names) or "none"
 
 
 def parts_of(option: str) -> tuple[str, ...]:
-    """The names that an option joins; () of "none"."""
+    """Return the names that an option joins; () of "none"."""
     return () if option == "none" else tuple(option.split("+"))
 
 
@@ -393,12 +393,12 @@ def weight_cut(weight: Weight, config: Configuration) -> int:
 
 
 def weight_copies(weight: Weight, config: Configuration) -> int:
-    """Ranks of a stage that hold the same part of it."""
+    """Return the ranks of a stage that hold the same part of it."""
     return config.dp * config.tp * config.cp // weight_cut(weight, config)
 
 
 def shard_group(weight: Weight, config: Configuration) -> int:
-    """How many of these share shards; MindSpore shards nothing where `shard_size` does not divide them."""
+    """Return how many of these share shards; MindSpore shards nothing where `shard_size` does not divide them."""
     held, size = weight_copies(weight, config), config.shard_size
     return held if not config.shard_optimizer or not size else 1 if held % size else size
 

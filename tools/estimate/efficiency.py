@@ -122,7 +122,7 @@ def clear_cache() -> None:
 
 
 def cluster_file(name: str) -> Path:
-    """The file of a cluster: of a name or device of this repository, else `name` as a path."""
+    """Return the file of a cluster: of a name or device of this repository, else `name` as a path."""
     word = name_of(name)
     places = (CLUSTERS / f"{word}.yaml", FOLDER / f"{word}.yaml")
     return next((place for place in places if place.is_file()), Path(name))
@@ -130,7 +130,7 @@ def cluster_file(name: str) -> Path:
 
 @lru_cache(maxsize=64)
 def cluster(name: str) -> Hardware:
-    """A cluster of `tools.hardware`, or one that only measurements speak of."""
+    """Return a cluster of `tools.hardware`, or one that only measurements speak of."""
     file = cluster_file(name)
     return load_hardware(file if file.parent == CLUSTERS else name)
 
@@ -160,7 +160,7 @@ def _own(hardware: Hardware) -> Efficiency:
 
 
 def known_error(hardware: Hardware) -> KnownError | None:
-    """The error of step times on a device type.
+    """Return the error of step times on a device type.
 
     None where the file has efficiencies of its own, or fewer than two groups of runs tell.
     """
@@ -172,7 +172,7 @@ def known_error(hardware: Hardware) -> KnownError | None:
 
 
 def efficiency_of(hardware: Hardware) -> Efficiency:
-    """The file's own efficiencies, or the set of the hardware's device type.
+    """Return the file's own efficiencies, or the set of the hardware's device type.
 
     Raises:
         RecipeError: the device type has none, or the file's are not all of them.
@@ -253,11 +253,11 @@ class DeviceTimes:
         return more * self.moving(size)
 
     def moving(self, size: float) -> float:
-        """Seconds in which operators read and write `size` bytes of HBM, all that there is counted."""
+        """Return the seconds in which operators read and write `size` bytes of HBM, all that there is counted."""
         return size / (self.hardware.hbm_bytes_per_s * self.reached.memory)
 
     def launching(self, operators: float) -> float:
-        """Seconds to launch so many operators, if the device waits for each."""
+        """Return the seconds to launch so many operators, if the device waits for each."""
         return operators * self.hardware.launch_s
 
     def to_host(self, size: float) -> float | None:
@@ -266,7 +266,7 @@ class DeviceTimes:
         return None if host is None else size / host.bytes_per_s
 
     def multiplying(self, config: Configuration, matmul: Matmul) -> float:
-        """Seconds of `matmul` in the run's precision."""
+        """Return the seconds of `matmul` in the run's precision."""
         return self._matmul(config, matmul)
 
     def _link(self, span: int) -> Link:

@@ -46,7 +46,7 @@ def places(layers: Table, schedule: str) -> list[tuple[int, int, int]]:
 
 
 def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
-    """The layers that a table of counts names."""
+    """Return the layers that a table of counts names."""
     if table is None:
         return []
     where = places(layers, schedule)
@@ -54,10 +54,10 @@ def numbers_of(table: Table | None, layers: Table, schedule: str) -> list[int]:
 
 
 def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Table:
-    """How many of a list's layers each chunk and stage holds.
+    """Return how many of a list's layers each chunk and stage holds.
 
     Raises:
-        ValueError: one of them is no layer of the model.
+        ValueError: one of them is not a layer of the model.
     """
     where, counts = places(layers, schedule), Counter[tuple[int, int]]()
     for number in set(numbers):
@@ -68,7 +68,7 @@ def table_of_numbers(numbers: Iterable[int], layers: Table, schedule: str) -> Ta
 
 
 def table_by_numbers(value: Any, layers: Table, schedule: str) -> Table | None:
-    """A recompute key's value as a table; of a mapping of operator patterns the one that names most layers.
+    """Return a recompute key's value as a table; of a mapping of operator patterns the one that names most layers.
 
     Raises:
         ValueError, TypeError: it is neither a flag, nor such a list or mapping.
@@ -91,7 +91,7 @@ Reader = Callable[[Any, Table], Table | None]  # a recompute key's value and the
 
 
 def from_recipe(recipe: Recipe, ep_mode: str | None = None) -> Configuration:
-    """The run that a MindFormers recipe describes.
+    """Return the run that a MindFormers recipe describes.
 
     Args:
         ep_mode: a dispatch mode to look at instead of the recipe's own, uncut; then `auto` there may stay unresolved.
@@ -199,7 +199,7 @@ def _dispatch(view: View, dispatcher: str) -> tuple[str, Cut | None]:
 
 
 def shards_gradients(view: View) -> bool:
-    """Whether accumulated gradients are sharded.
+    """Return whether accumulated gradients are sharded.
 
     `optimizer_level: level2` has it so, whatever the flag says (MindSpore 2.9.0, set_parallel_optimizer_config); level1
     and level3 have it off, and MindSpore refuses the flag beside them.
@@ -243,7 +243,7 @@ def recompute_of(view: View, layers: Table) -> Recompute:
 
 
 def reader_of(view: View) -> Reader:
-    """How recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
+    """Return how recompute keys are read: as counts, or, where activations are swapped, as numbers of layers."""
     if not swaps(view):
         return spread
     return lambda value, layers: table_by_numbers(value, layers, view.schedule)
@@ -277,13 +277,13 @@ def operators_of(value: Any, layers: Table, read: Reader = spread) -> tuple[tupl
 
 
 def patterns_of(value: Any) -> list[str]:
-    """The operator patterns of a recompute key; none where it leaves them to MindFormers."""
+    """Return the operator patterns of a recompute key; none where it leaves them to MindFormers."""
     named = isinstance(value, dict) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
     return list(value) if named else []
 
 
 def of_norms(pattern: str) -> bool:
-    """Whether a pattern names a layer's norms: cells below the layer, each part of it matched as a whole."""
+    """Return whether a pattern names a layer's norms: cells below the layer, each part of it matched as a whole."""
     parts = pattern.split(r"\.")
     return any(
         len(path) == len(parts) and all(map(re.fullmatch, parts, path))
@@ -321,33 +321,33 @@ def swapped_value(key: str, table: Table | None, config: Configuration, now: Any
 
 
 def named_layers(value: Any, layers: Table) -> set[int]:
-    """The layers that a key names where activations are swapped."""
+    """Return the layers that a key names where activations are swapped."""
     if isinstance(value, dict):
         return set().union(*(named_layers(inner, layers) for inner in value.values()))
     return set(range(sum(map(sum, layers)))) if value is True else set(value or [])
 
 
 def not_empty(table: Table | None) -> Table | None:
-    """The table, None where it names no layer."""
+    """Return the table, None where it names no layer."""
     return table if table and any(map(any, table)) else None
 
 
 def has_counts(value: Any) -> bool:
-    """Whether numbers of layers stand at a recompute key: they are for one number of stages and chunks."""
+    """Return whether numbers of layers stand at a recompute key: they are for one number of stages and chunks."""
     if isinstance(value, dict):
         return any(map(has_counts, value.values()))
     return isinstance(value, list) and not patterns_of(value)
 
 
 def plain_value(table: Table | None, layers: Table) -> Any:
-    """A table as a flag, or as numbers of layers in offset's shape."""
+    """Return a table as a flag, or as numbers of layers in offset's shape."""
     if table == layers:
         return True
     return [list(row) for row in table] if table and len(table) > 1 else list(table[0]) if table else False
 
 
 def with_patterns(key: str, value: Any, now: Any) -> Any:
-    """What a recompute key becomes: a plain value, for the patterns that stand there `now`.
+    """Return what a recompute key becomes: a plain value, for the patterns that stand there `now`.
 
     A `select_recompute` whose patterns, or MindFormers' own, would save nothing gets those that do. Patterns of all
     layers stay, or become, a list where there is no mapping: a child cannot turn a plain value into one.
@@ -383,12 +383,12 @@ def with_groups(recompute: Recompute, layers: Table, now: Any) -> dict[str, Any]
 
 
 def names_groups(value: Any) -> bool:
-    """Whether patterns of groups of operators stand at a recompute key."""
+    """Return whether patterns of groups of operators stand at a recompute key."""
     return any(one in patterns_of(value) for patterns in PATTERNS.values() for one in patterns)
 
 
 def without_counts(value: Any) -> Any:
-    """A key's patterns without their layers, which were counted for other stages."""
+    """Return a key's patterns without their layers, which were counted for other stages."""
     return dict.fromkeys(patterns_of(value), False) if has_counts(value) else value
 
 

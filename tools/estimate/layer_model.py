@@ -78,13 +78,13 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Matmul and attention FLOPs."""
+        """Return the matmul and attention FLOPs."""
         return sum(matmul.flops for matmul in self.matmuls) + self.attention
 
 
 @lru_cache(maxsize=8192)
 def work(config: Configuration, kind: str) -> Work:
-    """What a device does in one layer of a kind for one micro-batch."""
+    """Return what a device does in one layer of a kind for one micro-batch."""
     model, tokens = config.model, config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     h = model.hidden
@@ -134,7 +134,7 @@ def repeated_parts(config: Configuration, kind: str) -> dict[str, Part]:
 
 
 def turned_bytes(config: Configuration) -> float:
-    """Bytes that rotary positions read and write of queries and keys, forward."""
+    """Return the bytes that rotary positions read and write of queries and keys, forward."""
     model = config.model
     return 2 * ITEM * (model.heads + model.kv_heads) * model.qk_dim / config.tp * config.rank_tokens
 
@@ -168,7 +168,7 @@ def sorted_once(config: Configuration, done: Work) -> float:
 
 
 def score_bytes(config: Configuration) -> float:
-    """Bytes that an unfused attention reads and writes for its scores beside its matmuls, forward."""
+    """Return the bytes that an unfused attention reads and writes for its scores beside its matmuls, forward."""
     if config.flash:
         return 0.0
     each = _SCORE_BYTES + (_DROPPED_SCORE_BYTES if config.model.dropout else 0)
@@ -176,7 +176,7 @@ def score_bytes(config: Configuration) -> float:
 
 
 def score_passes(config: Configuration) -> float:
-    """What backward moves of an unfused attention's scores beside its matmuls, over forward.
+    """Return what backward moves of an unfused attention's scores beside its matmuls, over forward.
 
     The gradients of dropout and softmax are read and written with what they kept.
     """
@@ -223,7 +223,7 @@ def _mlp_work(config: Configuration, kind: str, tokens: float, held: float) -> P
 
 
 def routed_part(config: Configuration, share: float = 1.0) -> Part:
-    """The routed experts of the busiest device, with the sorting of copies by expert and back.
+    """Return the routed experts of the busiest device, with the sorting of copies by expert and back.
 
     Args:
         share: of a micro-batch's tokens; a chunk's matmuls have fewer rows.
@@ -245,7 +245,7 @@ def routed_part(config: Configuration, share: float = 1.0) -> Part:
 
 
 def shared_part(config: Configuration) -> Part:
-    """The shared expert; nothing where the model has none."""
+    """Return the shared expert; nothing where the model has none."""
     model, tokens = config.model, config.rank_tokens
     if not model.shared_ffn:
         return Part(())

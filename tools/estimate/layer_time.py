@@ -78,12 +78,12 @@ class ExpertTimes(DeviceTimes):
     """Dispatch, experts and combine on one cluster."""
 
     def dispatched(self, config: Configuration) -> Configuration:
-        """The run as its tokens travel here: inside a node every mode is the same All-to-All."""
+        """Return the run as its tokens travel here: inside a node every mode is the same All-to-All."""
         alone = config.ep * (config.tp if config.expert_tp else 1) <= self.hardware.devices_per_node
         return replace(config, ep_mode="global") if alone and config.ep_mode in MODES[1:] else config
 
     def exchanges(self, config: Configuration) -> tuple[Step, ...]:
-        """The steps of dispatch and combine forward, with the bytes of the busiest rank."""
+        """Return the steps of dispatch and combine forward, with the bytes of the busiest rank."""
         node, model = self.hardware.devices_per_node, config.model
         span = config.ep * (config.tp if config.expert_tp else 1)
         nodes = max(1, -(-span // node))
@@ -100,11 +100,11 @@ class ExpertTimes(DeviceTimes):
         return _steps(mode if nodes > 1 else "global", nodes, config.ep // nodes, *sizes, outside, inside)
 
     def repeated(self, config: Configuration) -> tuple[Step, ...]:
-        """The steps that a recomputed layer runs again."""
+        """Return the steps that a recomputed layer runs again."""
         return _recomputed(self.exchanges(config), config.keep_gathered)
 
     def exposed(self, config: Configuration) -> Exposed:
-        """What expert-parallel communication costs an MoE layer."""
+        """Return what expert-parallel communication costs an MoE layer."""
         if config.ep == 1 or not config.model.experts:
             return NOTHING
         if config.ep_cut or config.shared_beside:
@@ -119,7 +119,7 @@ class ExpertTimes(DeviceTimes):
         return Exposed(Passes(forward, back, back + recomputed), NOTHING.cutting)
 
     def plan(self, config: Configuration, cuts: Sequence[Chunks] = (), stride: int | None = None) -> Choice:
-        """An MoE layer uncut and in the best of some chunks, as `plugins.ep_overlap` runs it.
+        """Return an MoE layer uncut and in the best of some chunks, as `plugins.ep_overlap` runs it.
 
         Args:
             cuts: (b, s) to choose from; all that fit where none are given. stride: of the order; None: the best.
@@ -130,7 +130,7 @@ class ExpertTimes(DeviceTimes):
         return choose(self.expert_layer(config), config.batch, config.rank_sequence, cuts, stride)
 
     def expert_layer(self, config: Configuration) -> Layer:
-        """What a chunk goes through, with the seconds of each step."""
+        """Return what a chunk goes through, with the seconds of each step."""
         config = self.dispatched(config)
         forward, back, recomputed = self._sent(config)
         shared = self._part(config, shared_part(config)) + self.hardware.launch_s if config.model.shared_ffn else 0.0
@@ -243,12 +243,12 @@ class Parts:
 
     @property
     def total(self) -> float:
-        """All of it, one after the other."""
+        """Return all of it, one after the other."""
         parts = (self.matmul, self.attention, self.elementwise, self.tp, self.cp, self.ep, self.fixed, self.cut)
         return sum(parts)
 
     def less(self, other: Parts) -> Parts:
-        """What is left of each without another's."""
+        """Return what is left of each without another's."""
         return Parts(**{name: getattr(self, name) - getattr(other, name) for name in Parts.__dataclass_fields__})
 
 
@@ -261,7 +261,7 @@ class LayerTime:
     recomputed: Mapping[str, Parts]
 
     def again(self, option: str) -> Parts:
-        """What an option of a layer adds to its backward: one of `recomputed`, or several joined."""
+        """Return what an option of a layer adds to its backward: one of `recomputed`, or several joined."""
         if option in self.recomputed:
             return self.recomputed[option]
         every = [self.recomputed[name] for name in parts_of(option)]
@@ -272,7 +272,7 @@ class LayerTimes(ExpertTimes):
     """The time of layers on one cluster."""
 
     def layer(self, config: Configuration, kind: str) -> LayerTime:
-        """Seconds of one layer of a kind."""
+        """Return the seconds of one layer of a kind."""
         config = self.dispatched(config)
         done = work(config, kind)
         exposed = self.exposed(config) if done.copies else NOTHING

@@ -84,12 +84,12 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """Return the seconds of the step."""
         return self.pipeline + self.data_parallel + self.optimizer + self.fixed
 
     @property
     def by_part(self) -> dict[str, float]:
-        """The step's seconds by `PARTS`, on the slowest stage; they add up to it."""
+        """Return the step's seconds by `PARTS`, on the slowest stage; they add up to it."""
         waiting = self.pipeline - sum(self.parts.values())
         send = min(self.sending, waiting)
         return {
@@ -103,12 +103,12 @@ class StepTime:
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that nothing hides."""
+        """Return the seconds of communication that nothing hides."""
         return exposed_of(self.by_part)
 
 
 def exposed_of(parts: Mapping[str, float]) -> float:
-    """Seconds of communication that nothing hides, of a step by `PARTS`."""
+    """Return the seconds of communication that nothing hides, of a step by `PARTS`."""
     return sum(parts[name] for name in _EXPOSED)
 
 
@@ -136,22 +136,22 @@ class LayerSeconds:
 
     @property
     def alone(self) -> float:
-        """Seconds when nothing hides anything."""
+        """Return the seconds when nothing hides anything."""
         return self.computation + self.communication
 
     @property
     def computation(self) -> float:
-        """Seconds of the compute stream."""
+        """Return the seconds of the compute stream."""
         return self.attention + self.experts + self.weights
 
     @property
     def communication(self) -> float:
-        """Seconds of the links."""
+        """Return the seconds of the links."""
         return self.dispatch + self.combine
 
 
 def pair_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Seconds of a pair through `layers` layers.
+    """Return the seconds of a pair through `layers` layers.
 
     At least the longer of both computations, both communications, and each of the two alone but for weight gradients;
     at most both one after the other.
@@ -185,7 +185,7 @@ def hidden_seconds(forward: LayerSeconds, backward: LayerSeconds, layers: np.nda
 
 
 def share_hidden(forward: LayerSeconds, backward: LayerSeconds, layers: int) -> float:
-    """Share of the pair's communication that is hidden, 0 to 1; 1 without any."""
+    """Return the share of the pair's communication that is hidden, 0 to 1; 1 without any."""
     sent = layers * (forward.communication + backward.communication)
     saved = layers * (forward.alone + backward.alone) - pair_seconds(forward, backward, layers)
     return saved / sent if sent else 1.0
@@ -198,7 +198,7 @@ class GradientTimes(LayerTimes):
     """Weights, gradients and the optimizer on one cluster."""
 
     def once_and_each(self, config: Configuration, stage: int) -> tuple[float, float]:
-        """Seconds of a stage's weights and gradients: once a step, and again for each micro-batch.
+        """Return the seconds of a stage's weights and gradients: once a step, and again for each micro-batch.
 
         FSDP's weights, which travel for each pass, count to the first.
         """
@@ -221,7 +221,7 @@ class GradientTimes(LayerTimes):
         return once, each
 
     def waited(self, once: Any, each: Any, work: Any, micro_batches: Any, rounds: Any) -> Any:
-        """Seconds of `once_and_each` that nothing hides; numbers or arrays.
+        """Return the seconds of `once_and_each` that nothing hides; numbers or arrays.
 
         Args:
             work: seconds of a micro-batch on the stage, beside which all this runs.
@@ -242,7 +242,7 @@ class GradientTimes(LayerTimes):
         return float(self.waited(once, each, work, config.micro_batches, rounds))
 
     def optimizer(self, config: Configuration, stage: int) -> float:
-        """Seconds of the update: its bytes, and the host's time for each weight."""
+        """Return the seconds of the update: its bytes, and the host's time for each weight."""
         counted = _counted(config, stage)
         held = sum(
             count * weight.size / weight_cut(weight, config) / weight_shards(weight, config)
@@ -281,7 +281,7 @@ class TimeModel(GradientTimes):
         return forward, backward, parts
 
     def transfer(self, config: Configuration) -> float:
-        """Seconds to send one micro-batch's activations to the next stage."""
+        """Return the seconds to send one micro-batch's activations to the next stage."""
         if config.pp == 1:
             return 0.0
         rows = config.rank_tokens / config.tp  # every rank of a tp group sends its part
@@ -291,7 +291,7 @@ class TimeModel(GradientTimes):
         return self.hardware.launch_s + link.latency_s + size / self._speed(link)
 
     def step(self, config: Configuration, simulated: bool = False) -> StepTime:
-        """Seconds of a step; `simulated` replays the schedule operation by operation."""
+        """Return the seconds of a step; `simulated` replays the schedule operation by operation."""
         forward, backward, parts = self.chunks(config)
         sending = 0.0 if config.overlap_pp else self.transfer(config)
         stages = (forward + backward).sum(axis=0)
@@ -328,9 +328,9 @@ class TimeModel(GradientTimes):
         return found
 
     def hidden(self, config: Configuration) -> np.ndarray:
-        """Seconds [chunks, chunks, stages] that a forward and a backward hide of each other as a pair.
+        """Return the seconds [chunks, chunks, stages] that a forward and a backward hide of each other as a pair.
 
-        Of MoE layers alone. Half of a layer's computation is taken to come before dispatch and half to be the
+        Of MoE layers only. Half of a layer's computation is taken to come before dispatch and half to be the
         experts' (assumed); what a backward recomputes hides nothing.
         """
         layers = sum(_census(config).get("moe", {}).values(), np.zeros((config.chunks, config.pp))).astype(int)
@@ -347,7 +347,7 @@ class TimeModel(GradientTimes):
 
     @property
     def fixed(self) -> float:
-        """Seconds of a step beside all that is computed here."""
+        """Return the seconds of a step beside all that is computed here."""
         return self.reached.step_s
 
 
@@ -372,12 +372,12 @@ def _census(config: Configuration) -> dict[str, dict[str, np.ndarray]]:
 
 
 def closed_form(forward: np.ndarray, backward: np.ndarray, micro_batches: int, sending: float = 0.0) -> float:
-    """Seconds of 1F1B, interleaved or not, of [chunks, stages] seconds; see `pipeline_of`."""
+    """Return the seconds of 1F1B, interleaved or not, of [chunks, stages] seconds; see `pipeline_of`."""
     return float(pipeline_of((forward + backward).sum(axis=0), len(forward), micro_batches, sending))
 
 
 def has_closed_form(schedule: str) -> bool:
-    """Whether `closed_form` holds for a schedule."""
+    """Return whether `closed_form` holds for a schedule."""
     return schedule in _CLOSED
 
 

@@ -12,18 +12,18 @@ from tools.files.figure import check_ending, check_page
 from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
-EVERY_HELP = "Steps between the plans of replayed policies.  [default: the recipe's, or 20]"
+EVERY_HELP = "Number of steps between the plans of replayed policies.  [default: the recipe's, or 20]"
 
 
 @click.group("experts", context_settings={"help_option_names": ["-h", "--help"]})
 def experts() -> None:
-    """Expert loads of a run: who waits for whom, and what moving experts brings."""
+    """Report the expert loads of a run and what moving experts would bring; restore a checkpoint with moved experts."""
 
 
-@experts.command("report", short_help="Loads of experts and devices, what waits for them, what other plans bring.")
+@experts.command("report", short_help="Report loads of experts and devices, what waits, and what other plans bring.")
 @click.argument("run", metavar="RUN|LOG", type=click.Path(path_type=Path))
-@click.option("--recipe", type=click.Path(path_type=Path), help="Whose seconds to predict.  [default: RUN/recipe.yaml]")
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe to predict.  [default: RUN/recipe.yaml]")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--every", type=Number("steps"), metavar="N", help=EVERY_HELP)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with tables and pictures.")
@@ -39,7 +39,7 @@ def report_command(
 ) -> None:
     """Say how unevenly the experts of a run load their devices, by its metrics/expert_load.jsonl.
 
-    RUN is the folder of a run with plugins.expert_balance, LOG such a file. Policies are replayed on the recorded
+    RUN is the folder of a run with plugins.expert_balance, LOG its expert_load.jsonl. Policies are replayed on recorded
     loads: they plan with what was known at each step, and are judged by the steps that follow. Seconds are modelled.
     """
     from rich.console import Console
@@ -66,14 +66,14 @@ def report_command(
         print_text(found, Console(soft_wrap=True, highlight=False, markup=False))
 
 
-@experts.command("restore-order", short_help="A checkpoint with moved experts, back in logical order.")
+@experts.command("restore-order", short_help="Put the moved experts of a checkpoint back in logical order.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--to", "target", type=click.Path(path_type=Path), help="Folder to write; a new one.")
+@click.option("--to", "target", type=click.Path(path_type=Path), help="New folder to write into.")
 def restore_order_command(checkpoint: Path, target: Path | None) -> None:
     """Write CHECKPOINT, one iteration of a run with plugins.expert_balance, with its experts in logical order.
 
-    Weights and moments are the same bits, at other rows. Whoever knows nothing of moved experts can read the result:
-    a run without the plugin, MindFormers, an export. The checkpoint itself stays as it is. Without --to the result
+    Weights and moments keep their bits and change rows. Software that does not know moved experts can read the result:
+    a run without the plugin, MindFormers, an export. The checkpoint itself is not changed. Without --to the result
     goes to RUN/checkpoint_in_order.
     """
     from tools.experts.restore import restore_order, target_of

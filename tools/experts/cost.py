@@ -34,7 +34,7 @@ NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
 
 
 def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
-    """One object; bytes, seconds and shares; pairs are [without overlap, with overlap]."""
+    """Return one object; bytes, seconds and shares; pairs are [without overlap, with overlap]."""
     first = advices[0]
     return {
         "recipe": source,
@@ -141,7 +141,7 @@ def arrow(shares: tuple[float, float]) -> str:
 
 
 def assumptions(advice: Advice) -> str:
-    """Which of the numbers used nobody has published."""
+    """Return which of the numbers used nobody has published."""
     hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
     return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
@@ -215,16 +215,16 @@ class Degrees(click.ParamType):
 
 @click.command("ep-report", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--hardware", hidden=True, help="The old name of --cluster.")
 @click.option(
     "--skew",
     default=DEFAULT_SKEW,
     show_default=True,
     type=Number("skew"),
-    help="Load of the busiest rank of an EP group over the mean.",
+    help="Assumed load of an EP group's busiest rank, divided by the mean load.",
 )
-@click.option("--ep", type=Degrees(), help="EP degrees to compare; the recipe's own by default.")
+@click.option("--ep", type=Degrees(), help="Compare these EP degrees; by default only the recipe's own.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw the streams of a layer (.svg or .png).")
@@ -240,11 +240,11 @@ def ep_report(
 ) -> None:
     """Say what expert parallelism of RECIPE costs, and which dispatch mode and overlap to set.
 
-    For each mode: bytes on each class of links, predicted time, and the share of EP communication that is waited for,
+    Prints for each mode the bytes on each class of links, the time, and the share of EP communication that is exposed,
     without and with overlap. All numbers are modelled.
     """
     if picture and ep and len(ep) > 1:
-        raise click.UsageError("--picture draws one EP degree: give --ep one number")
+        raise click.UsageError("--picture draws one EP degree: give --ep only one number")
     if picture:
         check_ending(picture)
     if hardware:

@@ -31,7 +31,7 @@ def draw(found: Study, path: Path) -> Path:
 
 
 def svg(found: Study) -> str:
-    """The same as an element of a page."""
+    """Return the same as an element of a page."""
     return svg_text(_figure(found))
 
 
@@ -139,7 +139,7 @@ NOTES = (
 
 
 def content(found: Study) -> dict[str, Any]:
-    """One object; ratios are max/mean."""
+    """Return one object; ratios are max/mean."""
     records, seconds = found.source.records, found.seconds
     known = not isinstance(seconds, str)
     return {
@@ -199,7 +199,7 @@ def _policy(policy: Policy, found: Study) -> dict[str, Any]:
 
 
 def layer_rows(found: Study) -> list[list[str]]:
-    """The most uneven layers first; columns as `LAYER_HEADS`."""
+    """Return the most uneven layers first; columns as `LAYER_HEADS`."""
     rows = sorted(content(found)["layers"], key=lambda row: -row["max_over_mean"])
     return [
         [
@@ -217,7 +217,7 @@ def layer_rows(found: Study) -> list[list[str]]:
 
 
 def policy_rows(found: Study) -> list[list[str]]:
-    """Columns as `POLICY_HEADS`."""
+    """Return the columns as `POLICY_HEADS`."""
     rows = []
     for row in (_policy(one, found) for one in found.policies):
         waits, saves = row["waits_seconds"], row["saves_seconds"]
@@ -235,7 +235,7 @@ def policy_rows(found: Study) -> list[list[str]]:
 
 
 def head(found: Study) -> str:
-    """What was recorded, in a line."""
+    """Return what was recorded, in a line."""
     records = found.source.records
     _, layers, experts = found.tokens.shape
     return (
@@ -245,7 +245,7 @@ def head(found: Study) -> str:
 
 
 def notes(found: Study) -> list[str]:
-    """What the numbers rest on."""
+    """Return what the numbers rest on."""
     lines, seconds = list(NOTES), found.seconds
     lines.append("bound: no placement is better, of all steps' loads; micro-batch: the worst, where it is recorded")
     if isinstance(seconds, str):
@@ -268,7 +268,7 @@ def notes(found: Study) -> list[str]:
             f"a replay of the recipe's settings first differs at step {found.differs[0]}" if found.differs else same
         )
     noise = counting_noise(found)
-    lines.append(f"even routing alone would show max/mean {noise:.3f} in a step: tokens are counted, not divided")
+    lines.append(f"even uniform routing would show max/mean {noise:.3f} in a step: tokens are counted, not divided")
     return lines
 
 
@@ -315,7 +315,7 @@ td:first-child, th:first-child { text-align: left } svg { max-width: 100%; heigh
 
 
 def page(found: Study) -> str:
-    """The whole file."""
+    """Return the whole file."""
     title = f"Expert loads of {found.source.file}"
     body = [
         f"<h1>Expert loads</h1><p>{escape(str(found.source.file))}: {escape(head(found))}</p>",

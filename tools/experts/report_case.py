@@ -53,13 +53,13 @@ class Case:
     refused: str = ""
 
     def gain(self, mode: str) -> float:
-        """How much more throughput `mode` has than the global All-to-All, both without overlap."""
+        """Return how much more throughput `mode` has than the global All-to-All, both without overlap."""
         assert self.advice is not None
         return self.advice.modes["global"].step[0] / self.advice.modes[mode].step[0] - 1
 
     @property
     def hierarchical(self) -> ModeReport:
-        """The report's scheme."""
+        """Return the report's scheme."""
         assert self.advice is not None
         return self.advice.modes["hierarchical"]
 
@@ -84,7 +84,7 @@ def _case(model: str, ep: int, hardware: Hardware, skew: float) -> Case:
 
 
 def markdown(rows: Sequence[Case]) -> str:
-    """The table, then where it disagrees with the report."""
+    """Return the table, then where it disagrees with the report."""
     lines = [_TITLE, "| " + " | ".join(_HEADER) + " |", "|" + "---|" * len(_HEADER)]
     lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     return "\n".join([*lines, "", *_remarks([row for row in rows if row.advice])]) + "\n"
@@ -178,7 +178,7 @@ def _against_table_5(rows: Sequence[Case]) -> list[str]:
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @click.option("--skew", default=DEFAULT_SKEW, show_default=True, type=Number("skew"), help="Busiest rank's load.")
 def main(cluster: str, skew: float) -> None:
     """Print the table as markdown."""

@@ -19,7 +19,7 @@ FOLDER = "checkpoint_in_order"  # beside a run's `checkpoint`: a resume from the
 
 
 def target_of(folder: Path) -> Path:
-    """Where the restored checkpoint goes unless the user says so: `RUN/checkpoint_in_order/iteration_*`."""
+    """Return where the restored checkpoint goes unless the user says so: `RUN/checkpoint_in_order/iteration_*`."""
     folder = folder.absolute()
     return folder.parent.parent / FOLDER / folder.name
 
@@ -40,7 +40,7 @@ def restore_order(folder: Path, target: Path, progress: Callable[[str], None] = 
     _refuse(folder, target)
     placements = read_placements(folder)
     if not (layers := moved(placements)):
-        raise CheckpointError(f"{folder}: all experts are at the slots of their own numbers: nothing to restore")
+        raise CheckpointError(f"{folder}: all experts are in logical order already: there is nothing to restore")
     stored = open_stored(folder)
     with atomic_folder(target) as part:
         for file in sorted(folder.glob("*.safetensors")):

@@ -39,7 +39,7 @@ class Source:
 
 
 def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> Source:
-    """The log at `place`, a run's folder or the file itself, and the recipe beside it.
+    """Return the log at `place`, a run's folder or the file itself, and the recipe beside it.
 
     Args:
         recipe: to take instead of the run's own. say: told what `auto` became.
@@ -77,7 +77,7 @@ class Seconds:
     error: str
 
     def waits(self, ratios: np.ndarray) -> float:
-        """Seconds of a step that wait for the fullest device, the mean over steps.
+        """Return the seconds of a step that wait for the fullest device, the mean over steps.
 
         Args:
             ratios: [steps, layers] max/mean. A step is taken to be as uneven in every layer as on average: the
@@ -94,7 +94,7 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
     """
     hardware = cluster(cluster_name)
     if recipe is None:
-        return "there is no recipe beside the log; --recipe names one"
+        return "no recipe lies beside the log; --recipe names one"
     if View(recipe).on_cpu:
         return "it runs on CPU workers, which no estimator knows; --recipe takes that of a cluster with as many experts"
     try:
@@ -142,7 +142,7 @@ class Policy:
     move_s: float | None = None
 
     def moves_of_a_plan(self) -> float:
-        """Experts of a layer that one plan moves, the mean."""
+        """Return the experts of a layer that one plan moves, the mean."""
         return float(self.moves.sum() / max(self.plans, 1) / self.moves.shape[1])
 
 

@@ -26,7 +26,7 @@ def real_path(path: str | os.PathLike[str]) -> Path:
 
 
 def what_is(path: str | os.PathLike[str]) -> str:
-    """What stands at `path` where something else was wanted, in words: "no such file or folder", "a folder"."""
+    """Return what stands at `path` where something else was wanted, in words: "no such file or folder", "a folder"."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -167,7 +167,7 @@ _LIMIT = 1 << 20  # bytes
 
 
 def last_lines(log: Path) -> list[str]:
-    """Lines of the last megabyte of a log; none when there is no such file."""
+    """Return the lines of the last megabyte of a log; none when there is no such file."""
     try:
         with log.open("rb") as file:
             file.seek(0, 2)

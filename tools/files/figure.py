@@ -34,7 +34,7 @@ def check_page(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches. Matplotlib is imported only here."""
+    """Return an empty figure, in inches. Matplotlib is imported only here."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -56,7 +56,7 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def svg_text(figure: Any) -> str:
-    """The `<svg>` element, to stand in a page."""
+    """Return the `<svg>` element, to stand in a page."""
     text = io.StringIO()
     _save(figure, text, "svg")
     written = text.getvalue()

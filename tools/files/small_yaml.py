@@ -65,10 +65,10 @@ class SmallLoader(yaml.SafeLoader):
 
 
 def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError) -> str:
-    """The text of a file that people write.
+    """Return the text of a file that people write.
 
     Raises:
-        error: it is no name of a file, no ordinary file, too large, or no UTF-8.
+        error: it is not a name of a file, no ordinary file, too large, or no UTF-8.
         OSError: it is not there, or may not be read.
     """
     file = os.fspath(path)
@@ -86,4 +86,4 @@ def small_text(path: str | os.PathLike[str], error: type[TC3Error] = RecipeError
         line = content[: wrong.start].count(b"\n") + 1
         raise error(f"{file}:{line}: cannot be read: byte 0x{content[wrong.start]:02x} is not UTF-8") from None
     except ValueError as wrong:  # a NUL in the name
-        raise wrong if isinstance(wrong, TC3Error) else error(f"{file!r}: is no name of a file") from None
+        raise wrong if isinstance(wrong, TC3Error) else error(f"{file!r}: not the name of a file") from None

@@ -41,20 +41,20 @@ _OF_A_GRAPH = -1  # the stage of a graph that was handed over
 
 @click.command("fusion", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--stage", type=Number("stage"), help="One pipeline stage at full depth; by default each kind of layer.")
+@click.option("--stage", type=Number("stage"), help="Compile this stage at full depth; by default each kind of layer.")
 @click.option(
     "--graph",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="A final graph of RECIPE that is on disk already (*_backend_pass_*.ir, or .ir.gz); nothing is compiled.",
+    help="Read a final graph of RECIPE from disk (*_backend_pass_*.ir, or .ir.gz) and compile nothing.",
 )
-@click.option("--level", type=click.Choice(LEVELS), help="Another level than the recipe has.")
-@click.option("--devices", type=Number("devices"), help="Another number of devices: data_parallel follows.")
+@click.option("--level", type=click.Choice(LEVELS), help="Use this fusion level instead of the recipe's.")
+@click.option("--devices", type=Number("devices"), help="Change the number of devices by changing data_parallel.")
 @click.option(
-    "--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its HBM and launches count."
+    "--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster whose HBM is used."
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--jobs", type=Number("workers"), help="Compiles at a time; as many as fit by default.")
+@click.option("--jobs", type=Number("workers"), help="Number of compiles at a time; by default as many as fit.")
 @click.option("--no-cache", is_flag=True, help="Compile again what was compiled before.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw traffic by part and pass (.svg or .png).")
@@ -80,7 +80,7 @@ def fusion(
     tc3 fusion my.yaml --stage 7 --picture stage_7.svg
 
     It compiles as tc3 dryrun --quick does, and keeps the graphs: a second call compiles nothing. Bytes are counted on
-    the graph, seconds are modelled. No NPU was asked.
+    the graph, seconds are modelled. Nothing was measured on an NPU.
 
     Exit codes: 0 counted; 1 the recipe does not compile; 2 a wrong input; 130 interrupted.
     """
@@ -88,7 +88,7 @@ def fusion(
         check_ending(picture)
         check_writable(picture)
     if graph and stage is not None:
-        raise click.UsageError("--graph is one stage already: leave --stage out")
+        raise click.UsageError("--graph is the graph of one stage: leave --stage out")
     loaded = without_files(resized(apply_overrides(load_recipe(recipe), overrides), devices))
     loaded = resolve(loaded, partial(click.echo, err=True))
     require_sound(loaded)
@@ -116,7 +116,7 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
     """Compile what is not in the cache, and count."""
     view = View(recipe)
     if view.cpu_classes:
-        raise RecipeError(f"{recipe.source}: a recipe of the CPU has no graph for Ascend; take the model at full size")
+        raise RecipeError(f"{recipe.source}: a recipe for the CPU has no graph for Ascend; take the model at full size")
     if stage is not None and stage >= view.pp:
         raise RecipeError(f"--stage {stage}: the recipe has stages 0 to {view.pp - 1}")
     require_verified()
@@ -133,14 +133,14 @@ def _compiled(recipe: Recipe, chosen: Fusion, stage: int | None, at_once: int | 
 
 
 def level_of(recipe: Mapping[str, Any]) -> tuple[Fusion, str]:
-    """What is fused, and why.
+    """Return what is fused, and why.
 
     Raises:
         RecipeError: `plugins.operator_fusion` cannot be read, or does not go with the rest.
     """
     context = recipe.get("context") or {}
     if context.get("device_target", "Ascend") != "Ascend":
-        return Fusion("off"), "context.device_target is no Ascend: there is no DVM"
+        return Fusion("off"), "context.device_target is not Ascend: DVM exists only there"
     if (fusion := check(recipe)) is not None:
         return fusion, f"{KEY}.level: {fusion.level}"
     if own := [key for key in OWN_KEYS if context.get(key)]:

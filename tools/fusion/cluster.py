@@ -73,7 +73,7 @@ class Operator:
 
     @property
     def virtual(self) -> bool:
-        """Whether it computes nothing."""
+        """Return whether it computes nothing."""
         return self.name in VIRTUAL
 
 
@@ -81,7 +81,7 @@ NOTHING = TensorType("", ())
 
 
 def operators(nodes: Sequence[Node]) -> list[Operator]:
-    """The operators of a subgraph of MindSpore's own text."""
+    """Return the operators of a subgraph of MindSpore's own text."""
     return [
         Operator(
             node.op,
@@ -103,7 +103,7 @@ _PRODUCTS = frozenset(CUBE) - {"Reshape"}
 
 
 def refusal(operator: Operator, listed: Collection[str] = VECTOR, rules: Rules = DVM) -> str:
-    """Why an operator is in no cluster; "" where it may be in one.
+    """Return why an operator is in no cluster; "" where it may be in one.
 
     Args:
         listed: operators of the level, less those that a recipe disables.
@@ -152,14 +152,14 @@ class Merged:
         self.last = list(range(len(operators)))
 
     def find(self, place: int) -> int:
-        """The group of an operator."""
+        """Return the group of an operator."""
         while self._head[place] != place:
             self._head[place] = self._head[self._head[place]]
             place = self._head[place]
         return place
 
     def inputs(self, group: int) -> list[int]:
-        """Groups that a group takes from, the later ones first."""
+        """Return the groups that a group takes from, the later ones first."""
         self._inputs[group] = {self.find(place) for place in self._inputs[group]} - {group}
         return sorted(self._inputs[group], reverse=True)
 
@@ -185,7 +185,7 @@ class Merged:
 
 
 def clusters(operators: Sequence[Operator], taken: Sequence[bool], rules: Rules = DVM) -> list[list[int]]:
-    """The places of the operators of each cluster, in order; one alone is a cluster unless it was opened before.
+    """Return the places of the operators of each cluster, in order; one alone is a cluster unless it was opened before.
 
     Args:
         taken: whether DVM takes each operator (`refusal`).

@@ -47,12 +47,12 @@ class Found:
 
     @property
     def chain(self) -> str:
-        """The operators in order."""
+        """Return the operators in order."""
         return "-".join((self.product, *self.between, "AssignAdd"))
 
 
 def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
-    """Every AssignAdd of a subgraph that takes from a product.
+    """Return every AssignAdd of a subgraph that takes from a product.
 
     Args:
         rows: what stands for dimensions that only routing decides.

@@ -47,7 +47,7 @@ class Answer:
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """Every graph that was compiled into `folder` (MindSpore's save_graphs_path).
+    """Return every graph that was compiled into `folder` (MindSpore's save_graphs_path).
 
     Raises:
         ClusterError: there is none, or the passes did not come to their end.
@@ -98,7 +98,7 @@ def _body(body: list[Node], cut: Mapping[str, str]) -> tuple[list[Operator], lis
 
 
 def read_text(file: Path, scratch: Path) -> GraphText:
-    """A text of a pass. Lines below a graph's Return describe its operands, and are not the operator's."""
+    """Return a text of a pass. Lines below a graph's Return describe its operands, and are not the operator's."""
     kept, ended = [], False
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         ended = (ended or line.startswith("  Return(")) and line != "}"

@@ -46,14 +46,14 @@ class Pieces:
     quick: bool = False
 
     def each(self, part: str, passes: Sequence[str] = ("forward", "recompute", "gradient")) -> Tally:
-        """One part's numbers for a micro-batch."""
+        """Return one part's numbers for a micro-batch."""
         found = Tally()
         for name in passes:
             found.add(self.tallies[part].get(name, Tally()))
         return found
 
     def step(self, stage: int) -> Tally:
-        """A stage's numbers for a step."""
+        """Return a stage's numbers for a step."""
         found = Tally()
         for part, count in self.stages[stage].items():
             found.add(self.each(part), count * self.micro_batches)
@@ -62,7 +62,7 @@ class Pieces:
 
 
 def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Pieces:
-    """Every stage from the graphs of `quick_plan`.
+    """Return every stage from the graphs of `quick_plan`.
 
     A kind's layers are the mean of those that were compiled in front of the last stage: the one there has operators of
     the loss beside it that say of no layer that they are its own.
@@ -94,7 +94,7 @@ def quick_pieces(recipe: Recipe, texts: Sequence[Path], fusion: Fusion) -> Piece
 
 
 def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Pieces:
-    """One stage, exactly: its layers are means of their kind."""
+    """Return one stage, exactly: its layers are means of their kind."""
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)
     kinds = {
@@ -303,6 +303,6 @@ def _named(pieces: Pieces, times: DeviceTimes) -> list[dict[str, Any]]:
 
 
 def fullest(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The stage of which fusing saves most."""
+    """Return the stage of which fusing saves most."""
     stages: Sequence[Mapping[str, Any]] = report["stages"]
     return max(stages, key=lambda stage: stage["bytes_before"] - stage["bytes_after"])

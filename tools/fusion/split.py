@@ -55,7 +55,7 @@ class Area:
 
     @property
     def numbers(self) -> int:
-        """How many numbers the dominant operator gives."""
+        """Return how many numbers the dominant operator gives."""
         return math.prod(self.shape)
 
 
@@ -136,7 +136,7 @@ Match = Callable[[Areas, Area], list[Area]]
 
 
 def kernels(body: Sequence[Operator], outputs: Collection[int], rules: Rules = DVM) -> list[list[int]]:
-    """The places of the operators of each kernel of one cluster.
+    """Return the places of the operators of each kernel of one cluster.
 
     Args:
         body: the cluster's operators, in order; virtual ones belong to no kernel.

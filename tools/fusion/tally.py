@@ -64,12 +64,12 @@ class Tally:
 
     @property
     def launches(self) -> float:
-        """Kernels fewer than operators."""
+        """Return the kernels fewer than operators."""
         return self.operators - self.kernels
 
     @property
     def beside(self) -> float:
-        """Bytes of operators that DVM refuses, but for products and attention."""
+        """Return the bytes of operators that DVM refuses, but for products and attention."""
         return sum(size for (name, _), size in self.moved.items() if name not in MULTIPLY)
 
     def as_json(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 
 
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
-    """The places of the operators of each kernel that DVM makes of a subgraph; alone ones are kernels, too."""
+    """Return the places of the operators of each kernel that DVM makes of a subgraph; alone ones are kernels, too."""
     ops = [_operator(node) for node in nodes]
     names = listed(fusion)
     taken = [node.op in names and not refused(_operator(node, False), fusion) for node in nodes]
@@ -211,7 +211,7 @@ _OTHERS = "Exp"  # floats alone
 
 
 def main_part(name: str) -> str:
-    """The operator that stands for a composite; any other stands for itself."""
+    """Return the operator that stands for a composite; any other stands for itself."""
     if name not in EXPANDED:
         return name
     if name in _SUMS:
@@ -231,7 +231,7 @@ def listed(fusion: Fusion) -> Collection[str]:
 
 
 def refused(operator: Operator, fusion: Fusion) -> str:
-    """Why DVM leaves an operator alone; "" where it may fuse it."""
+    """Return why DVM leaves an operator alone; "" where it may fuse it."""
     names = listed(fusion)
     if fusion.level == "off":
         return "nothing is fused"
@@ -262,7 +262,7 @@ class Read(NamedTuple):
 
 
 def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
-    """The tensors that an operator reads from HBM, each once."""
+    """Return the tensors that an operator reads from HBM, each once."""
     node = nodes[place]
     arguments, types = arguments_of(node.head), _split(node.types[0])
     if len(arguments) != len(types):
@@ -277,12 +277,12 @@ def reads_of(nodes: Sequence[Node], place: int) -> list[Read]:
 
 
 def moved_alone(nodes: Sequence[Node], place: int, rows: int) -> int:
-    """Bytes of one operator by itself: each tensor that it takes and gives."""
+    """Return the bytes of one operator by itself: each tensor that it takes and gives."""
     return _bytes((read.tensor for read in reads_of(nodes, place)), rows) + _bytes(nodes[place].outputs, rows)
 
 
 def moved_together(nodes: Sequence[Node], kernel: Collection[int], kept: Collection[int], rows: int) -> int:
-    """Bytes of a kernel: tensors from outside, each once, and those that something outside reads.
+    """Return the bytes of a kernel: tensors from outside, each once, and those that something outside reads.
 
     Args:
         kept: places whose results are read outside the kernel (`read_outside`), or overwrite a parameter.

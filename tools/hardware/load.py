@@ -41,7 +41,7 @@ NAMES = tuple(dict.fromkeys(name for _, name in _KNOWN_AS))
 
 
 def name_of(text: str) -> str:
-    """The name that `text` is, or stands for as a whole; `text` itself where it is none.
+    """Return the name that `text` is, or stands for as a whole; `text` itself where it is none.
 
     Words that stand somewhere in it are not enough: a file that is missing must not pass for a device.
     """
@@ -50,7 +50,7 @@ def name_of(text: str) -> str:
 
 
 def device_in(text: str) -> str:
-    """The name of the device in a description such as "H100-80GB SXM, 8 a node"; "" where none is known."""
+    """Return the name of the device in a description such as "H100-80GB SXM, 8 a node"; "" where none is known."""
     name = name_of(text)
     if name in NAMES:
         return name
@@ -77,7 +77,7 @@ class _Loader(SmallLoader):
 
 
 def read_yaml(path: Path, error: type[TC3Error], shown: str | None = None) -> Any:
-    """What is in a file.
+    """Return what is in a file.
 
     Args:
         error: to raise; shown: the file's name in it, `path` by default.
@@ -152,7 +152,7 @@ class Link:
 
     @property
     def reached(self) -> float:
-        """Bytes a second that a large collective reaches."""
+        """Return the bytes a second that a large collective reaches."""
         return self.bytes_per_s * self.efficiency
 
 
@@ -195,7 +195,7 @@ class Hardware:
     file: str = field(default="", repr=False, compare=False)
 
     def with_faster(self, link: str, factor: float) -> Hardware:
-        """The same cluster with the bandwidth of `link`, "intra_node" or "inter_node", times `factor`."""
+        """Return the same cluster with the bandwidth of `link`, "intra_node" or "inter_node", times `factor`."""
         old: Link = getattr(self, link)
         changed: dict[str, Any] = {link: replace(old, bytes_per_s=old.bytes_per_s * factor)}
         return replace(self, **changed)
@@ -207,12 +207,12 @@ class Hardware:
 
 
 def known_hardware() -> list[str]:
-    """Names of the files of this repository."""
+    """Return the names of the files of this repository."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
 def load_hardware(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """The hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of an own YAML file.
+    """Return the hardware of a name (see `known_hardware`), of a device ("Atlas 800T A2") or of an own YAML file.
 
     Raises:
         RecipeError: there is no such file, or a number is missing, impossible or without its source.

@@ -10,11 +10,11 @@ BOTH = tuple(sorted((*LONG, *SHORT)))
 
 
 def short_dtype(name: object, default: str) -> str:
-    """The short name of a type that a recipe gives in either way; `default` for none that is known."""
+    """Return the short name of a type that a recipe gives in either way; `default` for none that is known."""
     text = str(name)
     return SHORT.get(text, text if text in LONG else default)
 
 
 def same_dtype(one: str, other: str) -> bool:
-    """Whether two names, or other words, mean the same."""
+    """Return whether two names, or other words, mean the same."""
     return LONG.get(one, one).lower() == LONG.get(other, other).lower()

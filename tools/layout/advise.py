@@ -1,4 +1,4 @@
-"""Which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
+"""Find which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
 
 Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
 `auto` is resolved with them.
@@ -106,17 +106,17 @@ class ModeReport:
 
     @property
     def step(self) -> tuple[float, float]:
-        """Seconds of a step without, with overlap."""
+        """Return the seconds of a step without, with overlap."""
         return self.whole.total, self.cut.total
 
     @property
     def exposed(self) -> tuple[float, float]:
-        """Seconds of a step in which the slowest stage waits for EP communication: without, with overlap."""
+        """Return the seconds of a step in which the slowest stage waits for EP communication: without, with overlap."""
         return self.whole.by_part["ep"], self.cut.by_part["ep"]
 
     @property
     def share_of_step(self) -> tuple[float, float]:
-        """Exposed EP communication over the step, whose bubble stays in the step: without, with overlap."""
+        """Return the exposed EP communication over the step, whose bubble stays in the step: without, with overlap."""
         return self.exposed[0] / self.step[0], self.exposed[1] / self.step[1]
 
     @property
@@ -167,7 +167,7 @@ class Advice:
 
     @cached_property
     def written(self) -> Written:
-        """The recipe's own dispatch and chunks."""
+        """Return the recipe's own dispatch and chunks."""
         modes, cuts, stride = left_open(self.recipe)
         if len(modes) == 1 and cuts:
             own = replace(from_recipe(self.recipe), skew=self.skew)
@@ -178,12 +178,12 @@ class Advice:
 
     @property
     def skew(self) -> float:
-        """Load of the busiest rank over the mean."""
+        """Return the load of the busiest rank over the mean."""
         return self.config.skew
 
     @property
     def best(self) -> ModeReport:
-        """The recommended mode."""
+        """Return the recommended mode."""
         return self.modes[self.mode]
 
     @property
@@ -330,9 +330,9 @@ _STRIDE = (*OVERLAP, "stride")
 
 
 def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
-    """The values in the place of `auto`, and what to say of them, a line each; nothing where there is no `auto`.
+    """Return the values in the place of `auto`, and what to say of them, a line each; nothing where there is no `auto`.
 
-    They depend on the recipe and the hardware file it names alone.
+    They depend on the recipe and the hardware file it names only.
 
     Args:
         recipe: its layout is resolved; or even, where it is open.
@@ -343,7 +343,7 @@ def dispatch_values(recipe: Recipe) -> tuple[Values, list[str]]:
     dispatch = look(recipe, DISPATCH)
     if not dispatch:
         if look(recipe, CHUNKS) == AUTO:
-            raise RecipeError("plugins.ep_overlap: it cuts what plugins.hierarchical_ep does; switch that on too")
+            raise RecipeError("plugins.ep_overlap: it cuts the dispatch of plugins.hierarchical_ep; switch that on too")
         return {}, []
     modes, cuts, stride = left_open(recipe)
     if len(modes) == 1 and cuts:

@@ -1,4 +1,4 @@
-"""How long a search may go on: effort, counted in work; a deadline as a backstop; Ctrl-C as a wish to stop.
+"""Limit how long a search may go on: effort, counted in work; a deadline as a backstop; Ctrl-C as a wish to stop.
 
 A unit of effort is about a second of one quiet core, but counted: simulated operations, looks at the solver's tree,
 simplex iterations. The same effort so gives the same plan on a fast and on a slow machine, alone or beside other
@@ -40,12 +40,12 @@ class Budget:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return self._clock() - self._begin
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the deadline; 0 once stopped."""
+        """Return the seconds until the deadline; 0 once stopped."""
         return 0.0 if self.stopped else max(0.0, self.seconds - self.elapsed)
 
     @property
@@ -59,7 +59,7 @@ class Budget:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left."""
+        """Return whether there is nothing left."""
         return self.left <= 0
 
     def spend(self, units: float) -> None:

@@ -237,17 +237,17 @@ class Incumbent:
 
     @property
     def gap(self) -> float:
-        """How much of the step time the bound leaves open: (time - bound) / time; infinite without a plan."""
+        """Return how much of the step time the bound leaves open: (time - bound) / time; infinite without a plan."""
         return max(0.0, 1 - self.bound / self.time) if self.plan is not None else np.inf
 
     @property
     def proven(self) -> bool:
-        """Whether no other plan is better by more than `IMPROVEMENT`."""
+        """Return whether no other plan is better by more than `IMPROVEMENT`."""
         return self.gap <= IMPROVEMENT
 
     @property
     def goal(self) -> float:
-        """What a plan must not exceed to be better."""
+        """Return what a plan must not exceed to be better."""
         return self.time * (1 - IMPROVEMENT)
 
     def offer(self, plan: np.ndarray) -> bool:

@@ -100,7 +100,7 @@ class Instance:
 
     @cached_property
     def table(self) -> Timetable:
-        """The schedule's timetable."""
+        """Return the schedule's timetable."""
         return timetable(self.schedule, self.stages, self.chunks, self.micro_batches)
 
     @cached_property
@@ -110,7 +110,7 @@ class Instance:
 
     @cached_property
     def least_layers(self) -> int:
-        """Layers that each chunk but the first and the last must hold: 1 where the model has enough."""
+        """Return the layers that each chunk but the first and the last must hold: 1 where the model has enough."""
         return int(sum(kind.count for kind in self.types) >= self.chunks * self.stages - 2)
 
     @cached_property
@@ -254,7 +254,7 @@ def read_instance(path: Path) -> Instance:
 
 
 def with_margin(instance: Instance, share: float) -> Instance:
-    """The instance with a share of its cap left free."""
+    """Return the instance with a share of its cap left free."""
     return replace(instance, cap=(1 - share) * instance.cap)
 
 
@@ -313,7 +313,7 @@ class _Place:
         raise DataError(f"{self.path}: {self.where or 'the whole file'}: {shown}: {want}")
 
     def key(self, name: str) -> _Place:
-        """The value of a key, which must be there."""
+        """Return the value of a key, which must be there."""
         if not isinstance(self.value, dict):
             self.refuse("want a mapping")
         where = f"{self.where}.{name}" if self.where else name
@@ -327,7 +327,7 @@ class _Place:
         refuse_unknown(f"{self.path}: {self.where}{'.' * bool(self.where)}", keys, known, DataError)
 
     def items(self) -> list[_Place]:
-        """The values of a list, which must not be empty."""
+        """Return the values of a list, which must not be empty."""
         if not isinstance(self.value, list) or not self.value:
             self.refuse("want a list that is not empty")
         return [_Place(self.path, f"{self.where}[{index}]", value) for index, value in enumerate(self.value)]

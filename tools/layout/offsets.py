@@ -69,12 +69,12 @@ class LayoutFile:
 
 
 def path_of(recipe: str) -> Path:
-    """The file of a recipe's file."""
+    """Return the file of a recipe's file."""
     return Path(recipe).with_suffix(ENDING)
 
 
 def is_layout_file(path: Path) -> bool:
-    """Whether a file is one of these, which may be made anew."""
+    """Return whether a file is one of these, which may be made anew."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readline().startswith(_HEAD)
@@ -112,7 +112,7 @@ def read_layout(path: Path) -> LayoutFile:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between inputs, as "pp 8, was 4"."""
+    """Return what differs between inputs, as "pp 8, was 4"."""
     names = [*now, *(name for name in before if name not in now)]
     return [
         f"{name} {now.get(name, 'absent')}, was {before.get(name, 'absent')}"
@@ -140,7 +140,7 @@ def put(recipe: Recipe, values: Values) -> None:
 
 
 def string_values(recipe: Recipe, text: str) -> Values:
-    """The offset that a layout string stands for.
+    """Return the offset that a layout string stands for.
 
     Raises:
         RecipeError: it is none, or does not fit the model or the pipeline.
@@ -168,7 +168,7 @@ def string_values(recipe: Recipe, text: str) -> Values:
 
 
 def even_values(recipe: Recipe) -> Values:
-    """Layers spread evenly and nothing recomputed."""
+    """Return the layers spread evenly and nothing recomputed."""
     flat = copy.deepcopy(recipe)
     put(flat, {OFFSET: 0})
     view = View(flat)
@@ -186,7 +186,7 @@ def even_layout(recipe: Recipe) -> Recipe:
 
 
 def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
-    """The offset and recompute tables of an answer.
+    """Return the offset and recompute tables of an answer.
 
     Raises:
         RecipeError: it was made for another run, or places other layers than the model's.
@@ -194,7 +194,7 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
     inputs = inputs_of(recipe)
     if layout.digest != digest_of(inputs):
         changed = "; ".join(differences(layout.inputs, inputs)) or "its digest is not that of its inputs"
-        raise RecipeError(f"auto: {path_of(recipe.source)} was made for another run ({changed}): {remedy(recipe)}")
+        raise RecipeError(f"auto: {path_of(recipe.source)} was made for other inputs ({changed}): {remedy(recipe)}")
     view, config = View(recipe), from_recipe(even_layout(recipe))
     counts = counts_of_offset(layout.offset, config.model.layers, config.pp, config.chunks)
     placed = replace(config, layers=tuple(tuple(row) for row in counts), recompute=Recompute())
@@ -209,7 +209,7 @@ def file_values(recipe: Recipe, layout: LayoutFile) -> Values:
 
 
 def remedy(recipe: Recipe) -> str:
-    """What to do about a layout file that is missing or another run's."""
+    """Return what to do about a layout file that is missing or another run's."""
     return f"run tc3 search layout {recipe.source} (with the --set of this run, if any)"
 
 

@@ -20,7 +20,7 @@ from tools.pipeline.simulate import Durations, Simulation, draw_timeline, memory
 
 
 def solution_json(outcome: Outcome) -> dict[str, Any]:
-    """The solution file's content: name, solution n[type][v][s][option], time and peak_mem (stable)."""
+    """Return the solution file's content: name, solution n[type][v][s][option], time and peak_mem (stable)."""
     assert outcome.plan is not None
     return {
         "name": outcome.instance.name,
@@ -50,7 +50,7 @@ def _finite(value: float) -> float | None:
 
 
 def solution_text(outcome: Outcome) -> str:
-    """The solution file."""
+    """Return the solution file."""
     return json.dumps(solution_json(outcome)) + "\n"
 
 

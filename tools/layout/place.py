@@ -58,7 +58,7 @@ def _fewest(config: Configuration, name: str, chunk: int, stage: int, cap_bytes:
 
 
 def recomputed_table(config: Configuration, name: str) -> Table:
-    """The layers of a group, or of norms."""
+    """Return the layers of a group, or of norms."""
     none: Table = tuple((0,) * config.pp for _ in config.layers)
     return (config.recompute.select if name == NORMS else dict(config.recompute.operators).get(name)) or none
 
@@ -180,7 +180,7 @@ class Way(NamedTuple):
 
 
 def ways(config: Configuration) -> list[Way]:
-    """The instances that a configuration is placed by; [] where nothing is moved.
+    """Return the instances that a configuration is placed by; [] where nothing is moved.
 
     No layer recomputes everything; some do; the last one does, and MTP with it.
     """
@@ -190,7 +190,7 @@ def ways(config: Configuration) -> list[Way]:
 
 
 def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
-    """The same where layers may recompute groups of operators as well; [] where none is known.
+    """Return the same where layers may recompute groups of operators as well; [] where none is known.
 
     Without whole layers once for each number of groups: what a pass works with hangs on which groups there are.
     """
@@ -204,7 +204,7 @@ def group_ways(config: Configuration, model: TimeModel) -> list[Way]:
 def least_seconds(
     config: Configuration, model: TimeModel, cap_bytes: float, budget: Budget, groups: bool = False
 ) -> float:
-    """Seconds of a step that nothing which `place` may return for `config` is under.
+    """Return the seconds of a step that nothing which `place` may return for `config` is under.
 
     The least `path_bound` of its instances; gradients and optimizer count nothing, for they hang on the layers. 0
     where nothing is moved, infinite where nothing fits.
@@ -272,13 +272,13 @@ def _options_of(instance: Instance, plan: np.ndarray, chunk: int) -> list[str]:
 
 
 def order_of(instance: Instance) -> list[str]:
-    """The names of all options, the strongest first, as MindFormers counts them; of groups the most first."""
+    """Return the names of all options, the strongest first, as MindFormers counts them; of groups the most first."""
     names = {option.name for kind in instance.types for option in kind.options}
     return sorted(names, key=lambda name: (_ORDER.index(name) if name in _ORDER else 1, -len(parts_of(name)), name))
 
 
 def last_full(instance: Instance, plan: np.ndarray) -> np.ndarray:
-    """The plan [K, C] with all layers of its last chunk recomputed fully, as far as their types can."""
+    """Return the plan [K, C] with all layers of its last chunk recomputed fully, as far as their types can."""
     found, chunk = plan.copy(), np.flatnonzero(plan.any(axis=0))[-1]
     for index, kind in enumerate(instance.types):
         names, columns = [option.name for option in kind.options], instance.type_columns(index)

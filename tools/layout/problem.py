@@ -64,7 +64,7 @@ class PlacedInstance(Instance):
 def pipeline_instance(
     config: Configuration, model: TimeModel, cap_bytes: float, full: bool, mtp: bool = False, groups: Sequence[str] = ()
 ) -> PlacedInstance:
-    """The problem of placing `config`'s layers anew; its own layers and recomputation are not read.
+    """Return the problem of placing `config`'s layers anew; its own layers and recomputation are not read.
 
     Args:
         full: layers may recompute everything. MindFormers' recipes then have working memory for a whole layer's
@@ -116,7 +116,7 @@ def pipeline_instance(
 
 
 def kind_count(config: Configuration, kind: str) -> int:
-    """Layers of a kind."""
+    """Return the layers of a kind."""
     return config.model.pattern.count(kind)
 
 

@@ -7,7 +7,7 @@
        which is for the dispatch of step 2.
     4. What `plugins.attention_balance` weighs samples by, where the recipe gives no costs (above).
 
-Values depend on the recipe, the hardware file that it names and the layout file alone: every rank, node, day and
+Values depend on the recipe, the hardware file that it names and the layout file only: every rank, node, day and
 command sees the same ones. `tools.recipe.view` refuses a recipe that has not come by here.
 
 `make_layout` asks the pipeline optimiser for the layout that `offset: auto` of a recipe stands for.
@@ -197,7 +197,7 @@ def make_beside(recipe: Recipe, say: Callable[[str], None]) -> LayoutFile:
 
 
 def layout_text(recipe: Recipe, found: LayoutFile) -> str | None:
-    """A layout as Megatron writes it; None for a pipeline that runs back up."""
+    """Return a layout as Megatron writes it; None for a pipeline that runs back up."""
     config = from_recipe(_even(recipe))
     if is_v_shaped(config.schedule):
         return None
@@ -228,7 +228,7 @@ class UnresolvedError(RecipeError):
 
 
 def resolve(recipe: Recipe, say: Say = lambda line: None, layout: Layout = "file", dispatch: bool = True) -> Recipe:
-    """A copy of `recipe` in which nothing is `auto`, with the costs of its samples; all else is as it was.
+    """Return a copy of `recipe` in which nothing is `auto`, with the costs of its samples; all else is as it was.
 
     Args:
         say: hears what became of each open value, a line each.

@@ -89,7 +89,7 @@ def print_stages(report: Mapping[str, Any], console: Console) -> None:
 def print_proposals(proposals: Sequence[Mapping[str, Any]], console: Console, fits: bool = False) -> None:
     """A row for each proposal and its keys below; best first."""
     if fits:
-        console.print("It fits as it is; what would free memory all the same:")
+        console.print("It fits unchanged; these changes would free memory all the same:")
     if not proposals:
         console.print("nothing that this model knows frees memory here")
         return
@@ -117,29 +117,29 @@ _WIDTH = 130  # of tables in a file or pipe
 
 @click.command("memory", context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--explain-oom", is_flag=True, help="Which keys free how much at what cost in step time, ranked.")
+@click.option("--explain-oom", is_flag=True, help="List keys that would free memory, and what step time each costs.")
 @click.option(
     "--limit",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="GiB that the job may use on a device; by default the recipe's context.max_device_memory.",
+    help="Memory in GiB that the job may use on a device; by default the recipe's context.max_device_memory.",
 )
 @click.option(
     "--time-line",
     "picture",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Live bytes of a stage over a step, to an .svg, .png or .json.",
+    help="Draw the live bytes of a stage over a step (.svg, .png or .json).",
 )
 @click.option(
-    "--stage", type=Number("stage"), help="The stage of --time-line and of the peak's owners; by default the fullest."
+    "--stage", type=Number("stage"), help="Stage whose time line and peak's owners are shown; by default the fullest."
 )
 @click.option(
     "--cluster",
     default=DEFAULT_HARDWARE,
     show_default=True,
     metavar="NAME|FILE",
-    help="The cluster, for the device's memory and step times.",
+    help="Cluster whose device memory and step times are assumed.",
 )
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")

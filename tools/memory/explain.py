@@ -1,7 +1,7 @@
-"""Which keys of a recipe free how much memory at what cost in step time: predicted and checked, ranked.
+"""Find which keys of a recipe free how much memory at what cost in step time: predicted and checked, ranked.
 
 A proposal is a child of the recipe: it is written as keys, read again, predicted from these keys and given to
-`tc3 check`. What the model does not predict (swapping to the host, `optimizer_level: level3`) is no proposal.
+`tc3 check`. What the model does not predict (swapping to the host, `optimizer_level: level3`) is not a proposal.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Proposal:
 
 
 def verdict(peak: float, room: Room) -> str:
-    """Whether a predicted peak fits into the room, as far as the model's known error lets one say."""
+    """Return whether a predicted peak fits into the room, as far as the model's known error lets one say."""
     return FITS if peak <= room.bytes else UNKNOWN if peak <= room.cap else DOES_NOT_FIT
 
 

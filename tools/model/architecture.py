@@ -76,17 +76,17 @@ class Model:
 
     @property
     def qk_dim(self) -> int:
-        """Width of a query head."""
+        """Return the width of a query head."""
         return self.latent.nope + self.latent.rope if self.latent else self.head_dim
 
     @property
     def v_dim(self) -> int:
-        """Width of a value head."""
+        """Return the width of a value head."""
         return self.latent.value if self.latent else self.head_dim
 
     @property
     def last_kind(self) -> str:
-        """The kind of an MTP layer's transformer layer: that of the last layer."""
+        """Return the kind of an MTP layer's transformer layer: that of the last layer."""
         return self.pattern[-1]
 
     @property
@@ -96,7 +96,7 @@ class Model:
 
 
 def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | Sequence[int] = 1) -> tuple[str, ...]:
-    """The kinds of `layers` layers, as MindFormers reads `first_k_dense_replace` and `moe_layer_freq`.
+    """Return the kinds of `layers` layers, as MindFormers reads `first_k_dense_replace` and `moe_layer_freq`.
 
     Args:
         experts: 0: all layers are dense.
@@ -118,12 +118,12 @@ def pattern_of(layers: int, experts: int = 0, dense: int = 0, frequency: int | S
 
 
 def words_of(pattern: Sequence[str]) -> str:
-    """A pattern in words: ``"1 dense, 53 moe"``."""
+    """Return a pattern in words: ``"1 dense, 53 moe"``."""
     return ", ".join(f"{len(list(alike))} {kind}" for kind, alike in groupby(pattern))
 
 
 def model_of(fields: Mapping[str, Any]) -> Model:
-    """The model that MindFormers builds from the fields of a TransformerConfig (see `converter.Built.fields`).
+    """Return the model that MindFormers builds from the fields of a TransformerConfig (see `converter.Built.fields`).
 
     Raises:
         TypeError, KeyError, ValueError: a field that a size needs is missing, of another kind or no size.

@@ -3,7 +3,7 @@
 Kinds of layers: "embedding", "dense", "moe", "mtp" (a layer of the last kind, its projection and three norms) and
 "head" (last norm and output projection). Letters: h hidden, n heads.
 
-Counts are those of MindFormers' graph mode, to the last number; the router's aux-free bias is no weight.
+Counts are those of MindFormers' graph mode, to the last number; the router's aux-free bias is not a weight.
 
 Model FLOPs are what a token's forward and backward multiply, with nothing recomputed: exact integers.
 
@@ -42,13 +42,13 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Return the elements in it."""
         return self.rows * self.columns
 
 
 @lru_cache(maxsize=4096)
 def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight, ...]:
-    """All weights of one layer of a kind, not cut.
+    """Return all weights of one layer of a kind, not cut.
 
     Args:
         shared_whole: the shared expert and the MTP projection are whole on every tensor-parallel rank.
@@ -69,7 +69,7 @@ def weights(model: Model, kind: str, shared_whole: bool = False) -> tuple[Weight
 
 @lru_cache(maxsize=256)
 def attention_weights(model: Model) -> tuple[Weight, ...]:
-    """The attention's part of a layer's weights."""
+    """Return the attention's part of a layer's weights."""
     return _latent(model) if model.latent else _grouped(model)
 
 
@@ -138,7 +138,7 @@ def _moe(model: Model, shared_whole: bool) -> tuple[Weight, ...]:
 
 
 def layer_size(model: Model, kind: str) -> int:
-    """Numbers in the weights of one layer of a kind."""
+    """Return the elements in the weights of one layer of a kind."""
     return sum(weight.size for weight in weights(model, kind))
 
 
@@ -149,7 +149,7 @@ def used_size(model: Model, kind: str) -> int:
 
 
 def parameters(model: Model) -> int:
-    """All weights of the model."""
+    """Return all weights of the model."""
     return sum(layer_size(model, kind) for kind in ("embedding", "head", *model.pattern, *["mtp"] * model.mtp))
 
 
@@ -159,7 +159,7 @@ def active_parameters(model: Model) -> int:
 
 
 def stage_parameters(model: Model, layers: Sequence[Sequence[int]]) -> list[int]:
-    """Weights on each stage (all its devices together), from layers [chunk][stage] in model order.
+    """Return the weights on each stage (all its devices together), from layers [chunk][stage] in model order.
 
     The embedding is on the first stage, head and MTP on the last. With an MTP layer the last stage also looks tokens up
     in the embedding, which MindFormers shares between the stages: it is counted once.
@@ -179,7 +179,7 @@ FORMULA = "6 x (weights that multiply a token) + 3 x seq x heads x (d_qk + d_v) 
 
 
 def multiplied(model: Model) -> dict[str, int]:
-    """Weights that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp" and "head".
+    """Return the weights that multiply one token, by module: "attention", "mlp", "experts", "router", "mtp" and "head".
 
     Of the routed experts the top-k. An MTP layer counts as "mtp" but for its prediction, which is another head.
     """
@@ -193,17 +193,17 @@ def multiplied(model: Model) -> dict[str, int]:
 
 
 def linear_flops(model: Model) -> int:
-    """FLOPs of one token, forward and backward, without attention itself."""
+    """Return the FLOPs of one token, forward and backward, without attention itself."""
     return 2 * PASSES * sum(multiplied(model).values())
 
 
 def pair_flops(model: Model) -> int:
-    """FLOPs for each pair of tokens that attend, forward and backward, in all layers."""
+    """Return the FLOPs for each pair of tokens that attend, forward and backward, in all layers."""
     return 2 * PASSES * model.heads * (model.qk_dim + model.v_dim) * (model.layers + model.mtp)
 
 
 def flops_per_token(model: Model, sequence: int, masked: bool = False) -> int:
-    """FLOPs of one token of a sequence, forward and backward.
+    """Return the FLOPs of one token of a sequence, forward and backward.
 
     Args:
         masked: attention counts the masked half, too, as Megatron-LM's published numbers do.

@@ -94,7 +94,7 @@ def widened(table: np.ndarray) -> np.ndarray:
 
 
 def gpipe(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """All forwards, then all backwards."""
+    """Return all forwards, then all backwards."""
     return np.concatenate([_round("F", range(chunks), 0, micro_batches), _round("B", _back(chunks), 0, micro_batches)])
 
 
@@ -361,7 +361,7 @@ def _needed(op: Op, stage: int, stages: int) -> tuple[Op, int] | None:
 
 
 def dual_pipe_v(stage: int, stages: int, chunks: int, micro_batches: int) -> np.ndarray:
-    """The eight steps of the public `dualpipev.py`, read as a figure of its schedule."""
+    """Return the eight steps of the public `dualpipev.py`, read as a figure of its schedule."""
     return as_table(_steps(stage, stages, micro_batches))
 
 

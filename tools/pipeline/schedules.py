@@ -154,12 +154,12 @@ def schedule_of(scheduler: str, chunks: int) -> str:
 
 
 def scheduler_of(schedule: str) -> str:
-    """What `pipeline_scheduler` says for a schedule: the inverse of `schedule_of`."""
+    """Return what `pipeline_scheduler` says for a schedule: the inverse of `schedule_of`."""
     return "1f1b" if schedule.startswith("interleaved_1f1b") else schedule
 
 
 def shape_of(schedule: str) -> str:
-    """How a micro-batch goes through a schedule's chunks: `LOOP`, `V` or `BOTH_WAYS`."""
+    """Return how a micro-batch goes through a schedule's chunks: `LOOP`, `V` or `BOTH_WAYS`."""
     return _ORDERS[schedule].shape
 
 
@@ -184,19 +184,19 @@ _REFUSED = {
     "seqvpp": "MindFormers refuses it without seq_split_num, and seq_split_num in graph mode",
     "interleaved_1f1b_pairs": "MindSpore has pp_1f1b_overlap, but which pairs it builds was not seen",
     "dual_pipe": "it holds the model twice, which no recipe can say",
-    **dict.fromkeys(("zb_h1", "zb_h2"), "MindSpore splits weight gradients off in zero_bubble_v alone"),
+    **dict.fromkeys(("zb_h1", "zb_h2"), "MindSpore splits weight gradients off only in zero_bubble_v"),
     **dict.fromkeys(
-        ("zb_v", "v_half", "v_min", "dual_pipe_v"), "of pipelines in a V MindSpore has zero_bubble_v alone"
+        ("zb_v", "v_half", "v_min", "dual_pipe_v"), "of V-shaped pipelines MindSpore has zero_bubble_v only"
     ),
 }
 
 
 def why_not(schedule: str) -> str:
-    """Why no recipe can ask for a schedule; "" where MindFormers runs it."""
+    """Return why no recipe can ask for a schedule; "" where MindFormers runs it."""
     assert set(PAPER_SCHEDULES) <= set(_REFUSED)
     return _REFUSED.get(schedule, "")
 
 
 def interleaves(schedule: str, chunks: int) -> bool:
-    """What `pipeline_interleave` must say: MindFormers takes schedulers other than 1f1b only with it."""
+    """Return what `pipeline_interleave` must say: MindFormers takes schedulers other than 1f1b only with it."""
     return chunks > 1 or not (schedule == "1f1b" or schedule.startswith("interleaved_1f1b"))

@@ -73,17 +73,17 @@ class Simulation:
 
     @property
     def orders(self) -> tuple[tuple[Op, ...], ...]:
-        """The operations of each stage."""
+        """Return the operations of each stage."""
         return self.table.orders
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time over working time of all stages: (p-1)/m for 1F1B with equal stages."""
+        """Return the idle time over working time of all stages: (p-1)/m for 1F1B with equal stages."""
         return self.makespan * len(self.busy) / float(self.busy.sum()) - 1
 
     @property
     def idle_share(self) -> float:
-        """Idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
+        """Return the idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
 
     @property
@@ -128,7 +128,7 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
 
 @lru_cache(maxsize=4096)
 def filling(schedule: str, stages: int, chunks: int, micro_batches: int) -> float:
-    """The time that a stage of equal ones does not work, in micro-batches of its work: (p - 1) / v for 1F1B.
+    """Return the time that a stage of equal ones does not work, in micro-batches of its work: (p - 1) / v for 1F1B.
 
     A forward takes as long as the input gradients and as the weight gradients; transfers take none.
     """

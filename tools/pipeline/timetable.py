@@ -63,7 +63,7 @@ class Timetable:
 
     @cached_property
     def orders(self) -> tuple[tuple[Op, ...], ...]:
-        """The operations of each stage."""
+        """Return the operations of each stage."""
         return tuple(
             tuple(Op(ORDER_KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()) for table in self.tables
         )
@@ -132,7 +132,7 @@ def _rows(
     split[here[weights]] = True
 
     def beside(neighbours: dict) -> tuple[np.ndarray, np.ndarray]:
-        """The number of a neighbour's forward, -1 without one; whether it is on another stage."""
+        """Return the number of a neighbour's forward, -1 without one; whether it is on another stage."""
         found = [neighbours.get((index, stage)) for index in range(chunks)]
         first = np.array([-1 if place is None else place[0] * span + place[1] for place in found])[chunk]
         apart = np.array([place is not None and place[1] != stage for place in found])[chunk]
@@ -172,7 +172,7 @@ def _places(rows: list[np.ndarray], made_on: list[int], tables: list[np.ndarray]
     if stuck:
         at = {stage: tables[stage][len(places[stage])].tolist() for stage in stuck}
         waits = "; ".join(f"stage {stage} at {_said(kind, *rest)}" for stage, (kind, *rest) in at.items())
-        raise RecipeError(f"pipeline orders wait for each other, or for work that no stage does: {waits}")
+        raise RecipeError(f"the stages' orders wait for each other, or for work that no stage does: {waits}")
     return places
 
 

@@ -92,7 +92,7 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def deaf_children() -> Iterator[None]:
-    """Keep Ctrl-C from processes started inside, so that it reaches the parent alone; SIGTERM still ends them.
+    """Keep Ctrl-C from processes started inside, so that it reaches the parent only; SIGTERM still ends them.
 
     They inherit a blocked SIGINT. Python's handlers are not inherited, and ignoring SIGINT here would lose one.
     """

@@ -39,27 +39,27 @@ class Root:
 
     @property
     def live(self) -> bool:
-        """Whether it is the host that we run on, whose tools can be asked."""
+        """Return whether it is the host that we run on, whose tools can be asked."""
         return self.path == Path("/")
 
     def place(self, path: str) -> Path:
-        """Where `path` of the host stands."""
+        """Return where `path` of the host stands."""
         return self.path / path.lstrip("/")
 
     def read(self, path: str) -> str | None:
-        """The text of a file without blanks around it; None where it is not there or may not be read."""
+        """Return the text of a file without blanks around it; None where it is not there or may not be read."""
         try:
             return self.place(path).read_text(errors="replace").strip()
         except OSError:
             return None
 
     def find(self, pattern: str) -> list[str]:
-        """The host's paths that match a pattern, sorted."""
+        """Return the host's paths that match a pattern, sorted."""
         found = self.path.glob(pattern.lstrip("/"))
         return sorted("/" + str(path.relative_to(self.path)) for path in found)
 
     def has_tool(self, name: str) -> bool:
-        """Whether a program is installed."""
+        """Return whether a program is installed."""
         if self.live:
             return shutil.which(name) is not None
         return any(
@@ -67,7 +67,7 @@ class Root:
         )
 
     def ask(self, *command: str) -> str | None:
-        """What a tool prints; None where it is not there, fails or takes more than ten seconds.
+        """Return what a tool prints; None where it is not there, fails or takes more than ten seconds.
 
         It is asked once: some take a second, and many checks read the same. One that hung is not started again.
         """
@@ -136,7 +136,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)(\D*)")
 
 
 def read_hosts(path: Path) -> tuple[list[str], int]:
-    """Names and workers a host of a hosts file: a line each, HOST or HOST SLOTS; `#` starts a comment.
+    """Return the names and workers a host of a hosts file: a line each, HOST or HOST SLOTS; `#` starts a comment.
 
     Raises:
         ClusterError: the file cannot be read, names a host twice or none at all, or hosts with unequal slots.
@@ -167,7 +167,7 @@ def read_hosts(path: Path) -> tuple[list[str], int]:
             raise ClusterError(f"{path}:{number}: {wrong}; msrun numbers workers as if every node had as many")
         seen[host], slots = number, here
     if not seen:
-        raise ClusterError(f"--nodes {path}: names no host; want a line each: HOST or HOST SLOTS")
+        raise ClusterError(f"--nodes {path}: it names no host; write one on each line: HOST or HOST SLOTS")
     return list(seen), slots
 
 
@@ -209,7 +209,7 @@ class Chip:
 
 
 def chips(text: str) -> list[Chip]:
-    """The devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one.
+    """Return the devices of `npu-smi info`, numbered from 0 in its order; `Phy-ID` where it prints one.
 
     Each takes two rows: card, name and health; then chip, `Phy-ID` and PCI address.
     """

@@ -60,7 +60,7 @@ class Measured:
 
 
 def attribute(profile: Profile, config: Configuration) -> Measured:
-    """The seconds of a profile's step by term."""
+    """Return the seconds of a profile's step by term."""
     kernels = sorted(profile.step.kernels, key=lambda kernel: kernel.start)
     terms = _terms(profile, config, kernels)
     if profile.timed:
@@ -165,13 +165,13 @@ _LAYER = {"matmul": ("matmul", "cut"), "attention": ("attention",), "elementwise
 
 
 def stage_of(config: Configuration, rank: int | None) -> int | None:
-    """The pipeline stage of a rank; None where the rank is not known and there are several."""
+    """Return the pipeline stage of a rank; None where the rank is not known and there are several."""
     if config.pp == 1:
         return 0
     if rank is None:
         return None
     if not 0 <= rank < config.devices:
-        raise RecipeError(f"rank {rank}: the recipe has {config.devices} devices; is this profile of another recipe?")
+        raise RecipeError(f"rank {rank}: the recipe has {config.devices} devices; is the profile of another recipe?")
     return rank // (config.devices // config.pp)
 
 
@@ -202,7 +202,7 @@ def modelled(config: Configuration, hardware: Hardware, efficiency: Efficiency, 
 
 
 def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
-    """Seconds of all micro-batches of a stage by part, recomputation added to the part that it repeats."""
+    """Return the seconds of all micro-batches of a stage by part, recomputation added to the part that it repeats."""
     total = dict.fromkeys(Parts.__dataclass_fields__, 0.0)
     layers = {kind: times.layer(config, kind) for kinds in config.stage_kinds(stage) for kind in set(kinds)}
     for chunk, every in enumerate(config.stage_kinds(stage)):
@@ -217,7 +217,7 @@ def stage_parts(times: TimeModel, config: Configuration, stage: int) -> Parts:
 
 
 def whole(config: Configuration, hardware: Hardware, efficiency: Efficiency, stage: int | None) -> dict[str, float]:
-    """Seconds of layers' communication with what is hidden included, as far as the model tells it.
+    """Return the seconds of layers' communication with what is hidden included, as far as the model tells it.
 
     Not of gradients and weights: the model hides these beside waiting, too, where a profile sees nothing hidden.
     """
@@ -266,7 +266,7 @@ class Line:
 
 
 def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
-    """The terms that either side has, the largest gap first; the host's in one where names do not split it."""
+    """Return the terms that either side has, the largest gap first; the host's in one where names do not split it."""
     terms = dict(measured.terms)
     expected = {term: predicted.get(term, 0.0) for term in TERMS}
     if not measured.scoped:
@@ -278,7 +278,7 @@ def gap_lines(predicted: Mapping[str, float], measured: Measured) -> list[Line]:
 
 
 def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[Line]:
-    """The terms of the prediction, the largest first, where only a step's seconds are known."""
+    """Return the terms of the prediction, the largest first, where only a step's seconds are known."""
     gap = seconds - sum(predicted.values())
     found = []
     for term, part in predicted.items():
@@ -289,7 +289,7 @@ def gap_lines_of_total(predicted: Mapping[str, float], seconds: float) -> list[L
 
 
 def gap_table(rows: Sequence[Line], head: str = "predicted s") -> Table:
-    """The terms as a table; the last row is their sum."""
+    """Return the terms as a table; the last row is their sum."""
     shown = Table(box=None, pad_edge=False)
     shown.add_column("term", no_wrap=True)
     known = all(line.measured is not None for line in rows)
@@ -313,7 +313,7 @@ def _cells(line: Line, every: float) -> list[str]:
 
 
 def gap_advice(rows: Sequence[Line], total: float) -> list[str]:
-    """The gaps of more than a hundredth of the step by name, the largest first, and where to look."""
+    """Return the gaps of more than a hundredth of the step by name, the largest first, and where to look."""
     found = []
     for line in rows:
         if line.gap is not None and abs(line.gap) > 0.01 * total:

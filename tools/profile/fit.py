@@ -79,7 +79,7 @@ class Products(TimeModel):
     """A model that is asked for single matmuls."""
 
     def product(self, config: Configuration, matmul: Matmul) -> float:
-        """Seconds of a product."""
+        """Return the seconds of a product."""
         return self._matmul(config, matmul)
 
 
@@ -106,7 +106,7 @@ def fit(
     names, kept = _choose(numbers, start, left)
     kept |= {name: "without scopes in names the host's time is one" for name in bounds if name not in left}
     if not names:
-        raise DataError(f"{profile.source}: its terms tell none of {', '.join(bounds)}")
+        raise DataError(f"{profile.source}: its terms determine none of {', '.join(bounds)}")
     best = _solve(numbers, start, names, bounds)
     for name in names:
         value, span = getattr(best, name), bounds[name]
@@ -271,7 +271,7 @@ _ITEM = 4
 
 
 def host_content(profile: Profile, config: Configuration, name: str) -> dict[str, Any]:
-    """What a hardware file of the profiled CPU holds.
+    """Return what a hardware file of the profiled CPU holds.
 
     The peak is that of the fastest matmul, bandwidth that of the fastest elementwise operator, of those that take more
     than 0.1 ms. A model of one device sends nothing, so links are assumed.
@@ -326,7 +326,7 @@ class _Whole(yaml.SafeDumper):
 
 
 def file_text(content: Mapping[str, Any], name: str, found: Fit, profile: Profile, like: str) -> str:
-    """The file of a cluster under a name, with the efficiencies that were found.
+    """Return the file of a cluster under a name, with the efficiencies that were found.
 
     Args:
         content: of the hardware's own file.

@@ -84,7 +84,7 @@ class Profile:
 
 
 def matmul_of(kernel: Kernel) -> Matmul | None:
-    """The product that a matmul kernel computes; None where its shapes leave that open.
+    """Return the product that a matmul kernel computes; None where its shapes leave that open.
 
     Grouped matmuls have [rows, depth] and [experts, depth, columns], rows taken as evenly spread.
     """
@@ -142,17 +142,17 @@ _EXPERTS = re.compile(r"MoELayer|/experts-|/router-|[Dd]ispatcher|shared_experts
 
 
 def communicates(kernel: Kernel) -> bool:
-    """Whether it moves data between devices."""
+    """Return whether it moves data between devices."""
     return kernel.core in ("HCCL", "COMMUNICATION") or bool(_COLLECTIVE.search(kernel.kind) or sends(kernel))
 
 
 def sends(kernel: Kernel) -> bool:
-    """Whether it is a send or receive between pipeline stages."""
+    """Return whether it is a send or receive between pipeline stages."""
     return bool(_POINT_TO_POINT.search(kernel.kind) or _POINT_TO_POINT.search(kernel.name))
 
 
 def term_of(kernel: Kernel, config: Configuration) -> str:
-    """The term that a kernel's time belongs to, or `OTHER`."""
+    """Return the term that a kernel's time belongs to, or `OTHER`."""
     if communicates(kernel):
         return _of_group(kernel, config)
     words = _words(kernel)
@@ -175,7 +175,7 @@ def term_of(kernel: Kernel, config: Configuration) -> str:
 
 
 def expanded(kernel: Kernel) -> bool:
-    """Whether it is a part of an operator that the graph compiler took apart, which names no cell."""
+    """Return whether it is a part of an operator that the graph compiler took apart, which names no cell."""
     return kernel.name.startswith("Expand/")
 
 
@@ -226,9 +226,9 @@ def _of_ranks(ranks: tuple[int, ...], config: Configuration) -> str:
 
 
 def place(kernel: Kernel) -> str | None:
-    """Where a kernel's scope puts it: "moe" or "layer", "optimizer"; None where its name says nothing.
+    """Return where a kernel's scope puts it: "moe" or "layer", "optimizer"; None where its name says nothing.
 
-    On a CPU "step" for what of the network is no layer: embedding, head and loss.
+    On a CPU "step" for what of the network is not a layer: embedding, head and loss.
     """
     if LAYER.search(kernel.name) or _MTP.search(kernel.name):
         return "moe" if _EXPERTS.search(kernel.name) else "layer"
@@ -238,6 +238,6 @@ def place(kernel: Kernel) -> str | None:
 
 
 def layer_numbers(kernels: tuple[Kernel, ...]) -> set[int]:
-    """The decoder layers that scopes name; the layers of an MTP block have numbers of their own."""
+    """Return the decoder layers that scopes name; the layers of an MTP block have numbers of their own."""
     return {int(found[1]) for kernel in kernels if not _MTP.search(kernel.name)
             for found in [LAYER.search(kernel.name)] if found}  # fmt: skip

@@ -49,7 +49,7 @@ _LONGER = 1.25  # usual steps over one of quiet operators
 
 
 def spread_notes(lengths: Sequence[float], quiet: float | None = None) -> tuple[str, ...]:
-    """What there is to say about the lengths of steps; () where they are alike, or fewer than two.
+    """Return what there is to say about the lengths of steps; () where they are alike, or fewer than two.
 
     Args:
         lengths: seconds of each step.
@@ -87,7 +87,7 @@ Row = dict[str, str]
 
 
 def read_ascend(folder: Path, steps: int | None = None) -> Profile:
-    """The profile of one device.
+    """Return the profile of one device.
 
     Args:
         folder: an ASCEND_PROFILER_OUTPUT.
@@ -279,7 +279,7 @@ _SHAPE = re.compile(r"input_\d+:\[([\d, ]*)\]")
 
 
 def read_cpu(folder: Path) -> Profile:
-    """The profile under a FRAMEWORK folder.
+    """Return the profile under a FRAMEWORK folder.
 
     Raises:
         DataError: a file cannot be read as described above.
@@ -362,7 +362,7 @@ def _quiet(runs: dict[str, list[tuple[float, float]]], shapes: dict[str, list[Sh
 
 
 def read_profile(folder: Path, steps: int | None = None) -> Profile:
-    """The profile at or below a folder; of several ranks the lowest.
+    """Return the profile at or below a folder; of several ranks the lowest.
 
     Args:
         steps: that it holds, where its files do not tell steps apart.
@@ -371,7 +371,7 @@ def read_profile(folder: Path, steps: int | None = None) -> Profile:
         DataError: there is no profile, or it cannot be read.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder}: no such folder: want the output of MindSpore's profiler")
+        raise DataError(f"{folder}: no such folder: give the output folder of MindSpore's profiler")
     places = [folder] if _holds_csv(folder) else []
     places += sorted(path for path in folder.rglob(FOLDER) if path.is_dir() and _holds_csv(path))
     if places:

@@ -87,7 +87,7 @@ def _flops(profile: Profile, config: Configuration, stages: Sequence[int]) -> No
 
 
 def flops(config: Configuration, stage: int) -> float:
-    """Matmul FLOPs of a stage's step without recomputation: forward and twice that backward."""
+    """Return the matmul FLOPs of a stage's step without recomputation: forward and twice that backward."""
     kinds = [kind for chunk in config.stage_kinds(stage) for kind in chunk]
     return 3 * config.micro_batches * sum(matmul.flops for kind in kinds for matmul in work(config, kind).matmuls)
 
@@ -114,7 +114,7 @@ class Study:
 
 
 def run_of(recipe: Path, overrides: tuple[str, ...]) -> Configuration:
-    """The run that a recipe describes, its open values resolved.
+    """Return the run that a recipe describes, its open values resolved.
 
     Raises:
         RecipeError: it cannot be read, or `tc3 check` refuses it.
@@ -156,7 +156,7 @@ def fitted(found: Study, cluster_name: str | None, like: str | None, name: str) 
 
 
 def start_of(cluster_name: str, like: str | None) -> Efficiency:
-    """The efficiencies that a fit begins with.
+    """Return the efficiencies that a fit begins with.
 
     Raises:
         RecipeError: the cluster has none and `like` names no other.

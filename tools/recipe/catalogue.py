@@ -117,7 +117,7 @@ def load_cards(recipes: Path) -> list[Card]:
 
 
 def why_modelled(files: Iterable[str]) -> str:
-    """Why no training should start from a recipe; empty where no card says so.
+    """Return why no training should start from a recipe; empty where no card says so.
 
     Args:
         files: the recipe and every file that it takes values from: of a child the card of its base speaks too.
@@ -140,7 +140,7 @@ def _content(text: str) -> Any:
 
 
 def load_card(path: Path) -> Card:
-    """One card; raises RecipeError naming file and key, OSError where there is none."""
+    """Return one card; raises RecipeError naming file and key, OSError where there is none."""
     try:
         raw = _content(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -216,7 +216,7 @@ def _conflict(path: Path, number: int, body: dict[str, Any]) -> Conflict:
 
 def _check_mapping(path: Path, where: str, raw: Any) -> None:
     if not isinstance(raw, dict):
-        raise RecipeError(f"{path}: {where or 'the card'}: {raw!r} is no mapping of keys to values")
+        raise RecipeError(f"{path}: {where or 'the card'}: {raw!r} is not a mapping of keys to values")
 
 
 def _check_keys(path: Path, where: str, raw: Any, wanted: set[str], optional: set[str]) -> None:
@@ -237,7 +237,7 @@ def _check_claim(path: Path, where: str, claim: str) -> None:
     for known in CLAIMS:
         if claim == known or (known.endswith("-") and claim.startswith(known) and claim[len(known) :].isdigit()):
             return
-    raise RecipeError(f"{path}: {where}: {claim!r} is no claim; write trained-on-cpu-mini, compiled-virtual-<devices>, "
+    raise RecipeError(f"{path}: {where}: {claim!r} is no claim: use trained-on-cpu-mini, compiled-virtual-<devices>, "
                       "modelled or assumed")  # fmt: skip
 
 
@@ -261,7 +261,7 @@ COLUMNS = ("Recipe", "Stage", "Devices", "Layout", "Global batch", "Status")
 
 
 def catalogue(recipes: Path) -> str:
-    """The text of recipes/README.md for the cards below `recipes`."""
+    """Return the text of recipes/README.md for the cards below `recipes`."""
     cards = load_cards(recipes)
     return "\n".join([HEAD, *(_section(card) for card in cards)])
 

@@ -30,7 +30,7 @@ def effective(
     as_written: bool = False,
     workers: int | None = None,
 ) -> Recipe:
-    """The recipe of a file as it would run, or the mini of it that `tc3 train --mini` would.
+    """Return the recipe of a file as it would run, or the mini of it that `tc3 train --mini` would.
 
     With a number of `workers` the mini keeps the recipe's parallel strategy, scaled to so many (`--mini --parallel`).
     What `auto` and layout strings stand for is in their place, and said on stderr; `as_written` leaves them.
@@ -51,7 +51,7 @@ def recipe_as_text(
     as_written: bool = False,
     workers: int | None = None,
 ) -> str:
-    """The text of `effective`, with a line at its end; YAML keeps the anchors that its author wrote."""
+    """Return the text of `effective`, with a line at its end; YAML keeps the anchors that its author wrote."""
     recipe = effective(path, overrides, mini, as_written, workers)
     if as_json:
         return json.dumps(recipe, indent=2, default=str) + "\n"  # YAML alone knows dates
@@ -65,24 +65,24 @@ TITLES = {
     "nothing": "changes nothing numerical",
 }
 as_written_option = click.option(
-    "--as-written", is_flag=True, help="Leave `auto` and layout strings, which MindFormers cannot read, as they are."
+    "--as-written", is_flag=True, help="Keep `auto` and layout strings, which MindFormers cannot read, unresolved."
 )
 _LONG = 120  # characters of a value that are printed; --json has them all
 
 
 @click.group(context_settings=SETTINGS)
 def recipe() -> None:
-    """Show a recipe as it will run, or what sets two recipes apart."""
+    """Show a recipe as it will run, or compare two recipes."""
 
 
 @recipe.command(context_settings=SETTINGS)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--mini", is_flag=True, help="The mini of it that `tc3 train --mini` trains on CPU.")
-@click.option("--parallel", is_flag=True, help="With --mini: the one that keeps the recipe's parallel strategy.")
-@click.option("--workers", type=Number("workers"), help=f"CPU workers of --parallel.  [default: {WORKERS}]")
+@click.option("--mini", is_flag=True, help="Show the mini that `tc3 train --mini` trains on CPU.")
+@click.option("--parallel", is_flag=True, help="With --mini: show the mini that keeps the recipe's parallel strategy.")
+@click.option("--workers", type=Number("workers"), help=f"Number of CPU workers of --parallel.  [default: {WORKERS}]")
 @as_written_option
-@click.option("--json", "as_json", is_flag=True, help="JSON instead of YAML.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of YAML.")
 def show(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -92,7 +92,7 @@ def show(
     as_written: bool,
     as_json: bool,
 ) -> None:
-    """Print RECIPE flat: its bases merged in, overrides applied, values for `auto`. Stock MindFormers reads it."""
+    """Print RECIPE flat, as stock MindFormers reads it: bases merged, overrides applied, `auto` resolved."""
     if (parallel and not mini) or (workers is not None and not parallel):
         raise click.UsageError(
             "--parallel works only with --mini, and --workers only with --parallel: --mini --parallel --workers N"

@@ -30,7 +30,7 @@ class Meaning(NamedTuple):
 
 
 def meaning_of(words: tuple[str, ...]) -> Meaning:
-    """The meaning of a key path without its list indices; an unknown one counts as numbers, the safe side."""
+    """Return the meaning of a key path without its list indices; an unknown one counts as numbers, the safe side."""
     same_as, patterns = _table()
     for copy, original in same_as.items():
         if words[: len(copy)] == copy and len(words) > len(copy):
@@ -112,7 +112,7 @@ class Comparison:
     changes: list[Change] = field(default_factory=list)
 
     def group(self, name: str) -> list[Change]:
-        """The changes of one of `GROUPS`, in the order of the recipes."""
+        """Return the changes of one of `GROUPS`, in the order of the recipes."""
         return [change for change in self.changes if change.meaning.group == name]
 
 
@@ -126,7 +126,7 @@ class _Pair(NamedTuple):
 
 
 def compare(before: Recipe, after: Recipe) -> Comparison:
-    """Every difference between two flat recipes; a value shared by an anchor on both sides is one difference."""
+    """Return every difference between two flat recipes; a value shared by an anchor on both sides is one difference."""
     batches = batch_of(before), batch_of(after)
     found: dict[Any, Change] = {}
     for pair in _differences((), ((), ()), before, after):

@@ -20,7 +20,7 @@ def dump_recipe(recipe: dict[str, Any], path: str | os.PathLike[str]) -> None:
     still reaches all their places.
 
     Raises:
-        yaml.representer.RepresenterError: a value is no plain YAML value (a bug of the caller).
+        yaml.representer.RepresenterError: a value is not a plain YAML value (a bug of the caller).
     """
     write_atomically(path, recipe_text(recipe))
 

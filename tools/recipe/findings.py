@@ -46,7 +46,7 @@ class Finding:
 
     @property
     def words(self) -> str:
-        """The key, what is wrong with it, what would be right."""
+        """Return the key, what is wrong with it, what would be right."""
         return f"{self.key}: {self.wrong}" + (f"; {self.right}" if self.right else "")
 
 
@@ -60,17 +60,17 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Findings that refuse the recipe."""
+        """Return the findings that refuse the recipe."""
         return [finding for finding in self.findings if finding.severity == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
-        """Findings that refuse it with `--strict`."""
+        """Return the findings that refuse it with `--strict`."""
         return [finding for finding in self.findings if finding.severity == WARNING]
 
     @property
     def clean(self) -> bool:
-        """Whether the recipe may run."""
+        """Return whether the recipe may run."""
         return not self.errors
 
     def as_json(self) -> dict[str, Any]:
@@ -126,13 +126,13 @@ def _upwards(path: KeyPath) -> Iterator[KeyPath]:
 
 
 def refused(errors: Sequence[Finding]) -> RecipeError:
-    """The error of a tool that cannot go on with what `tc3 check` finds: the first finding, in one line."""
+    """Return the error of a tool that cannot go on with what `tc3 check` finds: the first finding, in one line."""
     more = f" (and {len(errors) - 1} more: `tc3 check` lists them)" if len(errors) > 1 else ""
     return RecipeError(f"{errors[0].place}{errors[0].words}{more}")
 
 
 def refusal(recipe: Mapping[str, Any], path: KeyPath, text: str) -> RecipeError:
-    """The error at a key path, with file and line as far as known, for a tool that cannot go on."""
+    """Return the error at a key path, with file and line as far as known, for a tool that cannot go on."""
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     mark = recipe.marks.get(path)
     source = f"{mark}: " if mark else f"{recipe.source}: " if recipe.source else ""

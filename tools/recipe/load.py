@@ -68,7 +68,7 @@ class _Spot:
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """The flat effective recipe of a file that tools can work with, which is what all but check take.
+    """Return the flat effective recipe of a file that tools can work with, which is what all but check take.
 
     Raises:
         RecipeError: as `read_recipe`; a section that is none, a number that no training can mean.
@@ -85,7 +85,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     Equal, as a dict, to MindFormers' own reading before it adds defaults; list and mapping aliases stay one object.
 
     Raises:
-        RecipeError: the file or a base is missing, is not YAML, is no mapping, has a duplicate key or a base cycle;
+        RecipeError: the file or a base is missing, is not YAML, is not a mapping, has a duplicate key or a base cycle;
             it is larger or deeper than any recipe.
     """
     file = os.fspath(path)
@@ -103,7 +103,7 @@ class _Bases:
         self.spots: dict[str, _Spot] = {}  # by real path
 
     def read(self, file: str, parents: list[str]) -> _Spot:
-        """The spot of one file with its bases merged in; `parents` are the real paths on the way here."""
+        """Return the spot of one file with its bases merged in; `parents` are the real paths on the way here."""
         try:
             real = os.path.realpath(file)
         except OSError:  # there is no working folder
@@ -203,7 +203,7 @@ class _Reader:
         self.open: set[int] = set()  # nodes being read, to notice an anchor inside itself
 
     def read(self) -> _Spot:
-        """The top-level mapping; raises RecipeError with file and line."""
+        """Return the top-level mapping; raises RecipeError with file and line."""
         try:
             self.loader = SmallLoader(self.text)
             self.root = self.loader.get_single_node()
@@ -365,7 +365,7 @@ class Refusal(NamedTuple):
 
     @property
     def size(self) -> bool:
-        """Whether others calculate with it: it should be a whole number."""
+        """Return whether others calculate with it: it should be a whole number."""
         span = recipe_range(_words(self.path))
         return span is None or span.whole
 
@@ -384,13 +384,13 @@ def refuse_numbers(recipe: Mapping[str, Any]) -> None:
 
 
 def bad_numbers(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """Every number of a recipe that is refused, in the order of its keys; the number of devices at last."""
+    """Yield every number of a recipe that is refused, in the order of its keys; the number of devices at last."""
     bad = list(bad_leaves(recipe))
     yield from bad or bad_devices(recipe)
 
 
 def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
-    """Every refused number at or below `path`, where `node` stands."""
+    """Yield every refused number at or below `path`, where `node` stands."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from bad_leaves(value, (*path, key))
@@ -399,7 +399,7 @@ def bad_leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[Refusal]:
 
 
 def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
-    """The product of the parallel degrees, where it is no cluster."""
+    """Yield the product of the parallel degrees, where it is not a cluster."""
     degrees = recipe.get("parallel_config")
     written = [degrees.get(key) for key in _DEGREES] if isinstance(degrees, dict) else []
     sizes = [size for size in written if type(size) is int]
@@ -409,7 +409,7 @@ def bad_devices(recipe: Mapping[str, Any]) -> Iterator[Refusal]:
 
 
 def number_problem(path: tuple[Any, ...], value: Any) -> tuple[str, str] | None:
-    """What is wrong with a value as a number, and what would be right; None for what is fine, or no number."""
+    """Return what is wrong with a value as a number, and what would be right; None for what is fine, or no number."""
     span = recipe_range(_words(path))
     if isinstance(value, str):
         return _text_problem(value, span) if span else None
@@ -441,7 +441,7 @@ def _text_problem(text: str, span: Range) -> tuple[str, str] | None:
 
 
 def as_yaml(text: str) -> str:
-    """A number as YAML 1.1 reads one: ``1e-8`` becomes ``1.0e-8``; others as they are, without quotes."""
+    """Return a number as YAML 1.1 reads one: ``1e-8`` becomes ``1.0e-8``; others as they are, without quotes."""
     text = text.strip()
     if not EXPONENT.fullmatch(text):
         return f"{text} without quotes"

@@ -118,7 +118,7 @@ def derive_mini(recipe: Recipe, data_path: str, steps: int = 10, workers: int | 
         )
     packs = View(recipe).packs
     if packs and workers is not None:
-        raise RecipeError(f"{recipe.source}: --parallel has no data of packed conversations; --mini alone trains them")
+        raise RecipeError(f"{recipe.source}: --parallel cannot read packed conversations; train them with --mini only")
     leave_ascend(mini)
     shrink_model(model, CONVERSATIONS if packs else SEQ_LENGTH)
     if workers is None and (mini.get("plugins") or {}).get("hierarchical_ep"):
@@ -322,7 +322,7 @@ def keep_strategy(mini: dict[str, Any], recipe: Recipe, batch: int, workers: int
     """
     view = View(recipe)
     if not view.parallel:
-        raise RecipeError(f"{recipe.source}: --parallel keeps how a recipe splits its model; this one is not split")
+        raise RecipeError(f"{recipe.source}: --parallel keeps how a model is split; this recipe does not split it")
     degrees = scale_degrees(Degrees(view.pp, view.tp, view.dp, view.cp, view.ep), workers)
     if degrees.workers == 1:
         raise RecipeError(f"{recipe.source}: --parallel needs a degree above 1 that fits {workers} workers")

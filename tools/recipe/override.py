@@ -77,7 +77,7 @@ def also_changed(recipe: dict[str, Any], override: str) -> list[str]:
 
 
 def get_path(recipe: Any, path: KeyPath) -> Any:
-    """The value at a key path; KeyError or IndexError when there is none."""
+    """Return the value at a key path; KeyError or IndexError when there is none."""
     for key in path:
         recipe = recipe[key]
     return recipe
@@ -239,7 +239,7 @@ SECTION = "plugins"
 
 
 def is_new(recipe: Mapping[str, Any], name: str) -> bool:
-    """Whether a dotted name is of a plugin or one of its settings, that stands nowhere in it and is no slip."""
+    """Whether a dotted name is of a plugin or one of its settings, that stands nowhere in it and is not a slip."""
     words = name.split(".")
     if words[0] != SECTION or len(words) not in (2, 3):
         return False
@@ -255,13 +255,13 @@ def write_new(recipe: dict[str, Any], name: str, value: Any, where: str) -> None
     """Write `plugins.NAME` or `plugins.NAME.SETTING`; which settings there are is said by `tc3 check`.
 
     Raises:
-        RecipeError: there is no such plugin, or its whole section is no mapping.
+        RecipeError: there is no such plugin, or its whole section is not a mapping.
     """
     plugin, setting = (*name.split(".")[1:], None)[:2]
     if plugin not in ADAPTERS:
         raise RecipeError(f"{where}: there is no plugin {plugin!r}{did_you_mean(plugin, list(ADAPTERS))}")
     if setting is None and value is not False and not isinstance(value, dict):
         right = f"{SECTION}.{plugin}={{}} for the defaults, {SECTION}.{plugin}.SETTING=VALUE for one of its own"
-        raise RecipeError(f"{where}: a plugin has settings, got {value!r}; write {right}")
+        raise RecipeError(f"{where}: expected the plugin's settings, got {value!r}; write {right}")
     written = recipe[SECTION] = recipe.get(SECTION) or {}
     written[plugin] = value if setting is None else {**(written.get(plugin) or {}), setting: value}

@@ -27,7 +27,7 @@ _MISSING = object()
 
 
 def look(recipe: Any, path: KeyPath, default: Any = None) -> Any:
-    """The value at a key path, or `default`."""
+    """Return the value at a key path, or `default`."""
     for key in path:
         if isinstance(recipe, dict) and key in recipe:
             recipe = recipe[key]
@@ -47,22 +47,22 @@ class View:
         return look(self.recipe, path, default)
 
     def has(self, path: KeyPath) -> bool:
-        """Whether the recipe writes `path`."""
+        """Return whether the recipe writes `path`."""
         return look(self.recipe, path, _MISSING) is not _MISSING
 
     def number(self, path: KeyPath, default: int) -> int:
-        """A positive integer at `path`."""
+        """Return a positive integer at `path`."""
         value = self.get(path, default)
         return value if type(value) is int and value > 0 else default
 
     def flag(self, path: KeyPath, default: bool = False) -> bool:
-        """A truth value at `path`."""
+        """Return a truth value at `path`."""
         value = self.get(path, default)
         return value if isinstance(value, bool) else default
 
     @cached_property
     def parallel(self) -> bool:
-        """Whether the model is split over devices (semi-auto parallel); data parallel alone does not count."""
+        """Return whether the model is split over devices (semi-auto parallel); data parallel alone does not count."""
         return self.flag(("use_parallel",)) and splits_model(self.get(("parallel", "parallel_mode"), 1))
 
     def _size(self, key: str) -> int:
@@ -101,7 +101,7 @@ class View:
 
     @cached_property
     def devices(self) -> int:
-        """Devices of the run."""
+        """Return the devices of the run."""
         return self.dp * self.tp * self.pp * self.cp if self.flag(("use_parallel",)) else 1
 
     @cached_property
@@ -111,7 +111,7 @@ class View:
 
     @cached_property
     def accumulation(self) -> int:
-        """Gradient accumulation steps; without effect in a pipeline and outside semi-auto parallel mode."""
+        """Return the gradient accumulation steps; without effect in a pipeline and outside semi-auto parallel mode."""
         steps = self.number((*RUNNER, "gradient_accumulation_steps"), 1)
         return steps if self.parallel and self.pp == 1 else 1
 
@@ -124,12 +124,12 @@ class View:
 
     @cached_property
     def batch(self) -> int:
-        """Samples a data-parallel rank and micro-batch."""
+        """Return the samples a data-parallel rank and micro-batch."""
         return self.number((*RUNNER, "batch_size"), 1)
 
     @cached_property
     def global_batch(self) -> int:
-        """Samples a step, as the trainer computes it."""
+        """Return the samples a step, as the trainer computes it."""
         ranks = self.dp if self.parallel else self.devices
         return self.batch * ranks * self.micro_batches * self.accumulation
 
@@ -144,7 +144,7 @@ class View:
 
     @cached_property
     def packs(self) -> bool:
-        """Whether the loader packs samples, for which the trainer has it create an attention mask."""
+        """Return whether the loader packs samples, for which the trainer has it create an attention mask."""
         handlers = self.get((*LOADER, "handler"))
         return isinstance(handlers, list) and any(
             isinstance(item, dict) and item.get("type") == "PackingHandler" for item in handlers
@@ -152,7 +152,7 @@ class View:
 
     @cached_property
     def samples_key(self) -> KeyPath | None:
-        """Where the recipe says how many samples a pass has; None where it does not, and the data decides.
+        """Return where the recipe says how many samples a pass has; None where it does not, and the data decides.
 
         Megatron's loader has `sizes`; HFDataLoader takes so many of what its handlers make, where the last says so.
         """
@@ -165,7 +165,7 @@ class View:
 
     @cached_property
     def samples(self) -> int:
-        """Samples of a pass over the data; 0 where the recipe does not say."""
+        """Return the samples of a pass over the data; 0 where the recipe does not say."""
         count: Any = self.recipe
         try:
             for key in self.samples_key or ("",):
@@ -176,7 +176,7 @@ class View:
 
     @cached_property
     def instruction_files(self) -> list[str]:
-        """The files of HFDataLoader's `data_files` where it is one path, or a list of them."""
+        """Return the files of HFDataLoader's `data_files` where it is one path, or a list of them."""
         files = self.get((*LOADER, "data_files"))
         named = [files] if isinstance(files, str) else files
         fits = isinstance(named, list) and all(isinstance(name, str) for name in named)
@@ -184,7 +184,7 @@ class View:
 
     @cached_property
     def node(self) -> int:
-        """Devices of a node, for what communicates inside and between nodes."""
+        """Return the devices of a node, for what communicates inside and between nodes."""
         return self.number((*MODEL, "npu_nums_per_device"), DEVICES_PER_NODE)
 
     @cached_property
@@ -199,12 +199,12 @@ class View:
 
     @cached_property
     def on_cpu(self) -> bool:
-        """Whether the recipe runs on CPU."""
+        """Return whether the recipe runs on CPU."""
         return self.get(("context", "device_target"), "Ascend") == "CPU"
 
     @cached_property
     def sharded_on_cpu(self) -> bool:
-        """Whether it runs there as the sharded graph for Ascend (plugins/semi_auto_cpu)."""
+        """Return whether it runs there as the sharded graph for Ascend (plugins/semi_auto_cpu)."""
         return chosen(self.recipe)
 
     @cached_property
@@ -214,12 +214,12 @@ class View:
 
     @cached_property
     def keeps_placements(self) -> bool:
-        """Whether its layers know where each expert lives (plugins/expert_balance)."""
+        """Return whether its layers know where each expert lives (plugins/expert_balance)."""
         return self.get(("plugins", "expert_balance")) not in (None, False)
 
     @cached_property
     def megatron(self) -> bool:
-        """Whether the recipe trains on a Megatron .bin/.idx."""
+        """Return whether the recipe trains on a Megatron .bin/.idx."""
         return self.get((*LOADER, "type")) == "BlendedMegatronDatasetDataLoader"
 
 
@@ -245,7 +245,7 @@ MODE, CHUNKS = (*DISPATCH, "mode"), (*OVERLAP, "chunks")
 
 
 def unresolved(recipe: Mapping[str, Any]) -> list[KeyPath]:
-    """The key paths whose values are still open."""
+    """Return the key paths whose values are still open."""
     written = look(recipe, OFFSET)
     return [OFFSET] * isinstance(written, str) + [path for path in (MODE, CHUNKS) if look(recipe, path) == AUTO]
 

@@ -110,22 +110,22 @@ Form = TypeVar("Form", Plan, Beat, End, Verdict)
 
 
 def folder_of(run_dir: Path, number: int) -> Path:
-    """The folder of attempt `number`, from 0 on."""
+    """Return the folder of attempt `number`, from 0 on."""
     return run_dir / FOLDER / f"{number:04d}"
 
 
 def recipe_file(run_dir: Path, plan: Plan) -> Path:
-    """What the workers of an attempt read: its recipe, written before its plan counts, and never changed."""
+    """Return what the workers of an attempt read: its recipe, written before its plan counts, and never changed."""
     return folder_of(run_dir, plan.attempt) / f"recipe-{plan.name}.yaml"
 
 
 def file_of(folder: Path, start: str, host: str) -> Path:
-    """A host's file in an attempt's folder, `start` being `BEAT` or `END`; any host's name makes a safe one."""
+    """Return a host's file in an attempt's folder, `start` being `BEAT` or `END`; any host's name makes a safe one."""
     return folder / f"{start}{quote(host, safe='')}.json"
 
 
 def numbers(run_dir: Path) -> list[int]:
-    """The attempts that a run has folders of, the oldest first."""
+    """Return the attempts that a run has folders of, the oldest first."""
     return sorted(int(path.name) for path in (run_dir / FOLDER).glob("[0-9]*") if path.name.isdecimal())
 
 
@@ -148,12 +148,12 @@ def read(path: Path, kind: type[Form]) -> Form | None:
 
 
 def text_of(form: Plan | Beat | End | Verdict) -> str:
-    """What a file of an attempt holds: a line of JSON."""
+    """Return what a file of an attempt holds: a line of JSON."""
     return json.dumps(asdict(form)) + "\n"
 
 
 def parse(text: str, kind: type[Form]) -> Form | None:
-    """The opposite of `text_of`; None where the text is of another form. Keys of later versions are left out."""
+    """Return the opposite of `text_of`; None where the text is of another form. Keys of later versions are left out."""
     try:
         content: Any = json.loads(text)
         known = {each.name: each.type for each in fields(kind)}
@@ -185,7 +185,7 @@ def read_attempt(run_dir: Path, number: int) -> Attempt:
 
 
 def read_attempts(run_dir: Path) -> list[Attempt]:
-    """All attempts of a run, the oldest first; none for a run of before they were written."""
+    """Return all attempts of a run, the oldest first; none for a run of before they were written."""
     return [read_attempt(run_dir, number) for number in numbers(run_dir)]
 
 

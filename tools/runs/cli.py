@@ -55,12 +55,12 @@ def _lines(look: Look, console: Console, every: float, as_json: bool) -> int:
 
 
 def json_line(status: Status) -> str:
-    """One JSON object."""
+    """Return one JSON object."""
     return json.dumps(asdict(status))
 
 
 def rows(status: Status) -> list[tuple[str, str]]:
-    """What, and how it stands; what a run does not have is left out."""
+    """Return what, and how it stands; what a run does not have is left out."""
     total = f" of {status.total_steps:,}" if status.total_steps else ""
     known = share(status.goodput) if status.goodput is None else f"{share(status.goodput)} of {_long(status)}"
     found = [
@@ -208,7 +208,7 @@ class Exporter:
 
     def __init__(self, path: Path):
         if path.suffix != ".prom":
-            raise DataError(f"--prometheus {path}: want a file that ends in .prom, for node_exporter reads no other")
+            raise DataError(f"--prometheus {path}: want a file that ends in .prom, as node_exporter reads only those")
         try:
             import prometheus_client
         except ImportError:
@@ -241,19 +241,19 @@ class Exporter:
 
 @click.group("runs", context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
-    """What runs made of their time: where it went, why they failed, how they go on."""
+    """Report where the time of runs went and why they failed, or follow a run that is under way."""
 
 
-@runs.command("report", short_help="Goodput and where the rest went, failures and their causes, saves, spikes.")
+@runs.command("report", short_help="Report goodput, lost time, failures and their causes, saves and spikes.")
 @click.argument("folders", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--html", type=click.Path(path_type=Path), help="Write a page with tables and pictures.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Draw all attempts on a time line (.svg or .png).")
 def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, picture: Path | None) -> None:
-    """Say where the time of runs went, from what they wrote.
+    """Report where the time of runs went, from the records in their folders.
 
-    RUN is the folder of a run of tc3 train or tc3 agent, whether it has ended or not; several stand side by side.
-    What the records of a run do not tell is said to be unknown.
+    RUN is the folder of a run of tc3 train or tc3 agent, whether it has ended or not; several are shown side by side.
+    The report says "unknown" where a run's records do not tell.
     """
     from rich.console import Console
 
@@ -283,11 +283,11 @@ def report_command(folders: tuple[Path, ...], as_json: bool, html: Path | None, 
 
 @runs.command("watch", short_help="Follow a run: phase, step, loss, speed, goodput, checkpoint, failures.")
 @click.argument("folder", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--once", is_flag=True, help="Say how it stands now, and leave.")
-@click.option("--every", type=Number("pause"), default=2.0, show_default=True, help="Seconds between looks.")
-@click.option("--prometheus", type=click.Path(path_type=Path), help="Write a text file for Prometheus too (*.prom).")
-@click.option("--tensorboard", is_flag=True, help="Write TensorBoard scalars to RUN/tensorboard too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object a look on stdout.")
+@click.option("--once", is_flag=True, help="Print the status once and exit.")
+@click.option("--every", type=Number("pause"), default=2.0, show_default=True, help="Seconds between two refreshes.")
+@click.option("--prometheus", type=click.Path(path_type=Path), help="Also write a text file for Prometheus (*.prom).")
+@click.option("--tensorboard", is_flag=True, help="Also write TensorBoard scalars to RUN/tensorboard.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each refresh on stdout.")
 def watch_command(
     folder: Path, once: bool, every: float, prometheus: Path | None, tensorboard: bool, as_json: bool
 ) -> None:

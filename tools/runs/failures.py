@@ -54,13 +54,13 @@ class Found:
 
 @cache
 def signatures() -> tuple[Signature, ...]:
-    """The rows, the most telling first."""
+    """Return the rows, the most telling first."""
     rows = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     return tuple(Signature(**row | {"pattern": re.compile(row["pattern"])}) for row in rows)
 
 
 def without_noise(lines: Sequence[str]) -> list[str]:
-    """The lines of a log that may say something of a failure: no warnings, no progress, no rules."""
+    """Return the lines of a log that may say something of a failure: no warnings, no progress, no rules."""
     return [line for line in lines if not _NOISE.search(line)]
 
 
@@ -111,12 +111,12 @@ class Failure:
 
     @property
     def counts(self) -> bool:
-        """Whether it says something of the machines: a recipe that must be mended does not, nor a spike."""
+        """Return whether it says something of the machines: a recipe that must be mended does not, nor a spike."""
         return self.name not in _NO_MACHINE
 
     @property
     def name(self) -> str:
-        """One word or two: what the log says of a cause of its own, else what the launch saw."""
+        """Return one word or two: what the log says of a cause of its own, else what the launch saw."""
         own = not self.found.victim and self.found.name not in (UNKNOWN, _OF_THE_USER)
         return self.found.name if own else self.cause or self.found.name
 
@@ -133,7 +133,7 @@ def failures(run: Run) -> list[Failure]:
 
 
 def has_failed(attempt: Attempt) -> bool:
-    """Whether an attempt ended badly, by its nodes or its verdict."""
+    """Return whether an attempt ended badly, by its nodes or its verdict."""
     outcomes = {end.outcome for end in attempt.ends.values()}
     went_on = attempt.verdict is not None and attempt.verdict.decision in _WENT_ON
     return "failed" in outcomes or (went_on and "preempted" not in outcomes)

@@ -1,4 +1,4 @@
-"""Where a run's time went: its wall time in pieces without gap or overlap, each of one kind.
+"""Find where a run's time went: its wall time in pieces without gap or overlap, each of one kind.
 
     1. Each attempt is a frame, from its plan to its end; a run without attempts has a frame for each start.
     2. Within a frame, steps, saves and evaluations follow each other as they were written. What lies before the
@@ -97,7 +97,7 @@ def micro(seconds: float) -> int:
 
 
 def ledger(run: Run) -> Ledger | str:
-    """The time of a run; a sentence where its records cannot tell."""
+    """Return the time of a run; a sentence where its records cannot tell."""
     timed = [part for part in run.parts if part.timed]
     notes = []
     if old := sum(len(part) for part in run.parts if not part.timed):

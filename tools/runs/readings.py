@@ -26,7 +26,7 @@ _MOST_STEPS = 10**12
 
 
 def loss_rank(recipe: Recipe) -> int:
-    """The rank whose loss is the run's: with pipeline stages the last one's, says MindFormers' MFLossMonitor.
+    """Return the rank whose loss is the run's: with pipeline stages the last one's, says MindFormers' MFLossMonitor.
 
     Other ranks than those of the last stage have no loss there; zero_bubble_v brings the last chunk back to rank 0.
     """
@@ -55,11 +55,11 @@ class Readings:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest step's record; empty before the first."""
+        """Return the newest step's record; empty before the first."""
         return self.steps[max(self.steps)] if self.steps else {}
 
     def tokens_per_second(self) -> float | None:
-        """Median speed of the steps of the last part, its first (which compiles) left out."""
+        """Return the median speed of the steps of the last part, its first (which compiles) left out."""
         numbers = [step for step in sorted(self.steps) if step > self.start_step][1:]
         speeds = [
             self.steps[n]["tokens"] / self.steps[n]["seconds"] for n in numbers if self.steps[n].get("seconds", 0) > 0
@@ -68,7 +68,7 @@ class Readings:
 
 
 def read_metrics(file: Path) -> Readings:
-    """Everything in one rank's metrics file; nothing when there is none."""
+    """Return everything in one rank's metrics file; nothing when there is none."""
     readings = Readings()
     for record in Follower(file).new_records():
         readings.add(record)
@@ -94,7 +94,7 @@ class Follower:
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """The same one after the other, for files that are larger than memory should hold."""
+        """Yield the same one after the other, for files that are larger than memory should hold."""
         if not self.file.exists():
             return
         with self.file.open("rb") as lines:
@@ -211,7 +211,7 @@ class Probes:
         self.found = Slow(None, [], [])
 
     def look(self) -> Slow:
-        """What they say, as of the last look."""
+        """Return what they say, as of the last look."""
         if time.monotonic() - self.looked >= LOOK:
             self.looked = time.monotonic()
             for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):
@@ -267,7 +267,7 @@ class Part:
 
     @property
     def timed(self) -> bool:
-        """Whether it says when its steps were made."""
+        """Return whether it says when its steps were made."""
         return bool(self["time"]) and not any(math.isnan(time) for time in self["time"])
 
     @property
@@ -276,7 +276,7 @@ class Part:
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
-        """Median seconds of its steps; its first one, which compiles, is left out."""
+        """Return the median seconds of its steps; its first one, which compiles, is left out."""
         seconds = [value for value in self["seconds"][1 : USUAL_OF + 1] if value > 0]
         return median(seconds) if seconds else None
 
@@ -293,13 +293,13 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what of its records cannot be used
 
     def usual(self, part: Part | None = None) -> float | None:
-        """Seconds of a usual step of `part`, or of the newest part that can tell."""
+        """Return the seconds of a usual step of `part`, or of the newest part that can tell."""
         own = part.usual() if part else None
         return own if own else next((found for one in reversed(self.parts) if (found := one.usual())), None)
 
 
 def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
-    """The metrics file that stands for the run: of the rank that knows the loss."""
+    """Return the metrics file that stands for the run: of the rank that knows the loss."""
     own = folder / "metrics" / f"rank_{loss_rank(recipe) if recipe else 0}.jsonl"
     return own if own.exists() or recipe else next(iter(sorted((folder / "metrics").glob("rank_*.jsonl"))), own)
 
@@ -313,7 +313,7 @@ def recipe_of(folder: Path) -> Recipe | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is no run.
+    """Refuse what is not a run.
 
     Raises:
         DataError: there is no such folder, or nothing in it that a run writes.
@@ -325,7 +325,7 @@ def check_folder(folder: Path) -> None:
 
 
 def load_run(folder: Path) -> Run:
-    """Everything that the reports need.
+    """Return everything that the reports need.
 
     Raises:
         DataError: as `check_folder`.
@@ -338,7 +338,7 @@ def load_run(folder: Path) -> Run:
 
 
 def number(value: Any) -> float | None:
-    """A number out of JSON, NaN and infinity too; None for anything else."""
+    """Return a number out of JSON, NaN and infinity too; None for anything else."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -349,7 +349,7 @@ def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
 
 
 def read_parts(file: Path, notes: list[str] | None = None) -> list[Part]:
-    """The parts of a metrics file, the oldest first; parts that made no step are left out.
+    """Return the parts of a metrics file, the oldest first; parts that made no step are left out.
 
     Args:
         notes: is told of lines that no run writes.

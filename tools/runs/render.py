@@ -45,7 +45,7 @@ def draw(found: Sequence[Study], path: Path) -> Path:
 
 
 def svg(found: Sequence[Study]) -> str:
-    """The same as an element of a page."""
+    """Return the same as an element of a page."""
     return svg_text(_figure(found))
 
 
@@ -166,7 +166,7 @@ def share(value: float | None) -> str:
 
 
 def head(found: Study) -> Rows:
-    """The summary of a run: what, value."""
+    """Return the summary of a run: what, value."""
     time = found.ledger
     if isinstance(time, str):
         usual = ["usual step", duration(found.run.usual())]
@@ -184,7 +184,7 @@ def head(found: Study) -> Rows:
 
 
 def time_rows(studies: Sequence[Study]) -> Rows:
-    """Where the time went: a row a kind that any run spent time on, a column a run."""
+    """Return where the time went: a row a kind that any run spent time on, a column a run."""
     known = [one.ledger.totals() for one in studies if isinstance(one.ledger, Ledger)]
     rows = [
         [words, *(_part(one, kind) for one in studies)]
@@ -209,7 +209,7 @@ ATTEMPT_HEADS = ("attempt", "began", "took", "hosts", "steps", "ended", "then")
 
 
 def attempt_rows(found: Study) -> Rows:
-    """A row an attempt; its begin counts from the first one's."""
+    """Return a row an attempt; its begin counts from the first one's."""
     if isinstance(found.ledger, str):
         return []
     rows, first = [], found.ledger.frames[0].begin / SECOND
@@ -227,12 +227,12 @@ FAILURE_HEADS = ("attempt", "began with", "cause", "at", "says", "fell with it")
 
 
 def failure_rows(found: Study) -> Rows:
-    """A row a failure: who began it, by what; and the victims apart."""
+    """Return a row a failure: who began it, by what; and the victims apart."""
     return [[str(one.attempt), who(one), one.name, _where(one), _says(one), _fell(one)] for one in found.failures]
 
 
 def failure_line(one: Failure) -> str:
-    """A failure as sentences."""
+    """Return a failure as sentences."""
     where, fell = _where(one), _fell(one)
     began = f"{who(one)} began it" if one.host or one.rank is not None else "who began it is not known"
     says = _says(one).removeprefix(f"{one.name}: ")
@@ -241,7 +241,7 @@ def failure_line(one: Failure) -> str:
 
 
 def who(one: Failure) -> str:
-    """The host and worker that began it."""
+    """Return the host and worker that began it."""
     parts = [one.host or "", f"worker {one.rank}" if one.rank is not None else ""]
     return ", ".join(part for part in parts if part) or "not known"
 
@@ -364,7 +364,7 @@ td:first-child { white-space: nowrap } svg { max-width: 100%; height: auto } .wi
 
 
 def page(studies: Sequence[Study]) -> str:
-    """The whole file."""
+    """Return the whole file."""
     title = f"Report of {', '.join(one.name for one in studies)}"
     names = [one.name for one in studies]
     body = [

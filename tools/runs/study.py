@@ -186,7 +186,7 @@ def overhead(cost: float, interval: float, between: float) -> float:
 
 
 def saving(cost: float, used: float, found: Mtbf) -> Saving | None:
-    """The best interval against the one used; None where no failure was seen or nothing was measured."""
+    """Return the best interval against the one used; None where no failure was seen or nothing was measured."""
     if found.estimate is None or cost <= 0 or used <= 0:
         return None
     best = daly(cost, found.estimate)
@@ -272,7 +272,7 @@ def _state(run: Run) -> str:
 
 
 def state_of(attempt: Attempt) -> str:
-    """How the newest attempt stands."""
+    """Return how the newest attempt stands."""
     decision = attempt.verdict.decision if attempt.verdict else None
     if decision:
         return {"done": "done", "give up": "given up", "leave": "left"}.get(decision, GOES_ON)

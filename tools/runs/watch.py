@@ -1,4 +1,4 @@
-"""How a run stands now, from its files alone: any machine that sees the folder can ask.
+"""Describe how a run stands now, from its files only: any machine that sees the folder can ask.
 
 Ages are taken between times that the run itself wrote, so that the clock of the one who asks does not matter.
 """
@@ -141,12 +141,12 @@ class Kept:
 
     @property
     def step(self) -> int:
-        """The newest step that was made."""
+        """Return the newest step that was made."""
         return self.last.get("step", 0)
 
     @property
     def usual(self) -> float | None:
-        """Seconds of a usual step, of the newest part that can tell."""
+        """Return the seconds of a usual step, of the newest part that can tell."""
         return next((median(part.some) for part in reversed(self.parts) if part.some), None)
 
     @property
@@ -160,7 +160,7 @@ class Kept:
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second, the median of the newest steps."""
+        """Return the tokens a second, the median of the newest steps."""
         return median(self.speeds) if self.speeds else None
 
 
@@ -199,7 +199,7 @@ class Status:
 
     @property
     def over(self) -> int | None:
-        """The exit code of a run that has ended; None while it goes on."""
+        """Return the exit code of a run that has ended; None while it goes on."""
         return OVER.get(self.state)
 
 
@@ -207,7 +207,7 @@ class Watch:
     """Follows one run; what it has read it does not read again.
 
     Raises:
-        DataError: the folder is no run's.
+        DataError: the folder is not a run's.
     """
 
     def __init__(self, folder: Path, sink: Sink = lambda record: None):

@@ -36,7 +36,7 @@ class Built:
     unread: list[str] = field(default_factory=list)
 
     def number(self, name: str, default: int = 0) -> int:
-        """An integer field; `default` for None and for a value of a wrong type."""
+        """Return an integer field; `default` for None and for a value of a wrong type."""
         value = self.fields.get(name)
         return value if type(value) is int else default
 
@@ -138,7 +138,7 @@ def _derive(built: Built) -> None:
 
 
 def model_number(view: View, key: str) -> int:
-    """The positive integer at `model.model_config.KEY`, or MindFormers' default of it for the recipe's model.
+    """Return the positive integer at `model.model_config.KEY`, or MindFormers' default of it for the recipe's model.
 
     Raises:
         KeyError: MindFormers has no number for it; the caller has to ask for the key.

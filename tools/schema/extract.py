@@ -251,7 +251,7 @@ def main() -> None:
 
 
 def extract() -> dict[str, Any]:
-    """The whole schema of the installed MindFormers and MindSpore. Imports mindformers.
+    """Return the whole schema of the installed MindFormers and MindSpore. Imports mindformers.
 
     Raises:
         LookupError: a line that one of our rules stands for is no longer in MindFormers.

@@ -66,14 +66,14 @@ def _kinds(annotation: Any) -> set[str] | None:
 
 
 def kind(value: Any) -> str:
-    """The kind of a YAML value."""
+    """Return the kind of a YAML value."""
     if isinstance(value, dict):
         return "dict"
     return "null" if value is None else NAMES.get(type(value), type(value).__name__)
 
 
 def fits(value: Any, kinds: list[str]) -> bool:
-    """Whether a value is of one of `kinds`; an integer is a number too."""
+    """Return whether a value is of one of `kinds`; an integer is a number too."""
     found = kind(value)
     return found in kinds or (found == "int" and "float" in kinds)
 
@@ -123,27 +123,27 @@ class Schema:
         return self.data["lines"][rule] if rule else ""
 
     def model_type(self, recipe: dict[str, Any]) -> str:
-        """The recipe's model, or TeleChat3-MoE where it names none that this MindFormers has."""
+        """Return the recipe's model, or TeleChat3-MoE where it names none that this MindFormers has."""
         model = recipe.get("model")
         config = model.get("model_config") if isinstance(model, dict) else None
         name = config.get("model_type") if isinstance(config, dict) else None
         return name if isinstance(name, str) and name in self.models else DEFAULT_MODEL
 
     def fields(self, model: str) -> dict[str, Spec]:
-        """Fields of the TransformerConfig class that `model` builds."""
+        """Return the fields of the TransformerConfig class that `model` builds."""
         transformer = self.data["transformer"]
         extra = transformer["mla_fields"] if self.models[model]["mla"] else {}
         return {**transformer["fields"], **extra}
 
     def targets(self, model: str, key: str) -> list[tuple[str, str | None]]:
-        """Where the converter of `model` writes `key`: (field, name of the function applied) pairs."""
+        """Return where the converter of `model` writes `key`: (field, name of the function applied) pairs."""
         rules = self.models[model]["mapping"].get(key)
         if rules is not None:
             return [(target, function) for target, function in rules]
         return [(key, None)] if key in self.fields(model) else []
 
     def recipe(self, model: str) -> Shape:
-        """The tree of a whole recipe of one model."""
+        """Return the tree of a whole recipe of one model."""
         if model not in self._shapes:
             self._shapes[model] = self._recipe(model)
         return self._shapes[model]
@@ -291,7 +291,7 @@ def _of_default(default: Any) -> Spec:
 
 @lru_cache(maxsize=1)
 def load_schema() -> Schema:
-    """The committed schema."""
+    """Return the committed schema."""
     return Schema(json.loads(FILE.read_text(encoding="utf-8")))
 
 
@@ -308,7 +308,7 @@ _TYPES = {
 
 
 def json_schema(schema: Schema) -> str:
-    """The schema of every recipe as JSON text: the models' keys of `model_config` together."""
+    """Return the schema of every recipe as JSON text: the models' keys of `model_config` together."""
     writer = _Writer()
     body = writer.of(schema.recipe(DEFAULT_MODEL))
     config = body["properties"]["model"]["properties"]["model_config"]["properties"]
@@ -332,7 +332,7 @@ class _Writer:
         self.definitions: dict[str, Any] = {}
 
     def of(self, shape: Shape, name: str = "") -> dict[str, Any]:
-        """The schema of one place; `name` is its key."""
+        """Return the schema of one place; `name` is its key."""
         if shape.types is None and "data_loader" not in (shape.keys or {}):
             return self._inline(shape)
         name = shape.registry or name

@@ -48,7 +48,7 @@ def reads(files: Iterable[Path], roots: Iterable[str], of_self: bool = False) ->
 
 
 def unread(names: Iterable[str], files: Iterable[Path]) -> list[str]:
-    """Those of `names` that no file reads as an attribute of anything, nor has as a text, sorted."""
+    """Return those of `names` that no file reads as an attribute of anything, nor has as a text, sorted."""
     left = set(names)
     for file in files:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
@@ -145,7 +145,7 @@ def _where(cls: type, site: Path) -> str:
 
 
 def handlers(site: Path) -> dict[str, Any]:
-    """What HFDataLoader's `handler` may name: MindFormers' own handlers and their arguments."""
+    """Return what HFDataLoader's `handler` may name: MindFormers' own handlers and their arguments."""
     from mindformers.dataset import handler
 
     shared = reads([Path(handler.__file__).with_name("base_handler.py")], ["kwargs"])[""]

@@ -1,4 +1,4 @@
-"""Which layers a pipeline stage holds: `offset`, and the recompute settings of the same shape.
+"""Find which layers a pipeline stage holds: `offset`, and the recompute settings of the same shape.
 
 MindFormers: layers of chunk v on stage p = num_layers // (stages * chunks) + offset[v][p].
 """
@@ -39,7 +39,7 @@ def layers_of(view: View, built: Built) -> Layers | None:
 
 
 def stage_layers_of(view: View, built: Built) -> Layers | None:
-    """Layers [chunk][stage] where they run; None as `layers_of`.
+    """Return the layers [chunk][stage] where they run; None as `layers_of`.
 
     In zero_bubble_v the second chunk runs back up the pipeline: `layers_of` counts it from the last stage on.
     """
@@ -50,12 +50,12 @@ def stage_layers_of(view: View, built: Built) -> Layers | None:
 
 
 def runs_back(view: View) -> bool:
-    """Whether the second chunk goes from the last stage to the first."""
+    """Return whether the second chunk goes from the last stage to the first."""
     return view.scheduler == "zero_bubble_v" and view.parallel and view.chunks > 1
 
 
 def loss_rank(view: View) -> int:
-    """A rank that knows the loss: of the last stage, or of the first where the pipeline runs back to it."""
+    """Return a rank that knows the loss: of the last stage, or of the first where the pipeline runs back to it."""
     return view.devices - 1 if view.parallel and view.pp > 1 and not runs_back(view) else 0
 
 
@@ -91,7 +91,7 @@ def check_stages(view: View, built: Built, found: Findings) -> None:
 
 
 def swaps(view: View) -> bool:
-    """Whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them.
+    """Return whether activations are swapped to the host: then `RECOMPUTE` names layers instead of counting them.
 
     That is `swap` of model_config. What stands in `swap_config` MindFormers 1.9.0 reads and checks, but hands no model:
     `TransformerOpParallelConfig.to_diff_dict` leaves it out, and compiled graphs go on counting layers.

@@ -33,7 +33,7 @@ def verified() -> dict[str, str]:
 
 
 def installed(distribution: str) -> str | None:
-    """The version on this machine; None where there is none."""
+    """Return the version on this machine; None where there is none."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -52,19 +52,19 @@ def words(versions: dict[str, str]) -> str:
 
 
 def going_on() -> bool:
-    """Whether the user asked to go on with whatever is installed."""
+    """Return whether the user asked to go on with whatever is installed."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def unverified_words() -> list[str]:
-    """What a command line needs to go on as this one does."""
+    """Return what a command line needs to go on as this one does."""
     return ["--unverified"] * going_on()
 
 
 def require_verified() -> None:
     """Hold that MindSpore and MindFormers, where they are installed, are the verified ones, or say so and go on.
 
-    A package that is not installed is no error here: who needs it says what is missing.
+    A package that is not installed is not an error here: who needs it says what is missing.
 
     Raises:
         VersionError: another version is installed, and nobody said `--unverified`.
@@ -79,7 +79,7 @@ def require_verified() -> None:
 
 def unverified_option(command: Command) -> Command:
     """The option `--unverified` of a command that asks `require_verified`; it holds for all that the command starts."""
-    text = f"Go on with another MindSpore or MindFormers than the verified ones (as {VARIABLE}=1 does)."
+    text = f"Continue although MindSpore or MindFormers is not the verified version (as {VARIABLE}=1 does)."
     return click.option("--unverified", is_flag=True, expose_value=False, callback=_remember, help=text)(command)
 
 

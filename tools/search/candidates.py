@@ -55,7 +55,7 @@ class Funnel:
 
     @property
     def left(self) -> int:
-        """Candidates remaining."""
+        """Return the candidates remaining."""
         return self.total - sum(self.dropped.values())
 
     def excluded_by_limits(self) -> list[str]:
@@ -95,7 +95,7 @@ def balanced_layers(model: Model, sequence: int, stages: int, chunks: int, turne
 
 @lru_cache(maxsize=256)
 def end_weight(model: Model, sequence: int) -> float:
-    """FLOPs of the head and the MTP layers, in FLOPs of a layer of the last kind."""
+    """Return the FLOPs of the head and the MTP layers, in FLOPs of a layer of the last kind."""
     config = Configuration(model, layers=((model.layers,),), sequence=sequence)
     ends = work(config, "head").flops + model.mtp * work(config, "mtp").flops
     return ends / work(config, model.last_kind).flops
@@ -150,7 +150,7 @@ class Block:
         return len(self.columns["dp"])
 
     def select(self, rows: np.ndarray) -> Block:
-        """The candidates of some rows (indices or mask)."""
+        """Return the candidates of some rows (indices or mask)."""
         return replace(self, columns={name: column[rows] for name, column in self.columns.items()})
 
     def candidate(self, row: int, recompute: str) -> Candidate:
@@ -161,13 +161,13 @@ class Block:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """Return all of them, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
 def meshes(devices: int) -> Iterator[Mesh]:
-    """Every ordered way to write `devices` as dp x tp x pp x cp."""
+    """Yield every ordered way to write `devices` as dp x tp x pp x cp."""
     for pp in divisors(devices):
         for tp in divisors(devices // pp):
             for cp in divisors(devices // pp // tp):
@@ -175,7 +175,7 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
-    """All legal candidates by pp and vpp; `funnel` counts the rest."""
+    """Return all legal candidates by pp and vpp; `funnel` counts the rest."""
     model, limits = request.base.model, request.limits
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
@@ -212,7 +212,7 @@ class _Axes:
         self.shape = tuple(len(values) for values in self.values.values())
 
     def along(self, name: str) -> np.ndarray:
-        """The values of an axis, in the shape that broadcasts along it."""
+        """Return the values of an axis, in the shape that broadcasts along it."""
         place = list(self.values).index(name)
         return self.values[name].reshape([-1 if axis == place else 1 for axis in range(len(self.shape))])
 
@@ -321,7 +321,7 @@ def mesh_rules(request: Request, mesh: Mesh) -> Iterator[tuple[str, bool]]:
 
 
 def schedule_of(request: Request, pp: int, vpp: int) -> str:
-    """The schedule that a candidate runs."""
+    """Return the schedule that a candidate runs."""
     if request.schedule and pp > 1:
         return request.schedule
     if vpp == 1:
@@ -331,7 +331,7 @@ def schedule_of(request: Request, pp: int, vpp: int) -> str:
 
 
 def configuration(request: Request, candidate: Candidate) -> Configuration:
-    """The run of a candidate with balanced layers; "planned" recomputes all of them, until it is planned."""
+    """Return the run of a candidate with balanced layers; "planned" recomputes all of them, until it is planned."""
     schedule = schedule_of(request, candidate.pp, candidate.vpp)
     turned = is_v_shaped(schedule)
     layers = balanced_layers(request.base.model, request.base.sequence, candidate.pp, candidate.vpp, turned)
@@ -357,7 +357,7 @@ def configuration(request: Request, candidate: Candidate) -> Configuration:
 
 
 def candidate_of(config: Configuration) -> Candidate:
-    """The candidate nearest to a run: its degrees, and its recomputation where all layers do the same."""
+    """Return the candidate nearest to a run: its degrees, and its recomputation where all layers do the same."""
     given = {word: getattr(config.recompute, word) for word in POLICIES[1:]}
     same = [word for word, table in given.items() if table == config.layers]
     used = [word for word, table in given.items() if table] + [word for word, _ in config.recompute.operators]

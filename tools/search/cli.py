@@ -34,7 +34,7 @@ from tools.search.overlay import keep_files_of
 
 @click.command("layout")
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Its devices.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE", help="Cluster to assume.")
 @effort_option(EFFORT)
 @click.option(
     "--time-limit",
@@ -42,13 +42,13 @@ from tools.search.overlay import keep_files_of
     show_default=True,
     type=Number("seconds"),
     metavar="SECONDS",
-    help="Of the search, should the effort take longer.",
+    help="Stop the search after this time, should the effort take longer.",
 )
 @margin_option
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE's name, .layout.yaml.")
-@click.option("--force", is_flag=True, help="Replace the file of --out, whatever it is.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the random part of the search.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Default: RECIPE.layout.yaml, beside it.")
+@click.option("--force", is_flag=True, help="Replace the file of --out, whatever it holds.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def layout(
     recipe: Path,
@@ -62,13 +62,13 @@ def layout(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Find where RECIPE's layers run and what they recompute, and keep it in a file beside RECIPE.
+    """Find on which stage each layer of RECIPE runs and what it recomputes, and write this layout beside RECIPE.
 
     A recipe whose model.model_config.offset is `auto` reads that file at every launch. The recipe's own offset and
-    recompute tables play no part; its degrees, batch, schedule and memory limit do: when they change, the file must
-    be made anew, which replaces it. What is predicted stays under the memory limit by a margin, the estimator's known
+    recompute tables are ignored; its degrees, batch, schedule and memory limit count: when they change, the file must
+    be made anew, which replaces it. Predicted memory stays under the limit by a margin, the estimator's known
     error by default. With the same effort the layout is the same on every machine, unless the time limit ends the
-    search, which is said.
+    search; the output says so then.
 
     Exit codes: 0 a layout; 1 none fits; 2 a wrong input; 130 interrupted, with the best layout so far.
     """
@@ -128,7 +128,7 @@ class RecipeOrCommand(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command; the recipe's where the first word is none, options before the recipe included."""
+        """Return the command; the recipe's where the first word is none, options before the recipe included."""
         if args[0] in self.commands:
             return super().resolve_command(ctx, args)
         return "", space_command, args
@@ -136,7 +136,7 @@ class RecipeOrCommand(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click does, but options that are not the group's belong to the recipe's command."""
         if not args:
-            raise click.UsageError("want a RECIPE.yaml, or one of the commands that `tc3 search --help` lists", ctx)
+            raise click.UsageError("give a RECIPE.yaml, or one of the commands that `tc3 search --help` lists", ctx)
         ctx.ignore_unknown_options = True
         return super().parse_args(ctx, args)
 
@@ -156,7 +156,7 @@ class RecipeOrCommand(click.Group):
 
 @click.group(cls=RecipeOrCommand, context_settings={"help_option_names": ["-h", "--help"]})
 def search() -> None:
-    """Find parallel strategies without a device."""
+    """Find parallel strategies for a recipe without a device."""
 
 
 @search.command()
@@ -169,17 +169,17 @@ def search() -> None:
     show_default=True,
     type=Number("seconds"),
     metavar="SECONDS",
-    help="For the whole command without --picture, should the effort take longer.",
+    help="Stop the command (without --picture) after this time, should the effort take longer.",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --out, if there is one.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the random part of the search.")
+@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the search's random part.")
 @click.option(
     "--memory-margin",
     default=0.0,
     show_default=True,
     type=Number("margin"),
     metavar="SHARE",
-    help="Of memory_cap, to leave free, such as 0.05.",
+    help="Share of memory_cap to leave free, such as 0.05.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @click.option("--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw the plan (.svg or .png).")
@@ -197,9 +197,9 @@ def pipeline(
     """Place the layers of INSTANCE.json on stages and chunks, and choose what they recompute.
 
     INSTANCE.json is a pipeline-balance problem (schema pp-balance/1). The plan keeps every stage under the memory
-    cap at its true peak; its simulated step time and a bound that no plan can beat are reported. The cap is taken as
-    it is: tools/search/examples has a commented instance. With the same effort the plan is the same on every machine,
-    unless the time limit ends the search, which is said.
+    cap at its true peak; its simulated step time and a bound that no plan can beat are reported. No margin is kept to
+    the cap. tools/search/examples has a commented instance. With one effort the plan is the same on every machine,
+    unless the time limit ends the search; the output says so then.
 
     Exit codes: 0 a plan; 1 none keeps the cap; 2 a wrong input; 130 interrupted, with the best plan so far.
     """

@@ -46,14 +46,14 @@ class OfGroup(click.Command):
 
 @click.command("RECIPE", cls=OfGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("recipe", type=click.Path(path_type=Path))
-@click.option("--devices", type=Number("devices"), help="To use, all of them; the recipe's by default.")
+@click.option("--devices", type=Number("devices"), help="Number of devices, all to be used; by default the recipe's.")
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
-@click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; the recipe's by default.")
+@click.option("--gbs", type=Number("global_batch_size"), help="Global batch in samples; by default the recipe's.")
 @click.option(
     "--memory",
     type=Number("memory_gib"),
     metavar="GIB",
-    help="A device's for the job; by default the recipe's max_device_memory, or 90 % of the device's.",
+    help="GiB of a device for the job; by default the recipe's max_device_memory, or 90 % of the device's.",
 )
 @margin_option
 @click.option(
@@ -61,7 +61,7 @@ class OfGroup(click.Command):
     "limits",
     multiple=True,
     metavar="LIMIT",
-    help="Such as tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, recompute=full.",
+    help="Consider only such strategies: tp<=8, pp=8,16, ep%8=0, m>=64, mode!=global, shard=optimizer, ...",
 )
 @schedule_option
 @choice_options
@@ -73,16 +73,16 @@ class OfGroup(click.Command):
     show_default=True,
     type=Number("seconds"),
     metavar="SECONDS",
-    help="For ranking and placing together, should the effort take longer; the ranking is always finished.",
+    help="Stop placing after this time, should the effort take longer; the ranking is always finished.",
 )
 @click.option(
     "--write",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="OVERLAY.yaml",
-    help="The best, as a child of RECIPE.",
+    help="Write the best strategy as a child recipe of RECIPE.",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --write, if there is one.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the report.")
+@click.option("--force", is_flag=True, help="Replace the file of --write if it exists.")
+@click.option("--html", "html_file", type=click.Path(path_type=Path, dir_okay=False), help="Write the HTML report.")
 @click.option(
     "--picture", type=click.Path(path_type=Path, dir_okay=False), help="Draw frontier and timeline (.svg, .png)."
 )
@@ -91,9 +91,9 @@ class OfGroup(click.Command):
     "verified",
     metavar="N",
     type=Number("rows"),
-    help="Dry-run the best N, and more until one passes; drop what fails.",
+    help="Dry-run the best N, then more until one passes; drop those that fail.",
 )
-@click.option("--full", is_flag=True, help="With --verify: compile whole stages, many minutes each, not single layers.")
+@click.option("--full", is_flag=True, help="With --verify: compile whole stages (minutes each), not single layers.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_json: bool, **options: Any) -> None:
@@ -103,7 +103,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     expert dispatch, optimizer sharding and recomputation is ranked by predicted time and memory. The best are given
     to the pipeline optimiser, which places their layers and chooses what each recomputes.
 
-    What is predicted stays under a device's memory by a margin, the estimator's known error by default, and the table
+    Predicted memory stays under a device's limit by a margin, the estimator's known error by default, and the table
     says how likely each strategy fits.
 
     Limits: name, sign, value. Names are dp tp pp vpp cp ep, mbs and m (samples of a micro-batch, and their number),
@@ -113,7 +113,7 @@ def space_command(recipe: Path, cluster_name: str, limits: tuple[str, ...], as_j
     Exit codes: 0 a strategy; 1 none, with the nearest feasible change, or none that --verify proves to fit; 2 a wrong
     input; 130 interrupted (the best so far is shown).
 
-    With the same effort the answer is the same on every machine, unless the time limit ends the search, which is said.
+    With the same effort the answer is the same on every machine, unless the time limit ends the search; it says so.
     """
     from tools.search.options import SpaceProgress
     from tools.search.ranking.alternatives import add_swapping
@@ -185,7 +185,7 @@ def _require_schedules(options: dict[str, Any]) -> None:
     if options["write"]:
         require_writable(options["schedules"])
     if options["schedules"] and options["verified"]:
-        raise RecipeError("--verify dry-runs 1F1B's layouts; with --schedule write the recipe, then tc3 dryrun it")
+        raise RecipeError("--verify dry-runs only 1F1B's layouts; with --schedule, --write it and tc3 dryrun it")
 
 
 def _others(

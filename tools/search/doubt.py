@@ -61,7 +61,7 @@ TERMS = (
 
 
 def perturbed(model: TimeModel, term: Term, factor: float) -> TimeModel:
-    """The model with a term's efficiencies, bandwidths or seconds times `factor`."""
+    """Return the model with a term's efficiencies, bandwidths or seconds times `factor`."""
     reached, hardware = model.reached, model.hardware
     for key in term.keys:
         if hasattr(reached, key):
@@ -135,7 +135,7 @@ class Doubt:
 
     @property
     def alike(self) -> list[tuple[str, float]]:
-        """The set that cannot be told apart, (name, share), the likeliest first."""
+        """Return the set that cannot be told apart, (name, share), the likeliest first."""
         pairs = zip(self.names, self.shares, strict=True)
         return sorted((pair for pair in pairs if pair[1] >= LEAST_SHARE), key=lambda pair: -pair[1])
 
@@ -197,7 +197,7 @@ def doubt(
     terms: Sequence[Term] = TERMS,
     whole: bool = False,
 ) -> Doubt:
-    """How sure it is that the fastest is the fastest.
+    """Return how sure it is that the fastest is the fastest.
 
     Args:
         seconds: predicted, of each layout.
@@ -238,7 +238,7 @@ def _cheapest(right: Sequence[float], before: float, node: int, terms: Sequence[
 
 
 def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
-    """How sure the first place is; None without an answer.
+    """Return how sure the first place is; None without an answer.
 
     The recipe's own layout takes part where it is the same question and keeps the memory.
     """
@@ -262,5 +262,5 @@ def doubt_of(found: Found, times: TimeModel) -> Doubt | None:
 
 
 def least_devices(config: Configuration) -> int:
-    """Devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need."""
+    """Return the devices of one copy of the pipeline, with as many data-parallel ranks as its expert groups need."""
     return config.pp * math.lcm(config.tp * config.cp, config.ep)

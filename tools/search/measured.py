@@ -41,17 +41,17 @@ _WIDTH = 180  # a row's names and numbers on one line, in files and pipes too
     metavar="FILE.yaml",
     help="Write the errors of memory to a file such as tools/estimate/memory/errors.yaml.",
 )
-@click.option("--force", is_flag=True, help="Replace the file of --record, if there is one.")
+@click.option("--force", is_flag=True, help="Replace the file of --record if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list on stdout.")
 def validate(rows: Path, record: Path | None, force: bool, as_json: bool) -> None:
-    """Predict each run of a measurements file from its configuration alone.
+    """Predict each run of a measurements file from its configuration only.
 
     ROWS.yaml holds `rows`, each with id, hardware and config (tools/search/examples/measurements.yaml is a commented
     example); where there is a `measured` block, too, errors are shown, with their mean and worst by device and kind
-    over the rows with `use: fit`. A run that cannot be expressed says why.
+    over the rows with `use: fit`. For a run that cannot be predicted the output says why.
 
     Exit codes: 0; 1 where the memory of a run of tools/estimate/memory/rows.yaml is predicted otherwise than
-    errors.yaml beside it records; 2 a wrong input, a device that nobody knows too.
+    errors.yaml beside it records; 2 a wrong input, such as an unknown device.
     """
     keep_existing("--record", record, force)
     with Progressing("predicting"):
@@ -129,18 +129,18 @@ def _percent(error: float | None) -> str:
 
 @click.command("calibrate")
 @click.argument("measured", type=click.Path(path_type=Path), metavar="MEASURED.yaml|PROFILE")
-@click.option("--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="That PROFILE is of.")
+@click.option("--recipe", type=click.Path(path_type=Path), metavar="RECIPE", help="Recipe of the profiled run.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that RECIPE has.")
-@click.option("--steps", type=Number("steps"), help="That PROFILE holds, where its files do not tell steps apart.")
+@click.option("--steps", type=Number("steps"), help="Number of steps in PROFILE, where its files do not tell.")
 @click.option(
     "--cluster",
     "cluster_name",
     metavar="NAME|FILE.yaml",
-    help=f"Default: {DEFAULT_HARDWARE}; of a CPU's profile the host itself, measured by its best kernels.",
+    help=f"Cluster to start from. Default: {DEFAULT_HARDWARE}; for a CPU's profile the host, by its best kernels.",
 )
-@click.option("--like", metavar="NAME", help="Start from this cluster's efficiencies where FILE.yaml has none.")
+@click.option("--like", metavar="NAME", help="Start from the efficiencies of this cluster where FILE.yaml has none.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="Cluster file to write.")
-@click.option("--force", is_flag=True, help="Replace the file of --out, if there is one.")
+@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def calibrate_command(
     measured: Path,
@@ -153,15 +153,15 @@ def calibrate_command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Fit what the devices of a cluster reach to measured steps or to one profiled step, and write a cluster file.
+    """Fit the efficiencies of a cluster to measured steps or to one profiled step, and write them as a cluster file.
 
     MEASURED.yaml has the rows of `tc3 search validate`: id, hardware, config, and measured with a step time or a
-    throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from the one
+    throughput (tools/search/examples/measurements.yaml is a commented example). All rows must come from this
     cluster. Only parameters that these steps can tell apart are fitted: a few steps that differ in batch, layout and
     sequence length tell more than many that are alike.
 
     PROFILE is a folder that MindSpore's profiler wrote in a run of RECIPE, on an Ascend device or a CPU: operators,
-    links and the host are fitted to their own times, and what it cannot tell apart is said (docs/calibrate.md).
+    links and the host are fitted to their own times; the file notes what cannot be told apart (docs/calibrate.md).
 
     \b
     tc3 search calibrate steps.yaml --cluster atlas_800t_a2 --out mine.yaml
@@ -172,7 +172,7 @@ def calibrate_command(
         _from_profile(measured, recipe, overrides, steps, cluster_name, like, out, as_json)
         return
     if recipe or overrides or steps:
-        raise click.UsageError(f"{measured}: --recipe, --set and --steps belong to the folder of a profile")
+        raise click.UsageError(f"{measured}: --recipe, --set and --steps go only with the folder of a profile")
     cluster_name = cluster_name or DEFAULT_HARDWARE
     with Progressing("fitting"):
         start = start_of(cluster_name, like)
@@ -196,7 +196,7 @@ def _from_profile(
     as_json: bool,
 ) -> None:
     if recipe is None:
-        raise click.UsageError(f"{folder}: a profile needs the recipe that it is of: --recipe RECIPE.yaml")
+        raise click.UsageError(f"{folder}: name the recipe of the run that was profiled: --recipe RECIPE.yaml")
     with Progressing("fitting"):
         seen = study(folder, run_of(recipe, overrides), steps)
         if cluster_name is None and seen.profile.device != "CPU":
@@ -244,19 +244,19 @@ def _print_fit(found: Calibration, start: Efficiency) -> None:
 @click.command("explain")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option(
-    "--measured", required=True, metavar="SECONDS|PROFILE", help="A step's time, or a folder of MindSpore's profiler."
+    "--measured", required=True, metavar="SECONDS|PROFILE", help="Measured seconds of a step, or a profiler's folder."
 )
 @click.option("--cluster", "cluster_name", default=DEFAULT_HARDWARE, show_default=True, metavar="NAME|FILE.yaml")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that RECIPE has.")
-@click.option("--steps", type=Number("steps"), help="That PROFILE holds, where its files do not tell steps apart.")
+@click.option("--steps", type=Number("steps"), help="Number of steps in PROFILE, where its files do not tell.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def explain(
     recipe: Path, measured: str, cluster_name: str, overrides: tuple[str, ...], steps: int | None, as_json: bool
 ) -> None:
-    """Put RECIPE's predicted step beside a measured one, term by term, and name the gap.
+    """Compare RECIPE's predicted step with a measured one, term by term, and name the largest gaps.
 
-    Of a profile every second is attributed to a term of the estimator; of a step's time alone the terms stay unknown,
-    and each is told by how much it would have to be off to explain the gap by itself (docs/calibrate.md).
+    With a profile every second is attributed to a term of the estimator; with a step's time the terms stay unknown,
+    and the table says by how much each would have to be off to explain the gap by itself (docs/calibrate.md).
 
     \b
     tc3 search explain recipes/telechat3_105b/pretrain_4k.yaml --measured 12.3
@@ -300,7 +300,7 @@ def _seconds(text: str) -> float | None:
 
 def _remarks(rows: list[Line], total: float, seen: Study | None) -> list[str]:
     if seen is None:
-        return ["alone: the factor by which this term alone would have to be off; a profile tells which it was"]
+        return ["alone: the factor by which only this term would have to be off; a profile tells which it was"]
     found = [f"gap: {line}" for line in gap_advice(rows, total)] or ["no term is off by more than 1 % of the step"]
     if seen.measured.replayed:
         found.append(f"of matmuls, attention and other operators {seen.measured.replayed:.4g} s are recomputation")

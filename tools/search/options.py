@@ -17,7 +17,7 @@ margin_option = click.option(
     "--memory-margin",
     type=Number("margin"),
     metavar="SHARE",
-    help="Of the memory limit, to leave free, such as 0.05; the estimator's known error by default, 0 for none.",
+    help="Share of the memory limit to leave free, such as 0.05; default: the estimator's known error; 0: none.",
 )
 
 
@@ -26,8 +26,8 @@ schedule_option = click.option(
     "schedules",
     multiple=True,
     metavar="NAME|all",
-    help="Rank layouts of another pipeline schedule beside 1F1B's, such as zero_bubble_v; the table says which can be "
-    "run and which are simulated only. --write then writes the fastest of those named that can.",
+    help="Also rank layouts of another pipeline schedule, such as zero_bubble_v; the table says which can be "
+    "run and which are only simulated. --write then writes the fastest of these schedules that can be run.",
 )
 
 
@@ -36,7 +36,7 @@ _groups = click.option(
     "groups",
     is_flag=True,
     help="Let layers recompute groups of operators (MLA's up-projections, MLPs' first product, experts) beside norms, "
-    "communication and whole layers; takes twice as long.",
+    "communication and whole layers; the search takes twice as long.",
 )
 
 
@@ -45,7 +45,7 @@ _swap = click.option(
     "swapping",
     is_flag=True,
     help="Place the first layout once more with a third choice beside keeping and recomputing activations: swapping "
-    "them to the host, at the price of its link. Simulated only, not written.",
+    "them to the host, at the price of the host link. It is only simulated, not written.",
 )
 
 
@@ -80,14 +80,14 @@ def effort_option(default: str) -> Callable[[Callable[..., Any]], Callable[..., 
         "--effort",
         type=Effort(),
         metavar="N|low|normal|high",
-        help=f"Of a placement, counted in work: the same answer on a slow and a fast machine. 1 is about a second of "
+        help=f"Work spent on one placement; a slow and a fast machine give the same answer. 1 is about a second of "
         f"a quiet core; low {EFFORTS['low']:g}, normal {EFFORTS['normal']:g}, high {EFFORTS['high']:g}. "
         f"Default {default}, less where --time-limit is shorter.",
     )
 
 
 def effort_within(asked: float | None, default: str, seconds: float) -> float:
-    """Units that were asked for, else the default, or what would take about `seconds` if that is less."""
+    """Return the units that were asked for, else the default, or what would take about `seconds` if that is less."""
     return asked if asked is not None else min(EFFORTS[default], seconds)
 
 

@@ -70,7 +70,7 @@ from tools.schema.stages import EXCLUDE, RECOMPUTE, stage_layers_of, swaps
 
 
 def files_of(recipe: str | os.PathLike[str]) -> Iterator[Path]:
-    """The file of a recipe that can be loaded, and all that it inherits."""
+    """Yield the file of a recipe that can be loaded, and all that it inherits."""
     path = Path(recipe)
     yield path
     bases = yaml.safe_load(path.read_text(encoding="utf-8")).get(BASE_CONFIG) or []
@@ -89,7 +89,7 @@ def keep_files_of(recipe: str | os.PathLike[str], option: str, target: str | os.
     for file in files_of(recipe):
         if os.path.samefile(target, file):
             own = "is the recipe itself" if os.path.samefile(file, recipe) else f"is what {recipe} inherits"
-            raise RecipeError(f"{option} {target}: {own}, which would be lost; give the answer a file of its own")
+            raise RecipeError(f"{option} {target}: {own}; it would be overwritten; name another file")
 
 
 NODE = (*MODEL, "npu_nums_per_device")
@@ -119,7 +119,7 @@ def stays_plugged(view: View, config: Configuration, node: int) -> bool:
 
 
 def site_values(view: View, config: Configuration, site: Site) -> dict[KeyPath, Any]:
-    """The keys to change for `config` to run on `site`.
+    """Return the keys to change for `config` to run on `site`.
 
     Node size matters to dispatchers that know nodes; a memory pool as large as the old limit goes with it.
     """
@@ -145,7 +145,7 @@ _DISPATCHER = (*MODEL, "moe_token_dispatcher_type")
 
 
 def dispatch_values(view: View, config: Configuration, node: int | None = None) -> dict[KeyPath, Any]:
-    """The keys to change; none where the recipe sends tokens this way already, or has no experts.
+    """Return the keys to change; none where the recipe sends tokens this way already, or has no experts.
 
     `node` is the number of devices of a node, where it is not the recipe's. `auto` is written out: it stands for the
     recipe's own degrees and cluster.
@@ -188,7 +188,7 @@ _CHUNKS = (*MODEL, "pp_interleave_num")
 
 
 def overlay(recipe: Recipe, config: Configuration, site: Site | None = None) -> dict[str, Any]:
-    """The keys, nested, by which a child of `recipe` runs `config`; {} where the recipe does already.
+    """Return the keys, nested, by which a child of `recipe` runs `config`; {} where the recipe does already.
 
     Raises:
         RecipeError: the recipe is not for several devices, or MindFormers has no key for something in `config`.
@@ -232,11 +232,11 @@ def require_layouts(recipe: Recipe, devices: int) -> None:
         RecipeError: it does not split its model.
     """
     if not View(recipe).parallel and devices > 1:
-        raise RecipeError(f"{recipe.source}: use_parallel: True and parallel.parallel_mode: 1 are what layouts are for")
+        raise RecipeError(f"{recipe.source}: a layout needs use_parallel: True and parallel.parallel_mode: 1")
 
 
 def changed(recipe: Recipe, config: Configuration, site: Site | None = None) -> Recipe:
-    """A copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
+    """Return a copy of `recipe` that runs `config` on `site`, its own where there is none; errors as `overlay`."""
     view = View(recipe)
     require_layouts(recipe, config.devices)
     if reason := why_not(config.schedule):

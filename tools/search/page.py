@@ -50,7 +50,7 @@ def draw(found: Found, times: TimeModel, path: Path) -> Path:
 
 
 def as_svg(paint: Callable[[Any], None], size: tuple[float, float]) -> str:
-    """The `<svg>` element of one picture."""
+    """Return the `<svg>` element of one picture."""
     figure = new_figure(*size)
     paint(figure.subplots())
     return svg_text(figure)
@@ -173,7 +173,7 @@ _ALIKE = "the layouts that cannot be told apart: each may be the fastest, within
 
 
 def html(found: Found, times: TimeModel, title: str) -> str:
-    """The whole file."""
+    """Return the whole file."""
     request = found.request
     head = (
         f"{request.devices:,} devices of {request.hardware.name}, global batch {request.global_batch:,}, "

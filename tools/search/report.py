@@ -44,7 +44,7 @@ LEFT = ("layout", "dispatch", "sharded", "recompute")
 
 
 def cells(name: str, entry: Entry, request: Request) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     candidate = entry.candidate
     return [
         name,
@@ -70,13 +70,13 @@ def _mark(entry: Entry, request: Request) -> str:
 
 
 def table_rows(found: Found) -> list[list[str]]:
-    """The best, then the recipe's own."""
+    """Return the best, then the recipe's own."""
     rows = [cells(str(number), entry, found.request) for number, entry in enumerate(found.entries, 1)]
     return [*rows, *([cells("recipe", found.own, found.request)] if found.own else [])]
 
 
 def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
-    """Why the first is before the second, how sure that is, and what the recipe's own layout would gain."""
+    """Return why the first is before the second, how sure that is, and what the recipe's own layout would gain."""
     lines, entries = [], found.entries
     if len(entries) > 1:
         lines.append(f"1 before 2 by {why_faster(entries[0], entries[1])}")
@@ -100,7 +100,7 @@ def reasons(found: Found, doubt: Doubt | None = None) -> list[str]:
 
 
 def placed_words(found: Found) -> str:
-    """How much of the space was placed, and what is known of the rest."""
+    """Return how much of the space was placed, and what is known of the rest."""
     best = min(entry.seconds for entry in [*found.entries, *(entry for entry, _ in found.failed)])
     placed = f"{found.placed} of {len(found.ranking.seconds):,} candidates that fit were placed"
     if not found.least:
@@ -132,7 +132,7 @@ def lost(found: Found) -> list[str]:
 
 
 def memory_words(request: Request) -> list[str]:
-    """What a device may hold, and how far that is to be trusted."""
+    """Return what a device may hold, and how far that is to be trusted."""
     known = known_errors()
     runs = len(known.errors)
     room = f"predictions may reach {request.room / GIB:.1f} of them"
@@ -150,7 +150,7 @@ def memory_words(request: Request) -> list[str]:
 
 
 def assumptions(found: Found, times: TimeModel) -> list[str]:
-    """What the numbers rest on."""
+    """Return what the numbers rest on."""
     request, hardware = found.request, times.hardware
     known = known_error(hardware)
     assumed = [key for key, origin in hardware.origins.items() if origin.certainty == "assumed"]
@@ -182,7 +182,7 @@ def assumptions(found: Found, times: TimeModel) -> list[str]:
 
 
 def notes(found: Found) -> list[str]:
-    """The head of the overlay: what it is, from what."""
+    """Return the head of the overlay: what it is, from what."""
     request, best = found.request, found.best
     lines = [
         f"Found by tc3 search: {best.layout}, dispatch {best.config.ep_mode}, recomputation {best.recompute}.",
@@ -203,7 +203,7 @@ def notes(found: Found) -> list[str]:
 
 
 def as_json(found: Found, times: TimeModel) -> dict[str, Any]:
-    """The answer for machines."""
+    """Return the answer for machines."""
     request, doubt = found.request, doubt_of(found, times)
     return {
         "devices": request.devices,
@@ -290,7 +290,7 @@ def print_schedules(found: BySchedule, first: Entry, times: TimeModel, console: 
 
 
 def to_write(found: Found, others: BySchedule, path: Path) -> tuple[Configuration, Path, list[str]]:
-    """What `write_overlay` takes: the fastest that runs of the schedules asked for, of 1F1B where none was."""
+    """Return what `write_overlay` takes: the fastest that runs of the schedules asked for, of 1F1B where none was."""
     one = others.writable
     if one is None or one.entry is None:
         return found.best.config, path, notes(found)

@@ -61,7 +61,7 @@ class Limit:
     modulus: int = 1
 
     def keeps(self, numbers: Any) -> np.ndarray:
-        """Which of the numbers (or indices of words) pass."""
+        """Return which of the numbers (or indices of words) pass."""
         numbers = np.asarray(numbers)
         if self.sign == "%":
             return numbers % self.modulus == self.values[0]
@@ -92,7 +92,7 @@ def read_limit(text: str) -> Limit:
     if name in WORDS:
         values = _words(text, name, sign, words)
     elif modulus is not None and not 0 < int(modulus) <= _LARGEST:
-        raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} are none; by 1 to {_LARGEST:,}")
+        raise RecipeError(f"--limit {text!r}: remainders by {modulus[:20]} do not exist; divide by 1 to {_LARGEST:,}")
     elif all(word.isdecimal() and int(word[:20]) <= _LARGEST for word in words):
         values = tuple(int(word) for word in words)
     else:
@@ -154,7 +154,7 @@ class Request:
 
     @property
     def room(self) -> float:
-        """Bytes that a prediction may reach on a device: the cap without its margin."""
+        """Return the bytes that a prediction may reach on a device: the cap without its margin."""
         return self._room.bytes
 
     @property
@@ -168,17 +168,17 @@ class Request:
 
     @property
     def node(self) -> int:
-        """Devices of a node."""
+        """Return the devices of a node."""
         return self.hardware.devices_per_node
 
     @property
     def site(self) -> Site:
-        """What overlays say of the machine."""
+        """Return what overlays say of the machine."""
         return Site(self.node, self.hardware_file, None if self.own_cap else self.cap)
 
     @property
     def changed(self) -> bool:
-        """Whether devices or batch are not the recipe's."""
+        """Return whether devices or batch are not the recipe's."""
         return (self.devices, self.global_batch) != (self.base.devices, self.base.global_batch)
 
 
@@ -191,7 +191,7 @@ def request_of(
     limits: tuple[Limit, ...] = (),
     margin: float | None = None,
 ) -> Request:
-    """The request for a recipe as written; what is None is its own, and the margin the estimator's known error.
+    """Return the request for a recipe as written; what is None is its own, and the margin the estimator's known error.
 
     Raises:
         RecipeError: the recipe describes no run, or there is no such cluster.
@@ -218,7 +218,7 @@ def request_of(
 
 
 def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
-    """The same, where layers may recompute groups of operators; swapping is asked for as well, or not.
+    """Return the same, where layers may recompute groups of operators; swapping is asked for as well, or not.
 
     Raises:
         RecipeError: nothing is known of groups, the recipe lists layers by number, or the link to the host is unknown.
@@ -228,14 +228,14 @@ def with_choices(request: Request, groups: bool, swapping: bool) -> Request:
     if not groups:
         return request
     if not offered(request.base):
-        raise RecipeError("--recompute-operators: of this model no group of operators is known to free memory")
+        raise RecipeError("--recompute-operators: no group of operators is known to free memory in this model")
     if request.swaps:
         raise RecipeError("--recompute-operators: the recipe swaps, and so lists layers by number; turn its swap off")
     return replace(request, groups=True)
 
 
 def file_of(cluster_name: str) -> str:
-    """A cluster as recipes name it: the name of a hardware file, or the path of another."""
+    """Return a cluster as recipes name it: the name of a hardware file, or the path of another."""
     name = name_of(cluster_name)
     return name if name in known_hardware() else os.path.abspath(cluster_file(cluster_name))
 

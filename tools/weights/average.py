@@ -65,7 +65,7 @@ def average(
 
 
 def check_average(sources: Sequence[Source], target: Path, shares: Sequence[float] | None) -> Sequence[float]:
-    """The shares of `average`, by headers alone.
+    """The shares of `average`, by headers only.
 
     Raises:
         CheckpointError: as `average`, but for numbers that are not finite.
@@ -85,7 +85,7 @@ def _mean(sources: Sequence[Source], shares: Sequence[float], file: str, name: s
     for source, share in zip(sources, shares, strict=True):
         array = source.stored.read_from(file, name)
         if not np.isfinite(array.astype(np.float32, copy=False)).all():
-            raise CheckpointError(f"{source.path / file}: {name} has numbers that are not finite: no average of them")
+            raise CheckpointError(f"{source.path / file}: {name} has values that are not finite: no average is taken")
         wide = array.astype(np.float64) * share
         total = wide if total is None else total + wide
     assert total is not None, "there are sources"
@@ -96,10 +96,10 @@ def _shares(sources: Sequence[Source], shares: Sequence[float] | None) -> Sequen
     if shares is None:
         return [1 / len(sources)] * len(sources)
     if len(shares) != len(sources):
-        raise CheckpointError(f"--weights: {len(shares)} for {len(sources)} checkpoints; one for each")
+        raise CheckpointError(f"--weights: {len(shares)} shares for {len(sources)} checkpoints; give one for each")
     given = ", ".join(f"{share:g}" for share in shares)
     if any(not 0 <= share <= 1 for share in shares):  # nor is NaN
-        raise CheckpointError(f"--weights {given}: a share of an average is from 0 to 1")
+        raise CheckpointError(f"--weights {given}: each share of an average must be from 0 to 1")
     if not math.isclose(sum(shares), 1, rel_tol=1e-6):
         raise CheckpointError(f"--weights {given}: add up to {sum(shares):g}; they must add up to 1")
     return shares
@@ -110,11 +110,11 @@ def _fit(sources: Sequence[Source], target: Path) -> None:
     if target.exists():
         raise CheckpointError(f"{target}: is there already; remove it, or name another folder")
     if len(sources) < 2:
-        raise CheckpointError("an average wants two checkpoints or more")
+        raise CheckpointError("an average needs two checkpoints or more")
     first = sources[0]
     for source in sources:
         if source.form != "MindFormers":
-            raise CheckpointError(f"{source.path}: {source.form}; an average is taken of iterations of runs")
+            raise CheckpointError(f"{source.path}: {source.form}; only iterations of runs can be averaged")
         if reason := source.seal_fault(checksums=False):
             raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
         if wrong := _difference(_kinds(first), _kinds(source)):

@@ -41,15 +41,15 @@ _RECIPES = (".yaml", ".yml")
 
 
 @click.command(
-    "reshard", context_settings={"help_option_names": ["-h", "--help"]}, short_help="In the layout of another recipe."
+    "reshard", context_settings={"help_option_names": ["-h", "--help"]}, short_help="Write it in another layout."
 )
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Whose layout TO is to have.")
+@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose layout TO gets.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a value of the recipe.")
-@click.option("--workers", default=1, type=Number("files"), help="Files written at once.", show_default=True)
-@click.option("--dry-run", is_flag=True, help="Plan by headers alone, or by recipes; write nothing.")
-@click.option("--salvage", is_flag=True, help="Take damaged numbers as they are, and say so in the result.")
+@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
+@click.option("--dry-run", is_flag=True, help="Plan from file headers only, or from recipes, and write nothing.")
+@click.option("--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def reshard_command(
     checkpoint: Path,
@@ -61,11 +61,11 @@ def reshard_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Write CHECKPOINT, one iteration of a run, in the layout that a run of the recipe has, without any device.
+    """Write CHECKPOINT, one iteration of a run, in the layout that the recipe has; no device is needed.
 
     Weights, moments, the routers' biases, moved experts and counters go along. TO gets checkpoint/iteration_*, sealed,
-    and of the old run what a resume compares; each rank then reads its own part alone. With --dry-run, CHECKPOINT may
-    be a recipe: what its run would save is planned.
+    and the old run's files that a resume compares; each rank reads only its own part. With --dry-run, CHECKPOINT may
+    be a recipe: then the checkpoint that its run would save is planned.
     """
     damaged: list[str] = []
     new = apply_overrides(load_recipe(recipe), overrides)
@@ -101,25 +101,25 @@ SETTINGS = {"help_option_names": ["-h", "--help"]}
 PIPED = 200  # columns
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 salvage_option = click.option(
-    "--salvage", is_flag=True, help="Take damaged numbers as they are, and say so in the result."
+    "--salvage", is_flag=True, help="Take damaged values unchanged, and note them in the result."
 )
 
 
 @click.group(context_settings=SETTINGS)
 def weights() -> None:
-    """Look into, average, convert and lay out anew weights: of a run's iteration, or in Hugging Face's form."""
+    """Inspect, average, convert and reshard weights, of a run's iteration or in Hugging Face's form."""
 
 
 weights.add_command(reshard_command)
 
 
-@weights.command("inspect", context_settings=SETTINGS, short_help="What a checkpoint holds, or sets two apart.")
+@weights.command("inspect", context_settings=SETTINGS, short_help="Say what a checkpoint holds, or how two differ.")
 @click.argument("checkpoint", type=click.Path(path_type=Path))
-@click.option("--values", is_flag=True, help="Read everything: norms, what is not finite, copies, checksums.")
-@click.option("--diff", "other", type=click.Path(path_type=Path), help="Compare with OTHER, whatever its layout.")
+@click.option("--values", is_flag=True, help="Read all values: check norms, non-finite values, copies and checksums.")
+@click.option("--diff", "other", type=click.Path(path_type=Path), help="Compare with OTHER, in whatever layout.")
 @json_option
 def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json: bool) -> None:
-    """Say what CHECKPOINT holds, from the headers of its files alone: in a second, whatever its size.
+    """Say what CHECKPOINT holds, from the headers of its files only: in a second, whatever its size.
 
     Exit code: 0 nothing is wrong with it (with --diff: equal), 1 something is (with --diff: they differ), 2 something
     to mend first.
@@ -142,16 +142,16 @@ def inspect_command(checkpoint: Path, values: bool, other: Path | None, as_json:
     sys.exit(bool(fault or wrong))
 
 
-@weights.command("average", context_settings=SETTINGS, short_help="The average of checkpoints of one run.")
+@weights.command("average", context_settings=SETTINGS, short_help="Average checkpoints of one run.")
 @click.argument("checkpoints", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="Folder to write; a new one.")
-@click.option("--weights", "shares", help="A share for each, that add up to 1: 0.5,0.3,0.2.  [default: equal ones]")
+@click.option("--to", "target", required=True, type=click.Path(path_type=Path), help="New folder to write into.")
+@click.option("--weights", "shares", help="A share for each, adding up to 1: 0.5,0.3,0.2.  [default: equal ones]")
 @salvage_option
 def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | None, salvage: bool) -> None:
     """Write the average of CHECKPOINTS' weights, iterations of one run or of several in one layout.
 
-    Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is what a new run begins
-    with (--set checkpoint.load_path=FOLDER). All is read first, and compared with its seals' checksums.
+    Sums are taken in float64 and rounded once. The optimizer's state is left out: the result is for a new run to begin
+    with (--set checkpoint.load_path=FOLDER). All files are read first and compared with their seals' checksums.
     """
     given = _numbers(shares) if shares is not None else None
     sources = [open_source(path) for path in checkpoints]
@@ -162,21 +162,21 @@ def average_command(checkpoints: tuple[Path, ...], target: Path, shares: str | N
     _print_damaged(damaged)
 
 
-@weights.command("convert", context_settings=SETTINGS, short_help="From and to Hugging Face's form.")
+@weights.command("convert", context_settings=SETTINGS, short_help="Convert from or to Hugging Face's form.")
 @click.argument("source", metavar="FROM", type=click.Path(path_type=Path))
 @click.argument("target", metavar="TO", type=click.Path(path_type=Path))
-@click.option("--recipe", type=click.Path(path_type=Path), help="Of the model.  [default: the run's that saved FROM]")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Type of trained weights.  [default: as they are]")
+@click.option("--recipe", type=click.Path(path_type=Path), help="Recipe of the model.  [default: that of FROM's run]")
+@click.option("--dtype", type=click.Choice(list(DTYPES)), help="Data type of trained weights.  [default: keep theirs]")
 @click.option(
-    "--file-size", default=5.0, type=Number("file_gb"), help="GB of a file, 0.001 or more.", show_default=True
+    "--file-size", default=5.0, type=Number("file_gb"), help="Most GB of a file, 0.001 or more.", show_default=True
 )
-@click.option("--workers", default=1, type=Number("files"), help="Files written at once.", show_default=True)
+@click.option("--workers", default=1, type=Number("files"), help="Number of files written at once.", show_default=True)
 @click.option(
     "--tokenizer",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Copied beside weights for Hugging Face.",
+    help="Tokenizer folder to copy beside weights for Hugging Face.",
 )
-@click.option("--dry-run", is_flag=True, help="Compare names, shapes and types by headers alone; write nothing.")
+@click.option("--dry-run", is_flag=True, help="Compare names, shapes and types from headers only; write nothing.")
 @salvage_option
 @json_option
 def convert_command(
@@ -191,15 +191,15 @@ def convert_command(
     salvage: bool,
     as_json: bool,
 ) -> None:
-    """Hugging Face's weights of TeleChat3 to MindFormers', or the other way, whichever FROM is not.
+    """Convert TeleChat3 weights from Hugging Face's form to MindFormers', or back; FROM decides which way.
 
     FROM is a folder of safetensors with its index, or an iteration of a run; TO a folder that is not there yet. Every
-    tensor has a place on the other side or is named. Cut short, the same command goes on where it was. All of FROM is
-    read first, and compared with its checksums.
+    tensor has a place on the other side or is named. If interrupted, the same command continues. All of FROM is
+    read first and compared with its checksums.
     """
     weights_in = open_source(source)
     if tokenizer and weights_in.form == "Hugging Face":
-        raise click.UsageError("--tokenizer is copied beside weights for Hugging Face: FROM is Hugging Face's")
+        raise click.UsageError("--tokenizer is copied beside weights for Hugging Face: FROM is in that form")
     conversion = prepare(weights_in, recipe, DTYPES[dtype] if dtype else None, int(file_size * 1e9))
     damaged: list[str] = []
     if not dry_run:

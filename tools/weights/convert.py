@@ -35,7 +35,7 @@ DONE = ".done.json"  # behind the name of a file that is whole
 
 
 def writer(source: Path, folder: Path, plan: Plan, known: dict[str, int]) -> Callable[[Shard], str]:
-    """A function that writes one shard into `folder`; built once in each worker process.
+    """Return a function that writes one shard into `folder`; built once in each worker process.
 
     Args:
         known: Hugging Face name -> CRC-32 of its bits, where the source says.
@@ -90,7 +90,7 @@ class _Parts:
         self.left: dict[str, int] = {}
 
     def of(self, entry: Entry) -> dict[str, Made]:
-        """What is to be written for an entry."""
+        """Return what is to be written for an entry."""
         dtype = _written(self.source, self.plan, entry, entry.mindformers)
         self.left[entry.mindformers] = len(entry.parts)
         return {
@@ -127,7 +127,7 @@ def _pieces(source: Source, plan: Plan, known: dict[str, int], entry: Entry) -> 
             raise CheckpointError(f"{source.path}: {name} does not match its checksum: corrupted")
         for copy, original in plan.copies.items():
             if original == name and source.bits(copy)[0].tobytes() != bits.tobytes():
-                raise CheckpointError(f"{source.path}: {copy} is another one than {name}; MindFormers has one for both")
+                raise CheckpointError(f"{source.path}: {copy} differs from {name}; MindFormers has one weight for both")
         return _as_type(bits, source.headers[stands_for].dtype, plan, entry)
 
     return entry.pieces(part)

@@ -1,4 +1,4 @@
-"""What a conversion reads and writes, from the headers of files alone: every tensor of either side once, or named."""
+"""What a conversion reads and writes, from the headers of files only: every tensor of either side once, or named."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Plan:
 def plan_conversion(
     headers: Mapping[str, Header], sizes: Sizes, to: Target, dtype: str | None, limit: int, tied: bool = False
 ) -> Plan:
-    """The plan of a conversion of a model of `sizes`.
+    """Return the plan of a conversion of a model of `sizes`.
 
     Args:
         headers: of the source's tensors; dtype: see `Plan`; limit: bytes of a file, which a single tensor may exceed.
@@ -196,7 +196,7 @@ class Conversion:
     ends: int | None
 
     def lines(self, source: Path, target: Path, dry_run: bool, tokenizer: bool) -> list[str]:
-        """What was done or would be, for a reader."""
+        """Return what was done or would be, for a reader."""
         plan = self.plan
         files = f"{len(plan.shards)} file{'s' * (len(plan.shards) > 1)}"
         verb = "would hold" if dry_run else "holds"
@@ -223,7 +223,7 @@ class Conversion:
         return found
 
     def as_dict(self, source: Path, target: Path) -> dict[str, Any]:
-        """The same for a program."""
+        """Return the same for a program."""
         plan = self.plan
         return {
             "from": str(source),
@@ -250,7 +250,7 @@ def prepare(source: Source, recipe: Path | None, dtype: str | None, limit: int) 
     """
     to: Target = "MindFormers" if source.form == "Hugging Face" else "Hugging Face"
     if source.form == "one file":
-        raise CheckpointError(f"{source.path}: one file; give the folder that it is in")
+        raise CheckpointError(f"{source.path}: this is one file; give the folder that holds it")
     if reason := source.seal_fault(checksums=False):
         raise CheckpointError(f"{source.path}: not a whole checkpoint: {reason}")
     file = recipe or _recipe_beside(source)
@@ -271,7 +271,7 @@ def _recipe_beside(source: Source) -> Path:
 
 
 def model_of(recipe: Recipe) -> Sizes:
-    """The model of a recipe in Hugging Face's words.
+    """Return the model of a recipe in Hugging Face's words.
 
     Raises:
         RecipeError: DeepseekV3, and Llama, have no such thing.
@@ -281,7 +281,7 @@ def model_of(recipe: Recipe) -> Sizes:
     latent, experts = bool(fields.get("multi_latent_attention")), bool(fields.get("num_moe_experts"))
     if latent != experts:
         raise RecipeError(
-            f"{recipe.source}: a model of latent attention or of experts alone; converted are those of both "
+            f"{recipe.source}: the model has only latent attention or only experts; tc3 converts those with both "
             "(TeleChat3-MoE, DeepSeek-V3) and of neither (TeleChat3 36B, Llama)"
         )
     return sizes_of(fields, bias_updated=False) if experts else dense_sizes_of(fields)

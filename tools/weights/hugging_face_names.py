@@ -49,15 +49,15 @@ class Entry:
 
     @property
     def decayed(self) -> bool:
-        """Whether weight decay applies (mindformers/trainer/optimizer_grouped_parameters.py)."""
+        """Return whether weight decay applies (mindformers/trainer/optimizer_grouped_parameters.py)."""
         return self.trained and len(self.shape) > 1
 
     def split(self, array: np.ndarray) -> list[np.ndarray]:
-        """The tensor as Hugging Face's parts, in their order."""
+        """Return the tensor as Hugging Face's parts, in their order."""
         return [self.part(array, index) for index in range(len(self.parts))]
 
     def part(self, array: np.ndarray, index: int) -> np.ndarray:
-        """One of Hugging Face's parts of the tensor."""
+        """Return one of Hugging Face's parts of the tensor."""
         if self.how == "gate_up":
             halves = array.reshape(-1, 2, array.shape[1]).swapaxes(0, 1) if self.interleaved else np.split(array, 2)
             return np.ascontiguousarray(halves[index])
@@ -74,12 +74,12 @@ class Entry:
         return array
 
     def join(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The inverse of `split`."""
+        """Return the inverse of `split`."""
         pieces = list(self.pieces(parts.__getitem__))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def pieces(self, part: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
-        """What `join` makes, as arrays one below the other, an expert at a time; `part(i)` is asked for once."""
+        """Yield what `join` makes, as arrays one below the other, an expert at a time; `part(i)` is asked for once."""
         if self.how == "gate_up":
             both = [part(0), part(1)]
             yield np.stack(both, axis=1).reshape(self.shape) if self.interleaved else np.concatenate(both)
@@ -107,7 +107,7 @@ def table(sizes: Sizes) -> list[Entry]:
 
 
 def names_of(sizes: Sizes) -> Model:
-    """What of the sizes names depend on."""
+    """Return what of the sizes names depend on."""
     hf = sizes.hf
     if sizes.is_dense:
         return Model(sizes.layers, 0, dense=sizes.layers, experts=0, latent_query=False, grouped=True)
@@ -143,7 +143,7 @@ def hugging_face_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
 
 
 def part_shape(entry: Entry, index: int) -> tuple[int, ...]:
-    """The shape of one of Hugging Face's parts of an entry."""
+    """Return the shape of one of Hugging Face's parts of an entry."""
     if entry.how == "qkv":
         heads = (entry.queries, 1, 1)[index]
         return (entry.shape[0] // (entry.queries + 2) * heads, entry.shape[1])

@@ -47,12 +47,12 @@ class Sizes:
         return int(self.hf["num_hidden_layers"])
 
     def is_moe(self, layer: int) -> bool:
-        """Whether a layer, counted from 0 with the MTP layers behind, has experts."""
+        """Return whether a layer, counted from 0 with the MTP layers behind, has experts."""
         return not self.is_dense and layer >= int(self.hf["first_k_dense_replace"])
 
     @property
     def is_dense(self) -> bool:
-        """Whether it is Llama: no experts, and grouped queries in place of latent attention."""
+        """Return whether it is Llama: no experts, and grouped queries in place of latent attention."""
         return "n_routed_experts" not in self.hf
 
 
@@ -81,7 +81,7 @@ _SAME = {
 
 
 def sizes_of(fields: Mapping[str, Any], bias_updated: bool) -> Sizes:
-    """The reference for a TransformerConfig.
+    """Return the reference for a TransformerConfig.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.
@@ -161,7 +161,7 @@ def _rules(fields: Mapping[str, Any]) -> list[tuple[bool, str, str]]:
          f"has n_shared_experts x moe_intermediate_size = {shared}, and at least one shared expert"),
         ((fields["mtp_num_layers"] or 0) <= 1, "num_nextn_predict_layers", "is given at most 1 MTP layer"),
         (not fields["moe_aux_loss_coeff"] or fields["moe_router_load_balancing_type"] == "seq_aux_loss",
-         "moe_router_load_balancing_type", "is given 'seq_aux_loss' alone"),
+         "moe_router_load_balancing_type", "takes only 'seq_aux_loss'"),
         (not fields["moe_z_loss_coeff"], "moe_z_loss_coeff", "has no z-loss: 0.0"),
         (fields["position_embedding_type"] in ("rope", "yarn"), "position_embedding_type", "knows 'rope' and 'yarn'"),
         (not plain or fields["rotary_scaling_factor"] in (None, 1, 1.0), "rotary_scaling_factor",
@@ -178,7 +178,7 @@ _UNCOMPARED = ("pad_token_id", "max_position_embeddings", "attention_dropout", "
 
 
 def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
-    """The content of config.json for a model whose weights are of type `dtype` (float32, bfloat16)."""
+    """Return the content of config.json for a model whose weights are of type `dtype` (float32, bfloat16)."""
     if sizes.is_dense:
         own: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     else:
@@ -214,7 +214,7 @@ def check_config(folder: Path, sizes: Sizes) -> bool:
 
 
 def tied(folder: Path) -> bool:
-    """Whether config.json says that the output layer is the embedding."""
+    """Return whether config.json says that the output layer is the embedding."""
     try:
         return bool(json.loads((folder / FILE).read_text("utf-8")).get("tie_word_embeddings"))
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -267,7 +267,7 @@ _DENSE_SAME = {
 
 
 def dense_sizes_of(fields: Mapping[str, Any]) -> Sizes:
-    """The model of a TransformerConfig without experts and latent attention.
+    """Return the model of a TransformerConfig without experts and latent attention.
 
     Args:
         fields: of MindFormers' TransformerConfig, as `tools.schema.converter.convert` finds them.

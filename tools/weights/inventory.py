@@ -41,7 +41,7 @@ class Values:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of one kind, type and shape whose names differ in numbers alone.
+    """Tensors of one kind, type and shape whose names differ in numbers only.
 
     Args:
         pattern: their name, `*` for each number. numbers: those that stand there, such as "0-44" of layers.
@@ -60,7 +60,7 @@ class Group:
 
     @property
     def elements(self) -> int:
-        """Numbers in all its tensors."""
+        """Return the elements in all its tensors."""
         return math.prod(self.shape) * len(self.names)
 
 
@@ -124,7 +124,7 @@ def spans(numbers: Iterable[int]) -> str:
 def salvaged(
     sources: Sequence[Source], allowed: bool, progress: Callable[[str], None] = lambda name: None
 ) -> list[str]:
-    """What is damaged in weights that are about to be written anew and sealed; everything is read for it.
+    """Return what is damaged in weights that are about to be written anew and sealed; everything is read for it.
 
     Args:
         allowed: go on with what is there (`--salvage`). progress: is told each tensor's name.
@@ -143,7 +143,7 @@ def salvaged(
 
 
 def damage(source: Source, progress: Callable[[str], None] = lambda name: None) -> list[str]:
-    """A line for each way in which the numbers of `source` are not what was once saved, or are no numbers."""
+    """Return a line for each way in which the numbers of `source` are not what was once saved, or are not numbers."""
     found = []
     if reason := source.seal_fault(checksums=True):
         found.append(reason)
@@ -216,7 +216,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same tensors, bit by bit."""
+        """Return whether both hold the same tensors, bit by bit."""
         return not (any(self.only) or self.other or self.changes)
 
 
@@ -269,7 +269,7 @@ _TITLES = {"weights": "weights", "optimizer": "optimizer's state", "other": "cou
 
 
 def summary_lines(source: Source, groups: list[Group], fault: str | None, values: bool) -> Iterator[str]:
-    """What holds for the whole of it."""
+    """Yield what holds for the whole of it."""
     step = "step unknown" if source.step is None else f"step {source.step:,}"
     yield f"{source.path}: {source.form}, {step}, files of {source.ranks} rank{'s' * (source.ranks > 1)}"
     for kind in KINDS:
@@ -296,7 +296,7 @@ def summary_lines(source: Source, groups: list[Group], fault: str | None, values
 
 
 def inventory_table(groups: list[Group]) -> Table:
-    """A row for each group; the optimizer's, which are as the weights, where their values were read."""
+    """Return a row for each group; the optimizer's, which are as the weights, where their values were read."""
     table = Table(box=None, pad_edge=False)
     table.add_column("tensor", overflow="fold")
     for title in ("numbers", "type", "shape", "cut", "elements"):
@@ -313,7 +313,7 @@ def inventory_table(groups: list[Group]) -> Table:
 
 
 def comparison_lines(comparison: Comparison, a: Path, b: Path) -> Iterator[str]:
-    """What sets both apart; `equal` where nothing does."""
+    """Yield what sets both apart; `equal` where nothing does."""
     yield f"A {a}"
     yield f"B {b}"
     if comparison.equal:

@@ -61,7 +61,7 @@ def pieces(shape: Shape, old: Shape, new: Shape, place: int) -> tuple[Piece, ...
 
 
 def overlap(shape: Shape, old: Shape, new: Shape, old_place: int, new_place: int) -> int:
-    """How many numbers an old slice and a new one have in common."""
+    """Return how many numbers an old slice and a new one have in common."""
     found = (math.prod(piece.size) for piece in pieces(shape, old, new, new_place) if piece.place == old_place)
     return next(found, 0)
 
@@ -83,7 +83,7 @@ def _spans(length: int, old: int, new: int, index: int) -> list[tuple[int, int, 
 
 
 def metadata_of(plan: Plan) -> dict[str, Any]:
-    """Its whole content.
+    """Return its whole content.
 
     A slice is in one file. MindFormers looks for it at its first holder, and finds the file of another by `rank_group`.
     """
@@ -134,7 +134,7 @@ class Written:
 
 
 def writer(source: Path, folder: Path, plan: Plan) -> Callable[[tuple[int, Kind]], Written]:
-    """A function that writes the file of a rank and kind into `folder`; built once in each worker process."""
+    """Return a function that writes the file of a rank and kind into `folder`; built once in each worker process."""
     return partial(write_file, Mapped(open_stored(source)), folder, plan)
 
 
@@ -214,11 +214,11 @@ class Mapped:
     maps: dict[str, mmap.mmap] = field(default_factory=dict)
 
     def part(self, move: Move, place: int) -> np.ndarray:
-        """An old slice, not read yet: its numbers as whole numbers of their width."""
+        """Return an old slice, not read yet: its numbers as whole numbers of their width."""
         return self.slice(self._file(move, place), move.name, move.dtype, move.old.part)
 
     def slice(self, file: str, name: str, dtype: str, shape: Shape) -> np.ndarray:
-        """What a file has of a tensor, not read yet."""
+        """Return what a file has of a tensor, not read yet."""
         start = self.stored.files[file][name].start
         flat = np.frombuffer(self._map(file), _bits(dtype), math.prod(shape), start)
         return flat.reshape(shape)
@@ -257,7 +257,7 @@ BESIDE = ("recipe.yaml", "data.json")  # of the run: a resume compares the order
 
 
 def folder_in(target: Path, source: Source) -> Path:
-    """Where in `target` the iteration goes: a resume looks for the run's recipe two folders above it."""
+    """Return where in `target` the iteration goes: a resume looks for the run's recipe two folders above it."""
     return target / "checkpoint" / f"iteration_{source.step or 0:08d}"
 
 

@@ -1,4 +1,4 @@
-"""Which rank writes which slice of the new layout, and what that costs, from headers alone."""
+"""Find which rank writes which slice of the new layout, and what that costs, from headers only."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _alone(holders: tuple[tuple[int, ...], ...]) -> tuple[np.ndarray, tuple[int,
 
 
 def numbers(plan: Plan) -> Numbers:
-    """What a plan costs."""
+    """Return what a plan costs."""
     written, online, loading = (np.zeros(plan.world, np.int64) for _ in range(3))
     stays = largest = 0
     for move in plan.moves:
@@ -232,7 +232,7 @@ class Resharding:
     ranks: int
 
     def lines(self, given: Path, written: Path, recipe: Path, dry_run: bool) -> list[str]:
-        """What was done or would be, for a reader."""
+        """Return what was done or would be, for a reader."""
         plan, costs = self.plan, self.numbers
         verb = "would hold" if dry_run else "holds"
         files = len(plan.files)
@@ -254,7 +254,7 @@ class Resharding:
         return found
 
     def as_dict(self, given: Path, written: Path, recipe: Path) -> dict[str, Any]:
-        """The same for a program."""
+        """Return the same for a program."""
         return {
             "from": str(given),
             "to": str(written),
@@ -267,7 +267,7 @@ class Resharding:
 
 
 def plan_stored(source: Source, recipe: Recipe) -> Resharding:
-    """The plan for a checkpoint on disk.
+    """Return the plan for a checkpoint on disk.
 
     Raises:
         CheckpointError: it is not whole, of another model, or has experts that have moved where `recipe` has none.
@@ -304,7 +304,7 @@ def plan_stored(source: Source, recipe: Recipe) -> Resharding:
 
 
 def plan_recipes(old: Recipe, new: Recipe) -> Resharding:
-    """The plan for what a run of `old` would save, without any file.
+    """Return the plan for what a run of `old` would save, without any file.
 
     Raises:
         CheckpointError: the two are not one model. RecipeError: see `target_of`.
@@ -338,7 +338,7 @@ def _check(path: Path, shapes: Mapping[str, Shape], target: Target) -> None:
 def _check_types(source: Source) -> None:
     wrong = [name for name, header in source.headers.items() if header.dtype not in TYPES]
     if wrong:
-        raise CheckpointError(f"{source.path}: {_some(wrong)}: of a type that is not known here")
+        raise CheckpointError(f"{source.path}: {_some(wrong)}: their type is not known here")
 
 
 def _kind(file: str) -> Kind:

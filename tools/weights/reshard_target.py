@@ -1,4 +1,4 @@
-"""How a recipe lays out each tensor: what the estimator knows of cuts and shards, under MindFormers' names.
+"""Describe how a recipe lays out each tensor: what the estimator knows of cuts and shards, under MindFormers' names.
 
 Over how many ranks a weight is cut and its optimizer's state spread stands only in `tools.estimate.configuration`.
 Here it is said which ranks those are, as MindSpore 2.9.0 orders them: a stage's ranks are a matrix dp x cp x tp, for
@@ -45,12 +45,12 @@ class Lying:
 
     @property
     def part(self) -> Shape:
-        """The shape of a slice."""
+        """Return the shape of a slice."""
         return tuple(length // count for length, count in zip(self.shape, self.cuts, strict=True))
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All that hold a slice."""
+        """Return all that hold a slice."""
         return tuple(sorted({rank for ranks in self.holders for rank in ranks}))
 
 
@@ -78,7 +78,7 @@ class Layout:
         return _places(self.devices, self.axes)
 
     def lying(self, shape: Shape) -> Lying:
-        """The slices of a tensor of `shape`."""
+        """Return the slices of a tensor of `shape`."""
         return Lying(shape, self.cuts, _holders(self.devices, self.axes, self.first))
 
     def as_metadata(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Target:
     stage: int
 
     def place(self, name: str, shape: Shape) -> Placed:
-        """Where a tensor of a checkpoint goes: as the weight that its name ends with, or whole to all ranks."""
+        """Return where a tensor of a checkpoint goes: as the weight that its name ends with, or whole to all ranks."""
         if name in self.states:
             return Placed(shape, self.states[name].layout)
         weight = self.weights.get(name) or self.weights.get(name.partition(".")[2])  # a moment has the optimizer's name
@@ -178,7 +178,7 @@ class Target:
 
 
 def target_of(recipe: Recipe) -> Target:
-    """What a run of `recipe` holds, by rank.
+    """Return what a run of `recipe` holds, by rank.
 
     Raises:
         RecipeError: it has no model, or one whose weights' names are not known here.
@@ -201,7 +201,7 @@ def target_of(recipe: Recipe) -> Target:
 
 
 def saved_by(recipe: Recipe) -> dict[str, tuple[str, Placed]]:
-    """What a run of `recipe` would save: name -> its type and place. Weights and moments are kept in fp32."""
+    """Return what a run of `recipe` would save: name -> its type and place. Weights and moments are kept in fp32."""
     target = target_of(recipe)
     names = ["", *ADAM]  # all recipes train with AdamW
     found = {f"{prefix}{name}": ("F32", item) for name, item in target.weights.items() for prefix in names}
@@ -216,7 +216,7 @@ def _owner(state: str) -> str:
 def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
     """Each weight of a stage under MindFormers' name.
 
-    An embedding that another stage reads, too, is sent there in each step and saved by the first alone.
+    An embedding that another stage reads, too, is sent there in each step and saved by the first only.
     """
     numbers, mtp = iter(config.layer_numbers(stage)), 0
     for kind in (kind for chunk in config.stage_kinds(stage) for kind in chunk):
@@ -237,14 +237,14 @@ def _held(config: Configuration, stage: int) -> Iterator[tuple[str, Weight]]:
 def _name(weight: Weight, names: dict[str, str]) -> str:
     plain = weight.name.removesuffix("_bias")
     if plain not in names:
-        raise RecipeError(f"{weight.name}: nobody has said what MindFormers calls this weight, so it cannot be placed")
+        raise RecipeError(f"{weight.name}: MindFormers' name of this weight is not known, so it cannot be placed")
     if weight.split == "experts":
         return names[plain]
     return names[plain] + (".bias" if plain != weight.name else ".weight")
 
 
 def _shape(weight: Weight) -> Shape:
-    """MindFormers keeps what is no matrix in one axis."""
+    """MindFormers keeps what is not a matrix in one axis."""
     vector = weight.columns == 1 and not weight.multiplies
     return (weight.rows,) if vector else (weight.rows, weight.columns)
 

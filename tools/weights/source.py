@@ -50,7 +50,7 @@ class Source:
 
     @cached_property
     def ranks(self) -> int:
-        """Ranks that wrote here."""
+        """Return the ranks that wrote here."""
         return len({rank_of(file) for file in self.stored.files})
 
     @cached_property
@@ -61,7 +61,7 @@ class Source:
 
     @cached_property
     def step(self) -> int | None:
-        """The training step, where it is known."""
+        """Return the training step, where it is known."""
         folder = self.stored.folder
         try:
             return (
@@ -78,11 +78,11 @@ class Source:
 
     @cached_property
     def sealed(self) -> bool:
-        """Whether a rank has sealed its part."""
+        """Return whether a rank has sealed its part."""
         return self.form == "MindFormers" and is_sealed(self.stored.folder)
 
     def read(self, name: str) -> tuple[np.ndarray, tuple[int, ...]]:
-        """One whole tensor, experts in logical order, and the ranks whose copy is another."""
+        """Return one whole tensor, experts in logical order, and the ranks whose copy is another."""
         if name not in self.stored.tensors:
             by_rank = {rank: self.stored.read_from(file, name) for rank, file in self.stored.unlisted[name].items()}
             first = by_rank[min(by_rank)]
@@ -109,7 +109,7 @@ class Source:
 
 
 def open_source(path: Path) -> Source:
-    """Weights at `path`.
+    """Return the weights at `path`.
 
     Raises:
         CheckpointError: nothing there, nothing of a known form, a damaged file, or files that are not as their index
@@ -122,7 +122,7 @@ def open_source(path: Path) -> Source:
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return Source(path, "Hugging Face", _hugging_face(path))
     if inside := [*iterations(path), *iterations(path / "checkpoint")]:
-        raise CheckpointError(f"{path}: holds checkpoints and is none; name one of them, such as {inside[0]}")
+        raise CheckpointError(f"{path}: the folder holds several checkpoints; name one of them, such as {inside[0]}")
     return Source(path, "MindFormers", open_stored(path))
 
 

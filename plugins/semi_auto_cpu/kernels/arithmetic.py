@@ -36,7 +36,7 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def silu_gradient(dout: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """The derivative of x sigmoid(x), times `dout`."""
+    """Return the derivative of x sigmoid(x), times `dout`."""
     s = sigmoid(x)
     return dout * s * (1 + x * (1 - s))
 
@@ -79,7 +79,7 @@ def SiLU(attrs: Attrs, x: np.ndarray) -> np.ndarray:
 
 @kernel()
 def SiLUGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Gradient of SiLU."""
+    """Return the gradient of SiLU."""
     return silu_gradient(dout, x)
 
 
@@ -92,7 +92,7 @@ def Swiglu(attrs: Attrs, x: np.ndarray, dim: int = -1) -> np.ndarray:
 
 @kernel()
 def SwigluGrad(attrs: Attrs, dout: np.ndarray, x: np.ndarray, dim: int = -1) -> np.ndarray:
-    """Gradient of Swiglu."""
+    """Return the gradient of Swiglu."""
     a, b = np.split(x, 2, dim)
     return np.concatenate([silu_gradient(dout * b, a), dout * silu(a)], dim)
 
@@ -111,7 +111,7 @@ def LessScalar(attrs: Attrs, x: np.ndarray, other: float) -> np.ndarray:
 
 @kernel(widen=False)
 def MoveTo(attrs: Attrs, x: np.ndarray, to: str, blocking: bool = True) -> np.ndarray:
-    """A copy on another device: here there is one."""
+    """Return a copy on another device: here there is one."""
     return x
 
 
@@ -123,7 +123,7 @@ def Sub(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 @kernel(LOW_PRECISION)
 def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
-    """The sum of tensors, in their order."""
+    """Return the sum of tensors, in their order."""
     total = tensors[0].copy()
     for item in tensors[1:]:
         total += item
@@ -132,25 +132,25 @@ def AddN(attrs: Attrs, tensors: list[np.ndarray]) -> np.ndarray:
 
 @kernel(LOW_PRECISION, updates=0)
 def AssignAdd(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """The variable plus a value; how gradients in bfloat16 are accumulated in float32."""
+    """Return the variable plus a value; how gradients in bfloat16 are accumulated in float32."""
     return variable + value
 
 
 @kernel(LOW_PRECISION, widen=False, updates=0)
 def Assign(attrs: Attrs, variable: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """The value, in the variable's place."""
+    """Return the value, in the variable's place."""
     return value
 
 
 @kernel(LOW_PRECISION, widen=False)
 def TensorMove(attrs: Attrs, x: np.ndarray) -> np.ndarray:
-    """A copy of a parameter that the step will change; MindSpore adds most of them behind the front end."""
+    """Return a copy of a parameter that the step will change; MindSpore adds most of them behind the front end."""
     return x
 
 
 @kernel(LOW_PRECISION)
 def Equal(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A == b; how gradients are asked whether they are finite."""
+    """Return a == b; how gradients are asked whether they are finite."""
     return a == b
 
 
@@ -174,13 +174,13 @@ def CumsumExt(attrs: Attrs, x: np.ndarray, dim: int, dtype: int | None = None) -
 
 @kernel()
 def MeanExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dtype: int | None = None) -> np.ndarray:
-    """The mean over dimensions."""
+    """Return the mean over dimensions."""
     return _over(np.mean, x, dim, keep)
 
 
 @kernel()
 def SumExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dtype: int | None = None) -> np.ndarray:
-    """The sum over dimensions."""
+    """Return the sum over dimensions."""
     return _over(np.sum, x, dim, keep)
 
 
@@ -188,7 +188,7 @@ def SumExt(attrs: Attrs, x: np.ndarray, dim: Dims = None, keep: bool = False, dt
 def ReduceSum(
     attrs: Attrs, x: np.ndarray, axis: Dims = (), keep_dims: bool = False, skip_mode: bool = False
 ) -> np.ndarray:
-    """The sum over dimensions; with `skip_mode` no dimensions mean none."""
+    """Return the sum over dimensions; with `skip_mode` no dimensions mean none."""
     if skip_mode and axis in ((), [], None):
         return x
     return _over(np.sum, x, axis, keep_dims)
@@ -211,7 +211,7 @@ def RmsNorm(attrs: Attrs, x: np.ndarray, gamma: np.ndarray, epsilon: float = 1e-
 def RmsNormGrad(
     attrs: Attrs, dy: np.ndarray, x: np.ndarray, rstd: np.ndarray, gamma: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gradients of x and gamma."""
+    """Return the gradients of x and gamma."""
     leading = x.ndim - gamma.ndim
     axes = tuple(range(leading, x.ndim))
     normed = x * rstd
@@ -230,7 +230,7 @@ def RotaryPositionEmbedding(attrs: Attrs, x: np.ndarray, cos: np.ndarray, sin: n
 def RotaryPositionEmbeddingGrad(
     attrs: Attrs, dy: np.ndarray, cos: np.ndarray, sin: np.ndarray, x: np.ndarray | None = None, mode: int = 0
 ) -> tuple[np.ndarray | None, ...]:
-    """Gradients of x, cos and sin; of cos and sin only where x is given."""
+    """Return the gradients of x, cos and sin; of cos and sin only where x is given."""
     name = "RotaryPositionEmbeddingGrad"
     dx = dy * cos - _rotated(name, dy * sin, mode)  # a quarter turn back is the negative of one forward
     if x is None:
@@ -263,13 +263,13 @@ def Dense(attrs: Attrs, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | No
 
 @kernel()
 def MatMulExt(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The product as NumPy broadcasts it."""
+    """Return the product as NumPy broadcasts it."""
     return a @ b
 
 
 @kernel()
 def Outer(attrs: Attrs, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """A [n] and b [m] give [n, m]."""
+    """Return a [n] and b [m] give [n, m]."""
     return np.outer(a, b)
 
 
@@ -281,7 +281,7 @@ def _product(a: np.ndarray, b: np.ndarray, transpose_a: bool, transpose_b: bool)
 def MatMul(
     attrs: Attrs, a: np.ndarray, b: np.ndarray, transpose_a: bool = False, transpose_b: bool = False
 ) -> np.ndarray:
-    """The product of two matrices."""
+    """Return the product of two matrices."""
     return _product(a, b, transpose_a, transpose_b)
 
 
@@ -289,7 +289,7 @@ def MatMul(
 def BatchMatMul(
     attrs: Attrs, a: np.ndarray, b: np.ndarray, transpose_a: bool = False, transpose_b: bool = False
 ) -> np.ndarray:
-    """The products of matrices, the last two dimensions of each tensor."""
+    """Return the products of matrices, the last two dimensions of each tensor."""
     return _product(a, b, transpose_a, transpose_b)
 
 

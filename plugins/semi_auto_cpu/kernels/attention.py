@@ -79,7 +79,7 @@ class Call:
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values; each serves an equal number of the query's."""
+        """Return the heads of keys and values; each serves an equal number of the query's."""
         if "H" not in self.layout:
             return self.key.shape[{"BNSD": 1, "BSND": 2, "TND": 1}[self.layout]]
         return self.key.shape[-1] * self.heads // self.query.shape[-1]
@@ -100,7 +100,7 @@ class Call:
         return self.view(self.value, "value")
 
     def view(self, x: np.ndarray, owner: str = "query") -> np.ndarray:
-        """What has the layout of `owner` as [B, heads, S, D]; writing into it writes into `x`."""
+        """Return what has the layout of `owner` as [B, heads, S, D]; writing into it writes into `x`."""
         return heads_first(x, self.layout, self.heads if owner == "query" else self.key_heads)
 
     def empty_output(self) -> np.ndarray:
@@ -121,7 +121,7 @@ class Call:
 
 
 def heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
-    """A view [B, heads, S, D] of a tensor in one of LAYOUTS."""
+    """Return a view [B, heads, S, D] of a tensor in one of LAYOUTS."""
     if layout == "TND":
         return x.transpose(1, 0, 2)[None]
     if "H" in layout:
@@ -130,7 +130,7 @@ def heads_first(x: np.ndarray, layout: str, heads: int) -> np.ndarray:
 
 
 def forward_call(inputs: tuple[Any, ...]) -> Call:
-    """What FlashAttentionScore is called with.
+    """Return what FlashAttentionScore is called with.
 
     Args:
         inputs: query, key, value, real_shift, drop_mask, padding_mask, attn_mask, prefix, actual_seq_qlen,
@@ -142,7 +142,7 @@ def forward_call(inputs: tuple[Any, ...]) -> Call:
 
 
 def backward_call(inputs: tuple[Any, ...]) -> tuple[Call, Saved]:
-    """What FlashAttentionScoreGrad is called with.
+    """Return what FlashAttentionScoreGrad is called with.
 
     Args:
         inputs: query, key, value, dy, pse_shift, drop_mask, padding_mask, atten_mask, softmax_max, softmax_sum,
@@ -203,7 +203,7 @@ def _form(x: Any) -> str:
 def _check_heads(call: Call) -> None:
     heads, key_heads = call.heads, call.key_heads
     if not key_heads or heads % key_heads:
-        raise ValueError(f"{call.name}: head_num {heads} is no multiple of the {key_heads} heads of keys and values")
+        raise ValueError(f"{call.name}: head_num {heads} is not a multiple of the {key_heads} heads of keys and values")
     wanted, found = call.queries.shape[-1], call.keys.shape[-1]
     if call.queries.shape[1] != heads or wanted != found:
         raise ValueError(
@@ -237,7 +237,7 @@ class _Part(NamedTuple):
 
 
 def blocks_of(call: Call) -> Iterator[Block]:
-    """Blocks that hold each row once.
+    """Yield the blocks that hold each row once.
 
     Raises:
         NotImplementedError, ValueError: see `FlashAttentionScore`.
@@ -368,7 +368,7 @@ def FlashAttentionScore(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, 
 
 @kernel()
 def FlashAttentionScoreGrad(attrs: Attrs, *inputs: Any) -> tuple[np.ndarray | None, ...]:
-    """Gradients of query, key, value; none of a position bias.
+    """Return the gradients of query, key, value; none of a position bias.
 
     Raises:
         NotImplementedError, ValueError: as FlashAttentionScore does.

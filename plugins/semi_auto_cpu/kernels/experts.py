@@ -38,7 +38,7 @@ def GroupedMatmul(
     transpose_a: bool = False,
     transpose_b: bool = False,
 ) -> np.ndarray:
-    """One tensor: the groups' products.
+    """Return one tensor: the groups' products.
 
     Args:
         x: one tensor; [m, k] after `transpose_a`.
@@ -149,7 +149,7 @@ def MoeTokenUnpermute(
 
 @kernel()
 def InnerMoeTokenUnpermute(attrs: Attrs, *inputs: Any) -> np.ndarray:
-    """What MindSpore's graphs hold instead of MoeTokenUnpermute."""
+    """Return what MindSpore's graphs hold instead of MoeTokenUnpermute."""
     return MoeTokenUnpermute(attrs, *inputs)
 
 
@@ -163,7 +163,7 @@ def MoeTokenUnpermuteGrad(
     padded_mode: bool = False,
     restore_shape: Any = None,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Gradients of the permuted tokens and of the probabilities."""
+    """Return the gradients of the permuted tokens and of the probabilities."""
     _refuse_padding("MoeTokenUnpermuteGrad", padded_mode)
     out = np.zeros(permuted_tokens.shape, grad.dtype)
     topk = 1 if probs is None else probs.shape[1]

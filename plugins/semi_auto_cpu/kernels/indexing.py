@@ -53,7 +53,7 @@ def Embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Rows of a table."""
+    """Return the rows of a table."""
     if max_norm is not None:
         raise NotImplementedError(f"Embedding: max_norm {max_norm}")
     return weight[_within("Embedding", index, len(weight))]
@@ -68,7 +68,7 @@ def EmbeddingDenseBackward(
     padding_idx: int | None = None,
     scale_grad_by_freq: bool = False,
 ) -> np.ndarray:
-    """Gradient of a table: for each row the sum over the places that took it."""
+    """Return the gradient of a table: for each row the sum over the places that took it."""
     if scale_grad_by_freq:
         raise NotImplementedError("EmbeddingDenseBackward: scale_grad_by_freq True")
     out = np.zeros((num_weights, grad.shape[-1]), grad.dtype)
@@ -80,7 +80,7 @@ def EmbeddingDenseBackward(
 
 @kernel(widen=False)
 def IndexSelect(attrs: Attrs, x: np.ndarray, dim: int, index: np.ndarray) -> np.ndarray:
-    """Slices of a dimension by their numbers."""
+    """Return the slices of a dimension by their numbers."""
     return np.take(x, _within("IndexSelect", index, x.shape[dim]), axis=dim)
 
 
@@ -117,7 +117,7 @@ def OneHotExt(
 
 @kernel(widen=False)
 def SplitWithSize(attrs: Attrs, x: np.ndarray, sizes: tuple[int, ...], dim: int = 0) -> tuple[np.ndarray, ...]:
-    """Parts of given sizes along a dimension."""
+    """Return the parts of given sizes along a dimension."""
     if sum(sizes) != x.shape[dim]:
         raise ValueError(f"SplitWithSize: sizes {tuple(sizes)} do not make up {x.shape[dim]}")
     return tuple(np.split(x, np.cumsum(sizes)[:-1], dim))
@@ -137,13 +137,13 @@ def ExpandAs(attrs: Attrs, x: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 @kernel(LOW_PRECISION, widen=False)
 def Reshape(attrs: Attrs, x: np.ndarray, shape: Any = None) -> np.ndarray:
-    """The same values: the caller stores them in the output's shape."""
+    """Return the same values: the caller stores them in the output's shape."""
     return x
 
 
 @kernel(LOW_PRECISION, widen=False)
 def ExpandDims(attrs: Attrs, x: np.ndarray, axis: int) -> np.ndarray:
-    """One more dimension of size 1."""
+    """Return one more dimension of size 1."""
     return np.expand_dims(x, axis)
 
 
@@ -176,7 +176,7 @@ def Tile(attrs: Attrs, x: np.ndarray, multiples: tuple[int, ...]) -> np.ndarray:
 def StridedSlice(
     attrs: Attrs, x: np.ndarray, begin: tuple[int, ...], end: tuple[int, ...], strides: tuple[int, ...], *masks: int
 ) -> np.ndarray:
-    """A cut of a tensor."""
+    """Return a cut of a tensor."""
     return x[_cut("StridedSlice", begin, end, strides, masks)]
 
 
@@ -236,6 +236,6 @@ def SortExt(
 def TopkExt(
     attrs: Attrs, x: np.ndarray, k: int, dim: int = -1, largest: bool = True, is_sorted: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The k largest (or smallest) values in order, and their indices."""
+    """Return the k largest (or smallest) values in order, and their indices."""
     order = np.take(_order(x, dim, largest), np.arange(k), dim)
     return np.take_along_axis(x, order, dim), order

@@ -55,7 +55,7 @@ def kernel(
 
 
 def is_low(x: Any) -> bool:
-    """Whether an array holds 16-bit floating point numbers."""
+    """Return whether an array holds 16-bit floating point numbers."""
     return isinstance(x, np.ndarray) and x.dtype.name in _LOW
 
 

@@ -221,13 +221,13 @@ def test_a_named_checkpoint_that_is_not_whole_is_refused(train, runs, trained, s
     code, _, err = train(TOY, "--resume", str(killed))
     assert code == 2 and "the save did not finish" in err
     code, _, err = train(TOY, "--resume", str(trained))
-    assert code == 2 and "holds checkpoints and is none; name one of them, such as" in err and len(runs) == 1
+    assert code == 2 and "the folder holds several checkpoints; name one of them, such as" in err and len(runs) == 1
 
 
 def test_a_checkpoint_that_nobody_seals_is_taken_and_said(train, runs, save, workplace):
     stock = save(workplace / "stock", 5, sealed=False)
     code, _, err = train(TOY, "--resume", str(stock))
-    assert code == 0 and "has no seals" in err and "nobody can tell whether the data's order stays" in err
+    assert code == 0 and "has no seals" in err and "whether the order of the data stays the same cannot be told" in err
     assert runs[-1][-1] == str(stock)
 
 

@@ -249,7 +249,7 @@ def test_what_can_be_seen_to_be_wrong_is_one_line_and_code_2(train, runs, workpl
         (["--steps", "99999999999999"], "out of range; it must be a whole number from 1 to 1,000,000,000"),
         (["--steps", "1.5"], "1.5 is not a whole number"),
         (["--steps", "0"], "0 is out of range"),
-        (["--resume", ""], "--resume wants auto, or the folder of a checkpoint"),
+        (["--resume", ""], "--resume is empty: write auto, or the folder of a checkpoint"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(train, runs, workplace, arguments, message):

@@ -94,7 +94,7 @@ REFUSED = {
     "too many": ("a\nb\n", 12, "2 hosts x 8 = 16 workers, the recipe needs 12"),
     "duplicate": ("a\n\na\n", 16, r"hosts.txt:3: a stands in line 1 already"),
     "uneven": ("a 4\nb 8\n", 12, r"hosts.txt:2: b has 8 slots, a has 4; msrun numbers workers as if"),
-    "empty": ("# nobody\n", 8, "names no host; want a line each"),
+    "empty": ("# nobody\n", 8, "names no host; write one on each line"),
     "no slots": ("a 0\n", 8, r"hosts.txt:1: want HOST or HOST SLOTS \(node0 8\), got 'a 0'"),
     "a command": ("$(reboot)\n", 8, "want HOST or HOST SLOTS"),
 }
@@ -110,7 +110,7 @@ def test_hosts_that_do_not_fit_are_refused(hosts, name):
 def test_what_cannot_be_launched_is_refused(tmp_path):
     with pytest.raises(ClusterError, match=r"nowhere\.txt: cannot be read"):
         cluster_for(8, tmp_path / "nowhere.txt")
-    with pytest.raises(ClusterError, match="12 workers are no whole nodes of 8: name hosts and slots with --nodes"):
+    with pytest.raises(ClusterError, match="12 workers do not fill whole nodes of 8: name hosts and slots"):
         cluster_for(12)
     with pytest.raises(ClusterError, match="--port 80: msrun wants a port from 1024"):
         generate({}, port=80)

@@ -61,17 +61,17 @@ def test_half_a_line_of_a_killed_run_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "no placement"),
-        ({"slots": [[0, 1, 2, 3]]}, "no placement"),
+        ({"slots": [[0, 1, 2, 2], [3, 2, 1, 0]]}, "not a placement"),
+        ({"slots": [[0, 1, 2, 3]]}, "not a placement"),
         ({"tokens": [[1, 2, 3], [1, 2, 3]]}, "do not divide"),
         ({"tokens": [[1, 2, 3, 4]]}, "for 2 layers"),
         ({"tokens": [[1, 2, 3, -4], [1, 2, 3, 4]]}, "negative"),
-        ({"tokens": [[1, 2], [1, 2, 3, 4]]}, "no record"),
-        ({"tokens": [[1, 2, 3, 10**30], [1, 2, 3, 4]]}, "no record"),
+        ({"tokens": [[1, 2], [1, 2, 3, 4]]}, "not a record"),
+        ({"tokens": [[1, 2, 3, 10**30], [1, 2, 3, 4]]}, "not a record"),
         ({"devices": 3}, "do not divide"),
         ({"micro_batch": []}, "for 2 layers"),
-        ({"step": None}, "no record"),
-        ({"moved": {"slots": SLOTS.tolist()}}, "no record"),
+        ({"step": None}, "not a record"),
+        ({"moved": {"slots": SLOTS.tolist()}}, "not a record"),
     ],
 )
 def test_what_is_no_record_is_refused_with_its_line(tmp_path, change, message):

@@ -178,7 +178,7 @@ def test_the_verdict_on_two_group_orders_is_that_of_a_search_for_a_circle(data, 
 
 
 def test_members_who_do_not_agree_on_the_group_are_found():
-    with pytest.raises(ClusterError, match=r"rank 0, call 0 .*rank 0 is no member"):
+    with pytest.raises(ClusterError, match=r"rank 0, call 0 .*rank 0 is not a member"):
         check_programs([[Call("all_gather", (1, 2))], [], []])
     with pytest.raises(ClusterError, match=r"rank 1 never calls group \(0, 1\), rank 0 does in call 0; .*\[\(1, 2\)\]"):
         check_programs([[Call("all_gather", (0, 1))], [Call("all_gather", (1, 2))], [Call("all_gather", (1, 2))]])

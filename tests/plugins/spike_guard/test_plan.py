@@ -129,7 +129,7 @@ def test_the_ledger_is_read_as_it_was_written(tmp_path):
         ({"window": 3}, r"window: 3; write a number of steps from 4 on"),
         ({"threshold": 0}, r"threshold: 0; write a number of standard deviations above 0"),
         ({"threshold": math.inf}, r"threshold: inf"),
-        ({"skip": 0}, r"skip: 0; write a number of steps, 1 for that of the spike alone"),
+        ({"skip": 0}, r"skip: 0; write a number of steps, 1 for the spike's step only"),
         ({"rollbacks": 0}, r"rollbacks: 0; write how often"),
         ({"skipped": "x"}, r"skipped: 'x'; write \[\[first, stop\]"),
         ({"skipped": [[4, 8], [8, 8]]}, r"skipped\[1\]: \[8, 8\]; write \[\[first, stop\]"),

@@ -46,14 +46,14 @@ def test_what_no_run_writes_is_refused_with_its_line(tmp_path, name, value):
     write(tmp_path, [record])
     path = probe_file(tmp_path, 0)
     path.write_text(path.read_text() + json.dumps({**json.loads(path.read_text()), name: value}) + "\n")
-    with pytest.raises(DataError, match=r"probe_0\.jsonl:2: no record of a probe"):
+    with pytest.raises(DataError, match=r"probe_0\.jsonl:2: not a record of a probe"):
         read(path)
 
 
 def test_a_line_of_something_else_is_refused(tmp_path):
     path = tmp_path / "probe_0.jsonl"
     path.write_text("[1]\n")
-    with pytest.raises(DataError, match="no record of a probe"):
+    with pytest.raises(DataError, match="not a record of a probe"):
         read(path)
 
 

@@ -78,7 +78,7 @@ def test_a_page_replaces_pages_only(tmp_path):
     """And what cannot be written is refused before the operators are run."""
     (tmp_path / "recipe.yaml").write_text("seed: 1")
     (tmp_path / "old.html").write_text("<!DOCTYPE html>old")
-    for name, words in (("recipe.yaml", "is no HTML page"), ("recipe.yaml/x.html", "is no folder")):
+    for name, words in (("recipe.yaml", "is not an HTML page"), ("recipe.yaml/x.html", "is not a folder")):
         result = ops("relu", "--html", str(tmp_path / name))
         assert isinstance(result.exception, DataError) and words in str(result.exception)
     check_page(tmp_path / "old.html")

@@ -55,7 +55,7 @@ def test_a_held_out_loss_is_for_data_parallel_ranks():
     recipe = load_recipe(FULL)
     recipe["plugins"]["held_out_loss"] = {"data_path": "x", "samples": 32768, "every": 5}
     found = {finding.key: finding.wrong for finding in check_recipe(recipe).errors}
-    assert "data-parallel ranks alone" in found["plugins.held_out_loss"]
+    assert "only data-parallel ranks" in found["plugins.held_out_loss"]
     assert errors("recipes/mini/pretrain_dp2.yaml", on) == {}
 
 
@@ -272,7 +272,7 @@ def test_the_shipped_recipe_passes():
         ([f"{KEY}.method=swap"], f"{KEY}.method", "did you mean 'swaps'"),
         (["optimizer.type=Muon"], f"{KEY}.every", "would stay behind"),
         (["parallel_config.expert_parallel=1", "plugins.hierarchical_ep=False"], f"{KEY}.every", "nothing can move"),
-        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens with"),
+        (["model.model_config.moe_router_enable_expert_bias=False"], KEY, "counts its tokens only with"),
     ],
 )
 def test_what_cannot_move_or_be_counted_is_refused(changes, key, words):
@@ -294,7 +294,7 @@ def test_one_worker_records_and_moves_nothing():
         ([], 5, ""),
         (["parallel_config.data_parallel=4"], 5, "several groups of ranks"),
         (["parallel_config.data_parallel=4"], 0, ""),
-        (["model.model_config.params_dtype=bfloat16"], 5, "float32 weights alone"),
+        (["model.model_config.params_dtype=bfloat16"], 5, "overwrites only float32 weights"),
         (["model.model_config.params_dtype=bfloat16"], 0, ""),
     ],
 )

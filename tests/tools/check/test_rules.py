@@ -252,7 +252,7 @@ def test_ulysses_is_its_degree():
     """The algorithm's name is read nowhere in graph mode: 4 heads over tp 2 x cp 4 gather keys and values."""
     named = change(SEMI, ((*PARALLEL, "context_parallel"), 4), ((*PARALLEL, "context_parallel_algo"), "ulysses_cp"))
     assert dotted((*PARALLEL, "ulysses_degree_in_cp")) not in findings(named)
-    assert "alone changes nothing" in findings(named, "warning")[dotted((*PARALLEL, "context_parallel_algo"))].wrong
+    assert "changes nothing by itself" in findings(named, "warning")[dotted((*PARALLEL, "context_parallel_algo"))].wrong
     degree = (*PARALLEL, "ulysses_degree_in_cp")
     two = change(SEMI, ((*PARALLEL, "context_parallel"), 2), (degree, 2))
     assert "does not compile" in findings(two)[dotted(degree)].wrong  # values are narrower than queries here
@@ -270,7 +270,7 @@ def test_ulysses_is_its_degree():
 def test_nothing_is_tied(key, value):
     dense = plain(ROOT / "recipes" / "telechat3_36b" / "pretrain_8k.yaml")
     tied = put(dense, (*MODEL, key), value)
-    assert "ties nothing" in findings(tied, "warning")[dotted((*MODEL, key))].wrong
+    assert "nothing is tied" in findings(tied, "warning")[dotted((*MODEL, key))].wrong
     tables = [check_recipe(recipe).table for recipe in (dense, tied)]
     assert tables[0]["parameters_total"] == tables[1]["parameters_total"]
     assert tables[0]["flops_per_token"] == tables[1]["flops_per_token"]

@@ -251,7 +251,7 @@ def test_experts_at_their_own_slots_and_checkpoints_without_experts_pass(tmp_pat
 
 @pytest.mark.parametrize(
     ("slots", "words"),
-    [(([0, 0, 1, 2],), "a slot of its own"), (([0, 1], [1, 0]), "not that of the other ranks")],
+    [(([0, 0, 1, 2],), "a slot of its own"), (([0, 1], [1, 0]), "differs from that of the other ranks")],
 )
 def test_placements_that_cannot_be(tmp_path, slots, words):
     with pytest.raises(CheckpointError, match=words):

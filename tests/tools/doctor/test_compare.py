@@ -88,11 +88,11 @@ def test_a_check_that_a_report_lacks_is_unknown():
 WHOLE = report().text()
 BROKEN = {
     "": "no report at all",
-    WHOLE[: len(WHOLE) // 2]: "no whole JSON",
+    WHOLE[: len(WHOLE) // 2]: "not complete JSON",
     "[]": "an earlier tc3",
-    "{}": "no report of tc3 doctor",
-    "7": "no report of tc3 doctor",
-    "[" * 100_000: "no whole JSON",
+    "{}": "not a report of tc3 doctor",
+    "7": "not a report of tc3 doctor",
+    "[" * 100_000: "not complete JSON",
     WHOLE.replace(f'"{FACTS["tc3"]}"', '"0.0.1"'): "a report of tc3 0.0.1, here is",
     WHOLE.replace('"ok"', '"fine"'): "findings or its probe cannot be read",
     WHOLE.replace('"probe": null', '"probe": [1]'): "findings or its probe cannot be read",

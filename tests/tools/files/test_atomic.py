@@ -26,7 +26,7 @@ def places(tmp_path):
         (".", "a folder"), ("file", "a file"), ("good", "a file"), ("loop", "a link that leads back to itself"),
         ("gone", "a link to nothere, which is not there"), ("none", "no such file or folder"),
         ("file/below", "no such file or folder"), ("pipe", "a device, a pipe or a socket, not a file"),
-        ("loop/below", "a link that leads back to itself"), ("a\0b", "no name of a file"),
+        ("loop/below", "a link that leads back to itself"), ("a\0b", "not the name of a file"),
     ],
 )  # fmt: skip
 def test_what_stands_at_a_path(places, name, words):

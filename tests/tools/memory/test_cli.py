@@ -50,7 +50,7 @@ def test_a_mini_is_shown_in_mib_and_told_to_fit_before_what_would_free_some():
     shown = run("--explain-oom", recipe="recipes/mini/pretrain.yaml").stdout
     peak = json.loads(run("--json", recipe="recipes/mini/pretrain.yaml").stdout)["peak"]["bytes"]
     assert f"{peak / MIB:.1f} MiB" in shown and "MiB on one device" in shown
-    assert "It fits as it is" in shown and "  MiB  frees" in shown
+    assert "It fits unchanged" in shown and "  MiB  frees" in shown
     assert "It fits" not in run("--limit", 16, "--explain-oom").stdout
 
 

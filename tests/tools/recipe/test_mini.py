@@ -130,7 +130,7 @@ def test_packed_conversations_stay_so(size):
     assert not loader["create_compressed_eod_mask"] and loader["create_attention_mask"]
     assert mini["plugins"]["packed_labels"] == {}
     assert mini["run_mode"] == "finetune" and mini["optimizer"] == recipe["optimizer"]
-    with pytest.raises(RecipeError, match="--parallel has no data of packed conversations"):
+    with pytest.raises(RecipeError, match="--parallel cannot read packed conversations"):
         derive_mini(recipe, "some/corpus", workers=4)
 
 
@@ -187,7 +187,7 @@ def test_every_recipe_of_the_family_gives_a_sound_mini(path, workers):
 
 
 def test_a_recipe_that_splits_nothing_is_refused():
-    with pytest.raises(RecipeError, match="--parallel keeps how a recipe splits its model; this one is not split"):
+    with pytest.raises(RecipeError, match="--parallel keeps how a model is split; this recipe does not split it"):
         load_mini(ROOT / "recipes/mini/pretrain.yaml", workers=4)
     with pytest.raises(RecipeError, match="needs a degree above 1 that fits 1 workers"):
         load_mini(ROOT / "recipes/telechat3_438b/pretrain_4k.yaml", workers=1)

@@ -24,13 +24,13 @@ LARGE = (".npz", ".safetensors", ".bin")  # what a run leaves beside its logs
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--against", default="hf", show_default=True, metavar="hf|RECIPE",
-              help="Hugging Face's DeepseekV3 of the same architecture (needs torch), or another recipe.")  # fmt: skip
-@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Steps of the loss curves.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, in both recipes.")
-@click.option("--data", metavar="PREFIX", help="A Megatron corpus (PREFIX.bin, .idx) instead of the recipe's.")
+              help="Reference: Hugging Face's DeepseekV3 (the default; needs torch), or another recipe.")  # fmt: skip
+@click.option("--steps", default=20, show_default=True, type=Number("curve_steps"), help="Number of steps to compare.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key in both recipes.")
+@click.option("--data", metavar="PREFIX", help="Train on the Megatron corpus PREFIX.bin, .idx instead of the recipe's.")
 @click.option("--reference-python", "python", default=sys.executable, metavar="PATH",
-              help="Python that has torch and transformers.  [default: this one]")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the starting weights.")
+              help="Python interpreter that has torch and transformers.  [default: this one]")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the starting weights.")
 @click.option("--keep", type=click.Path(path_type=Path, file_okay=False), help="Keep the runs' files in this folder.")
 @unverified_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
@@ -48,11 +48,11 @@ def align(
     """Find where RECIPE stops agreeing with a reference, as the report's Figure 1 does.
 
     Six rungs on CPU: configuration; forward of the first batch; every gradient; the first update of every weight; the
-    losses of all steps; the recipe's own workers. The ladder stops at the first rung that fails and names the first
+    losses of all steps; the recipe's own workers. The comparison stops at the first rung that fails and names the first
     module, gradient or parameter group that differs. A recipe for Ascend is run as its mini.
 
-    Two recipes are compared setting by setting at their own size first; what CPU runs of them are their minis. A layout
-    that splits the model is executed on the last rung as MindSpore's sharded graph, an Ascend recipe's on at most four
+    Two recipes are first compared setting by setting at their own size; then their minis run on CPU. A layout
+    that splits the model is executed on the last rung as MindSpore's sharded graph; an Ascend recipe takes at most four
     processes.
 
     Exit codes: 0 aligned; 1 a rung failed, or nothing ran though the recipes differ; 2 a wrong input.

@@ -41,7 +41,7 @@ class Setting:
 
     Args:
         ours, theirs: as text. group: the report's class.
-        kind: MUST or UNKNOWN, which fail; LAYOUT, which may change rounding alone, as a run has to show; MAY otherwise.
+        kind: MUST or UNKNOWN, which fail; LAYOUT, which may change rounding only, as a run has to show; MAY otherwise.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Setting:
 
 
 def differences(ours: Recipe, theirs: Recipe) -> list[Setting]:
-    """Every difference of two flat recipes, what must match first. Corpora go by their content.
+    """Return every difference of two flat recipes, what must match first. Corpora go by their content.
 
     Raises:
         DataError: the corpus of a recipe for CPU is not there. One for Ascend may have it elsewhere: by path then.
@@ -78,7 +78,7 @@ def _sums_gradients(recipe: Recipe) -> bool:
 
 
 def group_of(path: str) -> str:
-    """The report's class of a key path."""
+    """Return the report's class of a key path."""
     return next((group for pattern, group in CLASSES if re.search(pattern, path)), "other")
 
 
@@ -111,7 +111,7 @@ def _by_content(settings: list[Setting], ours: Mapping[str, Any], theirs: Mappin
 
 
 def has_corpus(recipe: Mapping[str, Any]) -> bool:
-    """Whether all files of a recipe's corpus are on this machine."""
+    """Return whether all files of a recipe's corpus are on this machine."""
     return all(Path(f"{prefix}{end}").is_file() for prefix in _blend(recipe)[1] for end in (".idx", ".bin"))
 
 

@@ -73,7 +73,7 @@ class Sides:
 
 
 def data_parallel(recipe: Recipe, other: Recipe | None, steps: int) -> Sides:
-    """The recipes as they are; one worker beside a recipe alone."""
+    """Return the recipes as they are; one worker beside a recipe alone."""
     return Sides([recipe, other if other is not None else Recipe(align_sides.alone(recipe, steps))])
 
 
@@ -131,7 +131,7 @@ def _sharded(recipe: Recipe) -> Recipe:
 
 
 def train_and_compare(sides: Sides, steps: int, folder: Path, say: Callable[[str], None]) -> Rung:
-    """The rung: both sides by `tc3 train`, and their losses.
+    """Return the rung: both sides by `tc3 train`, and their losses.
 
     Raises:
         SideFailedError: a side failed, or was refused: the five rungs before have run, and are not given up for that.
@@ -200,7 +200,7 @@ class Ladder:
 
     @property
     def broken(self) -> bool:
-        """Whether a run did not come to its end: its rung has no rows."""
+        """Return whether a run did not come to its end: its rung has no rows."""
         return any(rung.state == FAILED for rung in self.rungs)
 
     def as_json(self) -> dict[str, Any]:
@@ -354,7 +354,7 @@ def _more_devices(recipe: Recipe, other: Recipe | None, wanted: Wanted, say: Say
 
 
 def failed_text(row: Row) -> str:
-    """One line: how far off a number is, how many things differ, or both sides of a setting."""
+    """Return one line: how far off a number is, how many things differ, or both sides of a setting."""
     if row.counted and row.detail:
         return f"{row.name}: {row.detail} ({row.measure})"
     if row.counted:

@@ -108,7 +108,7 @@ def forward(network, batch):
 
 @contextmanager
 def pynative():
-    """PyNative mode for a while, with stand-ins for what works in graphs alone."""
+    """PyNative mode for a while, with stand-ins for what works in graphs only."""
     with ExitStack() as stack:
         for hook in stand_ins():
             stack.enter_context(replaced(*hook))

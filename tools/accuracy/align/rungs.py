@@ -72,12 +72,12 @@ class Row:
 
     @property
     def counted(self) -> bool:
-        """Whether the error is a number of things that differ, which must be none, not a size."""
+        """Return whether the error is a number of things that differ, which must be none, not a size."""
         return self.tolerance == NONE
 
     @property
     def rounding(self) -> bool:
-        """Whether the reference differs from itself by as much."""
+        """Return whether the reference differs from itself by as much."""
         return self.error <= FLOOR_FACTOR * self.floor
 
 
@@ -100,7 +100,7 @@ class Rung:
 
     @property
     def worst(self) -> Row | None:
-        """The row that is furthest outside its tolerance, or nearest to it."""
+        """Return the row that is furthest outside its tolerance, or nearest to it."""
         rows = [row for row in self.rows if row.status == self.status] or self.rows
         return max(rows, key=lambda row: row.error / row.tolerance, default=None)
 
@@ -207,7 +207,7 @@ def moved(record: Record) -> Arrays:
 
 
 def largest(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest absolute difference; inf for NaN or another shape."""
+    """Return the largest absolute difference; inf for NaN or another shape."""
     if got.shape != want.shape:
         return float("inf")
     with np.errstate(invalid="ignore"):
@@ -304,7 +304,7 @@ def first_difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.nda
 
 
 def forward_order(layers: int) -> list[str]:
-    """Names of a trace in the order of execution; `layers` with MTP."""
+    """Return the names of a trace in the order of execution; `layers` with MTP."""
     names = ["embedding"]
     for layer in range(layers):
         names += [f"layers.{layer}.{module}" for module in MODULES]
@@ -312,7 +312,7 @@ def forward_order(layers: int) -> list[str]:
 
 
 def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
-    """The first module that differs; `rope`: the last dimensions of a head that are rotated."""
+    """Return the first module that differs; `rope`: the last dimensions of a head that are rotated."""
     bad = [row.name for row in rung.rows if row.status == FAILED]
     given = [name for name in bad if name.startswith(("initial", "batch"))]
     if given:
@@ -333,7 +333,7 @@ def explain_forward(rung: Rung, ours: Record, theirs: Record, rope: int) -> str:
 
 
 def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
-    """The failed gradient that backward reaches first, and how far they reach."""
+    """Return the failed gradient that backward reaches first, and how far they reach."""
     bad = [row for row in rung.rows if row.status == FAILED]
     weights = [row for row in bad if row.name != "global norm"]
     if not weights:
@@ -345,7 +345,7 @@ def explain_backward(rung: Rung, ours: Record, theirs: Record) -> str:
 
 
 def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> str:
-    """Which parameter group moved differently, and whether weight decay or the rate explains it."""
+    """Return which parameter group moved differently, and whether weight decay or the rate explains it."""
     bad = [row.name for row in rung.rows if row.status == FAILED]
     biases = [name for name in bad if re.search(r"e_score_correction_bias|expert_bias", name)]
     weights = [name for name in bad if name not in biases]
@@ -365,7 +365,7 @@ def explain_update(rung: Rung, ours: Record, theirs: Record, hyper: Hyper) -> st
 
 
 def explain_curve(rung: Rung) -> str:
-    """The first step that differs."""
+    """Return the first step that differs."""
     first = next(row for row in rung.rows if row.status == FAILED)
     meaning = "state that one step does not show"
     if "by itself" in first.name:

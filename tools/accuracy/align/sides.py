@@ -65,7 +65,7 @@ class Record:
 
 
 def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Arrays) -> Record:
-    """The record of `tools.accuracy.reference.run`, with what it was given."""
+    """Return the record of `tools.accuracy.reference.run`, with what it was given."""
     parts: dict[str, Any] = {
         kind: _below(stored, f"{kind}/") for kind in ("trace", "gradient", "updated", "curve", "single")
     }
@@ -75,7 +75,7 @@ def of_reference(stored: Mapping[str, np.ndarray], weights: Arrays, batch: Array
 
 
 def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping], hyper: Hyper) -> Record:
-    """The record of `recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
+    """Return the record of `recorder` and the steps of `launch.workers.metrics`, under MindFormers' names.
 
     Gradients come out of Adam's first moments after one step, which are (1 - beta1) times the clipped gradient: no
     second graph is compiled, and it is the gradient that the trainer used.
@@ -104,7 +104,7 @@ def of_mindformers(stored: Mapping[str, np.ndarray], metrics: Iterable[Mapping],
 
 
 def in_hugging_face_names(record: Record, sizes: Sizes) -> Record:
-    """The same record with every weight cut and named as Hugging Face's."""
+    """Return the same record with every weight cut and named as Hugging Face's."""
     untrained = {entry.mindformers: entry.shape for entry in table(sizes) if not entry.trained}
     biases = [part for entry in table(sizes) if not entry.trained for part in entry.parts]
 
@@ -137,13 +137,13 @@ def _layer(router: str, sizes: Sizes) -> str:
 
 
 def read_metrics(run_dir: Path, rank: int = 0) -> list[dict]:
-    """The steps that a rank of a run wrote, in order."""
+    """Return the steps that a rank of a run wrote, in order."""
     lines = (run_dir / "metrics" / f"rank_{rank}.jsonl").read_text("utf-8").splitlines()
     return [record for record in map(json.loads, lines) if "step" in record]
 
 
 def read(file: Path) -> Arrays:
-    """Everything in an .npz."""
+    """Return everything in an .npz."""
     with np.load(file) as stored:
         return {name: stored[name] for name in stored.files}
 
@@ -153,7 +153,7 @@ def _below(stored: Mapping[str, np.ndarray], prefix: str) -> Arrays:
 
 
 def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
-    """The recipe at its own size, with overrides applied and `data` as its corpus.
+    """Return the recipe at its own size, with overrides applied and `data` as its corpus.
 
     Raises:
         RecipeError: the file or an override is wrong.
@@ -163,7 +163,7 @@ def written(path: Path, overrides: tuple[str, ...], data: str | None) -> Recipe:
 
 
 def load(path: Path, overrides: tuple[str, ...], data: str | None, steps: int, workers: int | None = None) -> Recipe:
-    """The recipe, or the CPU mini of one for Ascend, with overrides applied and `data` as its corpus.
+    """Return the recipe, or the CPU mini of one for Ascend, with overrides applied and `data` as its corpus.
 
     Args:
         workers: of a mini that keeps its parallel strategy; None for one that does not.
@@ -185,18 +185,18 @@ def _corpus(recipe: Recipe, data: str | None) -> list[str]:
 
 
 def is_mini(path: Path) -> bool:
-    """Whether `load` makes a mini of it."""
+    """Return whether `load` makes a mini of it."""
     return not View(load_recipe(path)).on_cpu
 
 
 def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """The recipe on one worker with the same global batch; the sections it shares with `recipe` are copies.
+    """Return the recipe on one worker with the same global batch; the sections it shares with `recipe` are copies.
 
     Raises:
         RecipeError: a plugin without which it would be another computation.
     """
     if (recipe.get("plugins") or {}).get("group_aux_loss"):
-        raise RecipeError("plugins.group_aux_loss: the reference balances each sample by itself: False")
+        raise RecipeError("plugins.group_aux_loss: the reference balances each sample by itself; write False")
     view = View(recipe)
     plain = copy.deepcopy(dict(recipe))
     samples = view.global_batch
@@ -225,7 +225,7 @@ def alone(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """The recipe with its own workers and schedule, ended after `steps` steps."""
+    """Return the recipe with its own workers and schedule, ended after `steps` steps."""
     short = copy.deepcopy(dict(recipe))
     look(short, LOADER)["sizes"] = [steps * View(recipe).global_batch, 0, 0]
     short["train_dataset_task"]["dataset_config"] = short["train_dataset"]
@@ -234,17 +234,17 @@ def shortened(recipe: Recipe, steps: int) -> dict[str, Any]:
 
 
 def reference_sizes(recipe: Mapping[str, Any]) -> Sizes:
-    """The reference's model for a recipe; raises RecipeError for what Hugging Face does not have."""
+    """Return the reference's model for a recipe; raises RecipeError for what Hugging Face does not have."""
     config = look(recipe, (*LOADER, "config"), {})
     for key in ("reset_attention_mask", "reset_position_ids", "create_compressed_eod_mask"):
         if config.get(key):
-            raise RecipeError(f"{'.'.join(LOADER)}.config.{key}: the reference attends to the whole sample: False")
+            raise RecipeError(f"{'.'.join(LOADER)}.config.{key}: the reference attends to whole samples; write False")
     built = convert(View(Recipe(recipe)), load_schema())
     return sizes_of(built.fields, bool(built.fields["moe_router_enable_expert_bias"]) and moves_bias(recipe))
 
 
 def moves_bias(recipe: Mapping[str, Any]) -> bool:
-    """Whether a callback of the recipe updates the routers' aux-free bias."""
+    """Return whether a callback of the recipe updates the routers' aux-free bias."""
     return any(callback["type"] == BIAS for callback in recipe.get("callbacks") or [])
 
 
@@ -254,7 +254,7 @@ def write(recipe: Mapping[str, Any], file: Path, recorder: dict[str, Any]) -> No
 
 
 def workers(recipe: Recipe) -> int:
-    """Workers that the recipe itself asks for."""
+    """Return the workers that the recipe itself asks for."""
     return View(recipe).devices
 
 
@@ -264,7 +264,7 @@ def rope_dimensions(recipe: Mapping[str, Any]) -> int:
 
 
 def numbers(recipe: Mapping[str, Any], *beside: str) -> dict[str, Any]:
-    """A recipe without what says where it writes, and without the sections `beside`."""
+    """Return a recipe without what says where it writes, and without the sections `beside`."""
     return {key: value for key, value in recipe.items() if key not in ("output_dir", "checkpoint", *beside)}
 
 
@@ -336,7 +336,7 @@ def run_reference(
 def reference_and_floor(
     python: str, folder: Path, sizes: Sizes, hyper: Hyper, weights: Arrays, other: Record
 ) -> tuple[Record, Record]:
-    """The reference, and the same from weights that differ in their last place: what rounding alone does."""
+    """Return the reference, and the same from weights that differ in their last place: what rounding alone does."""
     exact = run_reference(python, folder / "reference", sizes, hyper, weights, other.batch, other)
     return exact, run_reference(python, folder / "rounding", sizes, hyper, nudged(weights), other.batch)
 
@@ -351,7 +351,7 @@ def _states(record: Record) -> Arrays:
 
 
 def weights_for_mindformers(weights: Arrays, sizes: Sizes) -> Arrays:
-    """The starting weights under MindFormers' names."""
+    """Return the starting weights under MindFormers' names."""
     return to_mindformers(weights, sizes)
 
 

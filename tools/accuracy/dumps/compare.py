@@ -72,7 +72,7 @@ def meaning(rows: list[Row], trained_known: bool) -> str:
 
 
 def origin(row: Row) -> str:
-    """Who made a row's tensor, as far as the dump tells."""
+    """Return who made a row's tensor, as far as the dump tells."""
     if row.kind == UPDATE:
         return f"the update of {row.place}"
     if row.role == "input":
@@ -212,17 +212,17 @@ class Report:
 
     @property
     def updates(self) -> int:
-        """How many were judged."""
+        """Return how many were judged."""
         return self.judged.judged
 
     @cached_property
     def findings(self) -> list[Row]:
-        """The rows that did not pass."""
+        """Return the rows that did not pass."""
         return [row for row in self.rows if row.kind]
 
     @property
     def passed(self) -> bool:
-        """Whether there is none, of at least one row."""
+        """Return whether there is none, of at least one row."""
         return bool(self.rows) and not self.findings
 
     @cached_property
@@ -238,7 +238,7 @@ class Report:
         return text + (f": {kinds}" if kinds else "")
 
     def notes(self) -> list[str]:
-        """What a reader must know about the judgement."""
+        """Return what a reader must know about the judgement."""
         found = []
         if self.task == "statistics":
             found.append("judged by max, min, mean and norm only: values that changed places or cancel are not seen")
@@ -270,11 +270,11 @@ class Report:
         return found
 
     def meaning(self) -> str:
-        """Where to look."""
+        """Return where to look."""
         return meaning(self.rows, self.trained_known)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the rows that passed; an infinite error is the string "inf"."""
+        """Return everything but the rows that passed; an infinite error is the string "inf"."""
         return {
             "golden": self.golden,
             "bench": self.bench,
@@ -294,12 +294,12 @@ class Report:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """A row in values fit for JSON."""
+    """Return a row in values fit for JSON."""
     return {**asdict(row), "error": "inf" if math.isinf(row.error) else row.error}
 
 
 def finding_text(row: Row) -> str:
-    """One line about a finding."""
+    """Return one line about a finding."""
     rank = f" rank {row.rank}" if row.rank else ""
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.shape else ""
     return f"step {row.step}{rank} {row.name}: {row.kind}: {numbers}{row.detail}"
@@ -308,10 +308,10 @@ def finding_text(row: Row) -> str:
 def compare_dumps(
     golden: Dump, bench: Dump, promoted: bool = False, progress: Callable[[int, int], object] = lambda done, total: None
 ) -> Report:
-    """All tensors of two dumps.
+    """Return all tensors of two dumps.
 
     Args:
-        promoted: the golden side computed in a wider type (report section 3.1 (1)), which is no finding then.
+        promoted: the golden side computed in a wider type (report section 3.1 (1)), which is not a finding then.
         progress: called with tensors done and in all.
 
     Raises:
@@ -354,7 +354,7 @@ def check_alike(golden: Dump, bench: Dump) -> None:
             "by rank; for two parallel layouts of one model use `tc3 accuracy equivalence`"
         )
     if golden.ranks != bench.ranks:
-        raise DataError(f"{golden.folder} has ranks {golden.ranks}, {bench.folder} {bench.ranks}: the same are needed")
+        raise DataError(f"{golden.folder} has ranks {golden.ranks}, {bench.folder} {bench.ranks}: ranks must be equal")
     if golden.steps != bench.steps:
         raise DataError(
             f"{golden.folder} has steps {golden.steps}, {bench.folder} {bench.steps}: dump both with the same --steps"

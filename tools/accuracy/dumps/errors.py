@@ -32,7 +32,7 @@ class Scale:
 
 
 def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: str) -> Scale | None:
-    """The factor between two .npy files of one shape, if there is one.
+    """Return the factor between two .npy files of one shape, if there is one.
 
     Args:
         sums: `Measured.sums` of the two; the files are read again only if these say that the factor is over the floor.
@@ -47,7 +47,7 @@ def scaled(sums: tuple[float, float, float], golden: Path, bench: Path, dtype: s
 
 
 def distance(sums: tuple[float, float, float]) -> float:
-    """How far 1 is outside of [low, high]; sums of want^2, want d and d^2."""
+    """Return how far 1 is outside of [low, high]; sums of want^2, want d and d^2."""
     want, along, apart = sums
     if want <= 0 or want + along <= 0:
         return 0.0  # nothing to scale, or not even the same sign: no question of a factor
@@ -218,7 +218,7 @@ def _different(want: NpyFile, got: NpyFile) -> Measured:
 
 
 def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
-    """The error of two tensors' statistics; inf where one is not finite and they differ."""
+    """Return the error of two tensors' statistics; inf where one is not finite and they differ."""
     pairs = list(zip(golden.statistics, bench.statistics, strict=True))
     if all(a == b for a, b in pairs):
         return 0.0
@@ -235,7 +235,7 @@ def statistics_error(golden: Item, bench: Item, smallest: float) -> float:
 
 
 def scaled_norm(golden: Item, bench: Item, tolerance: float, dtype: str) -> Scale | None:
-    """The factor between two tensors, if their norms tell one; `tolerance` is Table 2's."""
+    """Return the factor between two tensors, if their norms tell one; `tolerance` is Table 2's."""
     largest, smallest, _, norm = golden.statistics
     other = bench.statistics[3]
     if not norm or other is None or largest is None or smallest is None:

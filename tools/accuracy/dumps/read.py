@@ -79,12 +79,12 @@ class Name:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What pairs it with the other side: without the class, which another framework names differently."""
+        """Return what pairs it with the other side: without the class, which another framework names differently."""
         return self.kind, self.path, self.phase, self.call
 
     @property
     def place(self) -> str:
-        """Where a person would look: the cell's path or the function."""
+        """Return where a person would look: the cell's path or the function."""
         return f"{self.path} ({self.type})" if self.kind == "Cell" else f"{self.kind}.{self.path}"
 
 
@@ -205,14 +205,14 @@ class Item:
 
     @property
     def parameter(self) -> str:
-        """The parameter's name in its cell: of a parameter, and of the gradient of one (`weight.0`)."""
+        """Return the parameter's name in its cell: of a parameter, and of the gradient of one (`weight.0`)."""
         if self.role == "parameters":
             return self.label.removeprefix("parameters.")  # may have dots, as an optimizer's `moment1.fc.weight`
         return self.label.removesuffix(".0")
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor; a plain Python value otherwise."""
+        """Return whether it is a tensor; a plain Python value otherwise."""
         return bool(self.statistics)
 
 
@@ -235,7 +235,7 @@ def kernel_folders(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def kernel_entries(rank: Path, step: int) -> list[Entry]:
-    """The kernels of one step, in the order in which they ran.
+    """Return the kernels of one step, in the order in which they ran.
 
     Raises:
         DataError: a file is broken, or has no name of MindSpore's.
@@ -298,12 +298,12 @@ class Dump:
 
     @property
     def steps(self) -> list[int]:
-        """All of which there is something."""
+        """Return all of which there is something."""
         return sorted({*self.folders, *self.weights})
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the first step."""
+        """Return the ranks of the first step."""
         return sorted(next(iter(self.folders.values())))
 
     def entries(self, step: int, rank: int) -> list[Entry]:
@@ -319,7 +319,7 @@ def open_dump(folder: Path) -> Dump:
     """Look at a dump's folders.
 
     Raises:
-        DataError: it is no dump, or not a whole one.
+        DataError: it is not a dump, or not a whole one.
     """
     if not folder.is_dir():
         if folder.exists():
@@ -416,7 +416,7 @@ def _name(folder: Path, key: str) -> Name:
     try:
         return parse(key)
     except ValueError:
-        raise DataError(f"{folder / 'dump.json'}: {key!r} is no name of msprobe's") from None
+        raise DataError(f"{folder / 'dump.json'}: {key!r} is not a name that msprobe writes") from None
 
 
 def _items(key: str, value: dict[str, Any], folder: Path) -> Iterator[Item]:
@@ -452,7 +452,7 @@ def _leaves(node: Any, label: str, role: str, data: Path) -> Iterator[Item]:
 def _tensor(node: dict[str, Any], label: str, role: str, data: Path) -> Item:
     wrong = _wrong(node)
     if wrong:
-        raise DataError(f"{data.parent / 'dump.json'}: {label}: {wrong}: the file is damaged, or no dump of msprobe's")
+        raise DataError(f"{data.parent / 'dump.json'}: {label}: {wrong}: the file is damaged, or not msprobe's")
     dtype = node["dtype"].rpartition(".")[2].lower()
     file = data / node["data_name"] if node.get("data_name") else None
     statistics = tuple(node.get(name) for name in STATISTICS)

@@ -117,7 +117,7 @@ def _layers(groups: list[list[Row]]) -> str:
 
 
 def as_page(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     title = "no finding" if report.passed else f"{len(report.findings)} findings"
     first = "".join(_first(phase, report.first[phase]) for phase in PHASES)
     notes = "".join(f"<p class=note>{escape(note)}</p>" for note in report.notes())

@@ -59,7 +59,7 @@ class Counter:
                 self._counts[place] = tuple(map(max, self._counts[place], counts))  # type: ignore[assignment]
 
     def of(self, entry: Entry, item: Item) -> int:
-        """The accumulation count of one tensor."""
+        """Return the accumulation count of one tensor."""
         forward, backward, gradient = self._counts.get(_place(entry), (DEFAULT,) * 3)
         if entry.name.phase == GRADIENT:
             return gradient
@@ -128,7 +128,7 @@ class Trained:
                         self._trained.add((entry.name.path, item.parameter))
 
     def has(self, entry: Entry, item: Item) -> bool:
-        """Whether a gradient trains this parameter; where nothing tells, it is taken for a weight."""
+        """Return whether a gradient trains this parameter; where nothing tells, it is taken for a weight."""
         return not self.known or (entry.name.path, item.parameter) in self._trained
 
 
@@ -181,7 +181,7 @@ class Pair:
 
     @property
     def sides(self) -> tuple[Entry, Item | None]:
-        """The golden side, or the only one."""
+        """Return the golden side, or the only one."""
         side = self.golden or self.bench
         assert side is not None
         return side
@@ -222,7 +222,7 @@ def _aligned(golden: list[Entry], bench: list[Entry]) -> list[tuple[Entry | None
 
 
 def judged(pair: Pair, promoted: bool, trained: Trained) -> Row | None:
-    """The row of a pair; None for plain values that agree, which nobody wants to read about."""
+    """Return the row of a pair; None for plain values that agree, which nobody wants to read about."""
     entry, item = pair.sides
     label = f".{item.label}" if item else ""
     head = {
@@ -267,7 +267,7 @@ def _plain(head: dict, golden: Item, bench: Item) -> Row | None:
 
 
 def judged_type(golden: str, bench: str) -> str:
-    """The column of Table 2: the narrower of two types; float64 is judged as float32."""
+    """Return the column of Table 2: the narrower of two types; float64 is judged as float32."""
     return next((dtype for dtype in (bench, golden) if dtype in NARROW), "float32")
 
 

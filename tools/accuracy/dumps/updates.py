@@ -57,7 +57,7 @@ class Seen:
 
 
 def size_of(before: Item, after: Item) -> float:
-    """The size of an element's update, at least: by how much the statistics moved. 0 where there are none."""
+    """Return the size of an element's update, at least: by how much the statistics moved. 0 where there are none."""
     old, new = _numbers(before), _numbers(after)
     if old is None or new is None:
         return 0.0
@@ -67,7 +67,7 @@ def size_of(before: Item, after: Item) -> float:
 
 
 def typical(sizes: list[float]) -> float:
-    """The median size of those that moved."""
+    """Return the median size of those that moved."""
     return median(size for size in sizes if size) if any(sizes) else 0.0
 
 

@@ -45,7 +45,7 @@ def mark(folder: Path, complete: bool, **facts: Any) -> None:
 
 
 def stated(folder: Path) -> dict[str, Any] | None:
-    """What was stated; None for a dump that msprobe wrote on its own.
+    """Return what was stated; None for a dump that msprobe wrote on its own.
 
     Raises:
         DataError: the file is not as `write` left it.
@@ -63,7 +63,7 @@ def stated(folder: Path) -> dict[str, Any] | None:
 
 
 def debugger(folder: Path, level: str, task: str, rank: int) -> Any:
-    """A `PrecisionDebugger` that writes `folder/stepN/rankM/`.
+    """Return a `PrecisionDebugger` that writes `folder/stepN/rankM/`.
 
     Args:
         level: L0 (cells), L1 (functions), mix (both), or L2 (kernels of a compiled graph).

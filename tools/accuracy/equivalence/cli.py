@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 @click.command("equivalence")
 @click.argument("recipe", required=False)
 @click.option("--only", "names", metavar="NAME,...", help="Strategies, or one of: baseline, trained, executed.")
-@click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Of each run.")
-@click.option("--draws", type=Number("rows"), help="Execute so many layouts drawn at random, instead or beside.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of --draws.")
-@click.option("--most", default=4, show_default=True, type=Number("workers"), help="Processes of a layout of --draws.")
+@click.option("--steps", default=3, show_default=True, type=Number("curve_steps"), help="Number of steps of each run.")
+@click.option("--draws", type=Number("rows"), help="Draw so many layouts at random, and execute them.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed with which --draws draws.")
+@click.option("--most", default=4, show_default=True, type=Number("workers"), help="Most processes of a drawn layout.")
 @click.option("--update", is_flag=True, help="Write the golden numbers of the trained runs instead of checking them.")
 @click.option(
     "--golden",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of golden numbers.  [default: tests/golden of the checkout]",
+    help="Read golden numbers from this folder.  [default: tests/golden of the checkout]",
 )
 @click.option(
     "--work",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for the training runs.  [default: output/equivalence/<folder>-<recipe>]",
+    help="Put the training runs into this folder.  [default: output/equivalence/<folder>-<recipe>]",
 )
 @click.option("--dry-run", is_flag=True, help="Say what would be trained and executed; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write a self-contained page.")
-@click.option("--list", "list_only", is_flag=True, help="List the strategies, and stop.")
+@click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write one HTML page here.")
+@click.option("--list", "list_only", is_flag=True, help="List the strategies and run none.")
 @unverified_option
 def equivalence_command(
     recipe: str | None,
@@ -58,7 +58,7 @@ def equivalence_command(
     page: Path | None,
     list_only: bool,
 ) -> None:
-    """Prove that RECIPE trains the same under every parallel strategy (report 3.2.2).
+    """Verify that RECIPE trains the same under every parallel strategy (report, section 3.2.2).
 
     Each strategy starts from the same weights and reads the same made-up data as one worker. What MindFormers can train
     on CPU data parallel is trained and compared by losses, gradient norms and optimizer state. Layouts that split the
@@ -85,10 +85,10 @@ def equivalence_command(
         print_list(Console(highlight=False))
         return
     if recipe is None:
-        raise click.UsageError("which RECIPE? for instance recipes/mini/pretrain.yaml; --list shows the strategies")
+        raise click.UsageError("RECIPE is missing, such as recipes/mini/pretrain.yaml; --list shows the strategies")
     only = tuple(name.strip() for name in (names or "").split(",") if name.strip())
     if names is not None and not only:
-        raise RecipeError(f"--only {names!r}: names no strategy; --list shows all")
+        raise RecipeError(f"--only {names!r}: this names no strategy; --list shows all")
     drawn = (draws, seed, most) if draws else None
     chosen = choose(only, one_worker(recipe), drawn)
     check_page(page)

@@ -65,7 +65,7 @@ ROUTER, ROUTER_BIAS = ".router.weight", ".router.expert_bias"
 
 
 def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Comparison:
-    """Findings in the order in which a difference arises; known stock differences apart."""
+    """Return the findings in the order in which a difference arises; known stock differences apart."""
     if len(run.steps) != len(reference.steps):
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
         return Comparison(1, np.inf, (finding_of(run, 1, FORWARD, "data", "steps", np.inf, 0.0, detail),))
@@ -213,7 +213,7 @@ class ExecutedRuns:
     failures: dict[str, RunFailedError] = field(default_factory=dict)
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
-        """A sharding against one process of the same graph.
+        """Return a sharding against one process of the same graph.
 
         Raises:
             RunFailedError: one of the two failed, now or when it was first needed, or left no whole record.
@@ -267,7 +267,7 @@ def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
 
 
 def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
-    """What a run did, from its metrics and from the checkpoint of every step.
+    """Return what a run did, from its metrics and from the checkpoint of every step.
 
     A gradient is read off AdamW's first moment, m' = beta1 * m + (1 - beta1) * g: after reduction and clipping.
 

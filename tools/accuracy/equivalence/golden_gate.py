@@ -28,7 +28,7 @@ MADE_WITH = ("mindspore", "mindformers")
 
 
 def golden_file(folder: Path, recipe: str) -> Path:
-    """Where the numbers of a recipe stand: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
+    """Return where the numbers of a recipe stand: ``mini-pretrain.json`` for recipes/mini/pretrain.yaml."""
     path = Path(recipe).absolute()
     return folder / f"{path.parent.name}-{path.stem}.json"
 
@@ -40,12 +40,12 @@ def recorded(folder: Path, recipe: str) -> str:
 
 
 def owner(file: Path, recipe: str) -> str:
-    """The recipe whose numbers a golden file holds, "" where they are those of `recipe`.
+    """Return the recipe whose numbers a golden file holds, "" where they are those of `recipe`.
 
     Two recipes of one name in folders of one name have one file: anybody's mini/pretrain.yaml and this repository's.
 
     Raises:
-        DataError: it is no golden file.
+        DataError: it is not a golden file.
     """
     name = str(_content(file).get("recipe"))
     # as an absolute or relative path wrote it before
@@ -54,7 +54,7 @@ def owner(file: Path, recipe: str) -> str:
 
 
 def numbers_of(run: Trained) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Return what is kept of a run."""
     steps = [
         {**step_numbers(step), "norms": {group: rounded(norm) for group, norm in group_norms(norms).items()}}
         for step, norms in zip(run.steps, run.norms, strict=True)
@@ -63,7 +63,7 @@ def numbers_of(run: Trained) -> dict[str, Any]:
 
 
 def numbers_of_steps(steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The same of a run that recorded nothing but its metrics."""
+    """Return the same of a run that recorded nothing but its metrics."""
     return {"steps": [step_numbers(step) for step in steps]}
 
 
@@ -73,7 +73,7 @@ def step_numbers(step: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rounded(value: float) -> float:
-    """A number as it stands in a golden file."""
+    """Return a number as it stands in a golden file."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -112,7 +112,7 @@ def read_golden(file: Path) -> dict[str, Any]:
     """The runs of a golden file.
 
     Raises:
-        DataError: it is no golden file.
+        DataError: it is not a golden file.
     """
     return _content(file)["runs"]
 
@@ -122,7 +122,7 @@ def _content(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text())
         content["runs"].keys()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{file}: no golden file ({error!r}); --update writes a new one") from None
+        raise DataError(f"{file}: not a golden file ({error!r}); --update writes a new one") from None
     return content
 
 

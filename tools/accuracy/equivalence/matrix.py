@@ -66,7 +66,7 @@ class Row:
         return Mesh(dp=self.case.variant.workers if self.case.variant else 1)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything; an infinite number is the string "inf"."""
+        """Return everything; an infinite number is the string "inf"."""
         findings = [dataclasses.asdict(finding) | {"meaning": finding.meaning} for finding in self.findings]
         for finding in findings:
             finding["error"] = finding["error"] if math.isfinite(finding["error"]) else "inf"
@@ -92,12 +92,12 @@ class Matrix:
     runs: dict[str, Trained] = field(default_factory=dict)
 
     def with_status(self, status: str) -> list[Row]:
-        """Rows of one status."""
+        """Return the rows of one status."""
         return [row for row in self.rows if row.status == status]
 
     @property
     def passed(self) -> bool:
-        """Whether something was compared and nothing failed."""
+        """Return whether something was compared and nothing failed."""
         return bool(self.with_status(PASS) + self.with_status(KNOWN)) and not self.with_status(FAIL)
 
     def summary(self) -> str:
@@ -222,7 +222,7 @@ class _Runner:
         return self.runs[name]
 
     def alone(self, name: str) -> list[Row]:
-        """A baseline that is asked for by itself: a row if it fails."""
+        """Return a baseline that is asked for by itself: a row if it fails."""
         variant = baseline_variant(name)
         try:
             self.run(name, variant)
@@ -231,7 +231,7 @@ class _Runner:
         return []
 
     def row(self, case: Case) -> Row:
-        """The comparison of a case with its baseline."""
+        """Return the comparison of a case with its baseline."""
         variant = case.variant
         assert variant is not None, "a trained case"
         if batch_of(self.base) % variant.workers:
@@ -262,7 +262,7 @@ def _judged(case: Case, comparison: Comparison) -> Row:
 
 
 def failure_lines(row: Row, most: int = 3) -> list[str]:
-    """What failed, the first finding first."""
+    """Return what failed, the first finding first."""
     if not row.findings:
         return [row.reason]
     lines = [finding_text(finding, row.mesh) for finding in row.findings[:most]]
@@ -311,7 +311,7 @@ def _table(*columns: str) -> Table:
 
 
 def share(used: float) -> str:
-    """A share of a tolerance: per cent, or its power of ten where it is next to nothing."""
+    """Return a share of a tolerance: per cent, or its power of ten where it is next to nothing."""
     return f"{used:.0%}" if used >= 0.005 else f"{used:.0e}"
 
 
@@ -327,7 +327,7 @@ def print_list(console: Console) -> None:
 
 
 def as_html(matrix: Matrix, golden: list[str]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = "".join(_row(row) for row in matrix.rows)
     passed = matrix.passed and not golden
     return f"""<!DOCTYPE html>

@@ -63,7 +63,7 @@ class Trained:
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
-    """A corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix.
+    """Return a corpus of random tokens, the same on every machine, that lasts for `steps` steps; returns its prefix.
 
     length: tokens of a sample, where they are not the recipe's.
     """
@@ -169,7 +169,7 @@ def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndar
 
 
 def weight_of(name: str) -> str:
-    """The weight (or router) that a recorded tensor belongs to."""
+    """Return the weight (or router) that a recorded tensor belongs to."""
     return next((name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix)), name)
 
 
@@ -182,13 +182,13 @@ def _norms(squares: list[list[dict[str, float]]], split: set[str]) -> list[dict[
 
 
 def read_steps(metrics: Path) -> list[dict[str, Any]]:
-    """The records of steps in a rank's metrics file, in order."""
+    """Return the records of steps in a rank's metrics file, in order."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [record for record in records if "step" in record]
 
 
 def group_of(weight: str) -> str:
-    """The part of the model that a weight of MindFormers belongs to: layers.1.experts, embedding, norms, ..."""
+    """Return the part of the model that a weight of MindFormers belongs to: layers.1.experts, embedding, norms, ..."""
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
     parts = (

@@ -80,13 +80,13 @@ class Sharding:
 
     @property
     def alone(self) -> Sharding:
-        """The same model in one process."""
+        """Return the same model in one process."""
         same = {name: getattr(self, name) for name in MODEL}
         return Sharding(**same, accumulate=1 if self.accumulate else 0)
 
     @property
     def against(self) -> str:
-        """The name of that run."""
+        """Return the name of that run."""
         parts = ["moe" * self.moe, "mtp" * self.mtp, "without_auxiliary_loss" * (self.moe and not self.aux)]
         parts += [f"{self.layers}_layers" * (self.layers != 2), "documents" * self.documents]
         sizes = {"groups": self.groups, "shared": self.shared, "tokens": self.length}
@@ -96,22 +96,22 @@ class Sharding:
 
     @property
     def sample(self) -> int:
-        """Tokens of a sample, 0 for the recipe's."""
+        """Return the tokens of a sample, 0 for the recipe's."""
         return DOCUMENTS if self.documents else self.length
 
     @property
     def words(self) -> str:
-        """What differs from one process of two dense layers: ``"dp 2, tp 2, sp, zero"``."""
+        """Return what differs from one process of two dense layers: ``"dp 2, tp 2, sp, zero"``."""
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "known"}
         changed = {name: value for name, value in told.items() if value != getattr(Sharding, name)}
         return ", ".join(name if value is True else f"{name} {value}" for name, value in changed.items())
 
     def micro_steps(self, batch: int) -> int:
-        """Steps of gradient accumulation for `batch` samples a step."""
+        """Return the steps of gradient accumulation for `batch` samples a step."""
         return self.accumulate or max(batch // (self.dp * self.micro), 1)
 
     def misfit(self, batch: int) -> str:
-        """Why a step of `batch` samples cannot be shared so; empty when it can."""
+        """Return why a step of `batch` samples cannot be shared so; empty when it can."""
         parts = self.dp * self.micro * self.micro_steps(batch)
         return f"{batch} samples of a step cannot be cut into {parts}" if batch % parts else ""
 
@@ -177,7 +177,7 @@ USUAL = ("executed_tp2_sp", "executed_pp2")
 
 
 def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) -> Recipe:
-    """A recipe of the sharded graph that trains `steps` steps of `base` (of `one_worker`) on a Megatron prefix.
+    """Return a recipe of the sharded graph that trains `steps` steps of `base` (of `one_worker`) on a Megatron prefix.
 
     It saves a checkpoint after each step, from which gradients and the optimizer's state are read. The first step's
     learning rate is 0, so that the first checkpoint holds the weights that training starts from.

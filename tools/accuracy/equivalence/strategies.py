@@ -99,7 +99,7 @@ def cases() -> list[Case]:
 
 
 def baseline_variant(name: str) -> Variant:
-    """The run on one worker that others are compared with."""
+    """Return the run on one worker that others are compared with."""
     return Variant(apart=name == APART)
 
 
@@ -122,7 +122,7 @@ def one_worker(path: str) -> Recipe:
 
 
 def batch_of(recipe: Mapping[str, Any]) -> int:
-    """Samples of a step over all data-parallel workers of a CPU recipe."""
+    """Return the samples of a step over all data-parallel workers of a CPU recipe."""
     if not recipe.get("use_parallel"):
         return recipe["runner_config"]["batch_size"]
     degrees = recipe["parallel_config"]
@@ -233,7 +233,7 @@ def _draw(numbers: random.Random) -> Sharding:
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
-    """Why a layout is not legal for the model, or cannot be compared; empty when it can."""
+    """Return why a layout is not legal for the model, or cannot be compared; empty when it can."""
     model = recipe["model"]["model_config"]
     length = sharding.length or model["seq_length"]
     heads, experts = model["num_attention_heads"], model["n_routed_experts"]

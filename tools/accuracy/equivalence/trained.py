@@ -102,7 +102,7 @@ class Finding:
 
     @property
     def meaning(self) -> str:
-        """What usually is wrong when a run leaves the other here."""
+        """Return what usually is wrong when a run leaves the other here."""
         fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
         return next(fitting, "this module's own computation")
 
@@ -206,7 +206,7 @@ def _wrong(router: str, tensor: str, right: np.ndarray, what: str) -> Iterator[R
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
-    """Findings in the order above; `used` is the largest share of a tolerance."""
+    """Return the findings in the order above; `used` is the largest share of a tolerance."""
     data = list(_data(run, reference))
     rows = list(_rows(run, reference))
     findings = [finding for finding, _ in rows if not finding.error <= finding.allowed]
@@ -229,7 +229,7 @@ def finding_of(
     detail: str,
     ranks: tuple[int, ...] = (),
 ) -> Finding:
-    """A finding of a run; of all its ranks unless some are named."""
+    """Return a finding of a run; of all its ranks unless some are named."""
     return Finding(step, phase, module, tensor, error, allowed, ranks or tuple(range(run.workers)), detail)
 
 
@@ -320,7 +320,7 @@ def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[tuple[
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
-    """How far a weight may be off because its gradients may err by what Table 2 allows.
+    """Return how far a weight may be off because its gradients may err by what Table 2 allows.
 
     AdamW divides a gradient g by its own size, so an error e of it moves a step by up to 2 * e / |g| of the learning
     rate, and where |g| is smaller than its error the step is the sign of noise: up or down by all of it. As `judge`

@@ -55,7 +55,7 @@ class Steps:
 
 
 def recipe_of(path: Path, overrides: tuple[str, ...]) -> Recipe:
-    """The recipe, or of one for Ascend its mini, as one process that trains `STEPS` steps.
+    """Return the recipe, or of one for Ascend its mini, as one process that trains `STEPS` steps.
 
     Raises:
         RecipeError: the file or an override is wrong, or it wants several processes.
@@ -193,7 +193,7 @@ def results_of(
 
 
 def environment_of(flags: str) -> dict[str, str]:
-    """What a process needs that compiles with these flags."""
+    """Return what a process needs that compiles with these flags."""
     return {**os.environ, VARIABLE: flags, "GLOG_v": "4"}
 
 

@@ -27,14 +27,14 @@ _SHOWN = 10  # kernels of each side, the worst first
 @click.command("fusion")
 @click.argument("recipe", metavar="RECIPE|GRAPH", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
-@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Of the inputs.")
+@click.option("--seed", default=0, show_default=True, type=Number("seed"), help="Seed of the random inputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 @unverified_option
 def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json: bool) -> None:
     """Compute fused kernels again, fused and one operator after the other, against float64.
 
-    RECIPE is trained for two steps on this CPU with MindSpore's CPU graph kernels and without (of a recipe for Ascend
-    the mini). Each kind of kernel is then run alone, and where one is out of tolerance, the operator that is wrong is
+    RECIPE is trained for two steps on this CPU with MindSpore's CPU graph kernels and without (for an Ascend recipe,
+    its mini). Each kind of kernel then runs by itself, and where one is out of tolerance, the operator that is wrong is
     named. The kernels that DVM would make of the same graph are computed in NumPy as DVM does: 16-bit chains in
     float32, rounded once. GRAPH.ir is the text of a graph that MindSpore compiled: its kernels are replayed, nothing
     is trained.
@@ -51,7 +51,7 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
     require_verified()
     graph = recipe.name.endswith(GRAPHS)
     if graph and overrides:
-        raise click.UsageError("--set is for a recipe: a graph is replayed as it is")
+        raise click.UsageError("--set is for a recipe: a graph is replayed unchanged")
     try:
         with terminate_as_interrupt():
             report = _of_graph(recipe, seed) if graph else _of_recipe(recipe, overrides, seed)
@@ -70,7 +70,7 @@ def _of_graph(file: Path, seed: int) -> Report:
     from tools.dryrun.graph_text import read_graph
 
     if not file.is_file():
-        raise DataError(f"{file}: no such file: want the text of a compiled graph, or a recipe")
+        raise DataError(f"{file}: no such file: give the text of a compiled graph, or a recipe")
     found = predicted([read_graph(file)])
     return Report(replayed(found, seed), dict(found.skipped))
 

@@ -53,7 +53,7 @@ class Step:
 
     @property
     def moves(self) -> bool:
-        """Whether it computes nothing."""
+        """Return whether it computes nothing."""
         return self.op in _MOVES
 
 
@@ -74,7 +74,7 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """Its operators: ``"Mul-Mul-Add"``; repeated ones counted where it is long."""
+        """Return its operators: ``"Mul-Mul-Add"``; repeated ones counted where it is long."""
         names = [step.op for step in self.steps]
         if len(names) <= 8:
             return "-".join(names)
@@ -82,28 +82,28 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """The same for kernels that compute the same on the same types, whatever their shapes."""
+        """Return the same for kernels that compute the same on the same types, whatever their shapes."""
         steps = [(step.op, step.output.dtype, [a for a in step.arguments if a[0] != "constant"]) for step in self.steps]
         return repr(([kind.dtype for kind in self.inputs], steps, self.outputs))
 
     @property
     def elements(self) -> int:
-        """Numbers that it takes and gives."""
+        """Return the elements that it takes and gives."""
         return sum(
             math.prod(kind.shape) for kind in (*self.inputs, *(self.steps[place].output for place in self.outputs))
         )
 
     @property
     def key(self) -> str:
-        """The same for kernels that compute the same in the same shapes, wherever they stand."""
+        """Return the same for kernels that compute the same in the same shapes, wherever they stand."""
         return repr((self.inputs, self.steps, self.outputs))
 
 
 def of_nodes(nodes: Sequence[Node], places: Collection[int], outputs: Collection[int]) -> Kernel:
-    """The kernel that the nodes at `places` make; results at `outputs` leave it.
+    """Return the kernel that the nodes at `places` make; results at `outputs` leave it.
 
     Raises:
-        UnreadableError: a constant that the text does not show, or an input that is no tensor.
+        UnreadableError: a constant that the text does not show, or an input that is not a tensor.
     """
     chosen = sorted(places)
     number = {place: step for step, place in enumerate(chosen)}
@@ -131,10 +131,10 @@ def _argument(text: str, kind: str, steps: dict[int, int], names: dict[str, tupl
     if not text.startswith("%") and "value=..." not in text:
         return "constant", constant(text)
     if not text.startswith("%"):
-        raise UnreadableError("a constant whose values the graph's text leaves out")
+        raise UnreadableError("a constant whose values are not in the graph's text")
     found = tensors(f"<{kind}>")
     if len(found) != 1:
-        raise UnreadableError(f"an input that is no tensor: {kind[:60]}")
+        raise UnreadableError(f"an input that is not a tensor: {kind[:60]}")
     place, _ = names.setdefault(text, (len(names), found[0]))
     return "input", place
 
@@ -245,7 +245,7 @@ def _cast(value: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def shrunk(kernel: Kernel) -> Kernel:
-    """The kernel with every size above 32, and one that is known at run time only, made small.
+    """Return the kernel with every size above 32, and one that is known at run time only, made small.
 
     Sizes that were equal are equal, and those that differed differ: what broadcasts does so still. Sums become shorter.
 
@@ -302,7 +302,7 @@ class Found:
 
 
 def built(graphs: Sequence[GraphText]) -> Found:
-    """The kernels of graphs that MindSpore's splitter has left: each is a subgraph of its own."""
+    """Return the kernels of graphs that MindSpore's splitter has left: each is a subgraph of its own."""
     found = Found()
     for text in graphs:
         for name, nodes in text.graphs.items():
@@ -316,7 +316,7 @@ def built(graphs: Sequence[GraphText]) -> Found:
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """The kernels that DVM would make, of two operators or more, at toy size (`shrink.shrunk`).
+    """Return the kernels that DVM would make, of two operators or more, at toy size (`shrink.shrunk`).
 
     Composites that are not opened yet are left alone.
     """

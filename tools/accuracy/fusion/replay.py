@@ -28,7 +28,7 @@ _RELATIVE = frozenset(("Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsq
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
     """Random inputs: floats of magnitude `lower_bound` to 2, positive where a root or a division may take them.
 
-    They depend on the seed and the kernel alone, and are numbers that the inputs' types hold.
+    They depend on the seed and the kernel only, and are numbers that the inputs' types hold.
     """
     rng = np.random.default_rng([seed, zlib.crc32(kernel.key.encode())])
     positive = any(step.op in _POSITIVE for step in kernel.steps)
@@ -54,7 +54,7 @@ def hold(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def run(kernel: Kernel, inputs: list[np.ndarray], way: str) -> list[np.ndarray]:
-    """Results of all steps, those that stay inside included."""
+    """Return the results of all steps, those that stay inside included."""
     wide = np.float64 if way == EXACT else np.float32
     results: list[np.ndarray] = []
     for place, step in enumerate(kernel.steps):
@@ -144,7 +144,7 @@ class Culprit:
 
 
 def first_wrong(kernel: Kernel, inputs: list[np.ndarray], observed: Sequence[np.ndarray]) -> Culprit | None:
-    """The first operator out of its own tolerance; None where each is within it.
+    """Return the first operator out of its own tolerance; None where each is within it.
 
     Args:
         observed: the result of every step.
@@ -166,7 +166,7 @@ def _judged(alone: Kernel, got: np.ndarray, want: np.ndarray) -> Verdict:
 
 
 def alone_of(kernel: Kernel, place: int) -> Kernel:
-    """One operator as a kernel of its own; each of its operands is an input."""
+    """Return one operator as a kernel of its own; each of its operands is an input."""
     step, inputs, arguments = kernel.steps[place], list[TensorType](), list[Argument]()
     for kind, what in step.arguments:
         if kind == "constant":

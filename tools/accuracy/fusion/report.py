@@ -69,12 +69,12 @@ class Report:
 
     @property
     def wrong(self) -> list[Row]:
-        """Kernels whose fused results are out of tolerance, in the order of the graphs."""
+        """Return the kernels whose fused results are out of tolerance, in the order of the graphs."""
         return [row for row in self.rows if not row.passed and not row.why]
 
     @property
     def unknown(self) -> int:
-        """Kernels that nothing is known of."""
+        """Return the kernels that nothing is known of."""
         return sum(self.skipped.values()) + sum(row.times for row in self.rows if row.why)
 
     @property
@@ -96,7 +96,7 @@ class Report:
 
 
 def replayed(found: Found, seed: int) -> list[Row]:
-    """Rows of predicted kernels, fused as DVM does and unfused, both in NumPy."""
+    """Return the rows of predicted kernels, fused as DVM does and unfused, both in NumPy."""
     rows = []
     for key, kernel in found.kernels.items():
         inputs = inputs_of(kernel, seed)

@@ -37,7 +37,7 @@ class Device(Protocol):
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """Gradients of the inputs `spec.wrt`, given those of the float outputs; raises as `forward`."""
+        """Return the gradients of the inputs `spec.wrt`, given those of the float outputs; raises as `forward`."""
 
 
 class MindSporeDevice:
@@ -149,7 +149,7 @@ class MindSporeDevice:
 
 
 def first_line(message: str) -> str:
-    """The first line of MindSpore's message that says something."""
+    """Return the first line of MindSpore's message that says something."""
     lines = [line.strip() for line in message.splitlines()]
     lines = [line for line in lines if line.strip("-") and not line.startswith(("- C++", "- Kernel"))]
     return lines[0][:200] if lines else message[:200]

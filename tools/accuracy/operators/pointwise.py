@@ -131,7 +131,7 @@ def silu(x: Array) -> Array:
 
 
 def silu_grad(x: Array) -> Array:
-    """The derivative of silu."""
+    """Return the derivative of silu."""
     s = sigmoid(x)
     return s * (1 + x * (1 - s))
 
@@ -141,12 +141,12 @@ def _inner(x):
 
 
 def gelu(x: Array) -> Array:
-    """The tanh form, MindSpore's default."""
+    """Return the tanh form, MindSpore's default."""
     return 0.5 * x * (1 + np.tanh(_inner(x)))
 
 
 def gelu_grad(x: Array) -> Array:
-    """The derivative of gelu."""
+    """Return the derivative of gelu."""
     t = np.tanh(_inner(x))
     return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
@@ -158,7 +158,7 @@ def swiglu(x: Array) -> Array:
 
 
 def swiglu_grad(x: Array, dout: Array) -> Array:
-    """The gradient of x."""
+    """Return the gradient of x."""
     gate, up = np.split(x, 2, -1)
     return np.concatenate([dout * up * silu_grad(gate), dout * silu(gate)], -1)
 
@@ -233,7 +233,7 @@ def adamw(weight: Array, gradient: Array, m: Array, v: Array) -> tuple[Array, Ar
 
 
 def clip_by_norm(*gradients: Array) -> tuple[Array, ...]:
-    """The gradients scaled to a joint norm of MAX_NORM at most, and the norm before, [1]."""
+    """Return the gradients scaled to a joint norm of MAX_NORM at most, and the norm before, [1]."""
     dtype = gradients[0].dtype
     norm = np.sqrt(np.array([np.square(gradient).sum() for gradient in gradients], dtype).sum(keepdims=True))
     scale = MAX_NORM / (np.maximum(norm, MAX_NORM) + dtype.type(1e-6))

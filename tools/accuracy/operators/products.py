@@ -150,7 +150,7 @@ def rope(x: Array, freqs: Array) -> Array:
 
 
 def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
-    """The rotation back."""
+    """Return the rotation back."""
     return (dout * np.cos(freqs) + _half_transposed(dout * np.sin(freqs)),)
 
 
@@ -189,7 +189,7 @@ def attention(q: Array, k: Array, v: Array) -> Array:
 
 
 def attention_grad(q: Array, k: Array, v: Array, dout: Array) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     p, scale = _probabilities(q, k), 1 / math.sqrt(q.shape[-1])
     dp = dout @ v.swapaxes(-1, -2)
     ds = p * (dp - (dp * p).sum(-1, keepdims=True)) * scale
@@ -258,13 +258,13 @@ def _chosen(logits, bias):
 
 
 def router(logits: Array, bias: Array) -> tuple[Array, Array]:
-    """Weights and experts [N, k]: the bias chooses, the normalised scores of the chosen weigh."""
+    """Return the weights and experts [N, k]: the bias chooses, the normalised scores of the chosen weigh."""
     gate, index = _chosen(logits, bias)
     return SCALING * gate / (gate.sum(-1, keepdims=True) + 1e-20), index
 
 
 def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
-    """The gradient of the logits; the choice has none."""
+    """Return the gradient of the logits; the choice has none."""
     gate, index = _chosen(logits, bias)
     total = gate.sum(-1, keepdims=True)
     dgate = SCALING * (dout - (dout * gate).sum(-1, keepdims=True) / total) / total
@@ -310,7 +310,7 @@ def _permute_inputs(rng, tokens, hidden, experts):
 
 
 def permute_grad(tokens: Array, source: Array, dout: Array) -> tuple[Array]:
-    """Each token sums its copies' gradients."""
+    """Return each token sums its copies' gradients."""
     grad = np.zeros_like(tokens)
     np.add.at(grad, source, dout)
     return (grad,)
@@ -337,7 +337,7 @@ def unpermute(rows: Array, place: Array, probs: Array) -> Array:
 
 
 def unpermute_grad(rows: Array, place: Array, probs: Array, dout: Array) -> tuple[Array, Array]:
-    """Gradients of the copies and of the weights."""
+    """Return the gradients of the copies and of the weights."""
     grad = np.empty_like(rows)
     grad[place] = (dout[:, None] * probs[..., None]).reshape(rows.shape)
     return grad, np.einsum("nkh,nh->nk", rows[place].reshape(*probs.shape, -1), dout)

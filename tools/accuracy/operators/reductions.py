@@ -122,7 +122,7 @@ def _largest(x):
 
 
 def place_back(x: Array, order: Array, dout: Array) -> tuple[Array]:
-    """The gradient of picked elements: each goes back to where it came from."""
+    """Return the gradient of picked elements: each goes back to where it came from."""
     grad = np.zeros_like(x)
     np.put_along_axis(grad, order, dout, -1)
     return (grad,)
@@ -207,7 +207,7 @@ def rms_norm(x: Array, gamma: Array) -> Array:
 
 
 def rms_norm_grad(x: Array, gamma: Array, dout: Array) -> tuple[Array, Array]:
-    """Gradients of x and gamma."""
+    """Return the gradients of x and gamma."""
     r = _rms(x)
     unit, d = x * r, dout * gamma
     return r * (d - unit * (d * unit).mean(-1, keepdims=True)), (dout * unit).sum(0)
@@ -225,7 +225,7 @@ def layer_norm(x: Array, gamma: Array, beta: Array) -> Array:
 
 
 def layer_norm_grad(x: Array, gamma: Array, beta: Array, dout: Array) -> tuple[Array, Array, Array]:
-    """Gradients of x, gamma and beta."""
+    """Return the gradients of x, gamma and beta."""
     unit, r = _unit(x)
     d = dout * gamma
     dx = r * (d - d.mean(-1, keepdims=True) - unit * (d * unit).mean(-1, keepdims=True))

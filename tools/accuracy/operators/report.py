@@ -46,16 +46,16 @@ class Report:
         return cells
 
     def with_status(self, status: str) -> list[Row]:
-        """The rows of one status."""
+        """Return the rows of one status."""
         return [row for row in self.rows if row.status == status]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Return whether nothing failed."""
         return not self.with_status(FAIL)
 
     def counted(self) -> dict[str, int]:
-        """How many combinations of operator and data type have which status."""
+        """Return how many combinations of operator and data type have which status."""
         found = [status_of(rows) for rows in self.cells().values()]
         return {status: found.count(status) for status in (PASS, FAIL, NOT_RUNNABLE)}
 
@@ -68,7 +68,7 @@ class Report:
         return text + (f"; of {partly} only the forward runs" if partly else "")
 
     def as_json(self) -> dict[str, Any]:
-        """Everything; an infinite error is the string "inf"."""
+        """Return everything; an infinite error is the string "inf"."""
         rows = [{**asdict(row), "error": "inf" if math.isinf(row.error) else row.error} for row in self.rows]
         return {
             "device": self.device,
@@ -88,12 +88,12 @@ def status_of(rows: list[Row]) -> str:
 
 
 def used(rows: list[Row]) -> float:
-    """The largest share of the tolerance that forward and backward used up; 0 for values that are only moved."""
+    """Return the largest share of the tolerance that forward and backward used up; 0 for values that are only moved."""
     return max((row.error / row.tolerance for row in rows if row.tolerance and row.phase != "special"), default=0.0)
 
 
 def cell_text(rows: list[Row]) -> str:
-    """One cell of the table."""
+    """Return one cell of the table."""
     status = status_of(rows)
     if status == NOT_RUNNABLE:
         return "-"
@@ -104,7 +104,7 @@ def cell_text(rows: list[Row]) -> str:
 
 
 def failure_text(row: Row) -> str:
-    """One line about a failure."""
+    """Return one line about a failure."""
     sizes = "x".join(map(str, row.shape))
     which = f"{row.phase} {row.tensor}" if row.phase != "rerun" else "rerun"
     numbers = f"error {row.error:.3g}, tolerance {row.tolerance:.3g} at count {row.count}; " if row.outside else ""
@@ -144,7 +144,7 @@ def print_report(report: Report, console: Console) -> None:
 
 
 def list_lines() -> list[str]:
-    """A line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
+    """Return a line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
     width = max(map(len, SPECS))
     lines = []
     for family, specs in FAMILIES.items():
@@ -155,7 +155,7 @@ def list_lines() -> list[str]:
 
 
 def html(report: Report) -> str:
-    """The whole page."""
+    """Return the whole page."""
     dtypes = list(dict.fromkeys(row.dtype for row in report.rows))
     head = "".join(f"<th>{escape(text)}</th>" for text in ["operator", *(SHORT[d] for d in dtypes), "source"])
     cells = report.cells()

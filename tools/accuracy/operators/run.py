@@ -72,7 +72,7 @@ def specials(dtype: str) -> np.ndarray:
 
 
 def grid(dtype: str, inputs: int) -> list[np.ndarray]:
-    """Every combination of special values, for an elementwise operator of so many inputs: vectors."""
+    """Return every combination of special values, for an elementwise operator of so many inputs: vectors."""
     return [np.array(column) for column in zip(*product(specials(dtype), repeat=inputs), strict=True)]
 
 
@@ -87,7 +87,7 @@ def poke(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def flushed(values: np.ndarray, dtype: str, signed: bool) -> np.ndarray:
-    """What a device sees that takes denormals as zero, and does or does not keep the zero's sign."""
+    """Return what a device sees that takes denormals as zero, and does or does not keep the zero's sign."""
     zero = values.dtype.type(0)
     return np.where(np.abs(values) < SMALLEST[dtype], np.copysign(zero, values) if signed else zero, values)
 
@@ -139,7 +139,7 @@ def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int, clip: b
 
 
 def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.ndarray, ...]:
-    """Golden outputs; invalid operations give inf and NaN as IEEE says."""
+    """Return the golden outputs; invalid operations give inf and NaN as IEEE says."""
     with np.errstate(all="ignore"):
         return tuple(np.asarray(out) for out in as_tuple(spec.golden(*(promoted(values, dtype) for values in inputs))))
 
@@ -147,14 +147,14 @@ def forward(spec: Spec, inputs: tuple[np.ndarray, ...], dtype: str) -> tuple[np.
 def backward(
     spec: Spec, inputs: tuple[np.ndarray, ...], douts: tuple[np.ndarray, ...], dtype: str
 ) -> tuple[np.ndarray, ...]:
-    """Golden gradients of the inputs `spec.wrt`."""
+    """Return the golden gradients of the inputs `spec.wrt`."""
     assert spec.grad is not None
     grads = spec.grad(*(promoted(values, dtype) for values in (*inputs, *douts)))
     return tuple(np.asarray(grad) for grad in as_tuple(grads))
 
 
 def is_float(values: np.ndarray) -> bool:
-    """Whether it is a tensor of numbers that are rounded, and can have a gradient."""
+    """Return whether it is a tensor of numbers that are rounded, and can have a gradient."""
     return bool(np.issubdtype(values.dtype, np.floating))
 
 
@@ -186,7 +186,7 @@ class Row:
 
 
 def verify(spec: Spec, dtype: str, device: Device, reruns: int = 3, seed: int = 0, clip: bool = True) -> list[Row]:
-    """All checks of an operator in one data type.
+    """Return all checks of an operator in one data type.
 
     Args:
         dtype: full name.

@@ -24,7 +24,7 @@ class Counts:
     backward: int | tuple[int, ...] = 1
 
     def of(self, phase: str, index: int) -> int:
-        """The count of output or gradient number `index`; phase is "forward" or "backward"."""
+        """Return the count of output or gradient number `index`; phase is "forward" or "backward"."""
         counts = self.forward if phase == "forward" else self.backward
         return counts[index] if isinstance(counts, tuple) else counts
 
@@ -33,7 +33,7 @@ Counter = Callable[..., Counts]
 
 
 def elementwise(*_: np.ndarray) -> Counts:
-    """One result from one element of each input."""
+    """Return one result from one element of each input."""
     return Counts(1, 1)
 
 
@@ -48,17 +48,17 @@ def tiled(repeats: int) -> Counter:
 
 
 def reduced(*axes: int) -> Counter:
-    """A reduction of the first input over `axes` (all without any); its gradient is spread, not summed."""
+    """Return a reduction of the first input over `axes` (all without any); its gradient is spread, not summed."""
     return lambda x, *_: Counts(_size(x, axes), 1)
 
 
 def scanned(axis: int) -> Counter:
-    """A cumulative sum: the last element and the first gradient accumulate the whole axis."""
+    """Return a cumulative sum: the last element and the first gradient accumulate the whole axis."""
     return lambda x, *_: Counts(x.shape[axis], x.shape[axis])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
-    """A statistic over the last axis; gradients of scale and shift accumulate the rows."""
+    """Return a statistic over the last axis; gradients of scale and shift accumulate the rows."""
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
 
@@ -76,17 +76,17 @@ def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> Co
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Rows picked by index: moved forward; backward sums as many as the most frequent index occurs."""
+    """Return the rows picked by index: moved forward; backward sums as many as the most frequent index occurs."""
     return Counts(0, busiest(index))
 
 
 def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
-    """Rows added at indices: one element, and as many as the most frequent index occurs; moved backward."""
+    """Return the rows added at indices: one element, and as many as the most frequent index occurs; moved backward."""
     return Counts(1 + busiest(index), 0)
 
 
 def busiest(index: np.ndarray) -> int:
-    """How often the most frequent index occurs."""
+    """Return how often the most frequent index occurs."""
     return int(np.unique(index, return_counts=True)[1].max())
 
 
@@ -132,12 +132,12 @@ class Spec:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """A single output as a tuple of one."""
+    """Return a single output as a tuple of one."""
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def kernel(name: str, *arguments: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """The `call` of one MindSpore primitive: `auto_generate`'s, or the older one of `mindspore.ops`."""
+    """Return the `call` of one MindSpore primitive: `auto_generate`'s, or the older one of `mindspore.ops`."""
 
     def call(ms: Any) -> Callable[..., Any]:
         primitive = getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name)

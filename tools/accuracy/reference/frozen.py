@@ -46,12 +46,12 @@ def compute(folder: Path) -> np.ndarray:
 
 
 def sample(logits: np.ndarray) -> np.ndarray:
-    """What is kept of logits [B, S, v]: the first sample whole, of the others each fourth position and token."""
+    """Return what is kept of logits [B, S, v]: the first sample whole, of the others each fourth position and token."""
     return np.concatenate([logits[0].ravel(), logits[1:, ::4, ::4].ravel()]).astype(np.float32)
 
 
 def summary(shapes: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Names and shapes in short: those that differ in numbers alone as one, and a checksum of every single one."""
+    """Names and shapes in short: those that differ in numbers only as one, and a checksum of every single one."""
     groups: dict[str, int] = {}
     for name, shape in shapes.items():
         kind = f"{re.sub(r'[.][0-9]+[.]', '.*.', name)} {list(shape)}"

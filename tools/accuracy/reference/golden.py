@@ -41,7 +41,7 @@ def write_corpus(prefix: Path, vocabulary: int) -> None:
 
 
 def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
-    """What is kept of a record in Hugging Face's names: a few elements and the norm of everything large."""
+    """Return what is kept of a record in Hugging Face's names: a few elements and the norm of everything large."""
     moved = {name: record.updated[name] - record.initial[name] for name in record.initial}
     kept = {
         "sizes": np.array(json.dumps(sizes.as_json(), sort_keys=True)),
@@ -61,13 +61,13 @@ def summary(record: Record, sizes: Sizes) -> dict[str, np.ndarray]:
 
 
 def samples(name: str, array: np.ndarray) -> np.ndarray:
-    """The same elements of an array each time; the whole of a small one, with zeros behind."""
+    """Return the same elements of an array each time; the whole of a small one, with zeros behind."""
     places = np.random.default_rng(zlib.crc32(name.encode())).permutation(array.size)[:SAMPLES]
     return np.pad(array.ravel()[places], (0, SAMPLES - len(places)))
 
 
 def load() -> dict[str, np.ndarray]:
-    """The golden file."""
+    """Return the golden file."""
     with np.load(FILE) as stored:
         return {name: stored[name] for name in stored.files}
 
@@ -102,7 +102,7 @@ def main(update: bool, reference_python: str) -> None:
 
 
 def vocabulary_of(recipe: dict[str, Any]) -> int:
-    """Tokens that the model knows."""
+    """Return the tokens that the model knows."""
     return int(recipe["model"]["model_config"]["vocab_size"])
 
 

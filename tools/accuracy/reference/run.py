@@ -48,7 +48,7 @@ def main(job_file: str, out_file: str) -> int:
 
 
 def below(stored: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    """The arrays under a prefix, without it."""
+    """Return the arrays under a prefix, without it."""
     return {name.removeprefix(prefix): array for name, array in stored.items() if name.startswith(prefix)}
 
 

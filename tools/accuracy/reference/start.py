@@ -35,7 +35,7 @@ def initial_weights(sizes: Sizes, seed: int) -> Arrays:
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """One weight under Hugging Face's name, float32; it depends on name, shape and seed only."""
+    """Return one weight under Hugging Face's name, float32; it depends on name, shape and seed only."""
     normal = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape)
     if name.endswith("e_score_correction_bias"):
         values = SMALL * normal
@@ -83,12 +83,12 @@ class Hyper:
 
     @property
     def first_update(self) -> int:
-        """The first step, from 1, that moves weights: a warm-up from 0 does not in step 1."""
+        """Return the first step, from 1, that moves weights: a warm-up from 0 does not in step 1."""
         return next((step for step, rate in enumerate(self.rates, 1) if rate > 0), len(self.rates))
 
 
 def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
-    """What the first `steps` steps of a recipe are trained with.
+    """Return what the first `steps` steps of a recipe are trained with.
 
     Raises:
         RecipeError: an optimizer or a schedule that the reference does not have.
@@ -99,7 +99,7 @@ def hyper_of(recipe: Mapping[str, Any], steps: int) -> Hyper:
     if recipe.get("grouped_lr_schedule"):
         raise RecipeError("grouped_lr_schedule: the reference has one learning rate for all weights")
     if wrapper.get("scale_sense", 1.0) != 1.0:
-        raise RecipeError("runner_wrapper.scale_sense: the reference does not scale the loss: 1.0")
+        raise RecipeError("runner_wrapper.scale_sense: the reference does not scale the loss; write 1.0")
     schedule = recipe["lr_schedule"]
     return Hyper(
         rates=[rate(schedule, step) for step in range(steps)],

@@ -77,7 +77,7 @@ class Reference:
         self._trace_modules()
 
     def losses(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Loss and its parts: `loss`, `lm_loss`, `mtp_loss`, `aux_loss`, and `logits` [B, S, v].
+        """Return the loss and its parts: `loss`, `lm_loss`, `mtp_loss`, `aux_loss`, and `logits` [B, S, v].
 
         batch: `input_ids`, `labels` int64 [B, S], labels already shifted; `loss_mask` float32 [B, S].
         """
@@ -105,7 +105,7 @@ class Reference:
         return self.sizes.aux_coefficient * (frequency * share).sum(-1).mean()
 
     def counts(self, layer: int) -> torch.Tensor:
-        """How often the last forward pass chose each expert of a layer, [E]."""
+        """Return how often the last forward pass chose each expert of a layer, [E]."""
         scores, chosen, _ = self.routed[layer]
         return torch.bincount(chosen.flatten(), minlength=scores.shape[-1])
 
@@ -179,7 +179,7 @@ class Reference:
 
 
 def masked_mean(logits: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the tokens that count."""
+    """Return the mean cross-entropy of the tokens that count."""
     each = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (each * mask.flatten()).sum() / mask.sum()
 
@@ -223,7 +223,7 @@ def run(reference: Reference, hyper: Hyper, batches: Arrays) -> Arrays:
 def single_steps(
     reference: Reference, hyper: Hyper, batches: Arrays, states: Sequence[dict[str, Arrays]], loads: Sequence[Arrays]
 ) -> Arrays:
-    """Every step by itself, from the other side's state: what no accumulated rounding can excuse.
+    """Return every step by itself, from the other side's state: what no accumulated rounding can excuse.
 
     Args:
         states: before each step and after the last: `weight`, and Adam's `moment` and `square`, by name.
@@ -291,7 +291,7 @@ def step(
 
 
 def forward(reference: Reference, batches: Arrays) -> Arrays:
-    """The first batch without training: logits and every module's output."""
+    """Return the first batch without training: logits and every module's output."""
     reference.trace = {}
     with torch.no_grad():
         losses = reference.losses(batch_of(batches, 0))
@@ -313,7 +313,7 @@ def optimizer_of(model: torch.nn.Module, hyper: Hyper) -> torch.optim.AdamW:
 
 
 def batch_of(batches: Arrays, index: int) -> dict[str, torch.Tensor]:
-    """The tensors of one step."""
+    """Return the tensors of one step."""
     ids, labels = (torch.from_numpy(batches[name][index].astype(np.int64)) for name in ("input_ids", "labels"))
     return {"input_ids": ids, "labels": labels, "loss_mask": torch.from_numpy(batches["loss_mask"][index])}
 

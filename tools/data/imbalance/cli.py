@@ -13,19 +13,19 @@ from tools.hardware import DEFAULT_HARDWARE
 from tools.ranges import Number
 
 SETTINGS = {"show_default": True, "help_option_names": ["-h", "--help"]}
-STEPS_HELP = "Steps to look at, spread over the run.  [default: as many as take seconds]"
-WINDOW_HELP = "Let samples change places within W steps, which changes the steps.  [default: the recipe's, or 1]"
+STEPS_HELP = "Number of steps to look at, spread over the run.  [default: as many as take seconds]"
+WINDOW_HELP = "Let samples change places within W steps, which changes their samples.  [default: the recipe's, or 1]"
 
 
-@click.command("imbalance", context_settings=SETTINGS, short_help="How unevenly documents load a recipe's devices.")
+@click.command("imbalance", context_settings=SETTINGS, short_help="Report how unevenly documents load the devices.")
 @click.argument("prefix", type=click.Path(path_type=Path))
-@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Model, layout and masks of the run.")
+@click.option("--recipe", required=True, type=click.Path(path_type=Path), help="Recipe whose devices are loaded.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key that the recipe has.")
 @click.option("--steps", type=Number("steps"), metavar="N", help=STEPS_HELP)
 @click.option("--window", type=Number("window"), metavar="W", help=WINDOW_HELP)
-@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Whose seconds to predict.")
+@click.option("--cluster", default=DEFAULT_HARDWARE, metavar="NAME|FILE", help="Cluster to predict seconds for.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Draw lengths and one step (.svg or .png).")
+@click.option("--picture", type=click.Path(path_type=Path), help="Draw document lengths and one step (.svg or .png).")
 def imbalance_command(
     prefix: Path,
     recipe: Path,
@@ -38,7 +38,7 @@ def imbalance_command(
 ) -> None:
     """Say how evenly the documents of PREFIX.idx load the devices of a recipe, without and with attention_balance.
 
-    Needs the index only, not PREFIX.bin: no token is read. PREFIX takes the place of the recipe's data_path. Memory
+    The command reads only the index, no token of PREFIX.bin. PREFIX takes the place of the recipe's data_path. Memory
     grows by about 12 bytes per document. Step times are modelled.
     """
     from rich.console import Console

@@ -64,12 +64,12 @@ class Seconds:
     error: str
 
     def step(self, over_even: float) -> float:
-        """Seconds of a step that computes `over_even` times as long as one of even samples."""
+        """Return the seconds of a step that computes `over_even` times as long as one of even samples."""
         return self.even + (over_even - 1) * self.stretched
 
 
 def seconds_of(recipe: Recipe, hardware: Hardware, attended: float = 1.0) -> Seconds | str:
-    """The step of a recipe in which nothing is `auto`, or why it is not predicted.
+    """Return the step of a recipe in which nothing is `auto`, or why it is not predicted.
 
     Args:
         attended: pairs of tokens that attend to each other over those of samples of one document.
@@ -103,7 +103,7 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return int(self.counts.sum())
 
     @property
@@ -112,11 +112,11 @@ class Distribution:
         return int(self.values @ self.counts)
 
     def quantile(self, share: float) -> int:
-        """The smallest value that at least `share` of them do not exceed."""
+        """Return the smallest value that at least `share` of them do not exceed."""
         return _first(self.values, self.counts, share)
 
     def weighted_quantile(self, share: float) -> int:
-        """The smallest value such that those up to it hold at least `share` of the total."""
+        """Return the smallest value such that those up to it hold at least `share` of the total."""
         return _first(self.values, self.counts * self.values, share)
 
     def octaves(self) -> Iterator[tuple[int, int, int, int]]:
@@ -211,7 +211,7 @@ class Imbalance:
 
     @property
     def uneven(self) -> tuple[float, float] | None:
-        """Seconds of a step of this corpus (without, with) the plugin, where they are predicted."""
+        """Return the seconds of a step of this corpus (without, with) the plugin, where they are predicted."""
         if self.result is None or isinstance(self.seconds, str):
             return None
         model = self.result.steps.model
@@ -219,7 +219,7 @@ class Imbalance:
 
     @property
     def speed_up(self) -> float | None:
-        """A step's seconds without the plugin over those with it; of its computation alone where none are predicted."""
+        """A step's seconds without the plugin over those with it; of its computation only where none are predicted."""
         if self.result is None:
             return None
         return self.uneven[0] / self.uneven[1] if self.uneven else self.result.steps.speed_up
@@ -271,7 +271,7 @@ def _result(lengths: np.ndarray, setting: Setting, steps: int | None, reporter: 
 def documents_of_samples(index: GPTIndex, count: int, reporter: Reporter) -> np.ndarray:
     """int32 [count]: documents (or parts of one) in each of the dataset's first samples.
 
-    Equal to the counts of `segments_of`, from the sample index alone.
+    Equal to the counts of `segments_of`, from the sample index only.
     """
     out = np.empty(count, np.int32)
     reporter.start("counting the documents of samples", count)

@@ -71,7 +71,7 @@ class Setting:
 
 
 def equal_costs(recipe: Recipe) -> str:
-    """Why every sample of this recipe costs the same, or an empty string.
+    """Return why every sample of this recipe costs the same, or an empty string.
 
     Raises:
         RecipeError: it trains on no Megatron corpus.
@@ -87,7 +87,7 @@ def equal_costs(recipe: Recipe) -> str:
 
 
 def setting_of(recipe: Recipe, prefix: str | Path, window: int | None) -> Setting:
-    """Read a recipe that trains on PREFIX alone.
+    """Read a recipe that trains on PREFIX only.
 
     Args:
         window: global batches whose samples may change places; None: what the recipe's plugin section says, or 1.

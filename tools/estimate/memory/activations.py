@@ -43,7 +43,7 @@ from tools.pipeline.schedules import is_v_shaped
 
 
 def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
-    """Bytes of Transformer Engine's spare gradients of a stage's weights: each shape counts once."""
+    """Return the bytes of Transformer Engine's spare gradients of a stage's weights: each shape counts once."""
     if not config.spare_gradients:
         return 0.0
     shapes = {_shape(weight, config) for weight in every if weight.multiplies and not weight.wide}
@@ -51,7 +51,7 @@ def spare_gradients(config: Configuration, every: Iterable[Weight]) -> float:
 
 
 def megatron_layer_pass(config: Configuration, kind: str) -> float:
-    """Most bytes of gradients while a layer's backward runs."""
+    """Return the most bytes of gradients while a layer's backward runs."""
     model, done, tokens = config.model, work(config, kind), config.rank_tokens
     held = tokens / config.tp if config.sequence_parallel else tokens
     gates = 2 if model.gated else 1
@@ -66,7 +66,7 @@ def megatron_layer_pass(config: Configuration, kind: str) -> float:
 
 
 def megatron_loss_pass(config: Configuration) -> float:
-    """Bytes of the logits, of the gradient of the output layer's input and of that input gathered again."""
+    """Return the bytes of the logits, of the gradient of the output layer's input and of that input gathered again."""
     tokens, model = config.rank_tokens, config.model
     rows = ITEM * tokens * model.hidden * (2 if config.tp > 1 else 1)
     return config.logit_bytes * tokens * model.vocab / config.tp + rows + _made_anew(config, "head")
@@ -99,7 +99,7 @@ _DROPPED = 3  # and where some are dropped: what is left, and the mask
 
 
 def saved(config: Configuration, kind: str, option: str = "none") -> float:
-    """Bytes that one layer keeps; option: "none", "select", "communication" or "full"."""
+    """Return the bytes that one layer keeps; option: "none", "select", "communication" or "full"."""
     return sum(saved_parts(config, kind, option).values())
 
 
@@ -205,7 +205,7 @@ def buffers(config: Configuration, kind: str) -> float:
 
 
 def mtp_option(config: Configuration) -> str:
-    """What MTP layers recompute: "full", if the last layer does, or "none".
+    """Return what MTP layers recompute: "full", if the last layer does, or "none".
 
     MindFormers sets them up as the last layer; the operators of a partial recomputation are none of an MTP layer's own.
     """
@@ -219,12 +219,12 @@ def mtp_option(config: Configuration) -> str:
 
 
 def working(config: Configuration, kinds: list[str]) -> float:
-    """Most bytes that one pass of a chunk needs beside what is kept: a layer run again, or the loss."""
+    """Return the most bytes that one pass of a chunk needs beside what is kept: a layer run again, or the loss."""
     return fullest_pass(config, kinds)[1]
 
 
 def fullest_pass(config: Configuration, kinds: list[str]) -> tuple[str, float]:
-    """What needs them, in words, and the bytes of `working`."""
+    """Return what needs them, in words, and the bytes of `working`."""
     found = [("", 0.0)]
     for kind in dict.fromkeys(kinds):
         again = bool(config.recompute.full) and (kind != "mtp" or mtp_option(config) == "full")

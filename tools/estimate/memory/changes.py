@@ -42,12 +42,12 @@ class Change:
 
     @property
     def peak(self) -> float:
-        """Bytes of the fullest stage."""
+        """Return the bytes of the fullest stage."""
         return max(self.peaks)
 
 
 def single_changes(config: Configuration, limit: float) -> list[Change]:
-    """Each change that this run can have and that makes its fullest stage smaller.
+    """Return each change that this run can have and that makes its fullest stage smaller.
 
     Args:
         limit: bytes that a stage may reach; lists of recomputation are as short as it allows.
@@ -198,7 +198,7 @@ def _move_layer(run: Configuration, _: float) -> Configuration | None:
     layers = _one_more(_one_more(run.layers, chunk, low), chunk, high, -1)
 
     def fitted(table: Table | None) -> Table | None:
-        """All layers stay all; counts are at most what a stage has."""
+        """Return all layers stay all; counts are at most what a stage has."""
         if table is None or table == run.layers:
             return table and layers
         return tuple(tuple(map(min, row, own)) for row, own in zip(table, layers, strict=True))
@@ -234,7 +234,7 @@ def checked_advice(recipe: Recipe, limit: int) -> str:
     words = (
         f"fits by the memory model: {_named(enough[::-1])}" if enough else "no single change fits by the memory model"
     )
-    rest = f"; not enough alone: {_named(short)}" if short else ""
+    rest = f"; not enough by itself: {_named(short)}" if short else ""
     return f"{words}{rest}; tc3 memory {recipe.source} --explain-oom has their keys and costs, and pairs"
 
 

@@ -57,7 +57,7 @@ class StageMemory:
 
     @property
     def static(self) -> float:
-        """What does not depend on the micro-batch: weights, gradients and optimizer state."""
+        """Return what does not depend on the micro-batch: weights, gradients and optimizer state."""
         return self.weights + self.state + self.accumulated + self.gathered
 
     @property
@@ -66,7 +66,7 @@ class StageMemory:
         return self.static + self.activations + self.working + self.buffers
 
     def as_json(self) -> dict[str, float]:
-        """Parts in bytes, with their sum as "peak"."""
+        """Return the parts in bytes, with their sum as "peak"."""
         return asdict(self) | {"peak": self.peak}
 
 
@@ -79,7 +79,7 @@ def stage_weights(config: Configuration, stage: int) -> list[Weight]:
 
 
 def static_memory(config: Configuration, stage: int) -> tuple[float, float, float, float]:
-    """Bytes of (weights, state, accumulated, gathered) on one device of a stage."""
+    """Return the bytes of (weights, state, accumulated, gathered) on one device of a stage."""
     rows = np.array(list(_static_rows(config, stage)[0].values()) or [[0.0] * len(_STATIC)])
     held, state, summed, gathered = map(float, rows.sum(axis=0))
     summed += spare_gradients(config, stage_weights(config, stage))
@@ -175,7 +175,7 @@ def held_micro_batches(config: Configuration, stage: int) -> np.ndarray:
 
 
 def chunk_activations(config: Configuration, stage: int) -> list[float]:
-    """Bytes that one micro-batch of each chunk leaves for backward."""
+    """Return the bytes that one micro-batch of each chunk leaves for backward."""
     return [sum(chunk.values()) for chunk in chunk_modules(config, stage)]
 
 
@@ -195,7 +195,7 @@ def chunk_modules(config: Configuration, stage: int) -> list[dict[str, float]]:
 
 
 def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> list[str]:
-    """What each of a chunk's layers recomputes: the first ones fully, the next selectively, then communication.
+    """Return what each of a chunk's layers recomputes: the first ones fully, the next selectively, then communication.
 
     MindFormers counts each option from the chunk's first layer and lets the stronger one win. Groups of operators come
     beside what a layer has that does not recompute everything: "select+attention" (`tools.estimate.configuration`).
@@ -217,7 +217,7 @@ def layer_options(config: Configuration, chunk: int, stage: int, count: int) -> 
 
 
 def stage_memory(config: Configuration, stage: int) -> StageMemory:
-    """Memory of one device of a stage at its fullest moment."""
+    """Return the memory of one device of a stage at its fullest moment."""
     kept = held_micro_batches(config, stage) @ np.array(chunk_activations(config, stage))
     kinds = config.stage_kinds(stage)
     every = [kind for chunk in kinds for kind in chunk]
@@ -233,15 +233,15 @@ def stage_memory(config: Configuration, stage: int) -> StageMemory:
 
 
 def working_of(config: Configuration, stage: int) -> tuple[str, float]:
-    """What the fullest pass of a stage is, in words, and the bytes that it needs beside what is kept."""
+    """Return what the fullest pass of a stage is, in words, and the bytes that it needs beside what is kept."""
     return max((fullest_pass(config, chunk) for chunk in config.stage_kinds(stage)), key=lambda found: found[1])
 
 
 def all_stages(config: Configuration) -> list[StageMemory]:
-    """Memory of each stage."""
+    """Return the memory of each stage."""
     return [stage_memory(config, stage) for stage in range(config.pp)]
 
 
 def peak_memory(config: Configuration) -> float:
-    """Bytes of the heaviest stage."""
+    """Return the bytes of the heaviest stage."""
     return max(memory.peak for memory in all_stages(config))

@@ -49,7 +49,7 @@ class MemoryErrors:
 
     @property
     def missed(self) -> float:
-        """The most that a known run took beyond its prediction, as a share of what it took."""
+        """Return the most that a known run took beyond its prediction, as a share of what it took."""
         return max(0.0, -min(self.errors.values()))
 
     @property
@@ -78,7 +78,7 @@ class MemoryErrors:
 
 @lru_cache(maxsize=1)
 def known_errors() -> MemoryErrors:
-    """What errors.yaml records."""
+    """Return what errors.yaml records."""
     return MemoryErrors(yaml.safe_load(FILE.read_text(encoding="utf-8"))["errors"])
 
 
@@ -114,7 +114,7 @@ class Room:
 
     @property
     def bytes(self) -> float:
-        """What a prediction may reach: the cap without its margin."""
+        """Return what a prediction may reach: the cap without its margin."""
         return self.cap * (1 - self.margin)
 
     @property

@@ -75,7 +75,7 @@ class TimeLine:
 
     @property
     def peak(self) -> float:
-        """Most bytes at one moment."""
+        """Return the most bytes at one moment."""
         return float(self.total.max())
 
     @property
@@ -86,12 +86,12 @@ class TimeLine:
         return int((behind if behind.any() else full).argmax())
 
     def at_peak(self) -> list[tuple[Owner, float]]:
-        """Who holds how much at the fullest moment, most first; nobody who holds nothing."""
+        """Return who holds how much at the fullest moment, most first; nobody who holds nothing."""
         found = zip(self.owners, map(float, self.live[self.fullest]), strict=True)
         return sorted(((owner, size) for owner, size in found if size), key=lambda pair: -pair[1])
 
     def peak_as_json(self) -> dict[str, Any]:
-        """The peak's bytes, its pass and its owners, most first."""
+        """Return the peak's bytes, its pass and its owners, most first."""
         owners = [owner._asdict() | {"bytes": size} for owner, size in self.at_peak()]
         return {"bytes": self.peak, "pass": self.labels[self.fullest], "owners": owners}
 
@@ -116,7 +116,7 @@ def stitch(
     end: float,
     unit: str = "seconds",
 ) -> TimeLine:
-    """A step's line from its passes.
+    """Return a step's line from its passes.
 
     Args:
         passes: of a stage in their order, which do not overlap.
@@ -155,7 +155,7 @@ def stitch(
 
 
 def time_line(config: Configuration, stage: int, simulation: Simulation) -> TimeLine:
-    """The analytical line of a stage; its peak is `stage_memory(config, stage).peak`.
+    """Return the analytical line of a stage; its peak is `stage_memory(config, stage).peak`.
 
     The model does not say which pass of a stage takes the most beside what is kept: each is given that much.
 
@@ -173,7 +173,7 @@ def time_line(config: Configuration, stage: int, simulation: Simulation) -> Time
 
 
 def simulated(config: Configuration, forward: np.ndarray, backward: np.ndarray, transfer: float = 0.0) -> Simulation:
-    """The schedule with as few micro-batches as are as full as all of them.
+    """Return the schedule with as few micro-batches as are as full as all of them.
 
     Args:
         forward, backward: [chunks, stages] seconds of a micro-batch.

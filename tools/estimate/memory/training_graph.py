@@ -7,7 +7,7 @@ fused kernels; it is more than the mathematics needs:
 * SwiGLU repeats itself: its result is not kept, whatever is recomputed;
 * under context parallelism the whole sequence's keys and values are kept as gathered; nothing gathers them again
   (with ulysses_degree_in_cp as well: flash attention is not told of it);
-* of the routed copies every permutation and exchange is kept: their number is known to the routing alone, and the
+* of the routed copies every permutation and exchange is kept: their number is known to the routing only, and the
   backward of each asks the tensor for its shape;
 * `select_recompute` of the norms saves their results, `select_comm_recompute` nothing that a graph shows; what other
   operators save stands in `tools.estimate.configuration`.
@@ -66,12 +66,12 @@ _PARAMETERS = (  # of MindFormers' names of parameters and paths of cells, first
 
 
 def module_of_weight(name: str) -> str:
-    """The module of a weight of `tools.model.weights`; what no pattern names is attention's."""
+    """Return the module of a weight of `tools.model.weights`; what no pattern names is attention's."""
     return next((module for pattern, module in _WEIGHTS if re.search(pattern, name)), ATTENTION)
 
 
 def module_of_path(path: str) -> str:
-    """The module of a parameter's name, or of an operator's path of cells, in MindFormers."""
+    """Return the module of a parameter's name, or of an operator's path of cells, in MindFormers."""
     return next((module for pattern, module in _PARAMETERS if re.search(pattern, path)), OTHER)
 
 
@@ -187,12 +187,12 @@ def _second(weight: Weight) -> bool:
 
 
 def _own(config: Configuration, kind: str, option: str) -> float:
-    """Bytes of the activations alone."""
+    """Bytes of the activations only."""
     return sum(_activations(config, kind, option).values())
 
 
 def loss_pass(config: Configuration, mtp: bool) -> float:
-    """Most bytes that the loss needs beside what is kept; the gradient of MTP's logits waits for it."""
+    """Return the most bytes that the loss needs beside what is kept; the gradient of MTP's logits waits for it."""
     local = config.rank_tokens * config.model.vocab / config.tp
     moved = max((size for size, _, _ in logit_exchanges(config)), default=0.0)
     return max(3 * _WIDE * local, 2 * moved) + config.item * local * mtp

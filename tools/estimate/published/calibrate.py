@@ -108,7 +108,7 @@ FOLLOWS = {"matmul_fp8": "matmul"}
 
 
 def type_of(cluster: str) -> str:
-    """The device type of a cluster."""
+    """Return the device type of a cluster."""
     return next(name for name, kind in TYPES.items() if cluster in kind.clusters)
 
 
@@ -198,7 +198,7 @@ def calibrate(rows: Sequence[Row], cluster: str, start: Efficiency) -> Calibrati
 
 
 def coordinates(values: Efficiency, names: Sequence[str]) -> np.ndarray:
-    """The fitted parameters as the fit moves them."""
+    """Return the fitted parameters as the fit moves them."""
     plain = np.array([getattr(values, name) for name in names], float)
     return np.clip(np.where(_shares(names), plain, np.log(np.maximum(plain, 1e-12))), *limits(names))
 
@@ -309,7 +309,7 @@ def _fit(
 
 
 def cluster_text(cluster: str, name: str, found: Calibration, source: str) -> str:
-    """The file of `cluster` (a name or file) under another `name`, with the efficiencies that were found.
+    """Return the file of `cluster` (a name or file) under another `name`, with the efficiencies that were found.
 
     Args:
         source: of the measurements.

@@ -58,7 +58,7 @@ class Group(NamedTuple):
 
 
 def sizes(model: Model) -> str:
-    """What tells one model from another, but for its depth."""
+    """Return what tells one model from another, but for its depth."""
     attention = f"{model.heads}/{model.kv_heads} heads"
     if not model.experts:
         return f"{model.hidden} wide, {attention}, MLP {model.ffn}, vocabulary {model.vocab}"
@@ -67,13 +67,13 @@ def sizes(model: Model) -> str:
 
 
 def group_of(row: Row) -> Group:
-    """The group of a row that has a configuration."""
+    """Return the group of a row that has a configuration."""
     assert row.config is not None
     return Group(sizes(row.config.model), row.cluster)
 
 
 def grouped(rows: Iterable[Row]) -> dict[Group, list[Row]]:
-    """Rows by their group, in the order in which groups first occur."""
+    """Return the rows by their group, in the order in which groups first occur."""
     found: dict[Group, list[Row]] = {}
     for row in rows:
         found.setdefault(group_of(row), []).append(row)
@@ -100,12 +100,12 @@ class Run:
 
     @property
     def kind(self) -> str:
-        """Its device type."""
+        """Return its device type."""
         return type_of(self.cluster)
 
 
 def usable(rows: Iterable[Row]) -> list[Row]:
-    """Rows that a fit reads: with a configuration and a step time, and not for context only."""
+    """Return the rows that a fit reads: with a configuration and a step time, and not for context only."""
     return [row for row in rows if row.use == "fit" and row.config and measured_seconds(row) is not None]
 
 
@@ -120,7 +120,7 @@ def runs_of(rows: Iterable[Row]) -> list[Run]:
 
 
 def predicted(run: Run, sets: Mapping[str, Efficiency]) -> float:
-    """Seconds of its step."""
+    """Return the seconds of its step."""
     return TimeModel(cluster(run.cluster), sets[run.kind]).step(run.config).total
 
 
@@ -171,7 +171,7 @@ class Problem:
         return pull, home
 
     def sets(self, x: np.ndarray) -> Sets:
-        """A vector as sets."""
+        """Return a vector as sets."""
         size = len(NAMES)
         return {
             kind: with_coordinates(replace(START, mesh=TYPES[kind].mesh), NAMES, x[size * place : size * (place + 1)])
@@ -179,7 +179,7 @@ class Problem:
         }
 
     def vector(self, sets: Mapping[str, Efficiency]) -> np.ndarray:
-        """The sets as a vector."""
+        """Return the sets as a vector."""
         return np.concatenate([coordinates(sets[kind], NAMES) for kind in self.kinds])
 
     def logs(self, x: np.ndarray) -> np.ndarray:
@@ -199,13 +199,13 @@ class Problem:
         return found[self.owner]
 
     def cost(self, logs: np.ndarray, x: np.ndarray, weight: np.ndarray) -> float:
-        """What is minimised; `weight` of each measurement."""
+        """Return what is minimised; `weight` of each measurement."""
         off = np.abs(logs[self.owner] - self.measured) / NOISE
         huber = np.where(off <= OUTLIER, off**2, OUTLIER * (2 * off - OUTLIER))
         return float((weight * huber).sum() + ((self.pull @ x - self.home) ** 2).sum())
 
     def solve(self, at: Point, kept: np.ndarray) -> Point:
-        """The least cost of the measurements that are `kept`, from `at`."""
+        """Return the least cost of the measurements that are `kept`, from `at`."""
         weight, damping, made = self.weight * kept, 1e-3, at.logs
         for _ in range(_ROUNDS):
             if np.abs(at.logs - made).max(initial=0.0) > _FAR:
@@ -232,7 +232,7 @@ class Problem:
         return at
 
     def begin(self, sets: Mapping[str, Efficiency]) -> Point:
-        """Where a search begins."""
+        """Return where a search begins."""
         x = np.clip(self.vector(sets), self.low, self.high)
         logs = self.logs(x)
         return Point(x, logs, self.slopes(x, logs))
@@ -251,7 +251,7 @@ class Problem:
 
 
 def fit(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> Sets:
-    """A set for every device type.
+    """Return a set for every device type.
 
     Args:
         start: where the search begins; it has no part in what is minimised.
@@ -276,14 +276,14 @@ def errors_of(rows: Iterable[Row], sets: Mapping[str, Efficiency]) -> list[float
 
 
 def folds(problem: Problem) -> Iterator[tuple[Group, np.ndarray]]:
-    """Each group, with 1 for the measurements that a fit without it may read and 0 for its own."""
+    """Yield each group, with 1 for the measurements that a fit without it may read and 0 for its own."""
     groups = [Group(sizes(run.config.model), run.cluster) for run in problem.runs]
     for group in dict.fromkeys(groups):
         yield group, np.array([groups[index] != group for index in problem.owner], float)
 
 
 def cross_validated(rows: Iterable[Row], start: Mapping[str, Efficiency] | None = None) -> list[Judged]:
-    """Every usable row, predicted by a fit to all groups but its own."""
+    """Return every usable row, predicted by a fit to all groups but its own."""
     every = usable(rows)
     problem = Problem(runs_of(every), list(TYPES))
     whole = problem.settled(start or dict.fromkeys(TYPES, START))
@@ -310,12 +310,12 @@ class Contradiction:
 
     @property
     def spread(self) -> float:
-        """The slowest over the fastest - 1."""
+        """Return the slowest over the fastest - 1."""
         return self.seconds[-1] / self.seconds[0] - 1
 
     @property
     def floor(self) -> float:
-        """The least that the worst of them can be off, whatever is predicted."""
+        """Return the least that the worst of them can be off, whatever is predicted."""
         fast, slow = self.seconds[0], self.seconds[-1]
         return (slow - fast) / (slow + fast)
 
@@ -340,7 +340,7 @@ def same_configuration(rows: Iterable[Row]) -> list[Contradiction]:
 
 
 def contradictions(rows: Iterable[Row]) -> list[Contradiction]:
-    """Those that differ by more than `TELLING`, the widest first."""
+    """Return those that differ by more than `TELLING`, the widest first."""
     wide = [found for found in same_configuration(rows) if found.spread > TELLING]
     return sorted(wide, key=lambda found: -found.spread)
 

@@ -115,7 +115,7 @@ _GROUPS = {
 
 
 def settings_of(group: str, cluster: str) -> Settings:
-    """The settings of a group, or of what usually runs on the cluster."""
+    """Return the settings of a group, or of what usually runs on the cluster."""
     return _GROUPS.get(group) or (_ASCEND if cluster.startswith("atlas") else Settings())
 
 
@@ -125,7 +125,7 @@ def _models() -> dict[str, Any]:
 
 
 def public_model(name: str) -> Model:
-    """A public model by the name that a row writes.
+    """Return a public model by the name that a row writes.
 
     Raises:
         Unexpressed: models.yaml has no such model, or it cannot be expressed.
@@ -155,7 +155,7 @@ def _model(entry: dict[str, Any]) -> Model:
 
 
 def micro_batch(samples: int, pp: int, micro_batches: int | None, assumed: list[str]) -> int:
-    """Samples of a micro-batch where the row gives none."""
+    """Return the samples of a micro-batch where the row gives none."""
     if micro_batches:
         return max(1, samples // micro_batches)
     batch = 1
@@ -270,7 +270,7 @@ def release(row: str) -> str:
 
 
 def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: list[str]) -> Configuration:
-    """The configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
+    """Return the configuration of a row of the tables with what its recipe sets; says so in `assumed`."""
     if not config.model.experts:
         return config
     if cluster == "h100" and not config.model.latent and not config.model.biased:
@@ -293,7 +293,7 @@ def as_recipes_have_it(row: str, cluster: str, config: Configuration, assumed: l
 def _qwen_on_h100(row: str, config: Configuration, assumed: list[str]) -> Configuration:
     """Qwen3 235B on H100: All-to-All in every release.
 
-    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication alone; 25.09, with token drop,
+    From 25.11 on it runs beside another micro-batch, and tensor-parallel communication only; 25.09, with token drop,
     has it the other way round.
     """
     beside = "tokendrop" not in row

@@ -180,15 +180,15 @@ class Row:
 
     @property
     def hardware(self) -> Hardware:
-        """What it ran on."""
+        """Return what it ran on."""
         return cluster(self.cluster)
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a measurements file.
+    """Return all rows of a measurements file.
 
     Raises:
-        DataError: it cannot be read, is no mapping with a list `rows`, or two rows have one id.
+        DataError: it cannot be read, is not a mapping with a list `rows`, or two rows have one id.
     """
     content = read_yaml(path, DataError)
     rows = content.get("rows") if isinstance(content, dict) else content
@@ -205,7 +205,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def unknown_device(hardware: str) -> str:
-    """What is wrong with a device that nobody knows, in words."""
+    """Return what is wrong with a device that nobody knows, in words."""
     named = did_you_mean(hardware.lower(), list(NAMES))
     return f"no hardware is known for {hardware!r}{named}; known are {', '.join(NAMES)}"
 
@@ -254,11 +254,11 @@ def _configuration(config: Any, group: str, known: str) -> tuple[Configuration, 
 
 
 def _require_whole(*parts: Any) -> None:
-    """Refuse sizes that are no whole numbers: text and lists pass the arithmetic above, and fail in an estimate."""
+    """Refuse sizes that are not whole numbers: text and lists pass the arithmetic above, and fail in an estimate."""
     for part in filter(None, parts):
         for size in fields(part):
             if size.type == "int" and type(value := getattr(part, size.name)) is not int:
-                raise Unexpressed(f"{size.name} is {value!r}, which is no whole number")
+                raise Unexpressed(f"{size.name} is {value!r}, which is not a whole number")
 
 
 def _require_layout(made: Configuration, written: Mapping[str, Any], samples: int) -> None:

@@ -1,4 +1,4 @@
-"""Predict every row of a measurements file from its configuration alone, and compare where it was measured."""
+"""Predict every row of a measurements file from its configuration only, and compare where it was measured."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Prediction:
     memory_error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The stable interface."""
+        """Return the stable interface."""
         found: dict[str, Any] = {"id": self.row.id}
         found |= {name: getattr(self, name) for name in QUANTITIES}
         found |= {"reason": self.reason, "assumptions": list(self.row.assumptions)}
@@ -108,14 +108,14 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
 
 
 def measured_seconds(row: Row) -> float | None:
-    """Seconds of the row's step; None where it has neither a configuration nor a time."""
+    """Return the seconds of the row's step; None where it has neither a configuration nor a time."""
     if row.config is None:
         return None
     return measured_step(row, _step_flops(row) / row.config.global_batch)
 
 
 def measured_step(row: Row, flops_per_sample: float) -> float | None:
-    """Seconds of the row's step: measured, or from its throughput."""
+    """Return the seconds of the row's step: measured, or from its throughput."""
     measured, config = row.measured, row.config
     assert config is not None
     for name in ("step_time_s", "derived_step_time_s", "implied_step_time_s"):
@@ -137,7 +137,7 @@ def measured_step(row: Row, flops_per_sample: float) -> float | None:
 
 
 def measured_memory(row: Row) -> float | None:
-    """Bytes of the fullest device, where the row says."""
+    """Return the bytes of the fullest device, where the row says."""
     measured, config = row.measured, row.config
     assert config is not None
     if _number(measured, "peak_memory_GiB"):

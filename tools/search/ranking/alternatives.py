@@ -74,13 +74,13 @@ class BySchedule:
 
     @property
     def writable(self) -> Scheduled | None:
-        """The fastest of those that a recipe can ask for."""
+        """Return the fastest of those that a recipe can ask for."""
         able = [one for one in self.every if one.entry and not one.reason]
         return min(able, key=lambda one: one.entry.seconds if one.entry else 0.0, default=None)
 
 
 def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
-    """The schedules of `--schedule`, without those that are searched anyway.
+    """Return the schedules of `--schedule`, without those that are searched anyway.
 
     Raises:
         RecipeError: there is no such schedule, or it is not searched.
@@ -88,7 +88,7 @@ def asked_schedules(words: Sequence[str]) -> tuple[str, ...]:
     names = [name for word in words for name in (OTHERS if word == ALL else (word,))]
     for name in names:
         if name == "dual_pipe":
-            raise RecipeError("--schedule dual_pipe: it holds the model twice, which is not searched; try dual_pipe_v")
+            raise RecipeError("--schedule dual_pipe: it holds the model twice and is not searched; try dual_pipe_v")
         if name not in (*ALWAYS, *OTHERS):
             known = [ALL, *ALWAYS, *OTHERS]
             raise RecipeError(f"--schedule {name!r}: want one of {', '.join(known)}{did_you_mean(name, known)}")
@@ -113,7 +113,7 @@ def search_schedules(
     progress: Progress,
     at_once: int | None = None,
 ) -> BySchedule:
-    """The fastest layout of each schedule; Ctrl-C ends it with what is known."""
+    """Return the fastest layout of each schedule; Ctrl-C ends it with what is known."""
     found = BySchedule()
     for name in names:
         own = replace(request, schedule=name)
@@ -155,7 +155,7 @@ _LEAST = 2.0  # seconds, whatever the time limit says
 
 
 def swap_words(config: Configuration, times: TimeModel) -> list[str]:
-    """A line for each kind of layer; one that says so where the hardware file has no link to the host."""
+    """Return a line for each kind of layer; one that says so where the hardware file has no link to the host."""
     lines = []
     for kind in dict.fromkeys(config.model.pattern):
         layer, whole = times.layer(config, kind), saved(config, kind)
@@ -183,7 +183,7 @@ def add_swapping(found: Found, times: TimeModel, budget: Budget) -> None:
 
 
 def swapping_words(found: Swapping) -> list[str]:
-    """What swapping as a third choice would bring to the first layout, in lines."""
+    """Return what swapping as a third choice would bring to the first layout, in lines."""
     if found.with_s == float("inf"):
         return ["keep, recompute or swap: no layout of the first one's stages fits, with swapping or without"]
     options = ", ".join(f"{name} {count}" for name, count in found.layers.items())

@@ -48,7 +48,7 @@ class Memo:
         self._known: dict[Hashable, object] = {}
 
     def get(self, key: Hashable, make: Callable[..., Value], *arguments: Any) -> Value:
-        """The value of a key, made of the arguments where it is new."""
+        """Return the value of a key, made of the arguments where it is new."""
         if key not in self._known:
             self._known[key] = make(*arguments)
         return self._known[key]  # type: ignore[return-value]
@@ -165,7 +165,7 @@ def _static(config: Configuration, stage: int) -> float:
 
 
 def _saved(config: Configuration) -> np.ndarray:
-    """[policies, kinds]; ends, which are no layers, are kept whole unless layers are recomputed fully."""
+    """[policies, kinds]; ends, which are not layers, are kept whole unless layers are recomputed fully."""
     kinds = [kind for kind in KINDS if kind != "moe" or config.model.experts]
     rows = np.zeros((len(POLICIES), len(KINDS)))
     for policy, option in enumerate(POLICIES):

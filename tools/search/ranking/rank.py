@@ -62,18 +62,18 @@ class Ranking:
     places: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), int))
 
     def at(self, index: int) -> Ranked:
-        """One candidate."""
+        """Return one candidate."""
         block, row, recompute = (int(place) for place in self.places[index])
         candidate = self.blocks[block].candidate(row, RECOMPUTE[recompute])
         return Ranked(candidate, float(self.seconds[index]), float(self.peaks[index]))
 
     def fastest(self) -> Iterator[Ranked]:
-        """Candidates by time; of equals the one that needs less memory, then the first of the space."""
+        """Yield the candidates by time; of equals the one that needs less memory, then the first of the space."""
         for index in np.lexsort((self.peaks, self.seconds)):
             yield self.at(int(index))
 
     def short_list(self, count: int) -> list[Ranked]:
-        """The fastest that are distinct.
+        """Return the fastest that are distinct.
 
         Of candidates with the same degrees and micro-batch the fastest stands for all, and of one tp, pp, cp and ep
         two: dispatch modes, sharding and recomputation would fill the list with one layout otherwise. Uniform
@@ -102,7 +102,7 @@ Report = Callable[[int, int, float], None]  # blocks done, of how many, best sec
 
 
 def feasible(request: Request) -> bool:
-    """Whether some legal candidate fits."""
+    """Return whether some legal candidate fits."""
     memory = MemoryTable(request)
     every = blocks(request, Funnel())
     # many stages fit first
@@ -110,7 +110,7 @@ def feasible(request: Request) -> bool:
 
 
 def rank(request: Request, report: Report | None = None) -> Ranking:
-    """Every legal candidate that fits, with time and memory."""
+    """Return every legal candidate that fits, with time and memory."""
     funnel = Funnel()
     ranking = Ranking(blocks(request, funnel), funnel)
     memory, times = MemoryTable(request), TimeTable(request)
@@ -172,7 +172,7 @@ def _timed(block: Block, peaks: np.ndarray, times: TimeTable, cap: float) -> tup
 
 
 def mix(peaks: np.ndarray, works: np.ndarray, cap: float) -> tuple[np.ndarray, np.ndarray]:
-    """The cheapest mix of two policies under the cap, for each stage: ([rows, stages] seconds, bytes).
+    """Return the cheapest mix of two policies under the cap, for each stage: ([rows, stages] seconds, bytes).
 
     Args:
         peaks, works: [rows, policies, stages] of the uniform policies. Where none fits the stage gets the one that
@@ -216,7 +216,7 @@ class Chances:
         self._plain = {one.candidate: float(ranking.bounds[index]) for one, index in zip(self.open, under, strict=True)}
 
     def next(self, count: int) -> list[Ranked]:
-        """The candidates with the smallest bounds that have no closer one."""
+        """Return the candidates with the smallest bounds that have no closer one."""
         return [one for one in self.open if one.candidate not in self._known][:count]
 
     def learn(self, ranked: Sequence[Ranked], bounds: Iterable[float]) -> None:
@@ -225,7 +225,7 @@ class Chances:
             self._known[one.candidate] = max(bound, self._known.get(one.candidate, 0.0))
 
     def bound(self, candidate: Candidate) -> float:
-        """Seconds that no layout of it is under."""
+        """Return the seconds that no layout of it is under."""
         return max(self._plain.get(candidate, 0.0), self._known.get(candidate, 0.0))
 
     def promising(self, placed: Iterable[Candidate], count: int) -> list[Ranked]:
@@ -241,12 +241,12 @@ class Chances:
 
     @property
     def least(self) -> float:
-        """Seconds that no layout of the space is under, or those of the best where nothing can be better."""
+        """Return the seconds that no layout of the space is under, or those of the best where nothing can be better."""
         return min([self.best, *(self.bound(one.candidate) for one in self.open)])
 
     @property
     def left(self) -> list[Ranked]:
-        """Candidates that could be better by their bounds; placed ones by another placement."""
+        """Return the candidates that could be better by their bounds; placed ones by another placement."""
         return [one for one in self.open if self.bound(one.candidate) < self.best]
 
 
@@ -260,7 +260,7 @@ _MANY, _CANDIDATES = 10_000, 1_000_000_000  # for more devices, of so many strat
 
 
 def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
-    """What is missing, and the nearest feasible changes, one a line."""
+    """Return what is missing, and the nearest feasible changes, one a line."""
     if ranking.least is None:
         return [_nothing_legal(ranking), *_without_limits(request), *_other_devices(request)]
     least = ranking.least
@@ -274,7 +274,7 @@ def explain_infeasible(request: Request, ranking: Ranking) -> list[str]:
 
 
 def more_memory(request: Request, least: Ranked) -> str:
-    """The memory that would be enough, where a device has it."""
+    """Return the memory that would be enough, where a device has it."""
     gib = -(-least.peak / (1 - request.margin) * 10 // GIB) / 10
     device = request.hardware.hbm_bytes / GIB
     if gib > device:

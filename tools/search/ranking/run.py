@@ -52,7 +52,7 @@ class Entry:
 
     @property
     def candidate(self) -> Candidate:
-        """Its place in the space."""
+        """Return its place in the space."""
         return candidate_of(self.config)
 
     @property
@@ -62,7 +62,7 @@ class Entry:
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that nothing hides."""
+        """Return the seconds of communication that nothing hides."""
         return exposed_of(self.parts)
 
     @property
@@ -76,7 +76,7 @@ class Entry:
 
     @property
     def recompute(self) -> str:
-        """Layers that recompute, by option: ``full 16, select 30 of 54``."""
+        """Return the layers that recompute, by option: ``full 16, select 30 of 54``."""
         config, counts = self.config, Counter[str]()
         for chunk, row in enumerate(config.layers):
             for stage, count in enumerate(row):
@@ -107,7 +107,7 @@ class Entry:
 
 
 def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: float = 0.0) -> Entry:
-    """What is predicted for a run.
+    """Return what is predicted for a run.
 
     Raises:
         RecipeError: its schedule has no model, or cannot run with these numbers.
@@ -117,7 +117,7 @@ def entry_of(config: Configuration, times: TimeModel, name: str = "", bound: flo
 
 
 def why_faster(first: Entry, second: Entry) -> str:
-    """The largest differences of two entries' times, in words: what the first saves, then what it pays."""
+    """Return the largest differences of two entries' times, in words: what the first saves, then what it pays."""
     saved = {name: second.parts[name] - first.parts[name] for name in PARTS}
     least = 0.02 * abs(second.seconds - first.seconds) + 1e-3
     gains = [name for name in sorted(PARTS, key=lambda name: -saved[name]) if saved[name] > least][:3]
@@ -276,17 +276,17 @@ class Found:
 
     @property
     def complete(self) -> bool:
-        """Whether each candidate that fits was placed, or cannot be faster than the best by its bound."""
+        """Return whether each candidate that fits was placed, or cannot be faster than the best by its bound."""
         return self.whole and not self.cut and self.least > 0 and not self.unplaced
 
     @property
     def best(self) -> Entry:
-        """The fastest; where dry runs proved some to fit, the fastest of those."""
+        """Return the fastest; where dry runs proved some to fit, the fastest of those."""
         return self.passed[0] if self.passed else self.entries[0]
 
     @property
     def unverified(self) -> str:
-        """Why the best has not passed a dry run, where dry runs were asked for; "" where it has or none were."""
+        """Return why the best has not passed a dry run, where dry runs were asked for; "" where it has or none were."""
         if not self.to_verify or not self.entries or self.passed:
             return ""
         doubts = next((lines for entry, lines in self.doubtful if entry is self.entries[0]), None)

@@ -61,7 +61,7 @@ def swapped(
     both_ways: bool = True,
     prefetch: int = 1,
 ) -> Swapped:
-    """What swapping `moved` of the `saved` bytes of a layer's activations means.
+    """Return what swapping `moved` of the `saved` bytes of a layer's activations means.
 
     Args:
         saved: bytes that a micro-batch leaves for the layer's backward.
@@ -85,7 +85,7 @@ def swapped(
 
 
 def free_seconds(forward: float, backward: float, both_ways: bool = True) -> float:
-    """The longest one-way transfer of a layer's activations that its computation hides."""
+    """Return the longest one-way transfer of a layer's activations that its computation hides."""
     return backward if both_ways else min(backward, (forward + backward) / 2)
 
 
@@ -142,7 +142,7 @@ def place_swapping(
 
 
 def with_swapping(instance: PlacedInstance, prices: Mapping[str, Mapping[str, Swapped]]) -> PlacedInstance:
-    """An instance whose layers may swap, too; every stage has room for what is on its way, at its largest."""
+    """Return an instance whose layers may swap, too; every stage has room for what is on its way, at its largest."""
     once = max(price.once for kind in instance.types for price in prices[kind.name].values())
     types = tuple(_with_options(kind, prices[kind.name]) for kind in instance.types)
     return replace(instance, types=types, static=instance.static + once / GIB)
@@ -168,7 +168,7 @@ def prices_of(config: Configuration, model: TimeModel) -> dict[str, dict[str, Sw
 
 
 def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> float:
-    """The most bytes of some tensors that the link carries in a layer's backward."""
+    """Return the most bytes of some tensors that the link carries in a layer's backward."""
     every = [size for size in sizes if size]
     sets = chain.from_iterable(combinations(every, count) for count in range(len(every) + 1))
     return max(total for total in map(sum, sets) if _to_host(model, total) <= backward)
@@ -177,7 +177,7 @@ def hidden_bytes(sizes: Iterable[float], backward: float, model: TimeModel) -> f
 def _to_host(model: TimeModel, size: float) -> float:
     seconds = model.to_host(size)
     if seconds is None:
-        raise RecipeError(f"swapping: {model.hardware.name} has no host_link: the price is not known")
+        raise RecipeError(f"swapping: {model.hardware.name} has no host_link: the price of swapping is not known")
     return seconds
 
 

@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def proven(self) -> bool:
-        """Whether it compiles and fits."""
+        """Return whether it compiles and fits."""
         return not self.problems and not self.doubts
 
 
@@ -131,7 +131,7 @@ def verify(
 
 
 def judge(entry: Entry, found: DryRun, request: Request, full: bool) -> Verdict:
-    """What a strategy's dry run means."""
+    """Return what a strategy's dry run means."""
     estimate = max(found.total, default=0)
     if not found.exact:
         return Verdict(found.problems, [], estimate)

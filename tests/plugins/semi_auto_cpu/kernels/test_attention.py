@@ -234,7 +234,7 @@ def test_what_it_cannot_do_it_refuses(rng, arguments, error, message):
 
 def test_unknown_layouts_and_odd_heads_are_refused(rng):
     q, k, v = tensors(rng, batch=1, heads=4, key_heads=3)
-    with pytest.raises(ValueError, match="no multiple of the 3 heads"):
+    with pytest.raises(ValueError, match="not a multiple of the 3 heads"):
         forward(q, k, v, "BNSD", 0)
     tail = (4, 1.0, 0.3, FAR, 0, 0, 5, 0)
     with pytest.raises(NotImplementedError, match="input_layout TH"):

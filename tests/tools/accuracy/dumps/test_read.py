@@ -151,5 +151,5 @@ def test_the_files_of_a_comparison_never_lie_in_a_dump(tmp_path):
     dump = write_dump(tmp_path / "a", run())
     for out in (dump, dump / "step0" / "new"):
         result = invoke(dump, dump, "--out", out)
-        assert isinstance(result.exception, DataError) and "stays as it is" in str(result.exception)
+        assert isinstance(result.exception, DataError) and "must not change" in str(result.exception)
     assert not list(dump.rglob("compare.json"))

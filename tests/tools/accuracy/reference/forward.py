@@ -40,7 +40,7 @@ class Forward:
         return self.trace
 
     def layer(self, layer: int, hidden: np.ndarray) -> np.ndarray:
-        """A transformer layer: [B, S, h] -> [B, S, h]."""
+        """Return a transformer layer: [B, S, h] -> [B, S, h]."""
         name, where = f"model.layers.{layer}", f"layers.{layer}"
         normed = self._note(f"{where}.input_norm", self.norm(f"{name}.input_layernorm", hidden))
         hidden = hidden + self._note(f"{where}.attention", self.attention(layer, normed))
@@ -99,7 +99,7 @@ class Forward:
         return np.concatenate([even * cos - odd * sin, odd * cos + even * sin], axis=-1)
 
     def positions(self, length: int) -> np.ndarray:
-        """Position of each token."""
+        """Return the position of each token."""
         return np.arange(length)
 
     def frequencies(self) -> np.ndarray:
@@ -119,11 +119,11 @@ class Forward:
         return plain / scaling["factor"] * ramp + plain * (1 - ramp)
 
     def dense(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """A dense layer's feed-forward network."""
+        """Return a dense layer's feed-forward network."""
         return self.swiglu(f"model.layers.{layer}.mlp", x)
 
     def experts(self, layer: int, x: np.ndarray) -> np.ndarray:
-        """Each token through its experts, weighted, and through the shared expert."""
+        """Return each token through its experts, weighted, and through the shared expert."""
         name = f"model.layers.{layer}.mlp"
         weights = self._note(f"layers.{layer}.router", self.route(layer, x))
         shared = self._note(f"layers.{layer}.shared_expert", self.swiglu(f"{name}.shared_experts", x))
