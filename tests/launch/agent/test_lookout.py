@@ -64,7 +64,7 @@ WAITS = "/x/mindspore/common/api.py"
 CODE = f"""
 import sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from launch.workers import stacks
+from launch.workers import lifetime
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 {{answer}}
 def load_next_batch():
@@ -79,7 +79,7 @@ def worker(tmp_path):
     """Start a worker that says when it is where it stays."""
     started = []
 
-    def start(rank, answer="stacks.answer()"):
+    def start(rank, answer="lifetime.answer_with_stacks()"):
         log = tmp_path / f"worker_{rank}.log"
         environ = {**os.environ, "MS_ROLE": "MS_WORKER", "RANK_ID": str(rank)}
         with log.open("wb") as file:

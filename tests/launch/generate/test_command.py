@@ -91,7 +91,7 @@ def say(tmp_path, monkeypatch):
     chosen = SimpleNamespace(recipe={}, weights="weights", source=source, length=8, vocabulary=300)
     monkeypatch.setattr(command, "choose", lambda path, recipe: chosen)
     monkeypatch.setattr(command, "forward_recipe", lambda recipe: recipe)
-    monkeypatch.setattr(command, "model_of", model)
+    monkeypatch.setattr(command, "answering_model", model)
     monkeypatch.setattr(command, "tokenizer_of", lambda *given: tokenizer)
 
     def run(text, *options, then=()):

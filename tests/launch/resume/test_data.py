@@ -167,7 +167,10 @@ def test_the_most_steps_are_those_of_the_present_shuffle():
 def test_what_cannot_be_told_is_a_difference_only_where_the_samples_change():
     gone = ["1", "nowhere"]
     assert differences(recipe(gone), recipe(gone), 5) == []
-    assert "cannot be told: nowhere.idx: no such file" in differences(recipe(gone), recipe(gone, 12), 5)[0]
+    assert (
+        "whether that shuffles anew is unknown: nowhere.idx: no such file"
+        in differences(recipe(gone), recipe(gone, 12), 5)[0]
+    )
     with pytest.raises(DataError):
         shuffles(recipe(gone), 5)
 

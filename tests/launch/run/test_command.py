@@ -207,19 +207,22 @@ REFUSALS = {
     "checkpoint gone": (["mini/toy.yaml", "--resume", "iteration_9"], "--resume iteration_9: no such folder"),
     "strange folder": (["mini/toy.yaml", "--run-dir", "mini"], "not a run's folder (it holds toy.yaml)"),
     "port of root": (["mini/toy.yaml", "--port", "80"], "--port 80: msrun wants a port from 1024"),
-    "a file for a folder": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml"], "no folder that can be read (Not a dir"),
+    "a file for a folder": (
+        ["mini/toy.yaml", "--run-dir", "mini/toy.yaml"],
+        "not a folder that can be read (Not a dir",
+    ),
     "below a file": (["mini/toy.yaml", "--run-dir", "mini/toy.yaml/x"], "toy.yaml is not a folder one can write to"),
     "no checkpoint": (["mini/toy.yaml", "--resume", "/etc"], "--resume /etc: no checkpoint: one holds common.json and"),
     "empty folder": (["mini/toy.yaml", "--resume", "empty"], "--resume empty: no checkpoint: one holds common.json"),
     "file to resume": (["mini/toy.yaml", "--resume", "corpus.idx"], "a file; name the folder that it is in"),
-    "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "no folder that can be read (File name too long)"),
+    "long name": (["mini/toy.yaml", "--run-dir", "a" * 300], "not a folder that can be read (File name too long)"),
     "no weights": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=mini"],
         "checkpoint.load_path: mini: holds no weights (*.safetensors)",
     ),
     "weights gone": (
         ["mini/toy.yaml", "--set", "checkpoint.load_path=gone"],
-        "checkpoint.load_path: gone: no folder that can be read (No such file or directory)",
+        "checkpoint.load_path: gone: not a folder that can be read (No such file or directory)",
     ),
     "bad parallel size": (
         ["mini/toy.yaml", "--set", "parallel_config.data_parallel=0"],

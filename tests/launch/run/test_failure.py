@@ -9,7 +9,7 @@ from launch.agent.part import last_words
 from launch.run.failure import worker_failure
 from launch.run.summary import complain
 
-RECORDED = Path(__file__).parents[1] / "agent" / "node" / "recorded" / "link_down_worker_1.txt"
+RECORDED = Path(__file__).parents[1] / "agent" / "recorded" / "link_down_worker_1.txt"
 RULE = "-" * 52
 IMPORT = (
     "2026-11-23 22:32:44,894 - mindformers/run/logs[mindformers/models/qwen3/modeling_qwen3.py:35] - WARNING - "
