@@ -125,9 +125,10 @@ _OTHERS = {
     r"msrun --worker_num=1 .* launch/train\.py --config recipes/mini/pretrain\.yaml$": Way(
         "by", "tests/training/test_one_worker.py"
     ),
+    r"python -m launch\.run\.cores$": Way("by", "tests/launch/run/test_cores.py"),
     r"msrun --bind_numa \S+$": Way("by", "tests/launch/run/test_cores.py"),
     r"python -c ": Way("by", "tests/tools/fusion/test_cluster.py"),
-    r"srun --": Way("by", "tests/launch/agent/cluster"),
+    r"srun --": Way("by", "tests/launch/agent/test_cluster.py"),
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ def what_is(path: str | os.PathLike[str]) -> str:
     except OSError as error:
         return "a link that leads back to itself" if error.errno == errno.ELOOP else _reason(error)
     except ValueError:  # a NUL
-        return "no name of a file"
+        return "not the name of a file"
     if stat.S_ISDIR(mode):
         return "a folder"
     return "a file" if stat.S_ISREG(mode) else "a device, a pipe or a socket, not a file"

@@ -53,7 +53,6 @@ from tools.layout.offsets import (
     string_values,
     write_layout,
 )
-from tools.layout.place import place
 from tools.model.architecture import model_of
 from tools.model.weights import PASSES, linear_flops, pair_flops
 from tools.pipeline.schedules import is_v_shaped
@@ -159,6 +158,8 @@ def make_layout(recipe: Recipe, cluster: str, budget: Budget, seed: int = 0, mar
     except RecipeError as error:
         raise RecipeError(f"{recipe.source}: {error}") from None
     require_ulysses(recipe, base.model, View(recipe).number(DEGREE, 1))
+    from tools.layout.place import place  # a solver comes with it, which ranks and checks need not load
+
     found = place(base, TimeModel(hardware), room.bytes, budget, seed)
     if found.configuration is None:
         smaller = "; tc3 search layout --memory-margin takes a smaller one" if room.margin else ""

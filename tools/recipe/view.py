@@ -1,6 +1,6 @@
 """A recipe read for arithmetic: typed look-ups that survive a broken recipe, and the sizes that rules speak about.
 
-A recipe may leave values open that `tools.auto.resolve` puts in. Such a recipe is for people: MindFormers cannot read
+A recipe may leave values open that `tools.layout.resolve` puts in. Such a recipe is for people: MindFormers cannot read
 it and no number can be told from it, so `require_resolved` refuses it.
 """
 

@@ -52,7 +52,7 @@ def test_a_level_is_written_out_as_flags(settings, flags):
         ({"level": "vector", "disable": ["reducesum"]}, "no operator 'reducesum' (did you mean 'ReduceSum'?)"),
         ({"level": "vector", "disable": ["RmsNorm"]}, "no operator 'RmsNorm'"),
         ({"level": "vector", "disable": [3]}, "no operator 3"),
-        ({"level": "vector", "disable": ["MatMul"]}, "MatMul is fused with level cube alone"),
+        ({"level": "vector", "disable": ["MatMul"]}, "MatMul is fused only with level cube"),
         ({"level": "off", "disable": ["Exp"]}, "nothing is fused with level off"),
     ],
 )

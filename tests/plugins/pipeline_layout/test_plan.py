@@ -112,9 +112,9 @@ def test_layouts_are_written_briefly():
     ("text", "stages", "words"),
     [
         ("Et|tL", 3, "2 chunks do not fill 3 pipeline stages"),
-        ("t|Et|tL", 3, "want one E .embedding., at the very beginning"),
-        ("Et|tL|t", 3, "want one L .loss., at the very end"),
-        ("Et|EtL", 2, "want one E"),
+        ("t|Et|tL", 3, "expected one E .embedding., at the very beginning"),
+        ("Et|tL|t", 3, "expected one L .loss., at the very end"),
+        ("Et|EtL", 2, "expected one E"),
         ("Et|t|m|L", 4, "the last decoder layer is in chunk 1: MindFormers runs MTP there"),
         ("Etm|tL", 2, "the last decoder layer is in chunk 1"),
         ("Et|mtL", 2, "MTP layers come after"),

@@ -92,7 +92,7 @@ def test_after_how_many_steps_that_are_not_finite_a_run_stops(settings, key, wor
         (False, "", ""),
         ({"every": 20, "work": 2}, "", ""),
         ({"every": 0}, "plugins.straggler_probe.every", "steps between probes, from 1 on"),
-        ({"work": 1.5}, "plugins.straggler_probe.watch", "a number of pieces of work, from 1 on"),
+        ({"work": 1.5}, "plugins.straggler_probe.work", "a number of pieces of work, from 1 on"),
         ({"evry": 5}, "plugins.straggler_probe.evry", "did you mean 'every'"),
         (True, "plugins.straggler_probe", "write every, work under it"),
     ],
@@ -144,7 +144,7 @@ def test_the_auxiliary_loss_of_a_group_has_nothing_to_set():
             "plugins.spike_guard",
             "runner_config.epochs: a second pass would begin elsewhere",
         ),
-        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "data_loader.shuffle: which samples"),
+        (["train_dataset.data_loader.shuffle=True"], "plugins.spike_guard", "could not know the samples of a step"),
     ],
 )
 def test_what_the_spike_guard_needs(changes, key, words):

@@ -116,7 +116,7 @@ def test_interleaved_layouts_pass(changes):
         ([(("parallel", "full_batch"), True), (("parallel", "dataset_strategy"), [[2, 1]] * 5)],
          ("parallel", "dataset_strategy"), "data_parallel is 4"),
         ([(("parallel", "full_batch"), False), (("parallel", "dataset_strategy"), "full_batch")],
-         ("parallel", "dataset_strategy"), "no list"),
+         ("parallel", "dataset_strategy"), "not a list"),
         ([(("context", "dataset_broadcast_opt_level"), 1)], ("context", "dataset_broadcast_opt_level"), "wants 3"),
         ([((*PARALLEL, "pipeline_stage"), 1), ((*MODEL, "offset"), 0),
           (("runner_config", "gradient_accumulation_steps"), 2)],

@@ -111,7 +111,7 @@ def one_slice_more(four):
     ("spoil", "message"),
     [
         (lose_slice, "both.weight .* do not make up the whole"),
-        (lose_storage, "both.weight: no file is named that holds slice 3"),
+        (lose_storage, "both.weight: metadata.json names no file with slice 3"),
         (lose_tensor, "model-0000003-0000004.safetensors: holds no head.weight"),
         (lose_file, "model-0000001-0000004.safetensors: holds no embedding.weight"),
         (another_shape, r"head.weight is \[4, 4\]; a slice of it is \[8, 2\]"),
@@ -184,14 +184,17 @@ NAME = "linear.weight"
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda content: content.update(state_dict_metadata=[]), "all: MindFormers' metadata describe no tensor so"),
-        (lambda content: content["state_dict_metadata"].update({NAME: 2.5}), f"{NAME}: .* no tensor so"),
-        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* no tensor so"),
-        (lambda content: _tensor(content).update(axis_fragmentations=[0, 1]), f"{NAME}: .* no tensor so"),
-        (lambda content: _tensor(content)["chunk"][0].update(local_shape=[2, [2]]), f"{NAME}: .* no tensor so"),
-        (lambda content: _tensor(content)["chunk"][0].update(global_offset=[]), f"{NAME}: .* no tensor so"),
-        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* no slice so"),
-        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* no slice so"),
+        (
+            lambda content: content.update(state_dict_metadata=[]),
+            "all: MindFormers' metadata describe no tensor like this",
+        ),
+        (lambda content: content["state_dict_metadata"].update({NAME: 2.5}), f"{NAME}: .* no tensor like this"),
+        (lambda content: _tensor(content).update(global_shape="4"), f"{NAME}: .* no tensor like this"),
+        (lambda content: _tensor(content).update(axis_fragmentations=[0, 1]), f"{NAME}: .* no tensor like this"),
+        (lambda content: _tensor(content)["chunk"][0].update(local_shape=[2, [2]]), f"{NAME}: .* no tensor like this"),
+        (lambda content: _tensor(content)["chunk"][0].update(global_offset=[]), f"{NAME}: .* no tensor like this"),
+        (lambda content: _slice(content).pop("file_name"), f"{NAME}.*: .* no slice like this"),
+        (lambda content: _slice(content).update(storage_rank=None), f"{NAME}.*: .* no slice like this"),
     ],
 )
 def test_damaged_metadata_are_refused(tmp_path, spoil, words):

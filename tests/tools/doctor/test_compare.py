@@ -159,7 +159,7 @@ def test_512_hosts_in_a_folder(tmp_path):
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
     assert lines[0] == "512 hosts, 511 with a report" and len(lines) < 25, result.stdout
-    assert "fail    report               node200: no whole JSON" in result.stdout
+    assert "fail    report               node200: not complete JSON" in result.stdout
     assert "fail    governor             2 hosts, node[300-301]: fine" in result.stdout
     assert "warn    packet size of eth0  40 hosts, node[100-139]: 1500" in result.stdout
     assert "471 of 511 hosts have 9000" in result.stdout and "510 of 511 hosts have 25.5.2" in result.stdout

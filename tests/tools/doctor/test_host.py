@@ -27,7 +27,7 @@ from mindspore.runtime.thread_bind_core import _get_available_cpus
 from tools.affinity import msrun
 from tools.affinity.plan import make_plan
 from tools.affinity.topology import read_host
-from tools.doctor import processor
+import tools.doctor.host
 from tools.doctor.checks import CHECKS, Patient
 from tools.process.host import Root
 

@@ -124,7 +124,7 @@ def test_products_copies_and_writes(tmp_path, monkeypatch):
 def test_the_product_of_a_device_runs_through_mindspore():
     """On CPU: no NPU was there to run it on. In a process of its own: MindSpore takes a device only once in each."""
     code = (
-        "from plugins.straggler_probe import work; work._PRODUCTS = 2; from tools.doctor.probe import measures; "
+        "from plugins.straggler_probe import watch; watch._PRODUCTS = 2; from tools.doctor import measures; "
         "print(measures.device_matmul('CPU', 64)())"
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -165,7 +165,7 @@ def test_a_refusal_names_the_line_that_the_value_stands_in(recipe):
     [
         (["plugins.spike_guard={}"], {"spike_guard": {}}),
         (["plugins.spike_guard={window: 9}"], {"spike_guard": {"window": 9}}),
-        (["plugins.spike_guard.window=9", "plugins.spike_guard.ledger=2"], {"spike_guard": {"window": 9, "skip": 2}}),
+        (["plugins.spike_guard.window=9", "plugins.spike_guard.skip=2"], {"spike_guard": {"window": 9, "skip": 2}}),
         (["plugins.finite_loss=False"], {"finite_loss": False}),
     ],
 )

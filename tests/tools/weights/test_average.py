@@ -60,7 +60,7 @@ def test_shares_weigh_and_the_result_is_a_sealed_checkpoint_without_moments(tmp_
 
 @pytest.mark.parametrize(
     ("shares", "words"),
-    [([1.0], "1 for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "from 0 to 1")],
+    [([1.0], "1 shares for 2"), ([0.5, 0.6], "add up to 1.1"), ([math.nan, 1.0], "from 0 to 1")],
 )
 def test_shares_that_are_none(tmp_path, shares, words):
     sources = [saved(tmp_path / name, [1, 2]) for name in "ab"]

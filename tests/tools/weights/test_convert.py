@@ -177,7 +177,7 @@ def test_the_mtp_layers_own_embedding_must_be_the_embedding(tmp_path, step, fits
         converted(source, tmp_path / "ms")
         assert same(loaded(tmp_path / "ms"), to_mindformers(WEIGHTS, MODEL))
     else:
-        with pytest.raises(CheckpointError, match=f"{copy} is another one than model.embed_tokens.weight"):
+        with pytest.raises(CheckpointError, match=f"{copy} differs from model.embed_tokens.weight"):
             converted(source, tmp_path / "ms")
 
 

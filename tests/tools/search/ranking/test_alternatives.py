@@ -52,7 +52,7 @@ def test_one_that_is_simulated_only_is_shown_and_not_written(tmp_path):
     assert result.exit_code == 0
     assert "simulated only: of V-shaped pipelines MindSpore has zero_bubble_v only" in " ".join(result.stdout.split())
     overlay = tmp_path / "best.yaml"
-    with pytest.raises(RecipeError, match="no recipe can ask for --schedule zb_v: of pipelines in a V"):
+    with pytest.raises(RecipeError, match="no recipe can ask for --schedule zb_v: of V-shaped pipelines"):
         run("--schedule", "zb_v", "--write", overlay)
     assert not overlay.exists()
 
