@@ -234,10 +234,7 @@ def test_undecided_numbers_are_told_by_their_cause():
 
 
 def test_a_child_says_what_it_said_and_how_it_ended():
-    script = (
-        "from tools.process import children; children.GRACE = 0.2; "
-        f"children.run_child([{sys.executable!r}, '-c', {sleeper!r}])"
-    )
+    done = children.run_child([sys.executable, "-c", "print('a'); raise SystemExit(3)"], stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (3, "a\n")
 
 
@@ -246,7 +243,10 @@ def test_a_child_ends_with_us(deaf, tmp_path):
     """On SIGTERM to us, at once; one that does not listen to it, after the time it is given."""
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " * deaf
     sleeper = f"import os, signal, sys, time; {ignore}print(os.getpid(), flush=True); time.sleep(60)"
-    script = f"from tools.process import children; children.GRACE = 0.2; children.run_child([{sys.executable!r}, '-c', {sleeper!r}])"
+    script = (
+        "from tools.process import children; children.GRACE = 0.2; "
+        f"children.run_child([{sys.executable!r}, '-c', {sleeper!r}])"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as ours:
