@@ -95,6 +95,24 @@ COMMANDS = {
     "train": ("launch.run.command:train", "Train a recipe under msrun."),
     "weights": ("tools.weights.cli:weights", "Inspect, average, reshard and convert checkpoints (Hugging Face too)."),
 }
+# when one uses it -> commands, in the order of use
+STAGES = {
+    "Before a run: is the recipe right, does it fit, what is fastest": (
+        "check",
+        "recipe",
+        "data",
+        "search",
+        "memory",
+        "dryrun",
+        "ep-report",
+        "fusion",
+        "doctor",
+        "affinity",
+    ),
+    "Run": ("train", "agent"),
+    "During and after a run": ("runs", "experts", "weights", "generate"),
+    "Are the numbers right": ("accuracy",),
+}
 # group -> command -> module:attribute, for commands whose room lies above their group's
 NESTED = {"data": {"imbalance": "tools.data.imbalance.cli:imbalance_command"}}
 # name -> distribution; msprobe is the import name of the last (the README says which project not to install)
@@ -134,9 +152,10 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands with the help kept in the table."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in self.list_commands(ctx)])
+        """List the commands by when one uses them, with the help kept in the table."""
+        for stage, names in STAGES.items():
+            with formatter.section(stage):
+                formatter.write_dl([(name, COMMANDS[name][1]) for name in names], col_max=12)
 
 
 def _command(place: str) -> click.Command:

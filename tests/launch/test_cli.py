@@ -35,6 +35,13 @@ def test_help_lists_every_command_and_imports_none():
         assert name in done.stdout and help_line.split(".")[0][:30] in done.stdout
 
 
+def test_help_names_each_command_once_where_it_is_used():
+    assert sorted(name for names in cli.STAGES.values() for name in names) == sorted(cli.COMMANDS)
+    text = CliRunner().invoke(cli.tc3, ["--help"]).output
+    places = [text.index(f"\n  {name} ") for names in cli.STAGES.values() for name in names]
+    assert places == sorted(places) and all(f"\n{stage}:\n" in text for stage in cli.STAGES)
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_exists_and_explains_itself(name):
     result = CliRunner().invoke(cli.tc3, [name, "--help"])
