@@ -1,4 +1,8 @@
-"""The agent of one node: come, start the workers, watch, say how they ended, follow the verdict, and again."""
+"""Run the agent of one node: join, start the workers, watch them, report how they ended, follow the verdict, repeat.
+
+`Notices` collects the signals that ask this node to leave while no worker runs. The decisions stand in `planning` and
+`decide`; this module only carries them out.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What this node starts for the plan of an attempt: the msrun command, and what its workers run in."""
+"""Start this node's part of an attempt, keep its workers alive, and end them.
+
+`command_of` builds the msrun command from the plan of the attempt, with the environment, cores and logs of this
+node's ranks. `Keeping` publishes the compiled graphs to the compile cache once they are in use. `Part` runs the
+command under supervision and returns how it ended; `last_words` finds what the worker that failed said last.
+"""
 
 from __future__ import annotations
 

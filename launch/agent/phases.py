@@ -1,4 +1,7 @@
-"""Learn how long each phase of an attempt may last before it counts as a hang. Learned from the run; pure.
+"""Decide how long each phase of an attempt may last before it counts as a hang, and in which phase a rank is.
+
+`learn_steps` and `Limits` take the durations that the run itself has shown. `Phases` follows the local workers of one
+attempt and says in which phase the worker that is behind is, and since when.
 
 The rule. With fewer than ENOUGH durations seen of a phase: its default, or LONGEST times the longest seen, whichever
 is more. From then on the largest of

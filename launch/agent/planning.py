@@ -1,4 +1,9 @@
-"""Decide who takes part in an attempt, from which checkpoint, on which port: what the one that plans it decides."""
+"""Plan the next attempt of a run: its nodes, its checkpoint, the samples that are left out, its port.
+
+A `Job` is what the user asked for, the same on every node. The node that plans reads everything from the shared disk
+first (earlier attempts, the ledger of left-out samples, the newest complete checkpoint), so that it does not matter
+which node plans. The other nodes `follow` the plan that it has written.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`tc3 generate`: what a trained mini makes of a prompt, token by token."""
+"""`tc3 generate`: print how a trained mini continues a prompt, token by token.
+
+`choose` finds the checkpoint, its recipe and its tokenizer from a run's folder or one checkpoint. `forward_recipe`
+turns the recipe of the training into one that only computes logits. The rest is the command and what it prints.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A model that answers, in a process of its own: started, asked, and ended with us."""
+"""Ask a model for the logits of the next token, in a process of its own that ends with this one.
+
+`answering_model` starts `launch/generate/worker.py`, waits until it is `Ready` (or has `Refused` the weights), and
+gives a function from token ids to logits. `continuation` draws tokens with it until a document ends or enough are
+drawn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Which tokenizer a model's ids are of, and text from ids that come one by one."""
+"""Turn logits into token ids, and token ids into text as they come.
+
+`Sampling` holds temperature, top-k and top-p; `probabilities` and `draw` apply them. `tokenizer_of` finds the tokenizer
+that wrote the model's corpus. `Spoken` prints text from ids that come one by one, without half characters.
+"""
 
 from __future__ import annotations
 

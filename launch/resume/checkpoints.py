@@ -1,4 +1,9 @@
-"""Find which checkpoint a run goes on from, and what of other runs its folder of checkpoints may hold."""
+"""Find the checkpoint that a run goes on from, and check that the run can go on from it.
+
+`find_checkpoint` takes the newest complete one, or the one that the user names; `check_model`, `check_data_order` and
+`check_share` compare the model, the samples and the seals with the recipe. `check_save_path` and `leave_behind` decide
+what the folder of checkpoints may hold of other runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a launch makes of the ledger of left-out samples (`plugins/spike_guard/ledger.py`).
+"""Decide whether a resumed run gets the same samples in the same order, without those that were left out.
+
+1. The ledger of left-out samples (`plugins/spike_guard/ledger.py`) is put into the recipe of the next attempt.
+2. Digests of every corpus and tokenizer are kept in `RUN/data.json`, and compared at a resume.
+3. `differences` says what of the recipe would change the order of the samples (`Shuffle`), and from which step on.
 
 The worker that ends a run for a spike has written the ledger. Whoever plans the next attempt puts its samples into the
 effective recipe, and goes on from the newest checkpoint that holds no guilty step; those that do are set aside once the

@@ -1,4 +1,9 @@
-"""The recipe as `tc3 train` runs it: size, overrides, number of steps, `auto` resolved, the run's folders."""
+"""Make the recipe as `tc3 train` runs it.
+
+It is the user's recipe at the chosen size (full, `--mini`, `--parallel`), with overrides and the number of steps
+applied, `auto` resolved to values, and the folders of this run filled in. `tc3 train --dry-run` and agents make it in
+the same way.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Paths of a launch script that lie outside the checkout: every node needs what stands there, at the same place."""
+"""Write the script that starts a recipe on every node of a cluster, and check in its workers what only they can see.
+
+`tc3 train --script` prints `launch_script`: one bash file that needs no other. The scripts of the repository's own
+recipes (`reference_scripts`, in launch/scripts) hold only their settings and source `launch/script_body.sh`.
+`outside` names paths that every node must have although they are not in the checkout. `of_script` is called by each
+worker that a script started: it does what `tc3 train` does before a launch on one host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `tc3 train` says at the end: numbers, files, and the command to go on with."""
+"""Report a run to its user: progress while it trains, then losses, speed, files, and the command to go on with.
+
+`TrainingProgress` prints a line for each step, `draw_loss_curve` writes loss.png, `print_summary` is the end of a run
+that trained and `print_failure` the end of one that did not: what failed, where, what to do, and where its log lies.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""End a worker without tearing its interpreter down, once everything that wants to run at exit has run.
+"""Tie a worker's life to that of its launch: how it ends, and that it does not outlive the process that started it.
+
+`run_then_hard_exit` ends a worker without tearing its interpreter down, once everything that wants to run at exit has
+run. `die_with_parent` ends it with msrun, `adopt_orphans` makes a supervisor the parent of what msrun leaves behind,
+and `answer_with_stacks` lets a worker print where each of its threads is, also while it waits in C++.
 
 MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
 interpreter and C++ destroy after that has nothing to give back, and may crash on the way: a worker that had trained to

@@ -1,4 +1,7 @@
-"""The NUMA nodes of a host, how far they are from each other, and which is nearest to each NPU."""
+"""Read a host's NUMA nodes, the distances between them, the node nearest to each NPU, and the cores that are allowed.
+
+`version` and `msrun_sees` say which version of control groups the host has and which cores msrun takes from it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""safetensors' names of types, widest aligned first: the order in which the package writes tensors."""
+"""Read the headers of safetensors files, and write tensors one after another without holding them all in memory.
+
+The types stand in the order in which the safetensors package writes them (the widest aligned type first), so that the
+files are equal byte by byte. Errors of the disk stay `OSError`s, which the package's own writer does not give.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Ports, names and packet sizes between hosts."""
+"""Check what a run needs beyond the processor: network ports and names, NPUs with links and software, room.
+
+Each function with `check(...)` is one check, as in `tools/doctor/host.py`. The tables of npu-smi are read leniently,
+because they differ by driver; a table in another form gives `unknown`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Cores, their clocks, their memory, and who else runs on them."""
+"""Check a host's processor and system: cores and their clocks, interrupts, limits, disk, clock, Python packages.
+
+Each function with `check(...)` is one check: it looks at the host (or at a recorded one) and returns a verdict with
+what would mend it. `tools/doctor/checks.py` collects them.
+"""
 
 from __future__ import annotations
 

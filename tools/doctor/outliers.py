@@ -1,4 +1,8 @@
-"""What a probe found, as it stands in JSON: lists hold one number for each round."""
+"""Find the workers, links and disks that are slower than their peers, from probes of one host or of many.
+
+A `Probe` is what `tools/doctor/probe.py` measured of one host, as it stands in JSON: its lists hold one number for each
+round. `outliers` compares what should be alike; `gate` turns the result into one verdict with its reasons.
+"""
 
 from __future__ import annotations
 

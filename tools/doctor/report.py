@@ -1,4 +1,4 @@
-"""What `tc3 doctor --json` prints of one host, and how it is read again, possibly on another one."""
+"""Gather the facts of one host for `tc3 doctor --json`, and read such a report again, possibly on another host."""
 
 from __future__ import annotations
 

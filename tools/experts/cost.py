@@ -1,4 +1,8 @@
-"""An advice as text for people and as JSON for machines."""
+"""`tc3 ep-report`: compare what expert parallelism costs a recipe, by mode of dispatch and overlap.
+
+`tools.layout.advise` computes the seconds and bytes of each choice; this module shows them as a table, as JSON and as a
+picture, with the assumptions that they rest on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A study as text for people and as JSON for machines."""
+"""Show a study of expert loads: as text, as JSON, as a picture and as an HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a log says: loads by layer and device, and what each policy would have made of them."""
+"""Study recorded expert loads: how uneven they are, and what each policy of moving experts would bring.
+
+A `Source` is a run with the plugin, or a log of expert loads. `seconds_of` gives what a max/mean costs in the
+estimator's time of a step. `study` replays the log under each `Policy` with the planner of `plugins/expert_balance`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`tc3 runs`: the group. Exit code 0, or 2 for a wrong input; `watch` also 1 for a run that failed, 130 for Ctrl-C."""
+"""`tc3 runs report` and `tc3 runs watch`: where the time of runs went, and how a run stands now.
+
+Both exit with 0, or 2 for a wrong input; `watch` also exits with 1 for a run that failed and 130 for Ctrl-C. `follow`
+refreshes what `watch` shows; `Exporter` serves the same values to Prometheus.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Read what a run writes while it trains: metrics/rank_N.jsonl and metrics/held_out.jsonl. No MindSpore needed."""
+"""Read what a run wrote: steps, evaluations, probes of its ranks, its parts and their recipes. No MindSpore needed.
+
+`read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl; records that no run writes
+are left out and counted. `load_run` puts the parts of a run together; a `Follower` reads a file that still grows.
+"""
 
 from __future__ import annotations
 

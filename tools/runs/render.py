@@ -1,4 +1,4 @@
-"""The words and tables of a report, for the terminal and the page."""
+"""Show reports of runs: the words and tables for the terminal, the picture, and the HTML page."""
 
 from __future__ import annotations
 
