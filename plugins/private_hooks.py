@@ -14,7 +14,7 @@ from typing import Any
 
 
 class OutdatedHookError(RuntimeError):
-    """The code that a private hook relies on has changed: check whether the hook is still needed."""
+    """Code of MindSpore or MindFormers that a hook into their private functions relies on has changed."""
 
 
 def relies_on(function: Any, line: str) -> None:

@@ -16,7 +16,7 @@ import click
 
 
 class Range(NamedTuple):
-    """What a number may be. Bounds belong to it, unless `above` says that the lower one does not.
+    """What a number may be. Both bounds are allowed values; with `above` the lower one is not.
 
     Attributes:
         low, high: the bounds, in the unit of the number.

@@ -63,7 +63,7 @@ def block_layout(ends: np.ndarray, rows: int, block: int) -> tuple[np.ndarray, n
 
 
 def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Rows [C, h] sorted by expert x weight [E, h, H] -> [C, H]; rows from ends[-1] on are not in use and give zeros.
+    """Multiply rows [C, h], sorted by expert, by their expert's weight of [E, h, H]; rows from ends[-1] on give zeros.
 
     ends: [E] cumulative counts of rows per expert.
     """
