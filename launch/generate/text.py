@@ -145,5 +145,5 @@ class Spoken:
 
 
 def harmless(text: str) -> str:
-    """Return `text` with control characters other than newline and tab replaced, so that it cannot control a terminal."""
+    """Return `text` with all control characters but newline and tab replaced: it cannot control a terminal."""
     return "".join(HALF if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in text)

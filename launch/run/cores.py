@@ -55,7 +55,10 @@ class Cores:
 
 
 def of_launch(recipe: Mapping[str, Any], workers: int, file: Path) -> Cores:
-    """Return the core binding of the workers that train `recipe` on this host. `file` is for msrun; MindFormers wants it to end in .json."""
+    """Return the core binding of the workers that train `recipe` on this host.
+
+    `file` is for msrun; MindFormers wants it to end in .json.
+    """
     if binds_itself(recipe):
         return Cores(said=("cores: the recipe has its own (context.affinity_config or affinity_cpu_list)",))
     return of_host(workers, (recipe.get("context") or {}).get("device_target") == "CPU", file)

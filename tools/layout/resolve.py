@@ -323,7 +323,9 @@ def _auto_layout(recipe: Recipe, layout: Layout, say: Say) -> tuple[Values, list
 def _layout_file(recipe: Recipe, search: bool, say: Say) -> LayoutFile:
     """The answer that is kept beside the recipe, made where there is none and `search` says so."""
     if not recipe.source:
-        raise RecipeError("offset: auto takes the layout from a file beside the recipe, and this recipe was not loaded from a file")
+        raise RecipeError(
+            "offset: auto takes the layout from a file beside the recipe, and this recipe was not loaded from a file"
+        )
     path = path_of(recipe.source)
     if path.is_file():
         return read_layout(path)

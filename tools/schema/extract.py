@@ -282,7 +282,9 @@ def _lines(site: Path) -> dict[str, str]:
     for name, (file, snippet) in SNIPPETS.items():
         if file.endswith(".so"):
             if snippet.encode() not in (site / file).read_bytes():
-                raise LookupError(f"rule {name}: {file} no longer contains {snippet!r}: check whether the rule still holds")
+                raise LookupError(
+                    f"rule {name}: {file} no longer contains {snippet!r}: check whether the rule still holds"
+                )
             found[name] = f"{file}: {snippet}"
             continue
         lines = (site / file).read_text(encoding="utf-8").splitlines()
