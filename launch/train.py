@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -31,15 +30,11 @@ from launch.resume.data import apply_ledger
 from launch.run.compile_cache import refuse_own
 from launch.run.failure import STOPPED
 from launch.run.script import of_script
-from launch.workers import lifetime
-from launch.workers.lifetime import (
-    die_with_parent,
-    run_then_hard_exit,
-)
+from launch.workers.backends import backend_of
+from launch.workers.lifetime import answer_with_stacks, die_with_parent, run_then_hard_exit
 from plugins.errors import StoppedError, TC3Error
 from plugins.operator_fusion import adapter as operator_fusion
 from plugins.sealed_checkpoint.plan import ATTEMPT
-from plugins.semi_auto_cpu.chosen import chosen
 from tools.layout.resolve import resolve
 from tools.process import light_nltk
 from tools.recipe.dump import dump_recipe
@@ -83,16 +78,8 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
             init()  # keeps the cluster together to its end
         return
     operator_fusion.before_mindspore(recipe)
-    sharded = chosen(recipe)
-    on_cpu = recipe["context"]["device_target"] == "CPU" and not sharded
-    if sharded:
-        from plugins.semi_auto_cpu import adapter as sharded_graph
-
-        host = sharded_graph.before_mindformers(recipe)
-    if on_cpu:
-        from plugins.cpu_backend import adapter as compat
-
-        compat.before_mindformers(distributed=recipe.get("use_parallel", False))
+    backend = backend_of(recipe)
+    backend.before_mindformers(recipe)
     light_nltk.import_it()
     from mindformers import MindFormerConfig, Trainer, build_context
     from mindformers.tools.utils import get_real_rank
@@ -101,24 +88,19 @@ def train(recipe: Recipe, when_together: Callable[[int], None] = lambda rank: No
         flat = Path(folder) / "recipe.yaml"
         dump_recipe(with_bind_file(recipe), flat)
         config = MindFormerConfig(str(flat))
-    if sharded:
-        sharded_graph.after_import()
+    backend.after_import()
     build_context(config)
-    if sharded:
-        sharded_graph.after_context()
+    backend.after_context()
     when_together(get_real_rank())
-    if on_cpu:
-        from plugins.cpu_backend import adapter
-
-        adapter.enable(config)
+    backend.enable(config)
     from launch.workers import dataset_helpers, metrics, save_on_request
     from plugins import enable_plugins
 
     dataset_helpers.use_this_python()
-    metrics.enable(config, host.collectives if sharded else None)
+    metrics.enable(config, backend.collectives)
     enable_plugins(config)
     save_on_request.enable()
-    with host.own_errors() if sharded else nullcontext():
+    with backend.own_errors():
         Trainer(config).train()
 
 
@@ -134,7 +116,7 @@ def main(config_path: Path, run_dir: Path | None, resume: Path | None, overrides
     """Train a recipe on this worker."""
     if "TC3_SUPERVISED" in os.environ:  # not by hand: msrun without --join ends at once and leaves its workers
         die_with_parent()
-        lifetime.answer_with_stacks()
+        answer_with_stacks()
     try:
         recipe = build_config(config_path, overrides, run_dir, resume)
         if run_dir is None or ATTEMPT in os.environ or (run_dir / "recipe.yaml").absolute() == config_path.absolute():
