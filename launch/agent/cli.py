@@ -134,7 +134,7 @@ class Start:
         return recipe
 
 
-RESTARTS = 3
+RESTARTS = Rules.restarts
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,4 +1,8 @@
-"""Operators that MindSpore cannot compute on CPU, in NumPy: `KERNELS` and `LOW_PRECISION` (see `registry.py`)."""
+"""Operators that MindSpore cannot compute on CPU, in NumPy: `KERNELS` and `LOW_PRECISION` (see `registry.py`).
+
+`arithmetic` has elementwise operators, sums, norms, rotary positions and matrix products; `attention` has flash
+attention; `experts` has grouped products and the sorting of tokens; `indexing` has gathers, slices, shapes and sorts.
+"""
 
 # ruff: noqa: F401  importing a module enters its operators
 from plugins.semi_auto_cpu.kernels import arithmetic, attention, experts, indexing

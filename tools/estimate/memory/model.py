@@ -8,6 +8,8 @@ A MindFormers recipe may keep weights in another type (`params_dtype`): it has n
 its moments in fp32 all the same (core/optim/adamw.py, `clone_state`), and the accumulated gradients are clones of the
 weights (wrapper.py, `accu_grads`).
 
+Bytes of an element are set where a recipe is read (`tools.estimate.from_recipe`); this module multiplies them.
+
 Activations are counted tensor by tensor (`tools.estimate.memory.activations`) and held as the schedule's own order of
 operations says. Fragments of the allocator are not counted.
 """
