@@ -1,4 +1,8 @@
-"""`tc3 agent`: one process a node, which starts the node's workers, and with the others starts them again."""
+"""`tc3 agent`: one process a node, which starts the node's workers, and with the others starts them again.
+
+`unfit` is the gate that a node passes before it takes part again: a probe of some seconds, judged as by `tc3 doctor`.
+`Start` checks what `tc3 agent` needs before its node joins, and prepares what whoever plans an attempt needs.
+"""
 
 from __future__ import annotations
 

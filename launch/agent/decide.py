@@ -1,13 +1,32 @@
-"""What follows an attempt: start again, with a spare, on fewer hosts, or give up. Pure: nothing is read or started.
+"""Decide which host began the end of an attempt, and what follows: another start, maybe with fewer hosts, or giving up.
 
-Failures are counted since the last progress. Progress is a newer checkpoint to go on from: an attempt that begins
-from a later step than the one before it (by their plans), or one whose run holds a checkpoint of a later step than it
-began from (`saved`). Steps that were made and not saved are none: they are made again. So a run may fail any number of
-times in months, and `Rules.restarts` bounds how often it fails without coming any further.
+Everything here is pure: it is computed from the ends and beats that hosts wrote; nothing is read or started.
 
-A user's error is not tried again, nor a loss that is not finite: the same weights and data come to the same loss. One
-that plugins.spike_guard goes back for is another matter ("spike"): its samples are left out, and the guard counts by
-itself how often. So such an attempt is not a failure here, and `Rules` does not count it.
+**Who began it** (`initiator`). One failure ends all hosts, because the others lose their connections or are told to
+end. What a host says of its own end counts
+
+* most, where nothing elsewhere can bring it about: a worker that was killed (SIGKILL), was stopped or is known to hang,
+  a message of the worker that ended itself, a port that is taken, a disk or link that is gone, a whole host that is
+  gone (then it was alive at its last beat);
+* less, where it may be an answer to another host's end: any other signal or exit code;
+* not at all, where it complains of others: a lost connection, a wait that was too long, a collective that failed. A
+  worker that SIGTERM ended complains, too, because MindSpore's workers end themselves so when msrun's scheduler tells
+  them that another one is lost.
+
+The earliest end by the disk's clock began it. A host whose link is gone, or whose worker is stopped, has held the
+others up since its last step, which may be long before anybody noticed. Agents look a few times a second, so ends
+within MARGIN of each other have no order: then the end that counts more goes first, and of equal ones no host is named.
+A hang is blamed on the one host that knows which of its workers is stuck, whoever saw the hang first; otherwise on the
+host that is behind all others by phase and step. Nothing else is guessed from.
+
+**What follows** (`Rules`). Failures are counted since the last progress. Progress is a newer checkpoint to go on from:
+an attempt that begins from a later step than the one before it (by their plans), or one whose run holds a checkpoint of
+a later step than it began from (`saved`). Steps that were made and not saved do not count: they are made again. So a
+run may fail any number of times in months, and `Rules.restarts` bounds how often it fails without coming any further.
+
+A user's error is not tried again, nor a loss that is not finite: the same weights and data come to the same loss. A
+spike that plugins.spike_guard goes back for is different: its samples are left out, and the guard counts by itself how
+often it goes back. Such an attempt is not a failure here, and `Rules` does not count it.
 """
 
 from __future__ import annotations

@@ -9,10 +9,17 @@ What is relied on, and holds for NFS (versions 3 and 4), Lustre, GPFS, CephFS an
   only `stat`ed. That a name was *absent* is remembered by NFS clients for up to a minute, unless they
   change the folder themselves: who waits for a name must write into that folder now and then, as all agents do.
 * The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's: so times of
-  different hosts order events for people, while nobody's life is judged by them (see `watch`).
+  different hosts order events for people, while nobody's life is judged by them (see `Watch` in meeting.py).
 
 A disk that is gone lets a process hang inside a call that nothing but SIGKILL ends. So each call is made by a thread
 that may hang, while the caller waits for a bounded time.
+
+A `Claim` decides who does what only one agent may do, and lets exactly one agent take over from a dead one. It is a row
+of files `claim-WHAT-0`, `claim-WHAT-1`, ... Each is published once and never changed or removed; whoever published the
+newest one holds the claim. If the holder has given no sign of life for `lost_after` seconds, others publish the next
+file, and one of them succeeds. A holder that was only slow finds out at its next look. Looking and acting are two
+steps, so a slow holder may still do the work of a claim that it has just lost. The outcome must therefore be published
+(`Disk.publish`), too, and then there is one outcome: the claim saves work, and settles who must do it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,20 @@
-"""What a node sees of the others while an attempt runs: that it is over, or that a neighbour is gone.
+"""Watch an attempt from one node while its workers run: other nodes, hangs, the link and the shared disk.
 
-Each node looks after the next one by rank, so that its share is the same among 2 and among 4,096, and a dead one always
-has a living one before it, while one lives. Spares look after one each, too: all others may die at once.
+`Lookout` does all of it in a thread of its own, because the shared disk that it touches may stand still. The
+supervisor, which must be able to end the workers whatever the disk does, only reads what the thread has found.
+
+`Around` looks at the others. Each node watches the next one by rank, so that its share is the same among 2 nodes and
+among 4,096, and a dead node always has a living one before it as long as one lives. Each spare watches one node, too,
+because all others may die at once.
+
+`Link` is the network interface by which this node reaches the others. A lost link stops the workers of all nodes alike:
+each waits for the others, and no worker can say whose link it is. The node itself can, because its interface has lost
+its carrier. Nobody sees the failure of a switch in between.
+
+`stopped_worker` and `worker_places` find the worker that holds the others up in a hang, when all of them are at the
+same step. Those that wait are in MindSpore, which runs the graph or a collective. The one that they wait for is stopped
+or somewhere else: in the data, in a save, in a callback. A worker that hangs in MindSpore itself looks like all others,
+and is not named.
 """
 
 from __future__ import annotations

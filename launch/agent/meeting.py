@@ -3,7 +3,7 @@
 Beside the files of `tools.runs.attempts` there are, in the same folder,
 
 * `there-HOST.json`: this host's agent waits, or works; written anew about once a second while it waits;
-* `claim-WHAT-N`: who writes the plan or the verdict, and which process is the agent of a host (see `claim`);
+* `claim-WHAT-N`: who writes the plan or the verdict, and which process is the agent of a host (`disk.Claim`);
 * `over.json`: the host whose part was the first to end badly.
 
 Plan, verdict, ends and `over.json` are published: the first one stays, whoever else writes. So all agents go by one
@@ -12,6 +12,9 @@ plan and one verdict, whatever dies when. Nobody lists the folder in a loop, but
 A call asks a handful of files, whatever the number of hosts, and returns at once; loops call it again. Each may raise
 `LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, where another process is this host.
 What holds on which disk is said in `disk`.
+
+`Watch` tells who gives no sign of life any more. It goes by changes that this host has seen itself, so that the clocks
+of two hosts are never compared.
 """
 
 from __future__ import annotations

@@ -3,6 +3,10 @@
 `find_checkpoint` takes the newest complete one, or the one that the user names; `check_model`, `check_data_order` and
 `check_share` compare the model, the samples and the seals with the recipe. `check_save_path` and `leave_behind` decide
 what the folder of checkpoints may hold of other runs.
+
+`check_model` reads the headers of the checkpoint's files before any worker starts, because MindFormers 1.9.0 skips what
+it does not find (`checkpoint/reshard.py`: "No source parameters found ..., skipping") and leaves out what it does not
+know: a run would go on with fresh weights, experts or moments, and only a log would say so.
 """
 
 from __future__ import annotations

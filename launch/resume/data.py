@@ -7,6 +7,15 @@
 The worker that ends a run for a spike has written the ledger. Whoever plans the next attempt puts its samples into the
 effective recipe, and goes on from the newest checkpoint that holds no guilty step; those that do are set aside once the
 plan counts. All of it is read from the disk before each plan: no node knows what another one has planned.
+
+Corpora have terabytes, so `RUN/data.json` covers the whole .idx of each, which holds the length and place of every
+document; the size of the .bin; and 256 blocks of the .bin, evenly spread, first and last included (all of it up to
+16 MiB). Another text practically always has other lengths. Tokens that were changed in place between those blocks are
+not seen.
+
+A resumed run skips what it has trained by count, so another order repeats samples and leaves others out. MindFormers'
+GPTDataset shuffles all epochs of the corpus that the wanted samples need at once: more samples keep the order as long
+as they need as many epochs (and, of several epochs, as long as the last one is shuffled apart, or not shuffled).
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 recipes (`reference_scripts`, in launch/scripts) hold only their settings and source `launch/script_body.sh`.
 `outside` names paths that every node must have although they are not in the checkout. `of_script` is called by each
 worker that a script started: it does what `tc3 train` does before a launch on one host.
+
+The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
+`python -m launch.run.script` writes the scripts in launch/scripts anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""`tc3 affinity`: which cores each worker of this host gets."""
+"""`tc3 affinity`: which cores each worker of this host gets.
+
+The plan is shown as a picture (a row for each NUMA node, a character for each core), as text or as JSON. `isolation`
+gives the lines that keep the host's other work off the workers' cores; the command itself changes nothing.
+"""
 
 from __future__ import annotations
 

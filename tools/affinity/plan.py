@@ -1,6 +1,15 @@
-"""The plan of a host: cores of each worker by role, cores left to interrupts and to the system. Pure.
+"""Plan the cores of a host: the cores of each worker by role, and those left to interrupts and to the system. Pure.
 
-Report, section 6 (isolation): workers have cores of their own, and what else runs has others.
+Workers have cores of their own, and everything else that runs has others (report, section 6: isolation). How many cores
+each worker takes from each NUMA node is a transport problem, which HiGHS solves (`shares`):
+
+    minimise    sum over workers w and nodes n of  distance(w, n) * x[w, n]      and, among those plans, the largest
+                                                                                 sum of a single worker
+    subject to  sum over n of x[w, n] = share       every worker gets as many
+                sum over w of x[w, n] <= free(n)    no core is given twice
+                x[w, n] whole and not negative
+
+The second aim lets two NPUs of one node share its cores, instead of sending one of them to the next node.
 """
 
 from __future__ import annotations

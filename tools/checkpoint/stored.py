@@ -5,6 +5,10 @@ and one of the optimizer's state, and a metadata.json: `state_dict_metadata` giv
 how many slices each axis is cut (`axis_fragmentations`) and the slices that exist ("chunk"), `storage_data` the files
 and ranks that hold a slice. What is called `global_offset` is one number, the slice's place in row-major order. A
 checkpoint of one process has no metadata.json. Pure NumPy.
+
+If experts have moved (plugins/expert_balance), each layer of experts has `<layer>.experts.placement`, int [E]: logical
+expert -> slot. The rows of its weights and of their moments stand in the order of slots; whoever reads them without the
+placement mixes the experts up. `read_placements` and `refuse_moved` deal with such checkpoints.
 """
 
 from __future__ import annotations

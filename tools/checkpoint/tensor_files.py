@@ -2,6 +2,8 @@
 
 The types stand in the order in which the safetensors package writes them (the widest aligned type first), so that the
 files are equal byte by byte. Errors of the disk stay `OSError`s, which the package's own writer does not give.
+
+A file is written piece by piece as its tensors are made, and hashed in the same pass.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tools.ranges import Number
 from tools.recipe.load import load_recipe
 from tools.recipe.view import View
 
-MODULES = [module.__name__ for module in (host, host, devices, devices, devices)]  # the order of the report
+MODULES = [module.__name__ for module in (host, devices)]  # the order of the report
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,6 +2,28 @@
 
 A `Probe` is what `tools/doctor/probe.py` measured of one host, as it stands in JSON: its lists hold one number for each
 round. `outliers` compares what should be alike; `gate` turns the result into one verdict with its reasons.
+
+Workers of one kind are compared by the time that a unit of work took. A worker is slow if it lies above the limit both
+with the median of its rounds and with its best round: a neighbour's load comes and goes and spares a best round, while
+what is worn, throttled or shaped is slow in all rounds.
+
+    limit = 1 + max(floor, z * 1.4826 * MAD / centre)
+
+centre and MAD (the median of the absolute deviations from it) are the lower medians: of two workers the faster one is
+the measure, and up to half of all may be slow. 1.4826 makes a MAD the standard deviation of normal noise (Rousseeuw and
+Croux, 1993, "Alternatives to the median absolute deviation"). z is the quantile at which normal noise raises an alarm
+among N workers once in 100 probes (Bonferroni: 1 - 0.01 / N), at least the 3.5 of Iglewicz and Hoaglin (1993, "How to
+detect and handle outliers").
+
+The floors keep noise of a few percent from raising an alarm where MAD is zero; they lie above what clean probes showed
+(benchmarks/RESULTS.md). Floors are wide (ON_CORES) for products on cores and for messages that cores copy: the other
+thread of a core, or a neighbour of a virtual machine, takes up to half of a core for as long as a probe lasts, and
+nothing that can be read here tells so.
+
+A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w). The floor grows in the same
+way, with the larger w of the worker and of the centre (of two workers, the larger of both). A message needs both of its
+ends: its w is that of both, and nothing is taken out. A link whose ends had no core together for half of the time is
+not named, because what TCP makes of that measures nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Gather the facts of one host for `tc3 doctor --json`, and read such a report again, possibly on another host."""
+"""Gather the facts of one host for `tc3 doctor --json`, and read such a report again, possibly on another host.
+
+A fact has to be the same on every host of a run: versions, packet sizes, recipe, data. It is a text, or None where the
+host does not tell. A name and its value say everything, so that hosts are compared by their texts only. A fact is not a
+check: on a single host no fact is wrong.
+"""
 
 from __future__ import annotations
 
