@@ -4,6 +4,25 @@ The golden baseline computes in a wider type than the one that is tested (report
 be off is Table 2 of the report, by data type and by how many terms an element accumulates; its numbers stand in
 tolerance.yaml, and `systematic` gives what a factor that scales a whole tensor may be. `judge` measures the largest
 relative error of a tensor against that, `judge_special` infinities, NaN and zeros.
+
+**Data types of a test, and what the golden baseline computes in (report section 3.1 (1)).**
+
+tested    device gets   golden computes in
+float16   float16       float32
+bfloat16  bfloat16      float32
+hfloat32  float32       float32 (the device's matmul rounds its factors)
+float32   float32       float64, or float32 with wide=False
+
+**Is a result near enough to the golden baseline?.**
+
+The report allows "the actual error" to be within Table 2 and does not define it. Ours, for each element:
+
+    error = |got - want| / max(|want|, rms(want), smallest)
+
+rms is over the finite elements of the tensor and smallest is the type's smallest normal number: relative where a
+result is large, relative to the tensor's scale where it cancels to near zero, and no more than a type can hold where
+everything is denormal. The largest error of the tensor is compared with the tolerance. Infinities and NaN must be
+where the baseline has them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,11 @@
 `climb` runs both sides and stops at the first rung that fails. On the last rung each side trains with its own workers
 and is compared by the losses of its steps; a layout that splits the model is executed as MindSpore's sharded graph.
 `print_ladder` shows one line for each rung and beneath it what the first failure points at.
+
+**Rung 6, "more devices": each side with its own workers, by the losses of their steps.**
+
+Recipes that split data alone train on data-parallel CPU workers. Where one splits its model (tensor, pipeline, context
+parallel), both sides are executed as MindSpore's sharded graph, in which every layout starts from the same weights.
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
 Two records are compared rung by rung (report, Figure 1): forward, backward, one update, the curve. What excuses a
 difference is the reference's own rounding, and a token at a tie between experts. For a rung that failed, `explain_*`
 name the first module, gradient or group of parameters that differs, and what that usually means (section 3.2.1).
+
+**Two records compared rung by rung (report, Figure 1): forward, backward, one update, the curve. NumPy only.**
+
+Each rung is a flat tolerance. Beside it stands what rounding alone does to the reference: the distance between two
+of its runs whose weights differ in the last place. Where that exceeds the tolerance a difference proves nothing; such
+a row is `undecided`, which is neither passed nor failed. So is one that a moved choice of an expert explains, within
+what such a choice can do. What is not finite fails, on whichever side.
 """
 
 from __future__ import annotations

@@ -3,6 +3,24 @@
 `compare_dumps` gives a `Report`: rows judged by Table 2, the first finding of the forward pass, of the backward pass,
 among the weights and in state, and a headline that says what the earliest of them usually means (report, section
 3.2.1).
+
+**What the first findings usually mean (report section 3.2.1): the headline of a comparison.**
+
+It names what differs first in time; all that is later may follow from it. Within a step the order is
+
+    weights       which msprobe shows behind their cell's forward pass, but only the optimizer moves them
+    the batch     what arrives at the outermost cell
+    forward       call by call, and with it state: counters and caches, which a call may just have filled
+    backward
+
+What differs in the first step was there before any update. In a later one, the step before it agreed: then weights
+are the optimizer's, and state is that of whatever moves it between two steps.
+
+**Compare two dumps: every tensor of both, in the order of execution, judged by Table 2.**
+
+msprobe's own `compare` is not used. Its Result lets a bfloat16 cast or a softmax scaled by 1.01 pass, an API that one
+side lacks is "pass", and it computes cosines and percentages that Table 2 does not ask for at many times the cost of
+reading the data (benchmarks/accuracy_compare.py). The dump's format is all that is msprobe's here.
 """
 
 from __future__ import annotations

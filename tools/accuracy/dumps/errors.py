@@ -3,6 +3,48 @@
 Values are read chunk by chunk in float32, so that no tensor is held whole; the error is that of `judge.errors`. Element
 by element Table 2 cannot tell whether a whole tensor is a little too large, so `scaled` fits one factor to all
 elements. A dump without values is judged by largest, smallest, mean and L2 norm.
+
+**Is a whole tensor a little too large or too small? Element by element Table 2 cannot tell.**
+
+In 16 bits and at real widths Table 2 allows 7 to 20 % for each element, because errors of an accumulation add up. They
+have either sign: over the tensor they cancel, and a factor that all elements share (a softmax scaled by 1.01) does not.
+With d = got - want and sums over the tensor:
+
+    low  = <got, want> / <want, want> = 1 + <want, d> / <want, want>     least squares, if all errors are got's
+    high = <got, got> / <got, want>                                      the same the other way, if all are want's
+
+Errors of `want` make `low` too small by their mean square, errors of `got` make `high` too large by theirs. Whoever's
+they are, the factor is between the two, so that independent errors of any size are no fault by themselves. It is one if
+
+    distance of 1 from [low, high]  >  floor + sigmas sqrt(sum(want^2 d^2)) / sum(want^2)
+
+The root is the standard deviation of `low` when errors of those sizes have independent signs; floor and sigmas stand in
+tolerance.yaml, with their derivation. A factor s is seen when n' = sum(want^2)^2 / sum(want^4), the number of elements
+that count, is above (sigmas / (1 - floor / s))^2: 140 for a factor of 1.01 in 16 bits, 420 normally distributed values.
+
+**The error of a dumped tensor, as `judge.errors` measures it, without holding the tensor: chunk by chunk, in float32.**
+
+    error = |got - want| / max(|want|, rms(want), smallest)
+
+`judge.errors` is the reference. Here the mean square is summed in float32 within a chunk, so that an error may differ
+from the reference's by about 1e-5 of itself; tensors that float32 cannot square, and those with NaN or infinities, go
+the reference's way in float64. Identical tensors, which are most of a rerun, are only compared bit by bit.
+
+**The weaker judgement of a dump without values: by largest, smallest, mean and L2 norm.**
+
+With n values and rms = norm / sqrt(n), the error is the largest of
+
+    |max - max'|   / max(|max|, rms)
+    |min - min'|   / max(|min|, rms)
+    |mean - mean'| / (2 rms)
+    |norm - norm'| / (sqrt(2) norm)
+
+and the factor of `scaled` is that of the norms. Independent errors d of values w, within Table 2's t, move it by
+sum(d^2) / 2 sum(w^2) <= t^2 and by sum(w d) / sum(w^2), whose standard deviation is at most t max|w| / norm.
+
+A tensor that Table 2 passes value by value passes here too: the factors 2 and sqrt(2) are the most by which errors of
+`tolerance * max(|want|, rms)` can move mean and norm. The reverse does not hold: values that changed places, a few
+wrong ones among many, and errors that cancel are not seen.
 """
 
 from __future__ import annotations

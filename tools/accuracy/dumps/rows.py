@@ -2,6 +2,29 @@
 
 What a class or function accumulates, by its shapes, chooses the row of Table 2. Parameters that no gradient trains
 (counters, a router's bias, running statistics, caches) are state and not weights.
+
+**How many terms an element of a dumped tensor accumulates: the row of Table 2, from the class or function and shapes.**
+
+What is known (a name is matched by a part of its class or function, in lower case):
+
+    matrix products   of a cell, forward: the last axis of the input; gradient of the input: the last axis of the
+                      gradient that arrives; gradient of the weight: the rows. Of a function or kernel, which may
+                      transpose: sqrt(values of a x values of b / values of the product), per matrix of a batch
+    norms             the last axis; gradients of scale and shift: the rows
+    softmax           the last axis
+    attention         the longest axis of its inputs (a sum over keys)
+    embeddings        forward 1; gradient of the table: all indices, which is the most that one row can be summed from
+    losses            all values of the largest input
+    sums and means    values of the input for each of the output
+
+A cell that holds other cells takes the largest count among them. Everything else, and what only moves values (which in
+a chain are no longer exact), is judged by `DEFAULT`: the strictest row.
+
+**Which parameters does a gradient train? The others are state: counters, a router's bias, running statistics, caches.**
+
+msprobe shows a parameter behind its cell's forward pass. That cannot have changed a weight, but it may just have filled
+a counter: a counter that differs in the first step is no sign of other initial weights. A parameter is trained if the
+dump holds a gradient of it, in any step, on any rank and either side, or says so itself (`requires_grad`).
 """
 
 from __future__ import annotations

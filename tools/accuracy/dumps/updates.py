@@ -3,6 +3,56 @@
 From values, the error of an update is measured, and split into what lies along the weight (weight decay), along the
 update (learning rate) and beside both. From statistics (largest, smallest, mean and L2 norm before and after) the
 update is judged as far as they tell; the rest is called unknown.
+
+**Did the optimizer do the same? A weight's change from one step to the next, which the weight itself hides.**
+
+A step moves a weight by a thousandth of it or less, so a wrong weight decay passes Table 2 by value. With u the update
+of GOLDEN, d that of BENCH less u, w the weight before, and L2 norms over the parameter, judged are
+
+    the whole        |d| / |u|           <=  base + 2 sqrt(error of the gradient)
+    along the weight |<d, v>| / |v| |u|  <=  base + sigmas sqrt(sum(v^2 d^2)) / |v| |u|       v = w - u <w, u> / <u, u>
+
+base is the strictest row of Table 2, plus rounding: twice the unit roundoff of the weight's type times |w| / |u|. The
+other terms are no fault of the optimizer: Adam divides a gradient by its own size, so that where a gradient is smaller
+than its error the update may have either sign. With bit-identical gradients both terms vanish.
+
+The root is a mean over many elements. In a small parameter a single step that is turned round is more than it allows
+(one of 2,700 makes |d| / |u| 0.038), and that happens to one parameter in some hundred. So, where gradients differ, the
+`TURNED` elements that differ most are forgiven 2 max|u| each, as much as one turned step moves an element. Of n
+elements about n e / 5 are turned, e being the error of the gradient, and the root has room for n e of them: more than
+n e + TURNED is, as a Poisson variable, below 1e-9. A wrong value of any other size, and whatever is wrong in more
+elements than these, still counts in full.
+
+The first has to allow for the worst. On another platform, where every gradient errs, that is more than weight decay
+moves. But noise knows nothing of the weight: its part along the weight is what independent signs leave of it, as in
+`errors.scaled`, and weight decay, which is all along the weight, stands out. v instead of w, because noise also makes
+an update shorter as a whole, and an update is not quite at right angles to its weight.
+
+With those terms, an update that passes excuses its weight, if that was right one step earlier: a step that noise turned
+round moves a single value by more than Table 2 allows.
+
+The error of a gradient is the largest that was dumped of it so far, or, where the dump has no gradients of parameters
+(L1, L2), the largest error of anything in the backward pass.
+
+**What largest, smallest, mean and L2 norm of a weight before and after a step tell about the update between.**
+
+The update itself is not in such a dump, nor its length. Known is how far each statistic moved on either side, and with
+n values, s the size of an element's update, W the norm and M the largest magnitude of the weight, the two sides' moves
+of one statistic may be apart by
+
+    largest, smallest   base s + 4 eps M                                    4 s more where gradients differ
+    mean                (base + sigmas g / sqrt(n)) s + 2 sigmas eps W / n
+    norm                (base + sigmas g M / W + g sqrt(n) s / W) sqrt(n) s + 2 sigmas eps M
+
+base is the strictest row of Table 2 and eps the unit roundoff of the weight's type. g = 2 sqrt(error of the gradient)
+is what noise of the gradients may do to an update (see above): steps turned round, of either sign, which know
+nothing of the weight, so that mean and norm see what independent signs leave of them; one turned at the largest value
+moves that by 2 s. g is 0 where the gradients' statistics are the same, which is where the largest and smallest value
+tell most. s is the largest move of a statistic, per element, of this weight or, if more, of the median weight in this
+step. Where statistics are float32 numbers (msprobe's own), sums may be off by `SUMMED` of the norm.
+
+From these follows how far off a whole update (a learning rate) would have to be to be seen. Where that is more than
+`BLIND` of it, the update is unknown, not right. What changes places or cancels is never seen.
 """
 
 from __future__ import annotations

@@ -3,6 +3,20 @@
 Fused: 16-bit chains in float32, rounded where a result leaves the kernel and by a Cast. Unfused: each operator's result
 is rounded. `allowances` is what Table 2 allows each result. `first_wrong` holds every operator of a kernel against the
 exact result of what it took, so that the first one that is wrong is found where a sum hides it.
+
+**A kernel computed three ways on the same inputs, in NumPy.**
+
+exact     every float in float64
+unfused   each operator's result is rounded to its type, as if it were written to memory
+fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
+
+An operator alone computes in float32 at least, whatever its type, sums included.
+
+**Which operator of a kernel is wrong: each is held against the exact result of what it really took.**
+
+A kernel's own error grows on the way, or is lost in a sum; so the kernel is run again, giving every step's result, and
+each operator is judged alone. Where nothing can cancel, each element is held to its own size (`judge.judge_special`):
+the small results of an Exp are as right as the large ones.
 """
 
 from __future__ import annotations

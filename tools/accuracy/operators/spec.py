@@ -2,6 +2,11 @@
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
 follow from an operator's shapes and indices.
+
+**How many terms an output element accumulates, from operator, shapes and indices: the row of Table 2.**
+
+Each function takes the operator's input arrays and returns `Counts`; `forward` has one number per output, `backward`
+one per gradient. A single number holds for all of them. 0: values are moved, nothing is computed.
 """
 
 from __future__ import annotations

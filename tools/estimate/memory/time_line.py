@@ -2,6 +2,11 @@
 
 Of each moment it is said what is there for the whole step, what waits for its backward, and what the pass that runs
 needs. The analytical model and the dry run's compiled graph are stitched by the same function.
+
+**What is live between passes.**
+
+A pass is an operation of `tools.pipeline.schedules`. What a forward keeps is there from its start until its backward
+(or its gradients of weights, where they are a pass of their own) ends. Between passes nothing but that is there.
 """
 
 from __future__ import annotations
