@@ -1,7 +1,8 @@
-"""Learn how long each phase of an attempt may last before it counts as a hang. Learned from the run; pure.
+"""This module tells which phase a node's workers are in, and for how long a phase may last before it counts as a hang.
 
-The rule. With fewer than ENOUGH durations seen of a phase: its default, or LONGEST times the longest seen, whichever
-is more. From then on the largest of
+`Limits` learns from the run how long each phase may last; it is pure. With fewer than ENOUGH durations seen of a phase,
+the limit is the phase's default, or LONGEST times the longest seen, whichever is more. From then on it is the largest
+of
 
 * the phase's floor,
 * TYPICAL times the median of the last WINDOW durations,
@@ -18,6 +19,8 @@ t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in th
 floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
 
 Phases are kept apart: the first step after a start compiles or warms up, evaluations and saves stop the steps.
+
+`Phases` finds the phase from what the workers write: metrics, logs, checkpoints. It reads, and decides nothing.
 """
 
 from __future__ import annotations
@@ -56,18 +59,20 @@ FLOORS: Mapping[Phase, float] = {  # seconds: pauses of a busy host or disk that
     "save": 60.0,
     "end": 60.0,
 }
+COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
+MOST = 1 << 20  # bytes of a log read at a look
 
 
 @dataclass
 class Limits:
-    """The limits of one run's phases; `defaults` and `floors` can be set, in part, by whoever knows better."""
+    """One run's phases have these limits; `defaults` and `floors` can be set, in part, by whoever knows better."""
 
     defaults: Mapping[Phase, float] = field(default_factory=dict)
     floors: Mapping[Phase, float] = field(default_factory=dict)
     seen: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def learn(self, phase: Phase, seconds: float) -> None:
-        """A phase (of steps: one of them) has ended well after `seconds`."""
+        """Learn that a phase (of steps: one of them) has ended well after `seconds`."""
         self.seen.setdefault(phase, deque(maxlen=WINDOW)).append(seconds)
 
     def limit(self, phase: Phase) -> float:
@@ -91,10 +96,6 @@ def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
             first = False
 
 
-COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
-MOST = 1 << 20  # bytes of a log read at a look
-
-
 @dataclass
 class _Rank:
     """What one worker has written."""
@@ -111,7 +112,7 @@ class _Rank:
 
 @dataclass
 class Phases:
-    """Follows the local workers of one attempt; make it before they start.
+    """This follows the local workers of one attempt; make it before they start.
 
     Attributes:
         phase, since: of the worker that is behind; `since` by `clock`.
