@@ -1,7 +1,9 @@
-"""`tc3 agent`: one process a node, which starts the node's workers, and with the others starts them again.
+"""This module is the command `tc3 agent`: one process a node, which starts the node's workers, and does so again.
 
-`unfit` is the gate that a node passes before it takes part again: a probe of some seconds, judged as by `tc3 doctor`.
-`Start` checks what `tc3 agent` needs before its node joins, and prepares what whoever plans an attempt needs.
+With the agents of the other nodes it starts the workers together, and starts them anew when a node or a worker fails.
+`Start` is what the command checks before its node comes to a run, and what whoever plans an attempt sees to. `unfit`
+says whether this node may take part again: it asks the gate of `tc3 doctor`, on a probe of some seconds. The rest reads
+the options, finds this node's name among the hosts, and says at the end how the run went.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
 from tools.schema.versions import require_verified, unverified_option, unverified_words
 
+RESTARTS = 3  # failures in a row after which a run goes on, unless the user says otherwise
+
 
 def unfit(slots: int, folder: Path) -> list[str]:
     """Return why a run had better not start on this host; none where it may, or where nobody can tell.
@@ -59,7 +63,7 @@ def unfit(slots: int, folder: Path) -> list[str]:
 
 @dataclass
 class Start:
-    """A run that agents start or join.
+    """Agents start or join this run.
 
     `resume` is what --resume says; `otherwise`, the folder that is given beside `auto`, to begin from while the run has
     saved nothing; `chosen`, what that was found to be.
@@ -77,7 +81,7 @@ class Start:
         return checkpoints.save_path(self.recipe)
 
     def check(self, slots: int, port: int | None) -> None:
-        """What must hold on this node, as `tc3 train` has it; a run that is under way is joined.
+        """Check what must hold on this node, as `tc3 train` does; a run that is under way is joined.
 
         Raises:
             TC3Error: something is to be mended first.
@@ -126,7 +130,7 @@ class Start:
         return any(plan and plan.resume and real_path(plan.resume) == real_path(given) for plan in plans)
 
     def prepare(self, plan: Plan) -> Recipe:
-        """Check the checkpoint that an attempt goes on from; returns the recipe of the attempt."""
+        """Check the checkpoint that an attempt goes on from, and return the recipe of the attempt."""
         checkpoint = checkpoint_of(plan)
         recipe = apply_overrides(self.recipe, plan.overrides) if plan.overrides else self.recipe
         if checkpoint:
@@ -136,9 +140,6 @@ class Start:
             checkpoints.check_data_order(recipe, self.run_dir, checkpoint)
         data.keep_digests(recipe, self.run_dir)
         return recipe
-
-
-RESTARTS = Rules.restarts
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -238,7 +239,7 @@ def agent(
 
 
 def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
-    """(what to go on from, the folder that stands in while `auto` finds nothing) of --resume, given once or twice.
+    """Return (what to go on from, the folder that stands in while `auto` finds nothing) of --resume, given up to twice.
 
     Raises:
         UsageError: it is empty, or names two folders.
@@ -253,7 +254,7 @@ def resumed(given: Sequence[str]) -> tuple[str | None, str | None]:
 
 
 def conclude(job: Job, outcome: Outcome, resume_command: ResumeCommand, steps: int | None) -> None:
-    """On the first host of the newest attempt: the run's numbers, its loss curve, and the command to go on with."""
+    """Print, on the first host of the newest attempt, the run's numbers, its loss curve, and how to go on."""
     known = numbers(job.run_dir)
     plan = read_attempt(job.run_dir, known[-1]).plan if known else None
     if plan is None or plan.hosts[0] != job.host:
@@ -284,7 +285,7 @@ def _resume_command(
 
 
 def own_host(hosts: Sequence[str], given: str | None, file: Path) -> str:
-    """This node's name in the list: the one given, or that of the node or of its addresses.
+    """Return this node's name in the list: the one given, or that of the node or of its addresses.
 
     Raises:
         ClusterError: it is not there.
@@ -320,7 +321,7 @@ def check_hosts(hosts: Sequence[str], slots: int, spares: int, workers: int, fil
 
 
 def report(host: str, outcome: Outcome) -> None:
-    """One line on how it ended here, with a failed worker's last lines."""
+    """Print one line on how it ended here, with a failed worker's last lines."""
     if outcome.code == 0:
         click.echo(f"tc3: {host}: the run is complete", err=True)
     elif outcome.failure:

@@ -1,32 +1,32 @@
-"""Decide which host began the end of an attempt, and what follows: another start, maybe with fewer hosts, or giving up.
+"""This module decides what follows an attempt: another start, a spare, fewer hosts, or the end of the run.
 
-Everything here is pure: it is computed from the ends and beats that hosts wrote; nothing is read or started.
+It is pure: it reads no file and starts no process. `initiator` finds the host that began the end of an attempt,
+`verdict` says what follows, and `next_hosts` names the hosts of the next attempt.
 
-**Who began it** (`initiator`). One failure ends all hosts, because the others lose their connections or are told to
-end. What a host says of its own end counts
+Who began it. One failure ends all hosts: the others lose their connections, or are told to end. So the initiator is
+told apart from its victims by the ends and beats that the hosts wrote. What a host says of its end is worth
 
-* most, where nothing elsewhere can bring it about: a worker that was killed (SIGKILL), was stopped or is known to hang,
-  a message of the worker that ended itself, a port that is taken, a disk or link that is gone, a whole host that is
-  gone (then it was alive at its last beat);
+* most, where nothing elsewhere brings it about: a worker killed (SIGKILL), stopped or known to hang, a message of the
+  worker that ended itself, a port taken, a disk or link gone, the whole host gone (then it was alive at its last beat);
 * less, where it may be an answer to another host's end: any other signal or exit code;
-* not at all, where it complains of others: a lost connection, a wait that was too long, a collective that failed. A
-  worker that SIGTERM ended complains, too, because MindSpore's workers end themselves so when msrun's scheduler tells
+* nothing about itself, where it complains of others: a connection lost, a wait that was too long, a collective that
+  failed. A worker ended by SIGTERM complains, too: MindSpore's workers end themselves so when msrun's scheduler tells
   them that another one is lost.
 
-The earliest end by the disk's clock began it. A host whose link is gone, or whose worker is stopped, has held the
-others up since its last step, which may be long before anybody noticed. Agents look a few times a second, so ends
-within MARGIN of each other have no order: then the end that counts more goes first, and of equal ones no host is named.
-A hang is blamed on the one host that knows which of its workers is stuck, whoever saw the hang first; otherwise on the
-host that is behind all others by phase and step. Nothing else is guessed from.
+The earliest by the disk's clock began it; a host whose link is gone, or whose worker is stopped, has held the others
+up since its last step, which may be long before anybody noticed. Agents look a few times a second, so that ends within
+MARGIN of each other have no order: then what is worth more goes first, and of equals nobody is named. A hang is of the
+one host that knows which of its workers is stuck, whoever saw the hang first; else it is of the one that is behind all
+others, by its phase and step. Nothing else is guessed from.
 
-**What follows** (`Rules`). Failures are counted since the last progress. Progress is a newer checkpoint to go on from:
-an attempt that begins from a later step than the one before it (by their plans), or one whose run holds a checkpoint of
-a later step than it began from (`saved`). Steps that were made and not saved do not count: they are made again. So a
-run may fail any number of times in months, and `Rules.restarts` bounds how often it fails without coming any further.
+What follows. Failures are counted since the last progress. Progress is a newer checkpoint to go on from: an attempt
+that begins from a later step than the one before it (by their plans), or one whose run holds a checkpoint of a later
+step than it began from (`saved`). Steps that were made and not saved are none: they are made again. So a run may fail
+any number of times in months, and `Rules.restarts` bounds how often it fails without coming any further.
 
-A user's error is not tried again, nor a loss that is not finite: the same weights and data come to the same loss. A
-spike that plugins.spike_guard goes back for is different: its samples are left out, and the guard counts by itself how
-often it goes back. Such an attempt is not a failure here, and `Rules` does not count it.
+A user's error is not tried again, nor is a loss that is not finite: the same weights and data come to the same loss. A
+loss that plugins.spike_guard goes back for is another matter ("spike"): its samples are left out, and the guard counts
+by itself how often. So such an attempt is not a failure here, and `Rules` does not count it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from functools import cached_property
 from plugins.spike_guard.plan import NO_MORE
 from tools.runs.attempts import Attempt, Cause, Decision, End, Plan, Verdict
 
-MARGIN = 1.0  # seconds
+MARGIN = 1.0  # seconds between two ends within which their order is not known
 SILENT = 10.0  # seconds since its last beat after which a host that wrote no end is gone, and not just slow to write it
 _COMPLAINTS = re.compile(
     r"timed? ?out|disconnect|heartbeat|broken pipe|connection .*(refused|reset|closed|lost|aborted)|by peer"
@@ -50,13 +50,16 @@ _COMPLAINTS = re.compile(
     r"|launch kernel failed\W+name:\S*(reduce|gather|all_?to_?all|send|receive|broadcast|barrier)",
     re.IGNORECASE,
 )
-_OWN = frozenset(("user error", "not finite", "spike", "port", "lost disk", "lost node", "never came"))
+# causes of an end that no other host brings about
+_SURE_CAUSES = frozenset(("user error", "not finite", "spike", "port", "lost disk", "lost node", "never came"))
+_NOBODYS_FAULT = ("user error", "not finite", "spike", "port")  # causes that say nothing against the host
+_GONE_CAUSES = ("lost node", "lost disk", "never came")  # a host that cannot take part as it is
 _EARLY = ("start", "compile", "first step")  # phases in their order; those of a step come in any
 
 
 @dataclass(frozen=True)
 class Began:
-    """`host` began it with `end`; without a host nobody can be named, and `why` says what there was instead."""
+    """This says that `host` began it with `end`; without a host nobody can be named, and `why` says what there was."""
 
     why: str
     host: str | None = None
@@ -70,9 +73,9 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
     failed = {host: end for host, end in known.items() if end.outcome == "failed"}
     deaths = {host: end for host, end in failed.items() if not _complains(end)}
     if deaths:
-        return _first(attempt, deaths)
+        return _first_death(attempt, deaths)
     if any(end.cause == "hang" for end in failed.values()):
-        return _behind(known)
+        return _holding_up(known)
     if failed:
         told = "; ".join(words(failed[host]) for host in sorted(failed))
         return Began(f"{told}: answers to another host's end, and nothing tells whose fault or which link's it was")
@@ -80,7 +83,7 @@ def initiator(attempt: Attempt, now: float = math.inf) -> Began:
 
 
 def silent(attempt: Attempt, now: float) -> list[str]:
-    """Hosts of the plan that wrote no end and are gone."""
+    """Return the hosts of the plan that wrote no end and are gone."""
     assert attempt.plan
     hosts = [host for host in attempt.plan.hosts if host not in attempt.ends]
     return [host for host in hosts if host not in attempt.beats or now - attempt.beats[host].time > SILENT]
@@ -119,10 +122,10 @@ def _killed(end: End) -> bool:
 
 def is_sure(end: End) -> bool:
     """Return whether no other host's end brings about one like this."""
-    return end.cause in _OWN or end.cause == "hang" or _killed(end)
+    return end.cause in _SURE_CAUSES or end.cause == "hang" or _killed(end)
 
 
-def _time(attempt: Attempt, end: End) -> float:
+def _time_of(attempt: Attempt, end: End) -> float:
     """When it happened: for a lost host, as far back as its last beat; where it only stands still, as its last step."""
     beat = attempt.beats.get(end.host)
     if beat is None or end.cause not in ("lost node", "hang"):
@@ -131,8 +134,8 @@ def _time(attempt: Attempt, end: End) -> float:
     return min(beat.time if gone else beat.since, end.time)
 
 
-def _first(attempt: Attempt, deaths: dict[str, End]) -> Began:
-    times = {host: _time(attempt, end) for host, end in deaths.items()}
+def _first_death(attempt: Attempt, deaths: dict[str, End]) -> Began:
+    times = {host: _time_of(attempt, end) for host, end in deaths.items()}
     first = min(times, key=lambda host: times[host])
     near = [host for host in deaths if times[host] - times[first] <= MARGIN]
     best = [host for host in near if is_sure(deaths[host])] or near
@@ -144,12 +147,12 @@ def _first(attempt: Attempt, deaths: dict[str, End]) -> Began:
     return Began(f"{told}: too close together to tell", cause=causes.pop() if len(causes) == 1 else None)
 
 
-def _behind(known: dict[str, End]) -> Began:
+def _holding_up(known: dict[str, End]) -> Began:
     """Of hosts that all wait the one with a worker that is stuck, or that is behind all others."""
     stuck = [end for end in known.values() if end.rank is not None and end.outcome == "told to end"]
     if len(stuck) == 1:
         return Began(f"{stuck[0].host}: worker {stuck[0].rank} is stuck", stuck[0].host, stuck[0], "hang")
-    places = {host: _place(end) for host, end in known.items()}
+    places = {host: _progress(end) for host, end in known.items()}
     lowest = min(places.values())
     last = [host for host, place in places.items() if place == lowest]
     if len(last) == 1 < len(places):
@@ -161,7 +164,7 @@ def _behind(known: dict[str, End]) -> Began:
     return Began(why, cause="hang")
 
 
-def _place(end: End) -> tuple[int, int]:
+def _progress(end: End) -> tuple[int, int]:
     """How far a host had come."""
     return _EARLY.index(end.phase) if end.phase in _EARLY else len(_EARLY), end.step
 
@@ -176,13 +179,9 @@ def _where(end: End) -> str:
     return f"in {end.phase} {end.step + 1}" if end.phase == "step" else f"in phase {end.phase}, after step {end.step}"
 
 
-_NOBODYS = ("user error", "not finite", "spike", "port")  # causes that say nothing against the host
-_GONE = ("lost node", "lost disk", "never came")  # a host that cannot take part as it is
-
-
 @dataclass(frozen=True)
 class Smaller:
-    """How a recipe runs on fewer hosts: on the first `hosts` of those offered, with `overrides` of the recipe."""
+    """A recipe runs on fewer hosts in this way: on the first `hosts` of those offered, with `overrides`."""
 
     hosts: int
     overrides: list[str]
@@ -194,7 +193,7 @@ Can = Callable[[list[str]], Smaller | str | None]  # hosts -> how the recipe run
 
 @dataclass(frozen=True)
 class Rules:
-    """When to give up, and how long to wait. `hosts`: all that the run may use, spares too, in the order of use."""
+    """Rules say when to give up, and how long to wait. `hosts`: all that the run may use, in the order of use."""
 
     restarts: int = 3  # failures without progress between them that are followed by another attempt
     same_step: int = 3  # failures in a row at one step of the training: the step's fault, whoever takes it
@@ -287,7 +286,7 @@ class _Failed:
             return "give up", f"Given up: {_times(count)} in a row without a newer checkpoint", 0.0
         same = _at_same_step([*self.earlier, self.attempt])
         if same >= self.rules.same_step:
-            return "give up", f"Given up: {_times(same)} in a row after step {_step(self.attempt)}", 0.0
+            return "give up", f"Given up: {_times(same)} in a row after step {_newest_step(self.attempt)}", 0.0
         decision, why = self._who_goes_on()
         if decision == "give up":
             return decision, why, 0.0
@@ -344,7 +343,7 @@ class _Failed:
 
     def _gone(self) -> set[str]:
         ends = self.attempt.ends.values()
-        gone = {end.host for end in ends if end.cause in _GONE or end.outcome == "preempted"}
+        gone = {end.host for end in ends if end.cause in _GONE_CAUSES or end.outcome == "preempted"}
         gone -= {end.host for end in ends if end.by == end.host}  # its agent was started anew, and says so: it is there
         return gone | set(silent(self.attempt, self.now))
 
@@ -371,17 +370,17 @@ def _after_notice(plan: Plan, ends: list[End], can: Can) -> tuple[Decision, str]
 
 def _repeated(attempts: Sequence[Attempt], rules: Rules) -> set[str]:
     """Hosts that have begun `same_host` failures of the run, whatever progress was made between them."""
-    began = Counter(_initiator(each) for each in attempts if each.verdict and each.verdict.cause not in _NOBODYS)
+    began = Counter(_initiator(each) for each in attempts if each.verdict and each.verdict.cause not in _NOBODYS_FAULT)
     return {host for host, times in began.items() if host and times >= rules.same_host}
 
 
 def _at_same_step(attempts: Sequence[Attempt]) -> int:
     """How many attempts in a row, the last one included, failed after the same step; 0 before training has begun."""
-    step, count = _step(attempts[-1]), 0
+    step, count = _newest_step(attempts[-1]), 0
     for each in reversed(attempts):
         if _spiked(each):
             continue
-        if not (each.plan and _in_training(each) and _failed(each)) or _step(each) != step:
+        if not (each.plan and _in_training(each) and _failed(each)) or _newest_step(each) != step:
             break
         count += 1
     return count
@@ -399,7 +398,7 @@ def _spiked(attempt: Attempt) -> bool:
     return attempt.verdict is not None and attempt.verdict.cause == "spike"
 
 
-def _step(attempt: Attempt) -> int:
+def _newest_step(attempt: Attempt) -> int:
     """The newest step that any host has made."""
     said = [*(end.step for end in attempt.ends.values()), *(beat.step for beat in attempt.beats.values())]
     return max(_plan(attempt).step, *said, 0)

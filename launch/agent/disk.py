@@ -1,6 +1,7 @@
-"""What agents ask of the disk that they share: whole files or none, one winner a name, one clock, no endless waiting.
+"""This module is what agents ask of the disk that they share: whole files, one winner a name, one clock, bounded waits.
 
-What is relied on, and holds for NFS (versions 3 and 4), Lustre, GPFS, CephFS and local disks:
+`Disk` reads, replaces and publishes files. It relies on the following, which holds for NFS (versions 3 and 4), Lustre,
+GPFS, CephFS and local disks:
 
 * `rename` puts a whole file in another one's place; who opens the name reads the old one or the new one.
 * `link` fails where the name exists: of all who publish one name, on whatever hosts, exactly one succeeds. Where an
@@ -9,17 +10,18 @@ What is relied on, and holds for NFS (versions 3 and 4), Lustre, GPFS, CephFS an
   only `stat`ed. That a name was *absent* is remembered by NFS clients for up to a minute, unless they
   change the folder themselves: who waits for a name must write into that folder now and then, as all agents do.
 * The time of a file that was set to "now" is the server's on NFS. Lustre and GPFS take the client's: so times of
-  different hosts order events for people, while nobody's life is judged by them (see `Watch` in meeting.py).
+  different hosts order events for people, while nobody's life is judged by them (see `launch.agent.meeting.Watch`).
 
 A disk that is gone lets a process hang inside a call that nothing but SIGKILL ends. So each call is made by a thread
 that may hang, while the caller waits for a bounded time.
 
-A `Claim` decides who does what only one agent may do, and lets exactly one agent take over from a dead one. It is a row
-of files `claim-WHAT-0`, `claim-WHAT-1`, ... Each is published once and never changed or removed; whoever published the
-newest one holds the claim. If the holder has given no sign of life for `lost_after` seconds, others publish the next
-file, and one of them succeeds. A holder that was only slow finds out at its next look. Looking and acting are two
-steps, so a slow holder may still do the work of a claim that it has just lost. The outcome must therefore be published
-(`Disk.publish`), too, and then there is one outcome: the claim saves work, and settles who must do it.
+`Claim` settles who does what only one may do, and how the claims of the dead are taken over, each time by exactly one.
+A claim is a row of files `claim-WHAT-0`, `claim-WHAT-1`, ... of which each is published once and never changed or
+removed: whoever published the newest one holds it. It is taken over when its holder has given no sign of life for
+`lost_after` seconds, by publishing the next file, in which one succeeds. A holder that was only slow finds out at its
+next look. A look and what follows it are two things, so a slow holder may still do the work of a claim that it has just
+lost: the outcome must be published (`Disk.publish`), too, and then there is one outcome. The claim saves work, and
+settles who must do it.
 """
 
 from __future__ import annotations
@@ -54,14 +56,14 @@ class LostDiskError(StoppedError):
 
 @dataclass(frozen=True)
 class Found:
-    """A file as it was read: its text, and what differs as soon as anybody has written it anew."""
+    """This is a file as it was read: its text, and a mark that differs as soon as anybody has written it anew."""
 
     text: str
     mark: tuple[int, ...]
 
 
 class Disk:
-    """The shared disk as one agent uses it. `bound`: seconds after which a disk that does not answer is lost."""
+    """One agent uses the shared disk by this. `bound`: seconds after which a disk that does not answer is lost."""
 
     def __init__(self, bound: float):
         self.bound = bound
@@ -246,13 +248,13 @@ def _read(path: Path) -> Found | None:
 
 @dataclass(frozen=True)
 class Holder:
-    """An agent: its host's name, and what sets this process apart from others that had or have the same."""
+    """This names an agent: its host's name, and what sets this process apart from others of the same name."""
 
     host: str
     process: str
 
     def text(self) -> str:
-        """As it stands in a file."""
+        """Return it as it stands in a file."""
         return json.dumps({"host": self.host, "process": self.process}) + "\n"
 
     @staticmethod
@@ -268,7 +270,7 @@ class Holder:
 
 
 class Claim:
-    """One claim, as one agent sees it.
+    """This is one claim, as one agent sees it.
 
     Args:
         disk: the shared one.
@@ -284,7 +286,7 @@ class Claim:
         self.holder: Holder | None = None  # as of the last look
 
     def hold(self) -> bool:
-        """Whether the claim is ours now; takes it where it is free, or its holder is dead. A handful of opens."""
+        """Return whether the claim is ours now; take it where it is free, or its holder dead. A handful of opens."""
         while True:
             file = self.folder / f"claim-{self.what}-{self.turn}"
             self.holder = Holder.of(self.disk.read(file))

@@ -1,20 +1,21 @@
-"""Watch an attempt from one node while its workers run: other nodes, hangs, the link and the shared disk.
+"""This module watches an attempt from one node while its workers run: it beats, and sees hangs, lost hosts and disks.
 
-`Lookout` does all of it in a thread of its own, because the shared disk that it touches may stand still. The
-supervisor, which must be able to end the workers whatever the disk does, only reads what the thread has found.
+`Around` looks at the other nodes: the attempt is over, or a neighbour is gone. Each node looks after the next one by
+rank, so that its share is the same among 2 and among 4,096, and a dead one always has a living one before it, while one
+lives. Spares look after one each, too: all others may die at once.
 
-`Around` looks at the others. Each node watches the next one by rank, so that its share is the same among 2 nodes and
-among 4,096, and a dead node always has a living one before it as long as one lives. Each spare watches one node, too,
-because all others may die at once.
+`Link` is the network interface by which this node reaches the others. A link that is gone stops the workers of all
+nodes alike: each waits for the others, and none can say whose it is. Its own node can: the interface has lost its
+carrier. (A switch in between is seen by nobody.)
 
-`Link` is the network interface by which this node reaches the others. A lost link stops the workers of all nodes alike:
-each waits for the others, and no worker can say whose link it is. The node itself can, because its interface has lost
-its carrier. Nobody sees the failure of a switch in between.
-
-`stopped_worker` and `worker_places` find the worker that holds the others up in a hang, when all of them are at the
-same step. Those that wait are in MindSpore, which runs the graph or a collective. The one that they wait for is stopped
-or somewhere else: in the data, in a save, in a callback. A worker that hangs in MindSpore itself looks like all others,
+`stopped_worker` and `worker_places` find which of this node's workers holds the others up in a hang: one that is
+stopped, or that is not where they wait. In a hang all workers wait for one, and their steps are the same. Where each of
+them is tells them apart: those that wait are in MindSpore, which runs the graph or a collective; the one that they wait
+for may be elsewhere: in the data, in a save, in a callback. One that hangs in MindSpore itself looks like all others,
 and is not named.
+
+`Lookout` puts these together. All of it touches the shared disk, which may stand still. So a thread of its own does it,
+and the supervisor, which must be able to end the workers whatever the disk does, only reads what the thread has found.
 """
 
 from __future__ import annotations
@@ -39,10 +40,16 @@ from launch.workers.lifetime import ASK_STACKS
 from plugins.errors import ClusterError, DataError
 from tools.runs.attempts import Beat, End, Plan
 
+ANY_PORT = 9  # of the probe that finds an interface; nothing is sent
+ANSWER = 1.0  # seconds that workers have to say where they are
+_STACK_THREAD = re.compile(rb"^(?:Current thread|Thread) 0x[^\n]*\n", re.MULTILINE)  # the main thread is the last one
+_STACK_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
+
 
 @dataclass
 class Around:
-    """The other nodes of an attempt, as `host` sees them."""
+    """`host` sees the other nodes of an attempt by this."""
 
     meeting: Meeting
     plan: Plan
@@ -87,17 +94,14 @@ class Around:
         return [host for host in [*hosts[place:], *hosts[:place]] if host != self.host]
 
 
-ANY_PORT = 9  # nothing is sent
-
-
 @dataclass(frozen=True)
 class Link:
-    """`interface` is None where nobody else is to be reached, or it is not known by what."""
+    """This node reaches the others by `interface`; None where there is nobody else, or it is not known."""
 
     interface: str | None = None
 
     def lost(self) -> list[str]:
-        """That the interface has no link, in words; none while it has, or cannot be looked at."""
+        """Return in words that the interface has no link; none while it has one, or cannot be looked at."""
         known = psutil.net_if_stats().get(self.interface or "")
         return [f"network interface {self.interface} has no link"] if known and not known.isup else []
 
@@ -121,14 +125,9 @@ def _interface_of(address: str) -> str | None:
     return None
 
 
-ANSWER = 1.0  # seconds
-_THREAD = re.compile(rb"^(?:Current thread|Thread) 0x[^\n]*\n", re.MULTILINE)  # the main thread is the last one
-_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-
-
 @dataclass(frozen=True)
 class Place:
-    """The innermost Python call of a worker's main thread."""
+    """This is the innermost Python call of a worker's main thread."""
 
     file: str
     line: int
@@ -145,7 +144,7 @@ class Place:
 
 
 def workers() -> dict[int, psutil.Process]:
-    """Rank -> process of the workers below this one."""
+    """Return rank -> process of the workers below this process."""
     found = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError, ValueError, KeyError):
@@ -170,7 +169,7 @@ def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
     for rank, process in workers().items():
         log = logs / f"worker_{rank}.log"
         with contextlib.suppress(psutil.Error, OSError):
-            if rank in ranks and _answers(process.pid):
+            if rank in ranks and _can_say_stacks(process.pid):
                 sizes[rank] = log.stat().st_size
                 process.send_signal(ASK_STACKS)
     found: dict[int, Place] = {}
@@ -187,12 +186,12 @@ def worker_places(logs: Path, ranks: Sequence[int]) -> dict[int, Place]:
 
 def place_of(said: bytes) -> Place | None:
     """Return the place in what `faulthandler` has written; the main thread's stack ends it."""
-    starts = [match.end() for match in _THREAD.finditer(said)]
-    frame = _FRAME.match(said[starts[-1] :].decode("utf-8", "replace")) if starts else None
+    starts = [match.end() for match in _STACK_THREAD.finditer(said)]
+    frame = _STACK_FRAME.match(said[starts[-1] :].decode("utf-8", "replace")) if starts else None
     return Place(frame["file"], int(frame["line"]), frame["function"]) if frame else None
 
 
-def _answers(pid: int) -> bool:
+def _can_say_stacks(pid: int) -> bool:
     """Whether a process has a handler for the question: others would die of it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("SigCgt:"):
@@ -200,11 +199,8 @@ def _answers(pid: int) -> bool:
     return False
 
 
-POLL, BEAT = 0.2, 1.0  # seconds between looks at the steps, and at the rest
-
-
 class Lookout(threading.Thread):
-    """Watches one attempt from this node, while it is used as a context.
+    """A lookout watches one attempt from this node, while it is used as a context.
 
     Attributes:
         told: whether the workers end for another node's sake.
@@ -255,7 +251,7 @@ class Lookout(threading.Thread):
         return self._reason
 
     def run(self) -> None:
-        """Until the workers have ended: who falls silent while it ends them would be taken for lost."""
+        """Watch until the workers have ended: who falls silent while it ends them would be taken for lost."""
         looked = 0.0
         while not self._over.wait(POLL):
             try:
@@ -292,7 +288,7 @@ class Lookout(threading.Thread):
             self._reason = self._own_fault() or self._hang(lasted, limit)
 
     def explain(self, failure: Failure) -> Failure:
-        """A worker's failure with what has brought it about, where that is known; before the workers are ended."""
+        """Return a worker's failure with what has brought it about, if known; asked before the workers are ended."""
         end = End(self.around.host, 0.0, "failed", "step", cause=failure.cause or "exit", code=failure.code)
         if is_sure(end):
             return failure

@@ -1,7 +1,8 @@
-"""Run the agent of one node: join, start the workers, watch them, report how they ended, follow the verdict, repeat.
+"""This module is the agent of one node, from its coming to a run until the run is through or this node leaves.
 
-`Notices` collects the signals that ask this node to leave while no worker runs. The decisions stand in `planning` and
-`decide`; this module only carries them out.
+`Agent` goes round in a loop: it comes to an attempt, waits for its plan, starts the workers (`launch.agent.part`) or
+stands by as a spare, says how they ended, follows the verdict, and comes to the next attempt. `Notices` collects the
+signals to an agent while it waits, and raises them where it may be interrupted.
 """
 
 from __future__ import annotations
@@ -31,8 +32,13 @@ from tools.recipe.load import Recipe
 from tools.runs.attempts import END, PLAN, VERDICT, Attempt, Beat, End, Plan, Verdict, file_of, folder_of, read
 from tools.runs.readings import Follower, loss_rank
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOTICE_POLL = 0.1
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # signals that tell an agent to leave
+NOTICE_POLL = 0.1  # seconds between looks for such a signal
+POLL = 0.2  # seconds between looks while nothing runs here
+BEAT = 1.0  # seconds between signs of life of a node that waits
+LEAVE = 3.0  # seconds that a node which leaves waits for the verdict
+UNFIT = 60.0  # seconds until a node that was not fit is tried again
+Got = TypeVar("Got")
 
 
 class Interrupted(Exception):
@@ -44,7 +50,7 @@ class Interrupted(Exception):
 
 
 class Notices:
-    """Collects SIGINT, SIGTERM and SIGHUP, as a context. While workers run, the supervisor does instead."""
+    """As a context this collects SIGINT, SIGTERM and SIGHUP. While workers run, the supervisor does so instead."""
 
     def __init__(self) -> None:
         self.received: list[int] = []
@@ -58,7 +64,7 @@ class Notices:
             signal.signal(number, handler)
 
     def sleep(self, seconds: float) -> None:
-        """Wait; raises Interrupted at a signal, also at one that came before."""
+        """Wait; raise Interrupted at a signal, also at one that came before."""
         until = time.monotonic() + seconds
         while True:
             if self.received:
@@ -72,16 +78,9 @@ class Notices:
         self.received.append(number)
 
 
-POLL = 0.2  # seconds between looks while nothing runs here
-BEAT = 1.0  # seconds between signs of life of a node that waits
-LEAVE = 3.0  # seconds that a node which leaves waits for the verdict
-UNFIT = 60.0  # seconds until a node that was not fit is tried again
-Got = TypeVar("Got")
-
-
 @dataclass
 class Agent:
-    """The agent of `job.host`.
+    """This is the agent of `job.host`.
 
     Attributes:
         fit: why this node cannot take part now; asked before it comes to an attempt, but for its first one.
@@ -109,7 +108,7 @@ class Agent:
         self.leaving = False  # a signal has told us to
 
     def run(self, number: int) -> Outcome:
-        """From attempt `number` on, until the run is through, given up, or we are told to leave."""
+        """Take part from attempt `number` on, until the run is through, given up, or we are told to leave."""
         with self.notices:
             try:
                 while True:

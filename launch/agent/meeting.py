@@ -1,20 +1,22 @@
-"""Where the agents of a run meet: files in the folder of an attempt, on the disk that they share.
+"""This module is where the agents of a run meet: in files of an attempt's folder, on the disk that they share.
 
-Beside the files of `tools.runs.attempts` there are, in the same folder,
+`Meeting` is the meeting as one agent takes part in it. Beside the files of `tools.runs.attempts` there are, in the same
+folder,
 
-* `there-HOST.json`: this host's agent waits, or works; written anew about once a second while it waits;
-* `claim-WHAT-N`: who writes the plan or the verdict, and which process is the agent of a host (`disk.Claim`);
-* `over.json`: the host whose part was the first to end badly.
+* `there-HOST.json`: this host's agent waits, or works; the file is written anew about once a second while it waits;
+* `claim-WHAT-N`: it says who writes the plan or the verdict, and which process is the agent of a host
+  (`launch.agent.disk.Claim`);
+* `over.json`: it names the host whose part was the first to end badly.
 
 Plan, verdict, ends and `over.json` are published: the first one stays, whoever else writes. So all agents go by one
 plan and one verdict, whatever dies when. Nobody lists the folder in a loop, but the one who holds a claim.
 
 A call asks a handful of files, whatever the number of hosts, and returns at once; loops call it again. Each may raise
 `LostDiskError`, after `lost_after` seconds without an answer, or `ClusterError`, where another process is this host.
-What holds on which disk is said in `disk`.
+`launch.agent.disk` says what holds on which disk.
 
-`Watch` tells who gives no sign of life any more. It goes by changes that this host has seen itself, so that the clocks
-of two hosts are never compared.
+`Watch` tells who gives no sign of life any more, from changes that this host has seen itself: no two clocks are ever
+compared.
 """
 
 from __future__ import annotations
@@ -44,9 +46,16 @@ from tools.runs.attempts import (
     text_of,
 )
 
+THERE, OVER, GONE = "there-", "over.json", "gone"
+LOOKS = 8  # at claims, in the time after which somebody is lost
+SIGNS = 4  # of life, in that time
+LOST_AFTER = 4.0  # seconds without a sign of life of a node, or an answer of the disk, unless a user says otherwise
+SETTLE = 2.0  # of these times the verdict waits for the ends of those who still give signs of life
+LONGEST = 180  # bytes of a host's name in a file's
+
 
 class Watch:
-    """For how long each thing has not changed. `most`: seconds that one look can add.
+    """A watch knows for how long each thing has not changed. `most`: seconds that one look can add.
 
     A look after a long pause of our own (the disk stalled, this process was stopped, a clock was set) says little of
     the others: they may have been held up by the same thing, and must get the time to write. So a look never adds
@@ -58,7 +67,7 @@ class Watch:
         self._seen: dict[Hashable, tuple[object, float, float]] = {}  # its mark, the last look, seconds without change
 
     def unchanged(self, key: Hashable, mark: object, now: float) -> float:
-        """Look at `key`, which is `mark` at time `now`: seconds for which it has been that, 0 at the first look."""
+        """Return for how many seconds `key`, which is `mark` at time `now`, has been that; 0 at the first look."""
         before = self._seen.get(key)
         if before is None or before[0] != mark:
             quiet = 0.0
@@ -68,16 +77,8 @@ class Watch:
         return quiet
 
 
-THERE, OVER, GONE = "there-", "over.json", "gone"
-LOOKS = 8  # at claims, in the time after which somebody is lost
-SIGNS = 4  # of life, in that time
-LOST_AFTER = 4.0  # seconds without a sign of life of a node, or an answer of the disk, unless a user says otherwise
-SETTLE = 2.0  # of these times the verdict waits for the ends of those who still give signs of life
-LONGEST = 180  # bytes of a host's name in a file's
-
-
 class Meeting:
-    """The meeting of a run, as the agent of one host takes part in it.
+    """The agent of one host takes part in the meeting of a run by this.
 
     Args:
         run_dir: the run's folder, on the shared disk.
@@ -135,7 +136,7 @@ class Meeting:
             self._say_there(number, gone=True)
 
     def there(self, number: int) -> list[str]:
-        """The hosts that came to attempt `number`, did not leave and give signs of life. Costs opens for each host."""
+        """Return the hosts that came to attempt `number`, did not leave and live. It costs opens for each host."""
         names = self.disk.names(folder_of(self.run_dir, number))
         hosts = [unquote(name.removeprefix(THERE).removesuffix(".json")) for name in names if name.startswith(THERE)]
         return [host for host in hosts if not self._gone_or_quiet(number, host)]
@@ -155,7 +156,7 @@ class Meeting:
         return self._form(number, PLAN, Plan)
 
     def plans(self, number: int) -> bool:
-        """Whether it is still ours to plan attempt `number`: who took long, or was stopped, may have been followed."""
+        """Return whether we still plan attempt `number`: who took long, or was stopped, may have been followed."""
         return self._claim(number, "plan").hold()
 
     def beat(self, number: int, beat: Beat) -> None:
@@ -164,7 +165,7 @@ class Meeting:
         self.disk.replace(file_of(folder_of(self.run_dir, number), BEAT, self.host), text_of(beat))
 
     def stale(self, number: int, host: str) -> bool:
-        """Whether `host`, which is in the plan, has given no beat for `lost_after` seconds in which we looked."""
+        """Return whether `host`, of the plan, has given no beat for `lost_after` seconds in which we looked."""
         folder = folder_of(self.run_dir, number)
         found = self.disk.read(file_of(folder, BEAT, host))
         quiet = self._watch.unchanged((number, "beat", host), found and found.mark, self.disk.now(folder))
@@ -196,7 +197,7 @@ class Meeting:
         return str(json.loads(found.text)["host"]) if found else None
 
     def verdict(self, number: int, decide: Callable[[Attempt], Verdict]) -> Verdict | None:
-        """The verdict on attempt `number`; None while there is none. Once this host's part ended; call it in a loop.
+        """Return the verdict on attempt `number`, or None while there is none; call it in a loop, once our part ended.
 
         One host asks its `decide`, as soon as all hosts of the plan said how their parts ended; where one ended badly,
         or was lost, the others get a moment for it. Who gives no sign of life any more is written down as lost.

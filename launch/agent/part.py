@@ -1,8 +1,9 @@
-"""Start this node's part of an attempt, keep its workers alive, and end them.
+"""This module is a node's part of one attempt: it starts msrun, supervises its workers, and says how they ended.
 
-`command_of` builds the msrun command from the plan of the attempt, with the environment, cores and logs of this
-node's ranks. `Keeping` publishes the compiled graphs to the compile cache once they are in use. `Part` runs the
-command under supervision and returns how it ended; `last_words` finds what the worker that failed said last.
+`command_of` makes what this node starts for the plan of an attempt: the msrun command, and the environment and cores of
+its workers. `Keeping` publishes what the workers have compiled, beside them, in a thread of its own, for copies take as
+long as they take. `Part` runs the workers under the supervisor and the lookout, lets them save when notice of an end is
+given, and writes down how they ended.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ from tools.recipe.load import Recipe
 from tools.runs.attempts import End, Plan, folder_of, recipe_file
 from tools.runs.attempts import Outcome as Ending
 
+LOOK = 2.0  # seconds between looks at what is compiled
+WORDS = 400  # characters of a worker's last words in an end
+
 
 @dataclass(frozen=True)
 class Command:
-    """msrun's argv, and the environment and cores of the workers."""
+    """A node starts this: msrun's argv, with the environment and cores of the workers."""
 
     argv: list[str]
     environment: dict[str, str]
@@ -73,11 +77,8 @@ def own_ranks(job: Job, plan: Plan) -> range:
     return range(first, first + plan.slots)
 
 
-LOOK = 2.0  # seconds
-
-
 class Keeping(threading.Thread):
-    """Publishes the graphs of `cache` once they are in use, as a context around the workers; `well`: they ended so."""
+    """As a context around the workers this publishes graphs of `cache` once they are in use; `well`: they ended so."""
 
     def __init__(self, cache: CompileCache):
         super().__init__(daemon=True, name="keeping")
@@ -94,17 +95,14 @@ class Keeping(threading.Thread):
         self.cache.close(self.well)
 
     def run(self) -> None:
-        """Until the workers have ended."""
+        """Publish until the workers have ended."""
         while self.cache.environment and not self._over.wait(LOOK):
             self.cache.keep()
 
 
-WORDS = 400  # characters of a worker's last words in an end
-
-
 @dataclass
 class Part:
-    """One attempt on this node."""
+    """This is one attempt on this node."""
 
     job: Job
     plan: Plan
@@ -139,7 +137,7 @@ class Part:
 
     @property
     def folder(self) -> Path:
-        """Return the attempt's."""
+        """Return the attempt's folder."""
         return folder_of(self.job.run_dir, self.plan.attempt)
 
     def _supervised(self, recipe: Recipe, logs: Path, ranks: range) -> Outcome:
@@ -219,7 +217,7 @@ class Part:
 
 
 def last_words(failure: Failure) -> str:
-    """A failure's message, and the error that its log ends with; a worker that was killed could say nothing of it."""
+    """Return a failure's message, and the error that its log ends with; a worker that was killed could say nothing."""
     said = failure.error or " ".join(line.strip() for line in failure.lines[-3:])
     silent = failure.user_error or failure.stopped or not said
     return (failure.message if silent else f"{failure.message}: {said}")[:WORDS]

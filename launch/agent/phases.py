@@ -1,10 +1,8 @@
-"""Decide how long each phase of an attempt may last before it counts as a hang, and in which phase a rank is.
+"""This module tells which phase a node's workers are in, and for how long a phase may last before it counts as a hang.
 
-`learn_steps` and `Limits` take the durations that the run itself has shown. `Phases` follows the local workers of one
-attempt and says in which phase the worker that is behind is, and since when.
-
-The rule. With fewer than ENOUGH durations seen of a phase: its default, or LONGEST times the longest seen, whichever
-is more. From then on the largest of
+`Limits` learns from the run how long each phase may last; it is pure. With fewer than ENOUGH durations seen of a phase,
+the limit is the phase's default, or LONGEST times the longest seen, whichever is more. From then on it is the largest
+of
 
 * the phase's floor,
 * TYPICAL times the median of the last WINDOW durations,
@@ -21,6 +19,8 @@ t**-a), it is LONGEST times the longest before with LONGEST**-a / (n + 1), in th
 floor. benchmarks/RESULTS.md says what the rule makes of recorded steps.
 
 Phases are kept apart: the first step after a start compiles or warms up, evaluations and saves stop the steps.
+
+`Phases` finds the phase from what the workers write: metrics, logs, checkpoints. It reads, and decides nothing.
 """
 
 from __future__ import annotations
@@ -59,18 +59,20 @@ FLOORS: Mapping[Phase, float] = {  # seconds: pauses of a busy host or disk that
     "save": 60.0,
     "end": 60.0,
 }
+COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
+MOST = 1 << 20  # bytes of a log read at a look
 
 
 @dataclass
 class Limits:
-    """The limits of one run's phases; `defaults` and `floors` can be set, in part, by whoever knows better."""
+    """One run's phases have these limits; `defaults` and `floors` can be set, in part, by whoever knows better."""
 
     defaults: Mapping[Phase, float] = field(default_factory=dict)
     floors: Mapping[Phase, float] = field(default_factory=dict)
     seen: dict[Phase, deque[float]] = field(default_factory=dict)
 
     def learn(self, phase: Phase, seconds: float) -> None:
-        """A phase (of steps: one of them) has ended well after `seconds`."""
+        """Learn that a phase (of steps: one of them) has ended well after `seconds`."""
         self.seen.setdefault(phase, deque(maxlen=WINDOW)).append(seconds)
 
     def limit(self, phase: Phase) -> float:
@@ -94,10 +96,6 @@ def learn_steps(limits: Limits, records: Iterable[Mapping[str, Any]]) -> None:
             first = False
 
 
-COMPILING = b".........Starting Training Model"  # MindFormers' trainer says so before the first step is compiled
-MOST = 1 << 20  # bytes of a log read at a look
-
-
 @dataclass
 class _Rank:
     """What one worker has written."""
@@ -114,7 +112,7 @@ class _Rank:
 
 @dataclass
 class Phases:
-    """Follows the local workers of one attempt; make it before they start.
+    """This follows the local workers of one attempt; make it before they start.
 
     Attributes:
         phase, since: of the worker that is behind; `since` by `clock`.

@@ -1,8 +1,9 @@
-"""Plan the next attempt of a run: its nodes, its checkpoint, the samples that are left out, its port.
+"""This module plans an attempt: it decides who takes part, from which checkpoint, with which recipe, and on which port.
 
-A `Job` is what the user asked for, the same on every node. The node that plans reads everything from the shared disk
-first (earlier attempts, the ledger of left-out samples, the newest complete checkpoint), so that it does not matter
-which node plans. The other nodes `follow` the plan that it has written.
+`Job` is what a node's agent trains and how, the same in every attempt. `next_number`, `logs_of` and `link_logs` are the
+folders of a run's attempts. `Planning` and `make_plan` are what the one agent that plans an attempt decides. `follow`
+lets the run's folder follow a plan once it counts. The rest reads what earlier attempts have left: `history`,
+`under_way`, `newest_saved`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import click
 
 from launch.agent import decide
-from launch.agent.decide import Rules, Smaller
+from launch.agent.decide import Can, Rules, Smaller
 from launch.agent.disk import LostDiskError
 from launch.agent.meeting import LOST_AFTER, Meeting
 from launch.resume import data
@@ -40,18 +41,22 @@ from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Attempt, Beat, Plan, folder_of, numbers, read_attempt, recipe_file
 
 LOGS = "logs"
-PATIENCE = 600.0  # seconds
+PATIENCE = 600.0  # seconds until hosts that never came are given up
+BEAT = 1.0  # seconds between signs of life of who plans
+SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
+PORTS = range(20000, 32000)  # below those that Linux gives to connections by itself
+FINAL = ("done", "give up", "leave")  # decisions after which a run does not go on
 Tick = Callable[[], None]
 
 
 def own_name() -> str:
-    """This host's name, as files can bear it."""
+    """Return this host's name, as files can bear it."""
     return socket.gethostname().replace("/", "_") or "localhost"
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run as the agent of one node sees it.
+    """The agent of one node sees a run like this.
 
     Attributes:
         recipe: effective; a plan may override more of it.
@@ -142,17 +147,9 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-BEAT = 1.0  # seconds between signs of life of who plans
-SETTLE = 2.0  # seconds without a newcomer after which those who are there start without the others
-PORTS = range(20000, 32000)  # below those that Linux gives to connections by itself
-FINAL = ("done", "give up", "leave")
-
-Can = Callable[[list[str]], Smaller | str | None]
-
-
 @dataclass
 class Planning:
-    """One attempt before its plan. `began`: when this node came to it; `came`: when it first saw each host there.
+    """This is an attempt before its plan. `began`: when this node came to it; `came`: when it first saw each host.
 
     Whoever plans may be followed by another planner at any moment, and learn of it late. So nothing of a run is changed
     here: what goes with a plan has the plan's own name, and the rest is for `follow`, once the plan counts.
@@ -304,7 +301,7 @@ def _port(own: bool) -> int:
 
 
 def first_number(run_dir: Path) -> int:
-    """The attempt that an agent comes to: the newest one while it goes on, a new one after a run that has ended."""
+    """Return the attempt that an agent comes to: the newest while it goes on, a new one after a run that ended."""
     known = numbers(run_dir)
     if not known:
         return next_number(run_dir)
@@ -320,7 +317,7 @@ def under_way(run_dir: Path) -> bool:
 
 
 def history(job: Job, number: int) -> list[Attempt]:
-    """The attempts before `number` of the same launch: since the last one after which the run was not to go on."""
+    """Return the attempts before `number` of the same launch: since the last after which the run was to end."""
     found: list[Attempt] = []
     for earlier in reversed([each for each in numbers(job.run_dir) if job.first <= each < number]):
         attempt = read_attempt(job.run_dir, earlier)

@@ -1,7 +1,8 @@
-"""`tc3 generate`: print how a trained mini continues a prompt, token by token.
+"""This module is the command `tc3 generate`: it shows what a trained mini makes of a prompt, token by token.
 
-`choose` finds the checkpoint, its recipe and its tokenizer from a run's folder or one checkpoint. `forward_recipe`
-turns the recipe of the training into one that only computes logits. The rest is the command and what it prints.
+`choose` finds what a user names: a run or weights, and the recipe of their model; it is refused where its model cannot
+run here. `forward_recipe` cuts a recipe down to the forward pass of its model on one CPU process. `Voice` goes on with
+texts by the logits of that process (`launch.generate.session`).
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ from tools.schema.versions import require_verified, unverified_option
 from tools.weights.source import Source, open_source
 
 LARGEST = 1_000_000_000  # parameters: 4 GB in float32
-RECIPE = "recipe.yaml"
+RECIPE = "recipe.yaml"  # of a run, in its folder
+PROMPT_HELP = "Text that the model continues; may be repeated. '' begins a new document."
+TEMPERATURE_HELP = "Draw tokens at random; below 1 is more careful, above 1 bolder.  [default: 1]"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Weights, and the resolved recipe of their model."""
+    """The user has chosen these weights; `recipe` is the resolved recipe of their model."""
 
     source: Source
     recipe: Recipe
 
     @property
     def weights(self) -> Path:
-        """Their folder."""
+        """Return the folder of the weights."""
         return self.source.path
 
     @property
@@ -61,7 +64,7 @@ class Chosen:
 
     @property
     def vocabulary(self) -> int:
-        """Ids that the model knows."""
+        """Return how many ids the model knows."""
         return int(self.recipe["model"]["model_config"]["vocab_size"])
 
 
@@ -78,18 +81,18 @@ def choose(path: Path, recipe_file: Path | None) -> Chosen:
     """
     if (path / RECIPE).is_file() and not any(path.glob("*.safetensors")):
         recipe_file = recipe_file or path / RECIPE
-        path = _newest(path)
+        path = _newest_checkpoint(path)
     source = open_source(path)
     if source.form == "one file":
         raise CheckpointError(f"{path}: this is one file; give the folder that holds it")
     if reason := source.seal_fault(checksums=False):
         raise CheckpointError(f"{path}: not a whole checkpoint: {reason}")
-    recipe = resolve(load_recipe(recipe_file or _beside(path)))
-    _check(recipe, source)
+    recipe = resolve(load_recipe(recipe_file or _recipe_beside(path)))
+    _refuse_model(recipe, source)
     return Chosen(source, recipe)
 
 
-def _newest(run: Path) -> Path:
+def _newest_checkpoint(run: Path) -> Path:
     """The newest whole checkpoint of a run, wherever it saves; its folder may have moved since."""
     saves = look(load_recipe(run / RECIPE), ("checkpoint", "save_path"))
     roots = [run / "checkpoint", *([Path(saves)] if isinstance(saves, str) and saves else [])]
@@ -102,7 +105,7 @@ def _newest(run: Path) -> Path:
     raise CheckpointError(f"{run}: no whole checkpoint in {roots[0]}: the run has saved none yet")
 
 
-def _beside(weights: Path) -> Path:
+def _recipe_beside(weights: Path) -> Path:
     """RUN/recipe.yaml of RUN/checkpoint/iteration_*."""
     file = weights.absolute().parent.parent / RECIPE
     if not file.is_file():
@@ -110,11 +113,11 @@ def _beside(weights: Path) -> Path:
     return file
 
 
-def _check(recipe: Recipe, source: Source) -> None:
+def _refuse_model(recipe: Recipe, source: Source) -> None:
     """Raise CheckpointError for weights of another model, RecipeError for a model that is too large."""
     if not isinstance(look(recipe, ("model", "model_config", "seq_length")), int):
         raise RecipeError(f"{recipe.source}: model.model_config.seq_length: missing; the model sees so many tokens")
-    wanted, held = _parameters(recipe), _held(source)
+    wanted, held = _parameters(recipe), _weights_held(source)
     if wanted and held and held != wanted:
         raise CheckpointError(
             f"{source.path}: holds {held:,} weights, the model of {recipe.source} has {wanted:,}: name the recipe of "
@@ -137,7 +140,7 @@ def _parameters(recipe: Recipe) -> int | None:
         return None
 
 
-def _held(source: Source) -> int | None:
+def _weights_held(source: Source) -> int | None:
     """Trained numbers in MindFormers' names; Hugging Face's are compared tensor by tensor."""
     if source.form == "Hugging Face":
         return None
@@ -161,13 +164,9 @@ def forward_recipe(recipe: Recipe) -> dict[str, Any]:
     return flat
 
 
-PROMPT_HELP = "Text that the model continues; may be repeated. '' begins a new document."
-TEMPERATURE_HELP = "Draw tokens at random; below 1 is more careful, above 1 bolder.  [default: 1]"
-
-
 @dataclass(frozen=True)
 class Text:
-    """What became of a prompt: `ended` is `document` where the model ended it, else `tokens`."""
+    """A prompt has become this: `ended` is `document` where the model ended it, else `tokens`."""
 
     prompt: str
     text: str
@@ -211,7 +210,7 @@ def generate(
     how = sampling_of(temperature, top_k, top_p, seed)
     chosen = choose(weights, recipe)
     found = tokenizer_of(chosen.recipe, chosen.weights, tokenizer)
-    _fits(found, chosen)
+    _check_tokenizer(found, chosen)
     texts = []
     with answering_model(forward_recipe(chosen.recipe), chosen.weights) as logits:
         voice = Voice(logits, found, chosen.length, tokens, not as_json)
@@ -219,11 +218,11 @@ def generate(
             if number:
                 voice.say("\n")
             texts.append(voice.go_on(prompt, _chooser(how, seed or 0, number)))
-    _end(chosen, how, seed or 0, texts, as_json)
+    _print_end(chosen, how, seed or 0, texts, as_json)
 
 
 def sampling_of(temperature: float | None, top_k: int | None, top_p: float | None, seed: int | None) -> Sampling | None:
-    """How the options ask to draw; None: always the likeliest. Raises UsageError where they contradict each other."""
+    """Return how the options ask to draw; None: always the likeliest. Raise UsageError where they contradict."""
     drawing = {"--top-k": top_k, "--top-p": top_p, "--seed": seed}
     given = [name for name, value in drawing.items() if value is not None]
     if temperature == 0 and given:
@@ -238,7 +237,7 @@ def _chooser(how: Sampling | None, seed: int, number: int) -> Callable[[np.ndarr
     return likeliest if how is None else partial(draw, how=how, random=np.random.default_rng([seed, number]))
 
 
-def _fits(tokenizer: Tokenizer, chosen: Chosen) -> None:
+def _check_tokenizer(tokenizer: Tokenizer, chosen: Chosen) -> None:
     """Raise DataError for a tokenizer with ids that the model does not know."""
     if tokenizer.vocab_size > chosen.vocabulary:
         raise DataError(
@@ -248,7 +247,7 @@ def _fits(tokenizer: Tokenizer, chosen: Chosen) -> None:
 
 
 class Voice:
-    """A model with its tokenizer, that goes on with texts.
+    """A model with its tokenizer goes on with texts.
 
     Args:
         logits: of the model. window: tokens that it looks back. most: tokens of an answer. aloud: whether prompt and
@@ -288,7 +287,7 @@ class Voice:
         return self.logits(ids)[: self.tokenizer.vocab_size]
 
 
-def _end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:
+def _print_end(chosen: Chosen, how: Sampling | None, seed: int, texts: list[Text], as_json: bool) -> None:
     """What it was made by: on stderr, or all of it as JSON."""
     if as_json:
         drawn = {**asdict(how), "seed": seed} if how else None

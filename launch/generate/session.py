@@ -1,8 +1,7 @@
-"""Ask a model for the logits of the next token, in a process of its own that ends with this one.
+"""This module starts a model in a process of its own, asks it for logits, and ends it with us.
 
-`answering_model` starts `launch/generate/worker.py`, waits until it is `Ready` (or has `Refused` the weights), and
-gives a function from token ids to logits. `continuation` draws tokens with it until a document ends or enough are
-drawn.
+`answering_model` is that process as a context; `Ready` and `Refused` are what the worker says before its first logits.
+`continuation` goes on with a prompt token after token, whoever computes the logits.
 """
 
 from __future__ import annotations
@@ -28,20 +27,21 @@ from tools.process.children import terminate_as_interrupt
 from tools.process.waiting import Progressing
 from tools.recipe.dump import dump_recipe
 
+WORKER = Path(__file__).with_name("worker.py")
+LOOK = 0.2  # seconds between looks at whether the process still lives
+Logits = Callable[[Sequence[int]], np.ndarray]
+
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is there and compiled."""
+    """The worker says by this that the model is there and compiled."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """It is not, for what the user can mend."""
+    """The worker says by this that the model is not there, for a reason that the user can mend."""
 
     reason: str
-
-
-Logits = Callable[[Sequence[int]], np.ndarray]
 
 
 def continuation(
@@ -62,13 +62,9 @@ def continuation(
             return
 
 
-WORKER = Path(__file__).with_name("worker.py")
-LOOK = 0.2  # seconds between looks at whether it still lives
-
-
 @contextmanager
 def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits]:
-    """The logits behind ids, by the model of a `forward_recipe` with `weights`. Says so while it is being built.
+    """Yield the logits behind ids, by the model of a `forward_recipe` with `weights`. It says so while it is built.
 
     Raises:
         CheckpointError: the weights are not the model's, or the recipe not one for CPU. ClickException: the process
@@ -92,7 +88,7 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
             theirs.close()
             try:
                 with Progressing("building and compiling the model"):
-                    _begun(process, ours, place / "log")
+                    _wait_until_ready(process, ours, place / "log")
 
                 def logits(ids: Sequence[int]) -> np.ndarray:
                     ours.send(list(ids))
@@ -105,7 +101,7 @@ def answering_model(recipe: Mapping[str, Any], weights: Path) -> Iterator[Logits
                 process.wait()
 
 
-def _begun(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
+def _wait_until_ready(process: subprocess.Popen[bytes], pipe: Connection, log: Path) -> None:
     """Wait until the model is there."""
     first = _answer(process, pipe, log)
     if isinstance(first, Refused):

@@ -1,7 +1,8 @@
-"""Turn logits into token ids, and token ids into text as they come.
+"""This module turns logits into tokens and tokens into text.
 
-`Sampling` holds temperature, top-k and top-p; `probabilities` and `draw` apply them. `tokenizer_of` finds the tokenizer
-that wrote the model's corpus. `Spoken` prints text from ids that come one by one, without half characters.
+`likeliest` and `draw` take the next token from the logits of all: the likeliest, or one drawn by chance; they are pure
+NumPy. `tokenizer_of` finds which tokenizer a model's ids are of. `Spoken` makes text from ids that come one by one, and
+`harmless` keeps from a terminal what it would obey.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from tools.data.tokenizer import Coder, Tokenizer, load
 from tools.recipe.load import Recipe
 from tools.recipe.view import LOADER, look
 
+FILE = "tokenizer.json"  # of a fast tokenizer, in its folder
+HALF = "\ufffd"  # what decoders write for bytes that are no whole character
+
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Tokens are drawn in this way.
 
     Args:
         temperature: logits are divided by it, above 0; below 1 the likely get likelier.
@@ -65,10 +69,6 @@ def draw(logits: np.ndarray, how: Sampling, random: np.random.Generator) -> int:
     return int(np.searchsorted(sums, random.random() * sums[-1], side="right"))
 
 
-FILE = "tokenizer.json"
-HALF = "\ufffd"  # what decoders write for bytes that are no whole character
-
-
 def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer:
     """Return the tokenizer that is `given`, that lies beside `weights`, or that `recipe` or its corpus names.
 
@@ -77,17 +77,17 @@ def tokenizer_of(recipe: Recipe, weights: Path, given: Path | None) -> Tokenizer
     """
     prefixes = _corpora(recipe)
     if given:
-        return _fast(given)
+        return _fast_tokenizer(given)
     if (weights / FILE).exists():
-        return _fast(weights)
-    if (instructions := _of_instructions(recipe)) and (instructions / FILE).exists():
-        return _fast(instructions)
+        return _fast_tokenizer(weights)
+    if (instructions := _instructions_tokenizer(recipe)) and (instructions / FILE).exists():
+        return _fast_tokenizer(instructions)
     for prefix in prefixes:
         if Path(f"{prefix}.json").exists():
             sidecar = read_sidecar(prefix)
             check_form(Path(f"{prefix}.json"), sidecar)
             written = sidecar["tokenizer"]
-            found = _fast(Path(prefix).parent / written["path"], sidecar["eod_token"])
+            found = _fast_tokenizer(Path(prefix).parent / written["path"], sidecar["eod_token"])
             if found.fingerprint != written["fingerprint"]:
                 raise DataError(f"{found.spec.folder}: not the tokenizer that wrote {prefix}; name it with --tokenizer")
             return found
@@ -102,7 +102,7 @@ def _corpora(recipe: Recipe) -> list[str]:
     return data_prefixes(paths) if paths else []
 
 
-def _of_instructions(recipe: Recipe) -> Path | None:
+def _instructions_tokenizer(recipe: Recipe) -> Path | None:
     """The folder that the first handler with a tokenizer reads it from."""
     for handler in look(recipe, (*LOADER, "handler")) or []:
         folder = look(handler, ("tokenizer", "pretrained_model_dir"))
@@ -111,7 +111,7 @@ def _of_instructions(recipe: Recipe) -> Path | None:
     return None
 
 
-def _fast(folder: Path, end: str | None = None) -> Tokenizer:
+def _fast_tokenizer(folder: Path, end: str | None = None) -> Tokenizer:
     found = load(folder, end)
     if found.spec.backend is None:
         raise DataError(f"--tokenizer {folder}: has no {FILE}; tc3 generate takes fast tokenizers only")
@@ -119,7 +119,7 @@ def _fast(folder: Path, end: str | None = None) -> Tokenizer:
 
 
 class Spoken:
-    """Text from ids that come one by one: the bytes of a character wait until it is whole.
+    """This makes text from ids that come one by one: the bytes of a character wait until it is whole.
 
     Args:
         coder: of the ids. before: ids that the text goes on from, which are not repeated.
@@ -145,5 +145,5 @@ class Spoken:
 
 
 def harmless(text: str) -> str:
-    """Return `text` with all control characters but newline and tab replaced: it cannot control a terminal."""
+    """Return `text` without what a terminal would obey: control characters but line feed and tabulator."""
     return "".join(HALF if unicodedata.category(each) == "Cc" and each not in "\n\t" else each for each in text)

@@ -1,12 +1,13 @@
-"""Find the checkpoint that a run goes on from, and check that the run can go on from it.
+"""This module finds the checkpoint that a run goes on from, checks it, and keeps checkpoints of different runs apart.
 
-`find_checkpoint` takes the newest complete one, or the one that the user names; `check_model`, `check_data_order` and
-`check_share` compare the model, the samples and the seals with the recipe. `check_save_path` and `leave_behind` decide
-what the folder of checkpoints may hold of other runs.
+`check_model` says before any worker starts whether a checkpoint is whole and of the recipe's model, by the headers of
+its files. MindFormers 1.9.0 skips what it does not find (`checkpoint/reshard.py`: "No source parameters found ...,
+skipping") and leaves out what it does not know: a run would go on with fresh weights, experts or moments, and say so in
+a log alone.
 
-`check_model` reads the headers of the checkpoint's files before any worker starts, because MindFormers 1.9.0 skips what
-it does not find (`checkpoint/reshard.py`: "No source parameters found ..., skipping") and leaves out what it does not
-know: a run would go on with fresh weights, experts or moments, and only a log would say so.
+`find_checkpoint` finds which checkpoint a run goes on from: the newest whole one, or the one that the user names.
+`check_data_order` and `complete` say whether it may go on from there, and whether anything is left to train. The rest
+is about what of other runs the folder of checkpoints may hold: `check_save_path`, `clear_save_path`, `leave_behind`.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ from tools.schema.schema import load_schema
 from tools.weights.hugging_face_names import table
 from tools.weights.hugging_face_sizes import sizes_of
 
-Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 _LISTED = 3  # tensors in a message
+_WEIGHTS_FILE = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
+_SLOW_TO_READ = 1 << 30  # bytes that take seconds to read
+_HOW_TO_BEGIN = (
+    "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
+    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
+)
+Shapes = dict[str, tuple[int, ...]]  # name -> shape of the whole tensor
 
 
 def check_model(recipe: Recipe, folder: Path) -> None:
@@ -100,7 +107,7 @@ def _shapes_of(recipe: Recipe) -> Shapes | None:
         entries = table(sizes_of(fields, bias_updated=False))
     except (RecipeError, TypeError, KeyError, ValueError):
         return None
-    trained = _count((each.mindformers, each.shape) for each in entries if each.trained)
+    trained = _count_trained((each.mindformers, each.shape) for each in entries if each.trained)
     if trained != _weights_of(recipe):
         return None  # a variant that the table does not have, such as tied embeddings
     biased = bool(fields.get("moe_router_enable_expert_bias"))
@@ -167,7 +174,7 @@ def _weights_of(recipe: Recipe) -> int | None:
 
 
 def weights_in(folder: Path) -> int | None:
-    """Trained numbers of a checkpoint in MindFormers' format, whatever its number of ranks; None where it does not say.
+    """Return how many trained numbers a checkpoint of MindFormers' format has, of any ranks; None: it does not say.
 
     Several ranks have metadata.json with all shapes, one has none, but all weights in its file.
     """
@@ -175,21 +182,20 @@ def weights_in(folder: Path) -> int | None:
         whole = folder / METADATA
         if whole.exists():
             shapes = json.loads(whole.read_text(encoding="utf-8"))["state_dict_metadata"]
-            return _count((name, each["global_shape"]) for name, each in shapes.items())
+            return _count_trained((name, each["global_shape"]) for name, each in shapes.items())
         files = list(folder.glob("*-model-0000000-0000001.safetensors"))
-        return _count((name, each.shape) for name, each in read_headers(files[0]).items()) if len(files) == 1 else None
+        return (
+            _count_trained((name, each.shape) for name, each in read_headers(files[0]).items())
+            if len(files) == 1
+            else None
+        )
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # whoever reads the files says what is wrong with them
 
 
-def _count(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
+def _count_trained(shapes: Iterable[tuple[str, Sequence[int]]]) -> int:
     """Numbers in trained parameters."""
     return sum(math.prod(shape) for name, shape in shapes if kind_of(name) == "weights")
-
-
-_WEIGHTS = re.compile(r"(^|-)model-\d+-\d+\.safetensors$")  # a rank's weights, MindFormers' prefix before it
-
-_SLOW = 1 << 30  # bytes that take seconds to read
 
 
 def save_path(recipe: dict[str, Any]) -> Path:
@@ -213,14 +219,14 @@ def find_checkpoint(
         CheckpointError: a folder is to be taken that is not there, is none of one iteration, or is not whole.
     """
     if resume != "auto":
-        return _named(resume, root)
+        return _named_checkpoint(resume, root)
     say_reading(next(iter(iterations(root)), None))
     best, skipped = scan_checkpoints(root, unfit)
     for path, reason in skipped:
         click.echo(f"skipping checkpoint {path}: {reason}", err=True)
     if best is None and otherwise:
         click.echo(f"no complete checkpoint in {root} yet: going on from {otherwise}, as the run began", err=True)
-        return _named(otherwise, root)
+        return _named_checkpoint(otherwise, root)
     if best is None:
         click.echo(f"no complete checkpoint in {root}: starting from the beginning", err=True)
         return None
@@ -229,7 +235,7 @@ def find_checkpoint(
 
 
 def beginning(run_dir: Path, root: Path) -> str | None:
-    """The checkpoint of elsewhere that the run in `run_dir` began from, by the plans of its attempts; None for none."""
+    """Return the checkpoint of elsewhere that the run in `run_dir` began from, by its attempts' plans; else None."""
     for attempt in reversed(read_attempts(run_dir)):
         resume = attempt.plan.resume if attempt.plan else None
         if resume and real_path(Path(resume).parent) != real_path(root):
@@ -257,11 +263,11 @@ def refuse_scratch(run_dir: Path, root: Path) -> None:
 def say_reading(folder: Path | None) -> None:
     """Say, on stderr, that a checkpoint is read as a whole, where that takes a while."""
     size = sum(path.stat().st_size for path in folder.glob("*") if path.is_file()) if folder else 0
-    if size > _SLOW:
+    if size > _SLOW_TO_READ:
         click.echo(f"{folder}: reading its {size / 1e9:,.0f} GB, to see whether it is whole", err=True)
 
 
-def _named(resume: str, root: Path) -> CheckpointInfo:
+def _named_checkpoint(resume: str, root: Path) -> CheckpointInfo:
     """The iteration that --resume names; one that nobody has sealed is taken on the user's word."""
     folder = one_iteration(resume, ["auto", *map(str, root.glob("iteration_*"))])
     say_reading(folder)
@@ -291,7 +297,7 @@ def one_iteration(resume: str, known: Sequence[str] = ()) -> Path:
         raise CheckpointError(
             f"--resume {resume}: the folder holds several checkpoints; name one of them, such as {inside[0]}"
         )
-    if "common.json" not in names or not any(_WEIGHTS.search(name) for name in names):
+    if "common.json" not in names or not any(_WEIGHTS_FILE.search(name) for name in names):
         raise CheckpointError(
             f"--resume {resume}: no checkpoint: one holds common.json and *-model-*.safetensors, as "
             "RUN/checkpoint/iteration_00000100 does; a file of weights only goes into checkpoint.load_path of a new run"
@@ -337,7 +343,7 @@ def check_data_order(recipe: Recipe, run_dir: Path, checkpoint: CheckpointInfo) 
 
 
 def complete(recipe: Recipe, checkpoint: CheckpointInfo) -> str | None:
-    """That `checkpoint` leaves nothing to train, in words; None where there is something, or where nobody can tell."""
+    """Return in words that `checkpoint` leaves nothing to train; None: there is something, or nobody can tell."""
     wanted, done = all_steps(recipe), checkpoint.step
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         common = json.loads((checkpoint.path / "common.json").read_text(encoding="utf-8"))
@@ -357,12 +363,6 @@ def check_share(checkpoint: CheckpointInfo, worker: int, workers: int) -> None:
         raise CheckpointError(f"{checkpoint.path}: not a whole checkpoint: {reason}; name an older one")
 
 
-_BEGIN = (
-    "--set checkpoint.load_path=FOLDER names a run's checkpoint folder (launch/quickstart makes output/quickstart/"
-    'checkpoint) or what tc3 weights convert wrote; --set checkpoint.load_path="" begins with random weights'
-)
-
-
 def check_load_path(recipe: Recipe) -> None:
     """Raise CheckpointError when a new run is to begin with weights of a folder that is not there, or has none, or with
     experts in an order that it does not know."""
@@ -373,10 +373,10 @@ def check_load_path(recipe: Recipe) -> None:
         names = {each.name for each in Path(path).iterdir()}
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint.load_path: {path}: not a folder that can be read ({error.strerror}); {_BEGIN}"
+            f"checkpoint.load_path: {path}: not a folder that can be read ({error.strerror}); {_HOW_TO_BEGIN}"
         ) from None
     if TRACKER not in names and not any(name.endswith(".safetensors") for name in names):
-        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_BEGIN}")
+        raise CheckpointError(f"checkpoint.load_path: {path}: holds no weights (*.safetensors); {_HOW_TO_BEGIN}")
     refuse_moved(Path(path), View(recipe).keeps_placements)
 
 

@@ -1,21 +1,20 @@
-"""Decide whether a resumed run gets the same samples in the same order, without those that were left out.
+"""This module keeps a run that goes on to the data that it has: what is left out, what a corpus held, in which order.
 
-1. The ledger of left-out samples (`plugins/spike_guard/ledger.py`) is put into the recipe of the next attempt.
-2. Digests of every corpus and tokenizer are kept in `RUN/data.json`, and compared at a resume.
-3. `differences` says what of the recipe would change the order of the samples (`Shuffle`), and from which step on.
+What is left out (`apply_ledger`, `guilty`). A launch follows the ledger of left-out samples
+(`plugins/spike_guard/ledger.py`). The worker that ends a run for a spike has written the ledger. Whoever plans the next
+attempt puts its samples into the effective recipe, and goes on from the newest checkpoint that holds no guilty step;
+those that do are set aside once the plan counts. All of it is read from the disk before each plan: no node knows what
+another one has planned.
 
-The worker that ends a run for a spike has written the ledger. Whoever plans the next attempt puts its samples into the
-effective recipe, and goes on from the newest checkpoint that holds no guilty step; those that do are set aside once the
-plan counts. All of it is read from the disk before each plan: no node knows what another one has planned.
+What a corpus held (`keep_digests`, `replaced`). A resume notices a corpus that was prepared anew at the same path.
+Corpora have terabytes, so `RUN/data.json` covers of each: the whole .idx, that is the length and place of every
+document; the size of the .bin, and 256 blocks of it, evenly spread, first and last included (up to 16 MiB: all of it).
+Other text practically always has other lengths; tokens changed in place, between those blocks, are not seen.
 
-Corpora have terabytes, so `RUN/data.json` covers the whole .idx of each, which holds the length and place of every
-document; the size of the .bin; and 256 blocks of the .bin, evenly spread, first and last included (all of it up to
-16 MiB). Another text practically always has other lengths. Tokens that were changed in place between those blocks are
-not seen.
-
-A resumed run skips what it has trained by count, so another order repeats samples and leaves others out. MindFormers'
-GPTDataset shuffles all epochs of the corpus that the wanted samples need at once: more samples keep the order as long
-as they need as many epochs (and, of several epochs, as long as the last one is shuffled apart, or not shuffled).
+In which order (`differences`, `most_steps`). A resumed run skips what it has trained by count, so another order, by
+another recipe or for more steps, repeats samples and leaves others out. MindFormers' GPTDataset shuffles all epochs of
+the corpus that the wanted samples need at once: more samples keep the order as long as they need as many epochs (and,
+of several, as long as the last is shuffled apart from the others, or is not).
 """
 
 from __future__ import annotations
@@ -50,6 +49,23 @@ from tools.recipe.view import LOADER, RUNNER, View
 
 SECTION = ("plugins", "spike_guard")
 SKIPPED = (*SECTION, "skipped")
+CONFIG = (*LOADER, "config")
+DATA_PATH = (*LOADER, "config", "data_path")
+SIZES = (*LOADER, "sizes")
+_DATA_FILES = (*LOADER, "data_files")
+_BALANCE = ("plugins", "attention_balance")
+_SLOW_INDEX = 2 << 30  # bytes of index that take seconds to read
+_BLEND_MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
+_WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
+_MEGATRON_KEYS = (  # with MindFormers' defaults
+    ((*LOADER, "datasets_type"), "GPTDataset"),
+    ((*CONFIG, "seed"), 1234),
+    ((*CONFIG, "seq_length"), None),
+    ((*CONFIG, "split"), None),
+    ((*CONFIG, "train_data_path"), None),
+    ((*CONFIG, "add_extra_token_to_sequence"), True),
+)
+_OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
 
 
 def guard_is_on(recipe: Recipe) -> bool:
@@ -110,16 +126,12 @@ def put_guilty_aside(recipe: Recipe, run_dir: Path, root: Path) -> None:
     why = guilty(recipe, run_dir)
     for folder in iterations(root):
         words = why(folder, iteration(folder))
-        if words and (aside := set_aside(folder, partial(_still, why, iteration(folder)))):
+        if words and (aside := set_aside(folder, partial(_still_guilty, why, iteration(folder)))):
             click.echo(f"{folder} {words}: renamed {aside.name}", err=True)
 
 
-def _still(why: Callable[[Path, int], str | None], step: int, moved: Path) -> bool:
+def _still_guilty(why: Callable[[Path, int], str | None], step: int, moved: Path) -> bool:
     return why(moved, step) is not None
-
-
-DATA_PATH = (*LOADER, "config", "data_path")
-_SLOW = 2 << 30  # bytes of index that take seconds to read
 
 
 def data_file(run_dir: Path) -> Path:
@@ -128,7 +140,7 @@ def data_file(run_dir: Path) -> Path:
 
 
 def digests(recipe: Recipe) -> list[dict[str, Any]]:
-    """Of each corpus of a recipe's `data_path` in turn: prefix, bytes of .idx and .bin, sha256 of what is covered.
+    """Return of each corpus of `data_path` in turn: prefix, bytes of .idx and .bin, sha256 of what is covered.
 
     For HFDataLoader of each of its files, and of the tokenizers that make ids of them: file, bytes, sha256 of what is
     covered. Empty for loaders of other kinds.
@@ -169,7 +181,7 @@ def _digest(prefix: str) -> dict[str, Any]:
     try:
         index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         sizes = {"idx_bytes": index.stat().st_size, "bin_bytes": tokens.stat().st_size}
-        if sizes["idx_bytes"] > _SLOW:
+        if sizes["idx_bytes"] > _SLOW_INDEX:
             click.echo(f"{index}: reading its {sizes['idx_bytes'] / 1e9:.0f} GB, to know this data again", err=True)
         return {
             "prefix": prefix,
@@ -199,14 +211,14 @@ def replaced(run_dir: Path, recipe: Recipe) -> list[str]:
         before = json.loads(stored.read_text(encoding="utf-8"))
         now = digests(recipe)
         pairs = list(zip(before, now, strict=True))
-        return [_digest_in_words(old, new) for old, new in pairs if _content(old) != _content(new)]
+        return [_digest_in_words(old, new) for old, new in pairs if _content_of(old) != _content_of(new)]
     except (OSError, DataError, ValueError, TypeError, KeyError) as error:
         reason = "is not there" if isinstance(error, FileNotFoundError) else f"does not tell ({error})"
         click.echo(f"{stored} {reason}: whether the data still holds what it did is unknown", err=True)
         return []
 
 
-def _content(digest: dict[str, Any]) -> dict[str, Any]:
+def _content_of(digest: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in digest.items() if key != "prefix"}
 
 
@@ -222,32 +234,15 @@ def _digest_in_words(old: dict[str, Any], new: dict[str, Any]) -> str:
     return f"{file} is not what it was{sizes}: the corpus was prepared anew or replaced"
 
 
-CONFIG = (*LOADER, "config")
-SIZES = (*LOADER, "sizes")
-_BALANCE = ("plugins", "attention_balance")
-_MARGIN = 1.005  # a weighted corpus is asked for this much more (_get_size_per_split_per_dataset)
-_WHOLE_EPOCH = 0.80  # GPTDataset shuffles the last epoch apart when less of it is used
-_MEGATRON_KEYS = (  # with MindFormers' defaults
-    ((*LOADER, "datasets_type"), "GPTDataset"),
-    ((*CONFIG, "seed"), 1234),
-    ((*CONFIG, "seq_length"), None),
-    ((*CONFIG, "split"), None),
-    ((*CONFIG, "train_data_path"), None),
-    ((*CONFIG, "add_extra_token_to_sequence"), True),
-)
-_OTHER_KEYS = ((("train_dataset", "shuffle"), None), (("seed",), None))
-_FILES = (*LOADER, "data_files")
-
-
 class Shuffle(NamedTuple):
-    """What of the wanted samples the order of one corpus depends on."""
+    """The order of one corpus depends on this much of the number of wanted samples."""
 
     epochs: int
     last_apart: bool
 
 
 def shuffle_of(tokens: int, samples: int, sequence_length: int) -> Shuffle:
-    """How GPTDataset shuffles a corpus of `tokens` tokens that is asked for `samples` samples (and a last label)."""
+    """Return how GPTDataset shuffles a corpus of `tokens` tokens if asked for `samples` samples (and a last label)."""
     epochs = max(1, -(-(samples * sequence_length + 1) // tokens))
     if epochs == 1:
         return Shuffle(1, False)
@@ -268,10 +263,13 @@ def shuffles(recipe: Recipe, samples: int) -> list[Shuffle]:
     if weights is None:
         wanted = [samples] if len(prefixes) == 1 else []
     else:
-        wanted = [math.ceil(samples * (weight / sum(weights)) * _MARGIN) for weight in weights]
+        wanted = [math.ceil(samples * (weight / sum(weights)) * _BLEND_MARGIN) for weight in weights]
     length = view.number((*CONFIG, "seq_length"), 1)
     share = _training_share(str(view.get((*CONFIG, "split"), "1")))
-    return [shuffle_of(_tokens(prefix, share), count, length) for prefix, count in zip(prefixes, wanted, strict=False)]
+    return [
+        shuffle_of(_training_tokens(prefix, share), count, length)
+        for prefix, count in zip(prefixes, wanted, strict=False)
+    ]
 
 
 def _training_share(split: str) -> float:
@@ -281,14 +279,14 @@ def _training_share(split: str) -> float:
 
 
 @lru_cache
-def _tokens(prefix: str, share: float) -> int:
+def _training_tokens(prefix: str, share: float) -> int:
     """Tokens of the training documents, which are the first ones of a corpus."""
     lengths = map_lengths(prefix)
     return int(np.sum(lengths[: round(share * len(lengths))], dtype=np.int64))
 
 
 def differences(before: Recipe, after: Recipe, step: int) -> list[str]:
-    """What makes the data's order of `after` another one than that of `before`, of which `step` steps are trained.
+    """Return what makes the data's order of `after` another than that of `before`, of which `step` steps are trained.
 
     Each difference says what it was and what it would be; none means that the run can go on.
     """
@@ -326,7 +324,7 @@ def _changed_loader(before: View, after: View) -> Iterator[str]:
     old, new = before.instruction_files, after.instruction_files
     moved = zip(old, new, strict=False)
     if len(old) != len(new) or not all(_same_corpus(Path(one), Path(two)) for one, two in moved):
-        yield _difference(_FILES, before.get(_FILES), after.get(_FILES))
+        yield _difference(_DATA_FILES, before.get(_DATA_FILES), after.get(_DATA_FILES))
 
 
 def _order_of(view: View) -> Any:
@@ -425,12 +423,12 @@ def _changed_samples(before: Recipe, after: Recipe, step: int) -> Iterator[str]:
         return
     for one, two in zip(*orders, strict=True):
         if one != two:
-            was = f"{dotted(SIZES)}.0 was {old:,}, {_words(one)}"
-            yield f"{was}, would be {new:,}, {_words(two)}: all are shuffled anew"
+            was = f"{dotted(SIZES)}.0 was {old:,}, {_shuffle_in_words(one)}"
+            yield f"{was}, would be {new:,}, {_shuffle_in_words(two)}: all are shuffled anew"
             return
 
 
-def _words(shuffle: Shuffle) -> str:
+def _shuffle_in_words(shuffle: Shuffle) -> str:
     epochs = f"{shuffle.epochs} epoch{'s' * (shuffle.epochs > 1)} of the data"
     return epochs + " with the last one apart" * shuffle.last_apart
 
@@ -442,7 +440,7 @@ def all_steps(recipe: Recipe) -> int:
 
 
 def most_steps(recipe: Recipe, wanted: int) -> int | None:
-    """How many of `wanted` steps the recipe can be trained for in the order that it has; None: it cannot be told."""
+    """Return how many of `wanted` steps the recipe can be trained for in the order it has; None: nobody can tell."""
     view = View(recipe)
     own = view.samples // view.global_batch
     if wanted <= own or not view.megatron or view.number((*RUNNER, "epochs"), 1) > 1:

@@ -1,8 +1,8 @@
-"""Make the recipe as `tc3 train` runs it.
+"""This module makes the effective recipe, which `tc3 train` runs: its size, the user's overrides, all resolved.
 
-It is the user's recipe at the chosen size (full, `--mini`, `--parallel`), with overrides and the number of steps
-applied, `auto` resolved to values, and the folders of this run filled in. `tc3 train --dry-run` and agents make it in
-the same way.
+`Size` says at which size a recipe is trained: its own, a mini on one worker, or a mini with its parallel strategy.
+`effective_recipe` loads it at that size, applies overrides and the number of steps, puts values in the place of `auto`,
+and fills in the run's folders. `fitted_to_conversations` shortens it to as many steps as its conversations make.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from tools.recipe.mini import WORKERS, load_mini
 from tools.recipe.override import also_changed, apply_overrides, dotted
 from tools.recipe.view import RUNNER, View
 
+_WARMUP = "lr_schedule.warmup_steps"
+_HANDLER = "AlpacaInstructDataHandler"
+_DATA_FILES = f"{LOADER}.data_files"
+_TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
+
 
 @dataclass(frozen=True)
 class Size:
-    """What --mini, --parallel and --workers say.
+    """The options --mini, --parallel and --workers say this.
 
     Attributes:
         mini: whether it is a mini;
@@ -41,7 +46,7 @@ class Size:
 
     @classmethod
     def chosen(cls, mini: bool, parallel: bool, workers: int | None) -> Size:
-        """Read the options; click.UsageError where they do not go together."""
+        """Return the size that the options say; raise click.UsageError where they do not go together."""
         if parallel and not mini:
             raise click.UsageError("--parallel is only for minis: add --mini")
         if workers is not None and not parallel:
@@ -53,7 +58,7 @@ class Size:
         return load_mini(path, workers=self.workers) if self.mini else load_recipe(path)
 
     def run_dir(self, recipe: Path) -> Path:
-        """``output/<recipe's folder>-<recipe>`` below the working folder, and what kind of mini it is."""
+        """Return ``output/<recipe's folder>-<recipe>``, below the working folder, with the kind of mini it is."""
         kind = "-mini" * self.mini + "-parallel" * bool(self.workers)
         return Path("output") / f"{recipe.absolute().parent.name}-{recipe.stem}{kind}"
 
@@ -64,10 +69,6 @@ class Size:
 
 
 FULL_SIZE = Size()
-_WARMUP = "lr_schedule.warmup_steps"
-_HANDLER = "AlpacaInstructDataHandler"
-_FILES = f"{LOADER}.data_files"
-_TOKENIZER = f"{LOADER}.handler.0.tokenizer.pretrained_model_dir"
 
 
 def effective_recipe(
@@ -105,7 +106,7 @@ def resolved(flat: Recipe, make_layout: bool) -> Recipe:
 
 
 def steps_overrides(recipe: Recipe, steps: int | None, given: tuple[str, ...] = ()) -> list[str]:
-    """The overrides that make a recipe train `steps` steps: samples of the dataset, one pass over it, the schedule.
+    """Return the overrides that make a recipe train `steps` steps: samples, one pass over them, the schedule.
 
     A warm-up that is longer than all steps becomes the share of them that it was of the recipe's; a word on stderr says
     so. One that the user's own overrides set stays unchanged, and is refused like that of a recipe.
@@ -149,7 +150,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         DataError: a row is not a conversation, there is no tokenizer, or there are fewer samples than are asked for.
     """
     view = View(recipe)
-    handler = _handler(view)
+    handler = _conversation_handler(view)
     held_out = _section(view, HELD_OUT)
     files = [*map(Path, view.instruction_files), *([Path(str(held_out.get("data_path")))] if held_out else [])]
     if handler is None or not view.instruction_files or not all(file.is_file() for file in files):
@@ -160,12 +161,16 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
         return recipe
     if held_out:
         _check_held_out(view, held_out, handler, tokenizer)
-    made = count_samples([(_FILES, Path(file)) for file in view.instruction_files], handler["seq_length"], tokenizer)
+    made = count_samples(
+        [(_DATA_FILES, Path(file)) for file in view.instruction_files], handler["seq_length"], tokenizer
+    )
     batch = view.global_batch
     if made is None or not view.samples or view.samples <= made:
         return recipe
     least = made // batch
-    what = f"{_FILES}: {', '.join(view.instruction_files)} makes {made:,} samples of {handler['seq_length']:,} tokens"
+    what = (
+        f"{_DATA_FILES}: {', '.join(view.instruction_files)} makes {made:,} samples of {handler['seq_length']:,} tokens"
+    )
     if not least:
         raise DataError(f"{what}, a step takes {batch:,}: add conversations, or --set runner_config.batch_size={made}")
     if steps is not None:
@@ -180,7 +185,7 @@ def fitted_to_conversations(recipe: Recipe, steps: int | None) -> Recipe:
     return apply_overrides(recipe, changes)
 
 
-def _handler(view: View) -> dict[str, Any] | None:
+def _conversation_handler(view: View) -> dict[str, Any] | None:
     """The handler that makes conversations, with the number of its place, where its samples can be counted."""
     handlers = view.get(("train_dataset", "data_loader", "handler"))
     if view.get(tuple(PACKED.split("."))) in (None, False) or not isinstance(handlers, list) or len(handlers) < 2:

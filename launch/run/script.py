@@ -1,12 +1,11 @@
-"""Write the script that starts a recipe on every node of a cluster, and check in its workers what only they can see.
-
-`tc3 train --script` prints `launch_script`: one bash file that needs no other. The scripts of the repository's own
-recipes (`reference_scripts`, in launch/scripts) hold only their settings and source `launch/script_body.sh`.
-`outside` names paths that every node must have although they are not in the checkout. `of_script` is called by each
-worker that a script started: it does what `tc3 train` does before a launch on one host.
+"""This module writes a recipe's launch as plain bash: one script for all nodes, started by hand, by Slurm or otherwise.
 
 The upper part of a script says what runs where and is written here; the lower part is `launch/script_body.sh`.
-`python -m launch.run.script` writes the scripts in launch/scripts anew.
+`tc3 train --script` prints both as one file that stands by itself. `python -m launch.run.script` writes the scripts of
+the reference layouts into launch/scripts/, which hold only the upper part and source the lower one.
+
+`outside` finds the paths of a script that lie outside the checkout: every node needs what stands there, at the same
+place. `of_script` is what the workers of a script check and write, as `tc3 train` does before it starts any.
 """
 
 from __future__ import annotations
@@ -44,12 +43,31 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import LOADER, View
 from tools.schema.versions import VARIABLE, going_on, unverified_words
 
+BODY = ROOT / "launch" / "script_body.sh"
+SCRIPTS = ROOT / "launch" / "scripts"
+REFERENCES = ("mini/pretrain*.yaml", "telechat3_*/pretrain_*.yaml")  # below recipes/, each with a script in SCRIPTS
+PORT = 8118  # msrun's own default
+INDENT = " " * 4
+# Where Slurm runs a copy of the script, the checkout is not beside it. The body ends with exit.
+SOURCING = """\
+for TC3_ROOT in "${TC3_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")/../.." "${SLURM_SUBMIT_DIR:-}" "$PWD"; do
+    # shellcheck source=../script_body.sh
+    [ ! -f "$TC3_ROOT/launch/script_body.sh" ] || source "$TC3_ROOT/launch/script_body.sh"
+done
+echo 'error: no launch/train.py here: start the script from the checkout, or set TC3_ROOT to it' >&2 && exit 2
+"""
+AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
 _DATA_PATH = (*LOADER, "config", "data_path")
-_OTHERS = (("checkpoint", "load_path"), ("checkpoint", "save_path"), ("load_checkpoint",), ("pretrained_model_dir",))
+_OTHER_PATH_KEYS = (
+    ("checkpoint", "load_path"),
+    ("checkpoint", "save_path"),
+    ("load_checkpoint",),
+    ("pretrained_model_dir",),
+)
 
 
 def outside(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path | None) -> list[str]:
-    """A sentence for each path of the script for `recipe` that is not in the checkout; relative ones start there."""
+    """Return a sentence for each path of a script that is not in the checkout; relative ones start there."""
     return [
         f"{name}: {path} is outside the checkout ({ROOT}): every node needs it there"
         for name, path in _paths(recipe_file, recipe, resume, run_dir)
@@ -69,15 +87,15 @@ def _paths(recipe_file: Path, recipe: Recipe, resume: str | None, run_dir: Path 
         yield from ((".".join(_DATA_PATH), prefix) for prefix in data_prefixes(view.get(_DATA_PATH)))
     yield from ((".".join((*LOADER, "data_files")), file) for file in view.instruction_files)
     yield from (("plugins.held_out_loss.data_path", prefix) for prefix in held_out(recipe))
-    for key in _OTHERS:
+    for key in _OTHER_PATH_KEYS:
         value = view.get(key)
         yield ".".join(key), value if isinstance(value, str) else ""
 
 
 def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[int], None]:
-    """Check what every worker can see at once; the rest is for the function returned, called with each worker's rank.
+    """Check what every worker can see at once; return a check of the rest, to be called with each worker's rank.
 
-    That one waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
+    The rest waits until the cluster stands, for it fails on some ranks only: each reads its share of a sealed
     checkpoint; rank 0, which alone may have to read an index, compares the data and its order, and keeps the recipe and
     the data's digests in the run's folder. Where nothing is left to train, the worker says so and ends, with code 0.
 
@@ -106,25 +124,9 @@ def of_script(recipe: Recipe, run_dir: Path, resume: Path | None) -> Callable[[i
     return check_and_keep
 
 
-BODY = ROOT / "launch" / "script_body.sh"
-SCRIPTS = ROOT / "launch" / "scripts"
-REFERENCES = ("mini/pretrain*.yaml", "telechat3_*/pretrain_*.yaml")  # below recipes/, each with a script in SCRIPTS
-PORT = 8118  # msrun's own default
-INDENT = " " * 4
-# Where Slurm runs a copy of the script, the checkout is not beside it. The body ends with exit.
-SOURCING = """\
-for TC3_ROOT in "${TC3_ROOT:-}" "$(dirname "${BASH_SOURCE[0]}")/../.." "${SLURM_SUBMIT_DIR:-}" "$PWD"; do
-    # shellcheck source=../script_body.sh
-    [ ! -f "$TC3_ROOT/launch/script_body.sh" ] || source "$TC3_ROOT/launch/script_body.sh"
-done
-echo 'error: no launch/train.py here: start the script from the checkout, or set TC3_ROOT to it' >&2 && exit 2
-"""
-AS_THEY_STAND = "# shellcheck disable=SC2016 # overrides are taken as they stand"
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """The nodes of a run, the first one the master, with `slots` workers each. `names` is how bash writes them."""
+    """A run has these nodes, the first one the master, with `slots` workers each; bash writes them as `names`."""
 
     nodes: int
     slots: int
@@ -134,7 +136,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a script starts: `settings` are overrides for launch/train.py; relative paths start at the checkout.
+    """A script starts this: `settings` are overrides for launch/train.py; relative paths start at the checkout.
 
     `bind`: whether workers get cores of their own.
     """
@@ -302,13 +304,13 @@ def _body() -> str:
 
 
 def in_checkout(path: Path) -> str:
-    """A path as scripts write it: relative to the checkout where it lies in it, so that a script fits any machine."""
+    """Return a path as scripts write it: relative to the checkout where it lies in it, to fit any machine."""
     path = path.absolute()
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def reference_scripts() -> dict[Path, str]:
-    """File -> text of launch/scripts/."""
+    """Return file -> text of launch/scripts/."""
     scripts = {}
     for pattern in REFERENCES:
         for path in sorted((ROOT / "recipes").glob(pattern)):

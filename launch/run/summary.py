@@ -1,7 +1,8 @@
-"""Report a run to its user: progress while it trains, then losses, speed, files, and the command to go on with.
+"""This module shows how a run of `tc3 train` goes, and says at its end what came of it and how to go on.
 
-`TrainingProgress` prints a line for each step, `draw_loss_curve` writes loss.png, `print_summary` is the end of a run
-that trained and `print_failure` the end of one that did not: what failed, where, what to do, and where its log lies.
+`TrainingProgress` shows a run's progress: a bar on a terminal; elsewhere a plain line every tenth of the way, and each
+minute. `draw_loss_curve` draws a run's loss curve (PNG or SVG, by the file's ending). `summarize` gathers numbers,
+files, and the command to go on with; `print_summary`, `complain` and `print_failure` print them.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ from tools.runs.readings import Follower, Readings, loss_rank, read_held_out, re
 
 COMPILING = "compiling…"  # until the first step is done
 QUIET = 60.0  # seconds without a line, at most
+ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 class TrainingProgress:
-    """Follows `RUN/metrics/rank_N.jsonl`. Use as a context; call `tick` a few times a second."""
+    """This follows `RUN/metrics/rank_N.jsonl`. Use it as a context; call `tick` a few times a second."""
 
     def __init__(self, run_dir: Path, console: Console, rank: int = 0):
         """Show what rank `rank` of the run writes from now on (not the steps before a resume) on `console`."""
@@ -44,7 +46,7 @@ class TrainingProgress:
         self.started = time.monotonic()
         self.shown = -1  # tenths of the run printed so far
         self.said = self.started  # when the last line was printed
-        self.bar = _bar(console) if console.is_terminal else None
+        self.bar = _progress_bar(console) if console.is_terminal else None
 
     def __enter__(self) -> TrainingProgress:
         if self.bar:
@@ -106,7 +108,7 @@ class TrainingProgress:
         return f"loss {record['loss']:.4f}" + (f"  {speed:,.0f} tokens/s (median)" if speed else "")
 
 
-def _bar(console: Console) -> Progress:
+def _progress_bar(console: Console) -> Progress:
     """The bar's columns: what, bar, steps, loss and speed, time gone, time to go."""
     return Progress(
         TextColumn("{task.description}"),
@@ -137,9 +139,9 @@ def draw_loss_curve(
     axes = figure.add_subplot()
     for file, steps in curves.items():
         name = "training" if len(curves) == 1 else f"{file.parent.parent.name}/{file.stem}"
-        _draw(axes, steps, "loss", f"{name} loss", linewidth=1.2)
+        _draw_curve(axes, steps, "loss", f"{name} loss", linewidth=1.2)
         if evaluations:  # they are language-model losses: show what compares with them
-            _draw(axes, steps, "lm_loss", f"{name}, language model only", linewidth=0.8)
+            _draw_curve(axes, steps, "lm_loss", f"{name}, language model only", linewidth=0.8)
     if evaluations:
         points = sorted(evaluations)
         axes.plot(
@@ -150,11 +152,11 @@ def draw_loss_curve(
             markersize=4,
             label="held out, language model",
         )
-    _dress(axes)
+    _label_axes(axes)
     return save_figure(figure, out_path)
 
 
-def _dress(axes: Any) -> None:
+def _label_axes(axes: Any) -> None:
     """Names, grid and legend."""
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per token)")
@@ -162,14 +164,11 @@ def _dress(axes: Any) -> None:
     axes.legend()
 
 
-def _draw(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, label: str, linewidth: float) -> None:
+def _draw_curve(axes: Any, steps: Mapping[int, Mapping[str, Any]], key: str, label: str, linewidth: float) -> None:
     """One curve over the steps that have `key`; none when no step has."""
     numbers = [step for step in sorted(steps) if steps[step].get(key) is not None]
     if numbers:
         axes.plot(numbers, [steps[step][key] for step in numbers], linewidth=linewidth, label=label)
-
-
-ResumeCommand = Callable[[Path | None, str], list[str]]
 
 
 def summarize(
@@ -193,7 +192,7 @@ def summarize(
     saves = Path(recipe["checkpoint"]["save_path"])
     if checksums:
         say_reading(next(iter(iterations(saves)), None))
-    best = scan_checkpoints(saves)[0] if checksums else _newest(saves)
+    best = scan_checkpoints(saves)[0] if checksums else _newest_checkpoint(saves)
     steps, points = sorted(readings.steps), sorted(held_out)
     failure = outcome.failure
     if outcome.code:
@@ -221,7 +220,7 @@ def summarize(
     }
 
 
-def _newest(saves: Path) -> CheckpointInfo | None:
+def _newest_checkpoint(saves: Path) -> CheckpointInfo | None:
     """The newest checkpoint whose files are all there in their sizes; their content is not read."""
     whole = (folder for folder in iterations(saves) if fault(folder, checksums=False) is None)
     return next((CheckpointInfo(folder, step_of(folder)) for folder in whole), None)
@@ -254,7 +253,7 @@ def gentler(recipe: Recipe) -> str:
 
 
 def print_summary(summary: dict[str, Any]) -> None:
-    """The end of a run that went well, on stdout."""
+    """Print the end of a run that went well, on stdout."""
     rows = [("steps", f"{summary['steps']}")]
     first, final = summary["first_loss"], summary["final_loss"]
     if summary["steps"]:
@@ -277,7 +276,7 @@ def _loss(value: float | None) -> str:
 
 
 def complain(failure: Failure, where: str = "") -> None:
-    """What failed and `where`, on stderr: first in a line, then what to do, the log, and its lines that tell most."""
+    """Say on stderr what failed and `where`: in a line, then what to do, the log, and its lines that tell most."""
     if failure.user_error:
         click.echo(f"tc3: {failure.message}", err=True)
         return
@@ -292,7 +291,7 @@ def complain(failure: Failure, where: str = "") -> None:
 
 
 def print_failure(run_dir: Path, outcome: Outcome, summary: dict[str, Any]) -> None:
-    """Why a run ended early, on stderr: what failed where, and what to do."""
+    """Say on stderr why a run ended early: what failed where, and what to do."""
     failure = outcome.failure
     if failure is None:
         name = signal.Signals(outcome.code - 128).name

@@ -1,7 +1,10 @@
-"""Run msrun and stay in charge: see a worker fail at once, say why, and leave no process behind.
+"""This module runs msrun and stays in charge: it sees a worker fail at once, says why, and leaves no process behind.
 
-msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM,
-leaves them running. So every descendant is watched and, in the end, killed by pid.
+msrun starts workers in sessions of their own, needs 26-54 s to notice some failures and, ended by SIGTERM, leaves them
+running. So every descendant is watched and, in the end, killed by pid.
+
+`Family` is the processes below a command: it knows which are workers, how each ended, and how to end them all.
+`supervise` runs the command until its workers have ended, and returns their `Outcome`.
 """
 
 from __future__ import annotations
@@ -23,10 +26,15 @@ from launch.run.failure import Failure, ends_in_msrun_log, error_of, telling_lin
 from launch.workers.lifetime import adopt_orphans, die_with_parent
 from tools.files.atomic import last_lines
 
+POLL = 0.2  # seconds between looks at the workers
+SCAN = 1.0  # seconds between searches for new descendants
+STRAGGLE = 20.0  # seconds without a sign of life that workers may outlast one that has finished
+FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
+
 
 @dataclass
 class Member:
-    """One process that msrun itself started: a worker, or the scheduler (`rank` None)."""
+    """This is a process that msrun itself started: a worker, or the scheduler (`rank` None)."""
 
     process: psutil.Process
     rank: int | None
@@ -35,13 +43,13 @@ class Member:
 
     @property
     def failed(self) -> bool:
-        """Ended, and known not to have ended well."""
+        """Return whether it has ended, and is known not to have ended well."""
         return self.ended and self.code not in (0, None)
 
 
 @dataclass
 class Family:
-    """Every descendant of the process `root`, also those that change session or lose their parent.
+    """A family is every descendant of the process `root`, also those that change session or lose their parent.
 
     While a family exists this process is the kernel's "subreaper": orphans become its children and stay findable.
     """
@@ -122,12 +130,12 @@ def family_of(root: int, before: set[int]) -> Family:
 
 
 def children_now() -> set[int]:
-    """Pids of this process's descendants."""
+    """Return the pids of this process's descendants."""
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def has_ended(process: psutil.Process) -> bool:
-    """Gone, or a zombie that nobody has collected."""
+    """Return whether a process is gone, or a zombie that nobody has collected."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -149,15 +157,9 @@ def _send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
 
 
-POLL = 0.2  # seconds between looks at the workers
-SCAN = 1.0  # seconds between searches for new descendants
-STRAGGLE = 20.0  # seconds without a sign of life that workers may outlast one that has finished
-FINISH = 15.0  # seconds msrun and its scheduler may take after the last worker
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: why, what could not be killed, and the exit code.
+    """A run ended in this way: why, what could not be killed, and the exit code.
 
     The code is 0 for success, 1 for a failure, 2 for a user error, 128 + n for the end by signal n.
     """
@@ -188,7 +190,7 @@ def supervise(
     """
     logs = logs or run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    with _signals(signals) as received, (logs / "msrun.log").open("wb") as log:
+    with _collected_signals(signals) as received, (logs / "msrun.log").open("wb") as log:
         before = children_now()
         root = subprocess.Popen(
             list(command),
@@ -213,13 +215,13 @@ def supervise(
     return Outcome(code, failure, tuple(left))
 
 
-def _tells(failure: Failure) -> tuple[bool, bool, bool]:
+def _how_telling(failure: Failure) -> tuple[bool, bool, bool]:
     """Of several failures the one to show is the largest by this."""
     return failure.user_error, failure.stopped, failure.has_traceback
 
 
 @contextmanager
-def _signals(earlier: Sequence[int]) -> Iterator[list[int]]:
+def _collected_signals(earlier: Sequence[int]) -> Iterator[list[int]]:
     """Collect SIGINT, SIGTERM and SIGHUP in a list instead of dying of them."""
     received = list(earlier)
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -276,14 +278,14 @@ class _Watch:
         if set(logged) - set(self.family.members):  # it ended before we had seen it; msrun kills the others for it
             logs = sorted(self.logs.glob("worker_*.log"), key=lambda log: log.stat().st_mtime)
             told = [worker_failure(log, int(log.stem.split("_")[-1]), next(iter(logged.values()))) for log in logs]
-            return max(told, key=_tells, default=None)
+            return max(told, key=_how_telling, default=None)
         failures = [
             (worker_failure(self._log(member), member.rank, member.code), member.process.pid in logged)
             for member in ended
             if member.rank is not None and member.failed
         ]
         if failures:
-            return max(failures, key=lambda pair: (*_tells(pair[0]), pair[1]))[0]
+            return max(failures, key=lambda pair: (*_how_telling(pair[0]), pair[1]))[0]
         if any(member.rank is None and member.failed for member in ended) and self._running():
             return self._from_log("scheduler.log", "msrun's scheduler failed")
         return None

@@ -1,12 +1,15 @@
-"""Tie a worker's life to that of its launch: how it ends, and that it does not outlive the process that started it.
+"""This module is about the life of a worker: how it ends, how it ends with its parent, and where it hangs.
 
 `run_then_hard_exit` ends a worker without tearing its interpreter down, once everything that wants to run at exit has
-run. `die_with_parent` ends it with msrun, `adopt_orphans` makes a supervisor the parent of what msrun leaves behind,
-and `answer_with_stacks` lets a worker print where each of its threads is, also while it waits in C++.
-
-MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
+run. MindSpore leaves the cluster and gives its devices back in functions that it registers with `atexit`. What the
 interpreter and C++ destroy after that has nothing to give back, and may crash on the way: a worker that had trained to
 the end and left the cluster was seen to die of SIGSEGV, so that its run read as failed.
+
+`die_with_parent` and `adopt_orphans` let a process end with its parent, also when the parent is killed with SIGKILL
+(Linux only).
+
+`answer_with_stacks` lets a worker write on SIGUSR2 where each of its threads is into its log: that is what to know of a
+run that hangs.
 """
 
 from __future__ import annotations
@@ -19,7 +22,11 @@ import signal
 import sys
 from collections.abc import Callable
 
-_code: int | None = None
+ASK_STACKS = signal.SIGUSR2
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_worker_code: int | None = None
 
 
 def run_then_hard_exit(main: Callable[[], object]) -> None:
@@ -27,25 +34,21 @@ def run_then_hard_exit(main: Callable[[], object]) -> None:
 
     An exception takes its usual way, with its traceback. Import this module before MindSpore.
     """
-    global _code
+    global _worker_code
     try:
         main()
-        _code = 0
+        _worker_code = 0
     except SystemExit as end:
-        _code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        _worker_code = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
 
 
 @atexit.register  # the first to be registered is the last to run: imported before MindSpore, this one is behind its
-def _leave() -> None:
-    if _code is not None:
+def _exit_hard() -> None:
+    if _worker_code is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_code)
-
-
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+        os._exit(_worker_code)
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL, parent: int | None = None) -> None:
@@ -65,12 +68,6 @@ def adopt_orphans(on: bool = True) -> None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-ASK_STACKS = signal.SIGUSR2
-
-
 def answer_with_stacks() -> None:
-    """From now on; also while the interpreter waits in C++, for the answer needs no lock of it."""
+    """Answer from now on, also while the interpreter waits in C++, for the answer needs no lock of it."""
     faulthandler.register(ASK_STACKS, all_threads=True)

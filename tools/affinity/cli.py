@@ -1,7 +1,7 @@
-"""`tc3 affinity`: which cores each worker of this host gets.
+"""This module is the command `tc3 affinity`: it says which cores each worker of this host gets.
 
-The plan is shown as a picture (a row for each NUMA node, a character for each core), as text or as JSON. `isolation`
-gives the lines that keep the host's other work off the workers' cores; the command itself changes nothing.
+`picture` shows the host as text: a row for each NUMA node, a character for each core. `isolation` has lines that keep
+the host's other work off the workers' cores; the plan changes nothing by itself. `as_dict` is the plan for machines.
 """
 
 from __future__ import annotations
@@ -21,9 +21,12 @@ from tools.affinity.topology import Host, read_host, root_option
 from tools.files.atomic import check_writable, write_atomically
 from tools.process.host import Root, compress
 
+_LEGEND = "0-9a-z: the worker of that rank   I: interrupts   S: system   .: nobody's   x: not allowed"
+_MARKS = digits + ascii_lowercase
+
 
 def isolation(plan: Plan) -> list[tuple[str, str]]:
-    """(what it does, the line) of each; they need root. None where no core is left to the system."""
+    """Return (what it does, the line) of each; they need root. There are none where no core is left to the system."""
     workers = [core for worker in plan.workers for core in worker.cores]
     interrupts = [core for cores in plan.interrupts.values() for core in cores]
     rest = sorted({*interrupts, *plan.system, *plan.idle})
@@ -44,12 +47,8 @@ def isolation(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-_LEGEND = "0-9a-z: the worker of that rank   I: interrupts   S: system   .: nobody's   x: not allowed"
-_MARKS = digits + ascii_lowercase
-
-
 def picture(plan: Plan) -> str:
-    """``node 6  144-167  IS00000000000111...  <- NPU 0, 1``, and a legend."""
+    """Return rows like ``node 6  144-167  IS00000000000111...  <- NPU 0, 1``, and a legend."""
     marks = {core: _MARKS[worker.rank % len(_MARKS)] for worker in plan.workers for core in worker.cores}
     marks.update(dict.fromkeys(plan.system, "S"))
     marks.update({core: "I" for cores in plan.interrupts.values() for core in cores})
@@ -104,7 +103,7 @@ def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
                 **worker.counts(host),
                 "roles": {name: compress(cores) for name, cores in worker.roles.items()},
                 "prefix": shlex.join(prefix),
-                "msrun_bind_core": {"cores": compress(other), **how_far(host, worker.home, _known(host, other))},
+                "msrun_bind_core": {"cores": compress(other), **how_far(host, worker.home, _known_cores(host, other))},
             }
         )
     return {
@@ -119,7 +118,7 @@ def as_dict(plan: Plan, numactl: bool) -> dict[str, Any]:
     }
 
 
-def _known(host: Host, cores: list[int]) -> list[int]:
+def _known_cores(host: Host, cores: list[int]) -> list[int]:
     """Those that the host has: msrun's cpuset may be another container's."""
     return [core for core in cores if any(core in members for members in host.nodes.values())]
 

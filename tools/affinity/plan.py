@@ -1,15 +1,15 @@
-"""Plan the cores of a host: the cores of each worker by role, and those left to interrupts and to the system. Pure.
+"""This module plans a host: cores of each worker by role, cores left to interrupts and to the system. It is pure.
 
-Workers have cores of their own, and everything else that runs has others (report, section 6: isolation). How many cores
-each worker takes from each NUMA node is a transport problem, which HiGHS solves (`shares`):
+Workers have cores of their own, and what else runs has others (report, section 6: isolation). `make_plan` deals out the
+cores. `shares` says how many each worker takes from each NUMA node: a transport problem, solved by HiGHS.
 
     minimise    sum over workers w and nodes n of  distance(w, n) * x[w, n]      and, among those plans, the largest
                                                                                  sum of a single worker
-    subject to  sum over n of x[w, n] = share       every worker gets as many
-                sum over w of x[w, n] <= free(n)    no core is given twice
+    subject to  sum over n of x[w, n] = share       every worker as many
+                sum over w of x[w, n] <= free(n)    no core twice
                 x[w, n] whole and not negative
 
-The second aim lets two NPUs of one node share its cores, instead of sending one of them to the next node.
+The second aim lets two NPUs of one node share its cores, instead of sending one of them next door.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ import numpy as np
 from plugins.errors import ClusterError
 from tools.affinity.topology import OWN, SOCKET, Host
 
+SYSTEM = 2  # cores of each NUMA node left to the host: the first for interrupts, the others for what else runs
+LEAST = 8  # cores that a worker needs; with so many near ones it takes none of another socket
+DATA = 4  # of a worker's cores, at most, for the threads of the dataset
+
 
 def shares(near: Sequence[int], free: Mapping[int, int], distance: Mapping[tuple[int, int], int]) -> np.ndarray:
-    """[W, N] cores of each worker from each node, in the order of `free`; every worker gets the same number.
+    """Return the cores [W, N] of each worker from each node, in the order of `free`; every worker gets as many.
 
     Args:
         near: [W] the node nearest to each worker's NPU.
@@ -64,14 +68,9 @@ def _solver() -> highspy.Highs:
     return solver
 
 
-SYSTEM = 2  # cores of each NUMA node left to the host: the first for interrupts, the others for what else runs
-LEAST = 8  # cores that a worker needs; with so many near ones it takes none of another socket
-DATA = 4  # of a worker's cores, at most, for the threads of the dataset
-
-
 @dataclass(frozen=True)
 class Worker:
-    """One worker: local rank, NPU (None on CPU), nearest node, cores from near to far and by role, nodes of memory."""
+    """A worker has a local rank, NPU (None on CPU), nearest node, cores (near to far, and by role), nodes of memory."""
 
     rank: int
     npu: int | None
@@ -87,7 +86,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each worker gets, and what is left: node -> cores for interrupts, cores for the system, cores of nobody."""
+    """A plan says what each worker gets, and what is left: for interrupts (by node), for the system, for nobody."""
 
     host: Host
     workers: list[Worker]
@@ -111,7 +110,7 @@ def how_far(host: Host, home: int, cores: Sequence[int]) -> dict[str, int]:
 
 
 def make_plan(host: Host, count: int, npus: Sequence[int] | None) -> Plan:
-    """Share the host's cores among `count` workers, the first on the first of `npus`; None for workers on CPU.
+    """Return a plan that shares the cores among `count` workers, the first on the first of `npus`; None: on CPU.
 
     Raises:
         ClusterError: there are fewer NPUs than workers.

@@ -1,6 +1,7 @@
-"""Read a host's NUMA nodes, the distances between them, the node nearest to each NPU, and the cores that are allowed.
+"""This module reads a host: its NUMA nodes, how far they are from each other, and which is nearest to each NPU.
 
-`version` and `msrun_sees` say which version of control groups the host has and which cores msrun takes from it.
+`allowed` and `msrun_sees` are the cores that this host lets us use, and those of which msrun knows. `read_host` reads
+all that a plan is made of, as a `Host`, from this host or from a recorded one (`root_option`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from tools.process import host
 from tools.process.host import OUTPUTS, Root, expand
 
 MSRUN_READS = "/sys/fs/cgroup/cpuset/cpuset.cpus"  # mindspore/runtime/thread_bind_core.py, _get_available_cpus (2.9.0)
+NODES = "/sys/devices/system/node"
+OWN, SOCKET = 10, 20  # distances of the ACPI: a node's own is 10; below 20 is taken for the same socket
+_NODE_NUMBER = re.compile(r"(\d+)$")
+_HOST_FOLDERS = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a recorded one has some
 
 
 def allowed(root: Root) -> list[int] | None:
@@ -28,25 +33,25 @@ def allowed(root: Root) -> list[int] | None:
     """
     status = root.read("/proc/self/status") or ""
     scheduled = next((line.split(":")[1] for line in status.splitlines() if line.startswith("Cpus_allowed_list:")), "")
-    lists = [expand(text) for text in (scheduled, _of_group(root)) if text]
+    lists = [expand(text) for text in (scheduled, _group_cores(root)) if text]
     if not lists:
         return None
     return sorted(set(lists[0]).intersection(*lists[1:]))
 
 
 def msrun_sees(root: Root) -> list[int]:
-    """Cores for `msrun --bind_core` and `--bind_numa FILE`: version 1's only, none on a host of version 2."""
+    """Return the cores for `msrun --bind_core` and `--bind_numa FILE`: version 1's only, none with version 2."""
     return sorted(set(expand(root.read(MSRUN_READS) or "")))
 
 
 def version(root: Root) -> int | None:
-    """Of the control groups that hold the cpuset: 1, 2, or None where there is none."""
+    """Return the version of the control groups that hold the cpuset: 1, 2, or None where there is none."""
     if root.read(MSRUN_READS) is not None:
         return 1
     return 2 if root.read("/sys/fs/cgroup/cgroup.controllers") is not None else None
 
 
-def _of_group(root: Root) -> str:
+def _group_cores(root: Root) -> str:
     """The cpuset of the process's control group."""
     own = dict(groups(root.read("/proc/self/cgroup") or ""))
     for path in upwards(own.get("cpuset", "/")):
@@ -58,14 +63,9 @@ def _of_group(root: Root) -> str:
     return ""
 
 
-NODES = "/sys/devices/system/node"
-OWN, SOCKET = 10, 20  # distances of the ACPI: a node's own is 10; below 20 is taken for the same socket
-_NUMBER = re.compile(r"(\d+)$")
-
-
 @dataclass(frozen=True)
 class Host:
-    """What a plan is made of.
+    """A plan is made of this.
 
     Attributes:
         nodes: NUMA node -> all of its cores.
@@ -109,7 +109,7 @@ def read_host(root: Root) -> Host:
             frozenset(cores if may is None else cores.intersection(may)),
             _npus(root, nodes),
             tuple(msrun_sees(root)),
-            frozenset(_memory(root, nodes)),
+            frozenset(_memory_nodes(root, nodes)),
         )
     except ValueError as error:
         if isinstance(error, ClusterError):
@@ -121,16 +121,16 @@ def _nodes(root: Root) -> dict[int, list[int]]:
     """From /sys; from `lscpu -p` where that is not there. Nodes of memory alone have no cores and are left out."""
     found = {}
     for path in root.find(f"{NODES}/node[0-9]*"):
-        if number := _NUMBER.search(path):
+        if number := _NODE_NUMBER.search(path):
             found[int(number[1])] = expand(root.read(f"{path}/cpulist") or "")
     if not any(found.values()):
-        found = _listed(root.ask("lscpu", "-p") or "")
+        found = _lscpu_nodes(root.ask("lscpu", "-p") or "")
     if not any(found.values()):
         raise ClusterError(f"{root.path}: no {NODES}/node*/cpulist and no output of `lscpu -p`: which cores has it?")
     return {node: sorted(cores) for node, cores in sorted(found.items()) if cores}
 
 
-def _listed(text: str) -> dict[int, list[int]]:
+def _lscpu_nodes(text: str) -> dict[int, list[int]]:
     """Node -> cores of `lscpu -p`: CPU,Core,Socket,Node,..., lines of # apart; a node that is not said is 0."""
     found: dict[int, list[int]] = {}
     for line in text.splitlines():
@@ -142,7 +142,7 @@ def _listed(text: str) -> dict[int, list[int]]:
 
 def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
     """From /sys, whose columns are the online nodes; otherwise each other node is as far as another socket."""
-    online = sorted(int(match[1]) for path in root.find(f"{NODES}/node[0-9]*") if (match := _NUMBER.search(path)))
+    online = sorted(int(match[1]) for path in root.find(f"{NODES}/node[0-9]*") if (match := _NODE_NUMBER.search(path)))
     found = {(a, b): OWN if a == b else SOCKET for a in nodes for b in nodes}
     for node in nodes:
         row = [int(word) for word in (root.read(f"{NODES}/node{node}/distance") or "").split()]
@@ -151,7 +151,7 @@ def _distances(root: Root, nodes: list[int]) -> dict[tuple[int, int], int]:
     return found
 
 
-def _memory(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
+def _memory_nodes(root: Root, nodes: Mapping[int, list[int]]) -> set[int]:
     """Nodes that have memory and that the process may take it from; all of them where nothing says."""
     status = root.read("/proc/self/status") or ""
     allowed_text = next((row.split(":")[1] for row in status.splitlines() if row.startswith("Mems_allowed_list:")), "")
@@ -179,13 +179,10 @@ def _pci_node(root: Root, bus: str, nodes: Mapping[int, list[int]]) -> int | Non
     return number if number in nodes else None
 
 
-_RECORDED = ("proc", "sys", "etc", "usr", OUTPUTS)  # of a host, of which a recorded one has some
-
-
-def _recorded(context: click.Context, option: click.Parameter, root: Path) -> Path:
+def _refuse_empty_root(context: click.Context, option: click.Parameter, root: Path) -> Path:
     """Refuse a folder that holds nothing of a host: everything would be unknown, and nothing wrong."""
-    if not any((root / name).is_dir() for name in _RECORDED):
-        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_RECORDED)}")
+    if not any((root / name).is_dir() for name in _HOST_FOLDERS):
+        raise ClusterError(f"--root {root}: not a recorded host: it has none of {', '.join(_HOST_FOLDERS)}")
     return root
 
 
@@ -193,6 +190,6 @@ root_option = click.option(
     "--root",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     default=Path("/"),
-    callback=_recorded,
+    callback=_refuse_empty_root,
     help="Read a recorded host (a folder) instead of this one.",
 )

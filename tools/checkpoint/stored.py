@@ -1,14 +1,19 @@
-"""A checkpoint that many ranks wrote, as whole tensors that are read when they are asked for.
+"""This module reads a checkpoint that many ranks wrote, as whole tensors that are read when they are asked for.
 
-MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`) writes for every rank a safetensors file of weights
-and one of the optimizer's state, and a metadata.json: `state_dict_metadata` gives for each tensor its whole shape, into
-how many slices each axis is cut (`axis_fragmentations`) and the slices that exist ("chunk"), `storage_data` the files
-and ranks that hold a slice. What is called `global_offset` is one number, the slice's place in row-major order. A
-checkpoint of one process has no metadata.json. Pure NumPy.
+`open_stored` opens it by the headers of its files. MindFormers 1.9.0 (`checkpoint/metadata.py`, `sharded_tensor.py`)
+writes for every rank a safetensors file of weights and one of the optimizer's state, and a metadata.json:
+`state_dict_metadata` gives for each tensor its whole shape, into how many slices each axis is cut
+(`axis_fragmentations`) and the slices that exist ("chunk"), `storage_data` the files and ranks that hold a slice. What
+is called `global_offset` is one number, the slice's place in row-major order. A checkpoint of one process has no
+metadata.json. `read_whole` reads all tensors at once, every element once, and compares copies: it is for small models.
+`kind_of` says what a tensor is, by its name.
 
-If experts have moved (plugins/expert_balance), each layer of experts has `<layer>.experts.placement`, int [E]: logical
-expert -> slot. The rows of its weights and of their moments stand in the order of slots; whoever reads them without the
-placement mixes the experts up. `read_placements` and `refuse_moved` deal with such checkpoints.
+`read_placements` and `refuse_moved` are about experts that have moved (plugins/expert_balance): in which order a
+checkpoint holds them. Each layer of experts then has `<layer>.experts.placement`, int [E]: logical expert -> slot. The
+rows of its weights and of their moments stand in the order of slots. Who reads them without the placement has the
+experts mixed up.
+
+All of it is pure NumPy.
 """
 
 from __future__ import annotations
@@ -28,80 +33,21 @@ from safetensors import SafetensorError, safe_open
 from plugins.errors import CheckpointError, not_json
 from tools.checkpoint.tensor_files import Header, read_headers
 
-PLACEMENT = "placement"
+PLACEMENT = "placement"  # how names of placements end
 TRACKER = "latest_checkpointed_iteration.txt"  # in a folder of iterations: MindFormers takes the newest
-
-
-class UnreadableError(CheckpointError):
-    """A file is damaged, or no safetensors."""
-
-
-def read_placements(folder: Path) -> dict[str, np.ndarray]:
-    """Name of each module of experts that has a placement (`decoder.layers.0.mlp.experts`) -> int [E].
-
-    Args:
-        folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
-
-    Raises:
-        CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
-    """
-    found: dict[str, np.ndarray] = {}
-    for file in sorted(folder.glob("*-model-*.safetensors")):
-        for module, slots in _in_file(file):
-            if not np.array_equal(np.sort(slots), np.arange(len(slots))):
-                raise CheckpointError(f"{file}: {module}.{PLACEMENT} does not give each expert a slot of its own")
-            if not np.array_equal(found.setdefault(module, slots), slots):
-                raise CheckpointError(f"{file}: {module}.{PLACEMENT} differs from that of the other ranks")
-    return found
-
-
-def _in_file(file: Path) -> Iterator[tuple[str, np.ndarray]]:
-    try:
-        with safe_open(file, "np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
-                module, _, last = name.rpartition(".")
-                if last == PLACEMENT:
-                    yield module, tensors.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise UnreadableError(f"{file}: not a complete safetensors file ({error})") from None
-
-
-def moved(placements: dict[str, np.ndarray]) -> list[str]:
-    """Return the modules whose experts do not stand in logical order."""
-    return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
-
-
-def refuse_moved(folder: Path, balanced: bool) -> None:
-    """Raise CheckpointError when a run without plugins.expert_balance is to begin with experts that have moved.
-
-    Args:
-        folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.
-        balanced: whether the run has the plugin.
-    """
-    tracker = folder / TRACKER
-    if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
-        folder = folder / f"iteration_{int(number):08d}"
-    if balanced:
-        return
-    try:
-        wrong = moved(read_placements(folder))
-    except UnreadableError:
-        return  # whoever reads the weights says what is wrong with the file
-    if wrong:
-        raise CheckpointError(
-            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe has no "
-            f"such plugin: it would train experts in a wrong order; switch it on, or first "
-            f"`tc3 experts restore-order {folder}`"
-        )
-
-
 METADATA = "metadata.json"
 BUFFERS = "accu_grads."  # of a step with micro-batches: MindFormers lists them, and never saves them
+Kind = Literal["weights", "optimizer", "other"]
+KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
+ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
+# how names of trained parameters end; others count, or balance
+_TRAINED_ENDINGS = ("weight", "weight1", "weight2", "bias")
+_OPTIMIZER_PREFIXES = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that end with a parameter's name
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint.
+    """This is a tensor of a checkpoint, by where its slices lie.
 
     Args:
         dtype: as safetensors writes it; shape: of the whole; cuts: into how many parts each axis is cut.
@@ -126,7 +72,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Stored:
-    """One iteration's folder: what each file holds, by name."""
+    """One iteration's folder holds this: what each file holds, by name."""
 
     folder: Path
     files: Mapping[str, Mapping[str, Header]]
@@ -159,7 +105,7 @@ class Stored:
 
     @cached_property
     def unlisted(self) -> dict[str, dict[int, str]]:
-        """Name -> rank -> file of what ranks wrote without saying how it lies: counters, the biases of routers."""
+        """Return name -> rank -> file of what ranks wrote without saying how it lies: counters, biases of routers."""
         found: dict[str, dict[int, str]] = {}
         for file, headers in self.files.items():
             for name in headers.keys() - self.tensors.keys():
@@ -192,7 +138,7 @@ class Stored:
     def _tensor(self, name: str, tensor: Mapping[str, Any], storage: Mapping[str, Any]) -> Tensor:
         """One tensor of metadata.json: all its slices are there once, and have one shape."""
         shape, cuts = tuple(tensor["global_shape"]), tuple(tensor["axis_fragmentations"])
-        slices = {_place(chunk): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
+        slices = {_slice_number(chunk): tuple(chunk["local_shape"]) for chunk in tensor["chunk"]}
         part = tuple(length // count for length, count in zip(shape, cuts, strict=True))
         even = tuple(length * count for length, count in zip(part, cuts, strict=True)) == shape
         if not even or slices.keys() != set(range(math.prod(cuts))) or set(slices.values()) != {part}:
@@ -289,29 +235,22 @@ def _are_numbers(found: Any) -> TypeGuard[list[int]]:
     return isinstance(found, list) and all(type(number) is int and number >= 0 for number in found)
 
 
-def _place(chunk: Mapping[str, Any]) -> int:
+def _slice_number(chunk: Mapping[str, Any]) -> int:
     """Which slice it is, counted in row-major order."""
     (place,) = chunk["global_offset"]
     return int(place)
 
 
-Kind = Literal["weights", "optimizer", "other"]
-KINDS: tuple[Kind, ...] = ("weights", "optimizer", "other")
-ADAM = ("adam_m.", "adam_v.")  # before a weight's name: what AdamW keeps of it
-_TRAINED = ("weight", "weight1", "weight2", "bias")  # how names of trained parameters end; others count, or balance
-_BESIDE = ("adam_", "moment", "exp_avg", BUFFERS)  # of names that end with a parameter's name
-
-
 def kind_of(name: str) -> Kind:
     """Return a trained weight, the optimizer's state of one, or another number: counters, the balance of routers."""
-    if name.startswith(_BESIDE):
+    if name.startswith(_OPTIMIZER_PREFIXES):
         return "optimizer"
-    return "weights" if name.rsplit(".", 1)[-1] in _TRAINED else "other"
+    return "weights" if name.rsplit(".", 1)[-1] in _TRAINED_ENDINGS else "other"
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A checkpoint as if one process had written it.
+    """This is a checkpoint as if one process had written it.
 
     Args:
         arrays: name -> the whole tensor.
@@ -346,3 +285,66 @@ def read_whole(folder: Path) -> Whole:
             for name, files in stored.unlisted.items()
         },
     )
+
+
+class UnreadableError(CheckpointError):
+    """This is raised where a file is damaged, or no safetensors."""
+
+
+def read_placements(folder: Path) -> dict[str, np.ndarray]:
+    """Return the name of each module of experts with a placement (`decoder.layers.0.mlp.experts`) -> int [E].
+
+    Args:
+        folder: MindFormers' `iteration_*`; may be one of the legacy format or no checkpoint at all, which have none.
+
+    Raises:
+        CheckpointError: a file cannot be read, a placement is not a permutation, or two ranks differ.
+    """
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(folder.glob("*-model-*.safetensors")):
+        for module, slots in _placements_in(file):
+            if not np.array_equal(np.sort(slots), np.arange(len(slots))):
+                raise CheckpointError(f"{file}: {module}.{PLACEMENT} does not give each expert a slot of its own")
+            if not np.array_equal(found.setdefault(module, slots), slots):
+                raise CheckpointError(f"{file}: {module}.{PLACEMENT} differs from that of the other ranks")
+    return found
+
+
+def _placements_in(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    try:
+        with safe_open(file, "np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (a safetensors file is no mapping)
+                module, _, last = name.rpartition(".")
+                if last == PLACEMENT:
+                    yield module, tensors.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise UnreadableError(f"{file}: not a complete safetensors file ({error})") from None
+
+
+def moved(placements: dict[str, np.ndarray]) -> list[str]:
+    """Return the modules whose experts do not stand in logical order."""
+    return [module for module, slots in placements.items() if (slots != np.arange(len(slots))).any()]
+
+
+def refuse_moved(folder: Path, balanced: bool) -> None:
+    """Raise CheckpointError when a run without plugins.expert_balance is to begin with experts that have moved.
+
+    Args:
+        folder: an iteration, or a folder of iterations, of which MindFormers takes the newest.
+        balanced: whether the run has the plugin.
+    """
+    tracker = folder / TRACKER
+    if tracker.exists() and (number := tracker.read_text(encoding="utf-8").strip()).isdecimal():
+        folder = folder / f"iteration_{int(number):08d}"
+    if balanced:
+        return
+    try:
+        wrong = moved(read_placements(folder))
+    except UnreadableError:
+        return  # whoever reads the weights says what is wrong with the file
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: the experts of {len(wrong)} layers have moved (plugins.expert_balance), and this recipe has no "
+            f"such plugin: it would train experts in a wrong order; switch it on, or first "
+            f"`tc3 experts restore-order {folder}`"
+        )

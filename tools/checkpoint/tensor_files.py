@@ -1,9 +1,9 @@
-"""Read the headers of safetensors files, and write tensors one after another without holding them all in memory.
+"""This module reads the headers of safetensors files, and writes such files as their tensors are made.
 
-The types stand in the order in which the safetensors package writes them (the widest aligned type first), so that the
-files are equal byte by byte. Errors of the disk stay `OSError`s, which the package's own writer does not give.
-
-A file is written piece by piece as its tensors are made, and hashed in the same pass.
+`TYPES` has safetensors' names of types, widest aligned first: that is the order in which the package writes tensors.
+`read_headers` says what a file says of its tensors, without reading them. `save_file` writes a file piece by piece, and
+hashes it beside that in one pass. The layout is that of the `safetensors` package: the same tensors give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ TYPES: dict[str, np.dtype] = {
     "U8": np.dtype(np.uint8),
     "BOOL": np.dtype(np.bool_),
 }
-
-
-_LENGTH = 8  # bytes of the number in front of the header
+_LENGTH_BYTES = 8  # bytes of the number in front of the header
 _WIDTHS = {  # bytes of an element of every type that a safetensors file may have, also of those that nothing here reads
     **{name: dtype.itemsize for name, dtype in TYPES.items()},
     **{"U64": 8, "U32": 4, "U16": 2, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
 }
+_ORDER = list(TYPES)
+_ALIGNED = 8  # bytes: what the header is padded to
+_MOST_WAITING = 4  # pieces that the thread that hashes may be behind
 
 
 @dataclass(frozen=True)
 class Header:
-    """One tensor of a file: its type as safetensors writes it (F32, BF16), its shape, its bytes, where in the file."""
+    """A file says this of a tensor: its type as safetensors writes it (F32, BF16), its shape, its bytes, its place."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -56,7 +57,7 @@ class Header:
 
 
 def read_headers(file: Path) -> dict[str, Header]:
-    """Name -> what the file says of that tensor.
+    """Return name -> what the file says of that tensor.
 
     Raises:
         CheckpointError: no such file, no safetensors, or one whose tensors do not fill it without gap or overlap.
@@ -64,17 +65,17 @@ def read_headers(file: Path) -> dict[str, Header]:
     try:
         with file.open("rb") as data:
             size = os.fstat(data.fileno()).st_size
-            length = int.from_bytes(data.read(_LENGTH), "little")
+            length = int.from_bytes(data.read(_LENGTH_BYTES), "little")
             text = data.read(min(length, size))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
     try:
         content = json.loads(text)
         content.pop("__metadata__", None)
-        found = {name: _header(each, _LENGTH + length) for name, each in content.items()}
+        found = {name: _header(each, _LENGTH_BYTES + length) for name, each in content.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file}: not a complete safetensors file: its header cannot be read") from None
-    end = _LENGTH + length
+    end = _LENGTH_BYTES + length
     for name, header in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if header.start != end or header.bytes != math.prod(header.shape) * _width(header, file, name):
             kind = f"{header.dtype} {list(header.shape)}, bytes {header.start} to {header.start + header.bytes}"
@@ -100,14 +101,9 @@ def _width(header: Header, file: Path, name: str) -> int:
     return _WIDTHS[header.dtype]
 
 
-_ORDER = list(TYPES)
-_ALIGNED = 8  # bytes: what the header is padded to
-_WAITING = 4  # pieces that the thread that hashes may be behind
-
-
 @dataclass(frozen=True)
 class Made:
-    """A tensor to write: safetensors' name of its type, its shape, and its numbers in row-major order, in pieces."""
+    """This tensor is to be written: its type as safetensors names it, its shape, its numbers in row-major pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -115,7 +111,7 @@ class Made:
 
     @property
     def bytes(self) -> int:
-        """Of its numbers."""
+        """Return the bytes of its numbers."""
         return math.prod(self.shape) * TYPES[self.dtype].itemsize
 
 
@@ -140,7 +136,7 @@ def save_file(tensors: Mapping[str, Made], path: Path, metadata: Mapping[str, st
 
 
 def save_arrays(arrays: Mapping[str, np.ndarray], path: Path) -> str:
-    """`save_file` of arrays that are in memory, for MindSpore; returns the file's SHA-256.
+    """Write arrays that are in memory as `save_file` does, for MindSpore; returns the file's SHA-256.
 
     The `safetensors` package writes the same bytes, but its error for a full disk is not an OSError.
 
@@ -182,7 +178,7 @@ class _Hash:
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
-        self._pieces: queue.Queue[Any] = queue.Queue(_WAITING)
+        self._pieces: queue.Queue[Any] = queue.Queue(_MOST_WAITING)
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> _Hash:

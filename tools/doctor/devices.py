@@ -1,7 +1,9 @@
-"""Check what a run needs beyond the processor: network ports and names, NPUs with links and software, room.
+"""This module checks what connects a host to others and what it trains on: its network, its NPUs, and a recipe's needs.
 
-Each function with `check(...)` is one check, as in `tools/doctor/host.py`. The tables of npu-smi are read leniently,
-because they differ by driver; a table in another form gives `unknown`.
+The first checks look at ports, names and packet sizes between hosts. Those of NPUs ask whether they are seen, healthy,
+free, linked, at their clock, and under software that fits together; formats differ by driver and are read leniently.
+`checkpoint_room` and `memory` are what the recipe itself needs of a host: room for its checkpoints, memory for its
+workers. `tools.doctor.checks` says what a check is.
 """
 
 from __future__ import annotations
@@ -20,14 +22,26 @@ from tools.schema.converter import convert
 from tools.schema.schema import load_schema
 
 MASTER_PORT = 8118  # msrun's own default
-_BASE, _COUNT = 60000, 32
+BYTES = 12  # of a checkpoint for each parameter: weights and both moments of AdamW in float32
+WORKER = GIB  # of one worker of a toy on CPU
+_HCCL_BASE, _HCCL_COUNT = 60000, 32  # ports of HCCL, unless HCCL_IF_BASE_PORT says otherwise
 _LISTENS = "0A"  # a state of /proc/net/tcp
+_ASCEND = "/usr/local/Ascend"
+_HCCN = "/usr/local/Ascend/driver/tools/hccn_tool"
+_VERSION_FILES = {  # CANN 8.5 calls its folder cann; earlier ones ascend-toolkit
+    "driver": [f"{_ASCEND}/driver/version.info"],
+    "firmware": [f"{_ASCEND}/firmware/version.info"],
+    "CANN": [f"{_ASCEND}/{folder}/*/ascend_toolkit_install.info" for folder in ("ascend-toolkit/latest", "cann")],
+}
+_NPU_SMI_SILENT = "npu-smi does not answer: no driver, no permission (root, group HwHiAiUser), or it hangs"
+_USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
+_FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
 
 
-def _wanted() -> range:
+def _hccl_ports() -> range:
     base = os.environ.get("HCCL_IF_BASE_PORT", "")
-    first = int(base) if base.isdigit() else _BASE
-    return range(first, first + _COUNT)
+    first = int(base) if base.isdigit() else _HCCL_BASE
+    return range(first, first + _HCCL_COUNT)
 
 
 @check(
@@ -43,7 +57,7 @@ def reserved_ports(patient: Patient) -> Answer:
         return Answer("unknown", "the range of clients' ports cannot be read")
     low, high = map(int, span.split())
     reserved = set(expand(patient.root.read("/proc/sys/net/ipv4/ip_local_reserved_ports") or ""))
-    open_ones = [port for port in _wanted() if low <= port <= high and port not in reserved]
+    open_ones = [port for port in _hccl_ports() if low <= port <= high and port not in reserved]
     seen = f"clients get {low}-{high}"
     return Answer("warn" if open_ones else "ok", seen + (f", {compress(open_ones)} not reserved" if open_ones else ""))
 
@@ -60,7 +74,7 @@ def free_ports(patient: Patient) -> Answer:
         return Answer("unknown", "/proc/net/tcp cannot be read")
     rows = [line.split() for table in tables for line in (table or "").splitlines()[1:]]
     listening = {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == _LISTENS}
-    needed = set(_wanted()) if patient.wants_npus else set()  # the scheduler's is another where that one is taken
+    needed = set(_hccl_ports()) if patient.wants_npus else set()  # the scheduler's is another where that one is taken
     taken = sorted(listening & {MASTER_PORT, *needed})
     if not taken:
         return Answer("ok", f"{compress({MASTER_PORT, *needed})} free")
@@ -68,7 +82,7 @@ def free_ports(patient: Patient) -> Answer:
 
 
 def card_sizes(root: Root) -> dict[str, str]:
-    """Network card -> its packet size; devices of software only (bridges, lo) are left out."""
+    """Return network card -> its packet size; devices of software only (bridges, lo) are left out."""
     paths = [path for path in root.find("/sys/class/net/*/mtu") if root.find(f"{path.removesuffix('/mtu')}/device*")]
     return {path.split("/")[-2]: root.read(path) or "?" for path in paths}
 
@@ -107,23 +121,11 @@ def host_name(patient: Patient) -> Answer:
     return Answer("warn" if inside else "ok", f"{name} is {', '.join(addresses)}")
 
 
-_HCCN = "/usr/local/Ascend/driver/tools/hccn_tool"
-_ASCEND = "/usr/local/Ascend"
-_PLACES = {  # CANN 8.5 calls its folder cann; earlier ones ascend-toolkit
-    "driver": [f"{_ASCEND}/driver/version.info"],
-    "firmware": [f"{_ASCEND}/firmware/version.info"],
-    "CANN": [f"{_ASCEND}/{folder}/*/ascend_toolkit_install.info" for folder in ("ascend-toolkit/latest", "cann")],
-}
-_SILENT = "npu-smi does not answer: no driver, no permission (root, group HwHiAiUser), or it hangs"
-_USAGE = re.compile(r"Aicore Usage Rate\(%\)\s*:\s*(\d+)", re.IGNORECASE)
-_FREQUENCY = re.compile(r"Aicore\s+(cur)?\s*Freq\(MHZ\)\s*:\s*(\d+)", re.IGNORECASE)
-
-
-def _devices(patient: Patient) -> list[str]:
+def _npu_files(patient: Patient) -> list[str]:
     return patient.root.find("/dev/davinci[0-9]*")
 
 
-def _table(patient: Patient) -> str | None:
+def _npu_smi_table(patient: Patient) -> str | None:
     return patient.root.ask("npu-smi", "info")
 
 
@@ -135,7 +137,7 @@ def _table(patient: Patient) -> str | None:
 )
 def npus(patient: Patient) -> Answer:
     """As many NPUs are seen as the recipe has workers on a node."""
-    count = len(_devices(patient))
+    count = len(_npu_files(patient))
     if not count and patient.recipe is None:
         return Answer("unknown", "no /dev/davinci*, and no recipe says whether NPUs are wanted")
     return Answer("ok" if count >= patient.workers else "fail", f"{count} of {patient.workers} (/dev/davinci*)")
@@ -149,17 +151,19 @@ def npus(patient: Patient) -> Answer:
 )
 def npu_health(patient: Patient) -> Answer:
     """npu-smi calls every NPU OK."""
-    text = _table(patient)
+    text = _npu_smi_table(patient)
     if text is None:
-        return Answer("unknown", _SILENT)
+        return Answer("unknown", _NPU_SMI_SILENT)
     chips = host.chips(text)
     if not chips:
         return Answer(
             "unknown", f"npu-smi {host.npu_smi_version(text) or ''}: a table of a form that is not known here"
         )
     bad = [f"NPU {chip.device} {chip.health}" for chip in chips if chip.health != "OK"]
-    if not bad and len(chips) < len(_devices(patient)):
-        return Answer("unknown", f"{len(chips)} OK, of {len(_devices(patient))} (/dev/davinci*) npu-smi shows no more")
+    if not bad and len(chips) < len(_npu_files(patient)):
+        return Answer(
+            "unknown", f"{len(chips)} OK, of {len(_npu_files(patient))} (/dev/davinci*) npu-smi shows no more"
+        )
     return Answer("fail" if bad else "ok", ", ".join(bad) or f"{len(chips)} OK")
 
 
@@ -171,9 +175,9 @@ def npu_health(patient: Patient) -> Answer:
 )
 def npu_processes(patient: Patient) -> Answer:
     """Nobody uses the NPUs."""
-    text = _table(patient)
+    text = _npu_smi_table(patient)
     if text is None:
-        return Answer("unknown", _SILENT)
+        return Answer("unknown", _NPU_SMI_SILENT)
     found = host.npu_processes(text)
     if found is None:
         return Answer("unknown", "npu-smi shows no table of processes in a form that is known here")
@@ -189,9 +193,9 @@ def npu_processes(patient: Patient) -> Answer:
 )
 def npu_clock(patient: Patient) -> Answer:
     """AI cores that work run at their rated clock; of those without work, a lower one says nothing."""
-    table = _table(patient)
+    table = _npu_smi_table(patient)
     if table is None:
-        return Answer("unknown", _SILENT)
+        return Answer("unknown", _NPU_SMI_SILENT)
     chips = host.chips(table)
     seen, slow, resting = [], False, False
     for card in sorted({chip.card for chip in chips}):
@@ -218,7 +222,7 @@ def npu_clock(patient: Patient) -> Answer:
 def npu_links(patient: Patient) -> Answer:
     """The network port of every NPU is up."""
     states = {}
-    for path in _devices(patient):
+    for path in _npu_files(patient):
         number = path.removeprefix("/dev/davinci")
         text = next(
             (text for tool in ("hccn_tool", _HCCN) if (text := patient.root.ask(tool, "-i", number, "-link", "-g"))), ""
@@ -230,11 +234,11 @@ def npu_links(patient: Patient) -> Answer:
     down = [f"NPU {number} {state}" for number, state in states.items() if state != "UP"]
     if down:
         return Answer("fail", ", ".join(down))
-    count = len(_devices(patient))
+    count = len(_npu_files(patient))
     return Answer("ok" if len(states) == count else "unknown", f"{len(states)} of {count} UP")
 
 
-def _first(root: Root, patterns: Sequence[str], key: str) -> str | None:
+def _first_value(root: Root, patterns: Sequence[str], key: str) -> str | None:
     """The value of `key=` in the first of some files that has it."""
     for path in (path for pattern in patterns for path in root.find(pattern)):
         if found := re.search(rf"^\s*{key}\s*=\s*(\S+)", root.read(path) or "", re.MULTILINE | re.IGNORECASE):
@@ -243,8 +247,8 @@ def _first(root: Root, patterns: Sequence[str], key: str) -> str | None:
 
 
 def ascend_versions(root: Root) -> dict[str, str | None]:
-    """Versions of the driver, its firmware and CANN, as their files say; None for what is not seen."""
-    return {name: _first(root, places, "version") for name, places in _PLACES.items()}
+    """Return versions of the driver, its firmware and CANN, as their files say; None for what is not seen."""
+    return {name: _first_value(root, places, "version") for name, places in _VERSION_FILES.items()}
 
 
 @check(
@@ -257,13 +261,13 @@ def ascend_software(patient: Patient) -> Answer:
     """Driver and CANN are installed, and the driver takes the firmware; whether CANN takes both is not known here."""
     found = ascend_versions(patient.root)
     seen = ", ".join(f"{name} {version}" if version else f"no {name} seen" for name, version in found.items())
-    taken = _first(patient.root, _PLACES["driver"], "compatible_version_fw")
-    if taken and found["firmware"] and not _takes(taken, found["firmware"]):
+    taken = _first_value(patient.root, _VERSION_FILES["driver"], "compatible_version_fw")
+    if taken and found["firmware"] and not _takes_firmware(taken, found["firmware"]):
         return Answer("fail", f"{seen}: this driver takes firmware {taken}")
     return Answer("ok" if found["driver"] and found["CANN"] else "unknown", seen)
 
 
-def _takes(ranges: str, version: str) -> bool:
+def _takes_firmware(ranges: str, version: str) -> bool:
     """Whether a version lies in one of ``[6.4.0,6.4.99],[7.0.0,8.9.9]``, both ends included, by the ends' digits.
 
     Ranges in another form say nothing, and take everything.
@@ -275,10 +279,6 @@ def _takes(ranges: str, version: str) -> bool:
 
 def _numbers(version: str) -> list[int]:
     return [int(word) for word in re.findall(r"\d+", version)]
-
-
-BYTES = 12  # of a checkpoint for each parameter: weights and both moments of AdamW in float32
-WORKER = GIB  # of one worker of a toy on CPU
 
 
 @check(

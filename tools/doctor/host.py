@@ -1,7 +1,9 @@
-"""Check a host's processor and system: cores and their clocks, interrupts, limits, disk, clock, Python packages.
+"""This module checks a host itself: its cores, limits, memory, disks, clock and Python.
 
-Each function with `check(...)` is one check: it looks at the host (or at a recorded one) and returns a verdict with
-what would mend it. `tools/doctor/checks.py` collects them.
+The first checks look at cores, their clocks, their memory, and who else runs on them; `interrupts` holds the interrupts
+of network cards, disks and NPUs against the cores that workers get. The others look at limits of processes, shared
+memory and swap, the clock, the disk of checkpoints, and the installed packages. `tools.doctor.checks` says what a check
+is.
 """
 
 from __future__ import annotations
@@ -21,6 +23,11 @@ from tools.schema.versions import installed, others, verified, words
 
 _CPU = "/sys/devices/system/cpu"
 _WAKES = 10  # microseconds: deeper states are for hosts without work
+# what drivers call their interrupts: NICs of Huawei and Mellanox, NVMe, NPUs (sq_send_trigger_irq)
+_DEVICE_INTERRUPTS = re.compile(r"hns|hclge|hinic|mlx|nvme|sq_send|devdrv|davinci", re.IGNORECASE)
+_OPEN_FILES, _SHARED_MEMORY = 65536, 16 * GIB  # open files of a process, bytes of /dev/shm: less is warned of
+_CLOCK_SKEW = 0.1  # seconds between a host and its time server
+_WRITTEN, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may take
 
 
 @check(
@@ -165,12 +172,6 @@ def cores(patient: Patient) -> Answer:
     return Answer("ok" if len(may) >= patient.workers else "warn", seen)
 
 
-# Interrupts of network cards, disks and NPUs against the cores that workers get.
-
-# what drivers call their interrupts: NICs of Huawei and Mellanox, NVMe, NPUs (sq_send_trigger_irq)
-_DEVICES = re.compile(r"hns|hclge|hinic|mlx|nvme|sq_send|devdrv|davinci", re.IGNORECASE)
-
-
 @check(
     why="an interrupt on a worker's core delays its operators; isolation gained 10-15 % in the report (its number)",
     source=REPORT,
@@ -185,18 +186,13 @@ def interrupts(patient: Patient) -> Answer:
     seen, hit = 0, set()
     for folder in patient.root.find("/proc/irq/[0-9]*"):
         names = [path.rpartition("/")[2] for path in patient.root.find(f"{folder}/*/")]
-        if any(_DEVICES.search(name) for name in names):
+        if any(_DEVICE_INTERRUPTS.search(name) for name in names):
             effective = patient.root.read(f"{folder}/effective_affinity_list")
             hit |= workers.intersection(expand(effective or patient.root.read(f"{folder}/smp_affinity_list") or ""))
             seen += 1
     if not seen:
         return Answer("unknown", "no interrupts of known devices are seen (in a container: ask its host)")
     return Answer("warn" if hit else "ok", f"{seen} of devices, on workers' cores: {compress(hit) or 'none'}")
-
-
-_FILES, _SHARED = 65536, 16 * GIB
-_SKEW = 0.1  # seconds between a host and its time server
-_PROBE, _SLOW = 4 << 20, 1.0  # bytes that are written, seconds that this may take
 
 
 def _limit(patient: Patient, name: str) -> float | None:
@@ -215,7 +211,7 @@ def open_files(patient: Patient) -> Answer:
     limit = _limit(patient, "Max open files")
     if limit is None:
         return Answer("unknown", "no limits can be read")
-    return Answer("fail" if limit <= 1024 else "warn" if limit < _FILES else "ok", f"nofile {limit:g}")
+    return Answer("fail" if limit <= 1024 else "warn" if limit < _OPEN_FILES else "ok", f"nofile {limit:g}")
 
 
 @check(
@@ -247,7 +243,7 @@ def stack(patient: Patient) -> Answer:
 
 
 def free_space(patient: Patient, path: str) -> tuple[str, int, int] | None:
-    """(mount point, bytes in all, bytes free) of the file system of a path, by `df`."""
+    """Return (mount point, bytes in all, bytes free) of the file system of a path, by `df`."""
     best: tuple[str, int, int] | None = None
     for row in re.finditer(r"^\S+\s+(\d+)\s+\d+\s+(\d+)\s+\S+\s+(/.*)$", patient.root.ask("df", "-kP") or "", re.M):
         mount = row[3].strip()
@@ -267,7 +263,7 @@ def shared_memory(patient: Patient) -> Answer:
     if found is None or found[0] != "/dev/shm":
         return Answer("unknown", "df shows no /dev/shm")
     size = found[1]
-    verdict: Verdict = "ok" if size >= _SHARED else "fail" if size < GIB else "warn"
+    verdict: Verdict = "ok" if size >= _SHARED_MEMORY else "fail" if size < GIB else "warn"
     return Answer(verdict, f"/dev/shm {size / GIB:.1f} GiB")
 
 
@@ -294,7 +290,9 @@ def clock(patient: Patient) -> Answer:
     """The clock follows a time server."""
     offset = re.search(r"System time\s*:\s*([\d.]+) seconds", patient.root.ask("chronyc", "-n", "tracking") or "")
     if offset:
-        return Answer("ok" if float(offset[1]) <= _SKEW else "fail", f"{float(offset[1]):.6f} s from its time server")
+        return Answer(
+            "ok" if float(offset[1]) <= _CLOCK_SKEW else "fail", f"{float(offset[1]):.6f} s from its time server"
+        )
     synchronised = patient.root.ask("timedatectl", "show", "-p", "NTPSynchronized") or ""
     if "=" in synchronised:
         return Answer("ok" if synchronised.strip().endswith("=yes") else "fail", synchronised.strip())
@@ -330,7 +328,7 @@ def disk_write(patient: Patient) -> Answer:
     began = time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=above, buffering=0) as part:
-            part.write(bytes(_PROBE))
+            part.write(bytes(_WRITTEN))
             os.fsync(part.fileno())
     except OSError as error:
         return Answer("fail", f"{above}: {error.strerror or error}")

@@ -1,11 +1,12 @@
-"""Find the workers, links and disks that are slower than their peers, from probes of one host or of many.
+"""This module finds which workers, links and disks are slower than their peers, on one host or many. It is pure.
 
-A `Probe` is what `tools/doctor/probe.py` measured of one host, as it stands in JSON: its lists hold one number for each
-round. `outliers` compares what should be alike; `gate` turns the result into one verdict with its reasons.
+`Probe` is what a probe found, as it stands in JSON: lists hold one number for each round. `outliers` names who is slow.
+`gate` says whether a run may start on probed hosts, for a launch and for whoever restarts one; `findings` says it as
+the doctor reports it.
 
-Workers of one kind are compared by the time that a unit of work took. A worker is slow if it lies above the limit both
-with the median of its rounds and with its best round: a neighbour's load comes and goes and spares a best round, while
-what is worn, throttled or shaped is slow in all rounds.
+Workers of one kind are compared by the time that a unit of work took. Slow is who lies above the limit both with the
+median of its rounds and with its best round: a neighbour's load comes and goes, and leaves a best round alone; what is
+worn, throttled or shaped is slow in all of them.
 
     limit = 1 + max(floor, z * 1.4826 * MAD / centre)
 
@@ -13,17 +14,15 @@ centre and MAD (the median of the absolute deviations from it) are the lower med
 the measure, and up to half of all may be slow. 1.4826 makes a MAD the standard deviation of normal noise (Rousseeuw and
 Croux, 1993, "Alternatives to the median absolute deviation"). z is the quantile at which normal noise raises an alarm
 among N workers once in 100 probes (Bonferroni: 1 - 0.01 / N), at least the 3.5 of Iglewicz and Hoaglin (1993, "How to
-detect and handle outliers").
+detect and handle outliers"). The floors keep noise of a few percent, which is all that is left where MAD is zero, from
+raising one; they lie above what clean probes showed (benchmarks/RESULTS.md). Of products on cores, and of messages that
+cores copy, floors are wide (ON_CORES): the other thread of a core, or a neighbour of a virtual machine, takes up to
+half of it for as long as a probe lasts, and nothing that can be read here tells.
 
-The floors keep noise of a few percent from raising an alarm where MAD is zero; they lie above what clean probes showed
-(benchmarks/RESULTS.md). Floors are wide (ON_CORES) for products on cores and for messages that cores copy: the other
-thread of a core, or a neighbour of a virtual machine, takes up to half of a core for as long as a probe lasts, and
-nothing that can be read here tells so.
-
-A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w). The floor grows in the same
+A rate from which the share w of waiting was taken out, r / (1 - w), errs by dw / (1 - w): a floor grows in the same
 way, with the larger w of the worker and of the centre (of two workers, the larger of both). A message needs both of its
-ends: its w is that of both, and nothing is taken out. A link whose ends had no core together for half of the time is
-not named, because what TCP makes of that measures nothing.
+ends: w is that of both, and nothing is taken out. A link whose ends had no core together for half of the time is not
+named at all: what TCP makes of that is no measure.
 """
 
 from __future__ import annotations
@@ -36,9 +35,33 @@ from typing import Literal, NamedTuple, TypedDict, TypeVar
 
 from tools.doctor.checks import Finding, Verdict
 
+FLOORS = {"matmul": 0.25, "memory": 0.35, "disk": 3.0, "bandwidth": 1.0, "latency": 2.0}  # of time, above the centre
+ON_CORES = {"matmul": 0.75, "bandwidth": 3.0}  # at least, of workers without NPUs
+UNITS = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s", "bandwidth": "GB/s", "latency": "us"}
+WAITS, STOPPED = 0.2, 0.05  # shares of a worker's time from which on they are said
+WHY = "every step waits for the slowest worker"
+SOURCE = "tools/doctor/outliers.py; report, section 6"
+MENDS = {
+    "worker": "look at the end of dmesg and at npu-smi info; start without this host until it answers",
+    "matmul": "compare clocks, temperature and cpu.max with a healthy worker's; until then start without this host",
+    "memory": "compare the memory modules (dmidecode -t memory), NUMA binding and clocks with a healthy host's",
+    "disk": "look at the file system (mount, iostat -x, dmesg), or choose another output_dir",
+    "bandwidth": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
+    "latency": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
+    "throttled": "give the container more CPU (docker: --cpus, Kubernetes: resources.limits.cpu)",
+    "waited": "end what else runs on its cores (top), or keep it away from them (tc3 affinity)",
+}
+_FALSE_ALARMS, _LEAST_Z = 0.01, 3.5  # false alarms of a probe by normal noise; the least z
+_MOST_LINK_WAITED = 0.5  # of a link's time in which not both ends had a core
+_MOST_WAITED = 0.99  # of a worker's time waited: what it did in the rest says nothing
+# whose links they are, as a slice of the ends; a latency is that of both directions
+_SIDES = {"bandwidth": ((slice(0, 1), "sends"), (slice(1, 2), "receives")), "latency": ((slice(0, 2), "answers"),)}
+Key = TypeVar("Key", bound=Hashable)
+Ends = tuple[str, tuple[int, int]]  # host, (source, target)
+
 
 class Worker(TypedDict):
-    """One worker.
+    """A probe says this of one worker.
 
     Attributes:
         place: where it runs; "" for this host.
@@ -65,7 +88,7 @@ class Worker(TypedDict):
 
 
 class Link(TypedDict):
-    """From one worker to another, as indices into the workers.
+    """A link leads from one worker to another, which are indices into the workers.
 
     Attributes:
         bandwidth: GB/s of the fastest message of 1 MiB, with its acknowledgement.
@@ -83,7 +106,7 @@ class Link(TypedDict):
 
 
 class Probe(TypedDict):
-    """The probe of one host, or of several places driven from one."""
+    """This is the probe of one host, or of several places driven from one."""
 
     device: str
     rounds: int
@@ -93,18 +116,8 @@ class Probe(TypedDict):
     notes: list[str]
 
 
-FLOORS = {"matmul": 0.25, "memory": 0.35, "disk": 3.0, "bandwidth": 1.0, "latency": 2.0}  # of time, above the centre
-ON_CORES = {"matmul": 0.75, "bandwidth": 3.0}  # at least, of workers without NPUs
-UNITS = {"matmul": "GFLOP/s", "memory": "GB/s", "disk": "MB/s", "bandwidth": "GB/s", "latency": "us"}
-WAITS, STOPPED = 0.2, 0.05  # shares of a worker's time from which on they are said
-_ALARM, _LEAST = 0.01, 3.5
-_HALF = 0.5  # of a link's time in which not both ends had a core
-_MOST = 0.99  # of a worker's time waited: what it did in the rest says nothing
-Key = TypeVar("Key", bound=Hashable)
-
-
 class Times(NamedTuple):
-    """Time of a unit of work: the median of the rounds, and the best."""
+    """A unit of work takes this time: the median of the rounds, and the best."""
 
     typical: float
     best: float
@@ -112,7 +125,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Outlier:
-    """Who stands out on which host, by which measure ("worker" for one that ended), and what was seen."""
+    """This says who stands out on which host, by which measure ("worker" for one that ended), and what was seen."""
 
     host: str
     who: str
@@ -122,14 +135,14 @@ class Outlier:
 
 
 def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, tuple[float, float]]:
-    """Key -> (times the centre's time, limit) of those above the limit with their median and with their best.
+    """Return key -> (times the centre's time, limit) of those above the limit with their median and their best.
 
     Args:
         floors: key -> its floor, as a share of the centre.
     """
     if len(times) < 2:
         return {}
-    z = max(_LEAST, NormalDist().inv_cdf(1 - _ALARM / len(times)))
+    z = max(_LEAST_Z, NormalDist().inv_cdf(1 - _FALSE_ALARMS / len(times)))
     ratios: list[dict[Key, tuple[float, float]]] = []
     for which in (0, 1):
         values = {key: pair[which] for key, pair in times.items()}
@@ -142,9 +155,11 @@ def slow(times: Mapping[Key, Times], floors: Mapping[Key, float]) -> dict[Key, t
 
 
 def floors(measure: str, waited: Mapping[Key, float], on_cores: bool = False) -> dict[Key, float]:
-    """Key -> floor, from the shares of waiting of all that are compared."""
+    """Return key -> floor, from the shares of waiting of all that are compared."""
     centre, least = median_high(waited.values()), ON_CORES.get(measure, 0.0) if on_cores else 0.0
-    return {key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST))) for key, share in waited.items()}
+    return {
+        key: max(least, FLOORS[measure] / (1 - min(max(share, centre), _MOST_WAITED))) for key, share in waited.items()
+    }
 
 
 def _on_cores(reports: Iterable[Probe]) -> bool:
@@ -158,12 +173,12 @@ def outliers(reports: Mapping[str, Probe]) -> list[Outlier]:
     a limit (warn).
     """
     found = [one for host, report in reports.items() for worker in report["workers"] for one in _alone(host, worker)]
-    found += _by_worker(reports, "matmul")
-    found += _by_worker(reports, "memory")
-    found += _disks(reports)
-    found += _broken(reports)
-    found += _links(reports, "bandwidth")
-    return found + _links(reports, "latency")
+    found += _slow_workers(reports, "matmul")
+    found += _slow_workers(reports, "memory")
+    found += _slow_disks(reports)
+    found += _broken_links(reports)
+    found += _slow_links(reports, "bandwidth")
+    return found + _slow_links(reports, "latency")
 
 
 def compared(reports: Mapping[str, Probe]) -> int:
@@ -210,7 +225,7 @@ def _seen(measure: str, rounds: Sequence[float], ratio: float, limit: float, cou
     )
 
 
-def _by_worker(reports: Mapping[str, Probe], measure: Literal["matmul", "memory"]) -> list[Outlier]:
+def _slow_workers(reports: Mapping[str, Probe], measure: Literal["matmul", "memory"]) -> list[Outlier]:
     """Workers against those of their kind on all hosts; a host whose workers are all slow is named once."""
     kinds: dict[str, dict[tuple[str, int], Sequence[float]]] = defaultdict(dict)
     for host, report in reports.items():
@@ -233,7 +248,7 @@ def _by_worker(reports: Mapping[str, Probe], measure: Literal["matmul", "memory"
     return found
 
 
-def _disks(reports: Mapping[str, Probe]) -> list[Outlier]:
+def _slow_disks(reports: Mapping[str, Probe]) -> list[Outlier]:
     """Hosts against each other: workers of one host share its disk, and are one number."""
     rounds = {}
     for host, report in reports.items():
@@ -248,7 +263,7 @@ def _disks(reports: Mapping[str, Probe]) -> list[Outlier]:
     ]
 
 
-def _broken(reports: Mapping[str, Probe]) -> list[Outlier]:
+def _broken_links(reports: Mapping[str, Probe]) -> list[Outlier]:
     """Links that could not be measured."""
     found = []
     for host, report in reports.items():
@@ -259,12 +274,7 @@ def _broken(reports: Mapping[str, Probe]) -> list[Outlier]:
     return found
 
 
-Ends = tuple[str, tuple[int, int]]  # host, (source, target)
-# whose links they are, as a slice of the ends; a latency is that of both directions
-_SIDES = {"bandwidth": ((slice(0, 1), "sends"), (slice(1, 2), "receives")), "latency": ((slice(0, 2), "answers"),)}
-
-
-def _links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"]) -> list[Outlier]:
+def _slow_links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"]) -> list[Outlier]:
     """Links within a host against those of all hosts, and links between places against each other."""
     groups: dict[bool, dict[Ends, Link]] = defaultdict(dict)
     for host, report in reports.items():
@@ -274,17 +284,17 @@ def _links(reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"
                 groups[source["place"] == target["place"]][host, (link["source"], link["target"])] = link
     found = []
     for links in groups.values():
-        found += _ends(reports, measure, links)
+        found += _slow_ends(reports, measure, links)
     return found
 
 
-def _ends(
+def _slow_ends(
     reports: Mapping[str, Probe], measure: Literal["bandwidth", "latency"], links: Mapping[Ends, Link]
 ) -> list[Outlier]:
     """A worker whose best link is slow is named; then the links of all others, one by one."""
     times = {ends: _times(measure, link[measure]) for ends, link in links.items()}
     waited = {ends: median(link["waited"]) for ends, link in links.items()}
-    judged = {ends for ends, share in waited.items() if share <= _HALF}
+    judged = {ends for ends, share in waited.items() if share <= _MOST_LINK_WAITED}
     on_cores = _on_cores(reports[host] for host, _ in links)
     found: list[Outlier] = []
     explained: set[Ends] = set()
@@ -293,7 +303,7 @@ def _ends(
         for ends in times:
             for index in list(ends[1])[side]:
                 own[ends[0], index].append(ends)
-        best = {key: _best([times[ends] for ends in mine]) for key, mine in own.items()}
+        best = {key: _best_times([times[ends] for ends in mine]) for key, mine in own.items()}
         limits = floors(measure, {key: min(waited[ends] for ends in mine) for key, mine in own.items()}, on_cores)
         for key, pair in (slow(best, limits) if len(best) > 2 else {}).items():
             explained.update(own[key])
@@ -314,36 +324,20 @@ def _ends(
     return found
 
 
-def _best(times: Sequence[Times]) -> Times:
+def _best_times(times: Sequence[Times]) -> Times:
     return Times(min(pair.typical for pair in times), min(pair.best for pair in times))
-
-
-# Whether a run may start on probed hosts: the answer for a launch and for whoever restarts one, and as findings.
-
-WHY = "every step waits for the slowest worker"
-SOURCE = "tools/doctor/outliers.py; report, section 6"
-MENDS = {
-    "worker": "look at the end of dmesg and at npu-smi info; start without this host until it answers",
-    "matmul": "compare clocks, temperature and cpu.max with a healthy worker's; until then start without this host",
-    "memory": "compare the memory modules (dmidecode -t memory), NUMA binding and clocks with a healthy host's",
-    "disk": "look at the file system (mount, iostat -x, dmesg), or choose another output_dir",
-    "bandwidth": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
-    "latency": "look at the interface of the named end: ethtool, tc qdisc show, ip -s link",
-    "throttled": "give the container more CPU (docker: --cpus, Kubernetes: resources.limits.cpu)",
-    "waited": "end what else runs on its cores (top), or keep it away from them (tc3 affinity)",
-}
 
 
 @dataclass(frozen=True)
 class Gate:
-    """The verdict and its reasons: fail keeps a run from starting; warn and unknown are told."""
+    """A gate has a verdict and its reasons: fail keeps a run from starting; warn and unknown are told."""
 
     verdict: Verdict
     reasons: list[str]
 
 
 def gate(reports: Mapping[str, Probe]) -> Gate:
-    """Hold the probes of hosts (name -> probe) against each other.
+    """Return what the probes of hosts (name -> probe) say when they are held against each other.
 
     fail: somebody is slower than their peers, or ended. unknown: nobody has a peer, so slow cannot be told. warn: a
     worker waited for its cores or was stopped by a limit, as others may have been. Otherwise ok.
@@ -358,17 +352,17 @@ def findings(reports: Mapping[str, Probe]) -> list[Finding]:
     """Return the outliers as the doctor reports them, failing ones first; where none fails, what was compared."""
     found = outliers(reports)
     rows = [
-        Finding("probe", item.verdict, _words(item), WHY, SOURCE, MENDS[item.measure])
+        Finding("probe", item.verdict, _finding_words(item), WHY, SOURCE, MENDS[item.measure])
         for item in sorted(found, key=lambda item: item.verdict)
     ]
-    return rows if any(item.verdict == "fail" for item in found) else [*rows, _summary(reports)]
+    return rows if any(item.verdict == "fail" for item in found) else [*rows, _summary_finding(reports)]
 
 
-def _words(item: Outlier) -> str:
+def _finding_words(item: Outlier) -> str:
     return ", ".join(filter(None, (item.host, f"{item.who}: {item.seen}")))
 
 
-def _summary(reports: Mapping[str, Probe]) -> Finding:
+def _summary_finding(reports: Mapping[str, Probe]) -> Finding:
     """ok where every worker was compared, unknown where one had no peer."""
     count, workers = compared(reports), sum(len(report["workers"]) for report in reports.values())
     notes = "".join(

@@ -1,8 +1,10 @@
-"""Gather the facts of one host for `tc3 doctor --json`, and read such a report again, possibly on another host.
+"""This module is what `tc3 doctor --json` prints of one host, and how it is read again, possibly on another one.
 
-A fact has to be the same on every host of a run: versions, packet sizes, recipe, data. It is a text, or None where the
-host does not tell. A name and its value say everything, so that hosts are compared by their texts only. A fact is not a
-check: on a single host no fact is wrong.
+`gather` collects the facts of a host: what has to be the same on every host of a run, which is versions, packet sizes,
+recipe and data. A fact is a text, or None where the host does not tell; a name and its value say everything, so that
+hosts are compared by looking at texts alone. Facts are no checks: on one host alone nothing is wrong with any of them.
+
+`Report` holds the findings, the facts and the probe of a host; `read_report` reads one, and refuses what is none.
 """
 
 from __future__ import annotations
@@ -33,48 +35,50 @@ from tools.recipe.view import LOADER
 from tools.schema.versions import installed
 
 CHECKOUT = Path(tools.__file__).resolve().parents[1]
+Facts = dict[str, str | None]
 _CODE = ("launch", "plugins", "tools")
 _DIGITS = 16  # of a sha256, enough to tell files apart
 _DATA_PATH = (*LOADER, "config", "data_path")
-
-Facts = dict[str, str | None]
+_FINDING_FIELDS = {field.name for field in fields(Finding)}
+_MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
+_VERDICTS = get_args(Verdict)
 
 
 def gather(patient: Patient) -> Facts:
     """Return the facts of a host, and of the recipe and its data as that host sees them."""
     facts: Facts = {"tc3": tool_version(), "code": code()}
-    facts |= _python(patient)
+    facts |= _python_facts(patient)
     if not patient.on_cpu:
-        facts |= ascend_versions(patient.root) | {"NPUs": _npus(patient)}
+        facts |= ascend_versions(patient.root) | {"NPUs": _npu_fact(patient)}
     facts["kernel"] = patient.root.read("/proc/sys/kernel/osrelease")
     may = allowed(patient.root)
     facts["cores"] = None if may is None else str(len(may))
     facts |= {f"packet size of {card}": size for card, size in card_sizes(patient.root).items()}
-    return facts | _recipe(patient)
+    return facts | _recipe_facts(patient)
 
 
 def tool_version() -> str:
-    """Of the tool that gathers facts: reports of another one may mean other things by the same words."""
+    """Return the version of the tool: reports of another one may mean other things by the same words."""
     return installed("telechat3-moe-recipes") or "not installed"
 
 
 @lru_cache(maxsize=1)
 def code() -> str:
-    """sha256 of the checkout's Python files: a stale copy on one host trains something else."""
+    """Return the sha256 of the checkout's Python files: a stale copy on one host trains something else."""
     digest = hashlib.sha256()
     for path in sorted(path for folder in _CODE for path in (CHECKOUT / folder).rglob("*.py")):
         digest.update(str(path.relative_to(CHECKOUT)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:_DIGITS]
 
 
-def _python(patient: Patient) -> Facts:
+def _python_facts(patient: Patient) -> Facts:
     """Of this process; a recorded host does not say."""
     versions: Facts = {"Python": platform.python_version()}
     versions |= {name: installed(name) or "not installed" for name in ("mindspore", "mindformers")}
     return versions if patient.root.live else dict.fromkeys(versions)
 
 
-def _npus(patient: Patient) -> str | None:
+def _npu_fact(patient: Patient) -> str | None:
     """``8 x 910B3``; devices without a name where npu-smi does not tell."""
     chips = Counter(chip.name for chip in host.chips(patient.root.ask("npu-smi", "info") or ""))
     if chips:
@@ -83,7 +87,7 @@ def _npus(patient: Patient) -> str | None:
     return None if devices else "none"
 
 
-def _recipe(patient: Patient) -> Facts:
+def _recipe_facts(patient: Patient) -> Facts:
     """Digests of the flat recipe (bases merged in), and of what lies at its data's prefixes on this host."""
     view = patient.recipe
     if view is None:
@@ -93,10 +97,10 @@ def _recipe(patient: Patient) -> Facts:
     if view.megatron and view.get(_DATA_PATH) is not None:
         with suppress(DataError):  # tc3 check says what is wrong with it; the recipe's digest covers it here
             prefixes = read_blend(view.get(_DATA_PATH)).prefixes
-    return {"recipe": flat} | {f"data {prefix}": _data(prefix) for prefix in prefixes}
+    return {"recipe": flat} | {f"data {prefix}": _data_fact(prefix) for prefix in prefixes}
 
 
-def _data(prefix: str) -> str | None:
+def _data_fact(prefix: str) -> str | None:
     """Sizes of .idx and .bin, and a digest of up to 16 MiB of each, spread over it. Other text has other lengths."""
     index, tokens = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
     try:
@@ -109,25 +113,20 @@ def _data(prefix: str) -> str | None:
     return f"{sizes}, {both}"
 
 
-_FIELDS = {field.name for field in fields(Finding)}
-_MEASURES = ("matmul", "memory", "disk", "bandwidth", "latency")
-_VERDICTS = get_args(Verdict)
-
-
 class ReportError(ValueError):
-    """A text is not a report, or not one of this tool's version; the message goes after the host's name."""
+    """A text is no report, or not of this tool's version; the message goes after the host's name."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One host: its findings, its facts, and what its probe measured, if it was asked to."""
+    """One host reports this: its findings, its facts, and what its probe measured, if it was asked to."""
 
     findings: Sequence[Finding]
     facts: Facts
     probe: Probe | None = None
 
     def text(self) -> str:
-        """As JSON, in one line."""
+        """Return the report as JSON, in one line."""
         return json.dumps(
             {"findings": [asdict(item) for item in self.findings], "facts": self.facts, "probe": self.probe}
         )
@@ -160,7 +159,7 @@ def read_report(text: str) -> Report:
 def _is_finding(item: object) -> bool:
     return (
         isinstance(item, dict)
-        and item.keys() == _FIELDS
+        and item.keys() == _FINDING_FIELDS
         and all(isinstance(value, str) for value in item.values())
         and item["verdict"] in _VERDICTS
     )
@@ -168,22 +167,26 @@ def _is_finding(item: object) -> bool:
 
 def _is_probe(value: Any) -> bool:
     """None, or a probe whose links are between its workers, and whose rates and times are not zeros."""
-    if value is None or not _is(value, Probe):
+    if value is None or not _has_form(value, Probe):
         return value is None
     ends = {link[end] for link in value["links"] for end in ("source", "target")}
     numbers = [row[key] for row in value["workers"] + value["links"] for key in _MEASURES if key in row]
     return ends <= set(range(len(value["workers"]))) and all(number > 0 for rounds in numbers for number in rounds)
 
 
-def _is(value: Any, form: Any) -> bool:
+def _has_form(value: Any, form: Any) -> bool:
     """Whether a value out of JSON has a form: a TypedDict, a list, an optional one, or a plain type."""
     if is_typeddict(form):
         kinds = get_type_hints(form)
-        return isinstance(value, dict) and value.keys() == kinds.keys() and all(_is(value[k], kinds[k]) for k in kinds)
+        return (
+            isinstance(value, dict)
+            and value.keys() == kinds.keys()
+            and all(_has_form(value[k], kinds[k]) for k in kinds)
+        )
     if get_origin(form) is list:
-        return isinstance(value, list) and all(_is(item, get_args(form)[0]) for item in value)
+        return isinstance(value, list) and all(_has_form(item, get_args(form)[0]) for item in value)
     if get_args(form):
-        return any(_is(value, one) for one in get_args(form))
+        return any(_has_form(value, one) for one in get_args(form))
     if form is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     return isinstance(value, form)

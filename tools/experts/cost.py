@@ -1,7 +1,8 @@
-"""`tc3 ep-report`: compare what expert parallelism costs a recipe, by mode of dispatch and overlap.
+"""This module is the command `tc3 ep-report`: it says what expert-parallel communication costs a recipe.
 
-`tools.layout.advise` computes the seconds and bytes of each choice; this module shows them as a table, as JSON and as a
-picture, with the assumptions that they rest on.
+The numbers and the advice are those of `tools.layout.advise`; all of them are modelled. `content` is the advice as JSON
+for machines and `print_text` as text for people. `draw` draws a layer's streams before and after it is cut into chunks
+(report figure 5). The exit code is 0, or 2 for a wrong input.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import PARALLEL, View
 
 NOTE = "modelled, not measured, by the estimator of tc3 search (tools/estimate)"
+_STREAM_NAMES = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
+_SHARED_COLOUR = "0.75"  # grey: of the shared expert
 
 
 def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
@@ -50,11 +53,11 @@ def content(advices: Sequence[Advice], source: str) -> dict[str, Any]:
         },
         "skew": first.skew,
         "known_step_errors": known.as_json() if (known := known_error(first.hardware)) else None,
-        "reports": [_report(advice) for advice in advices],
+        "reports": [_advice_content(advice) for advice in advices],
     }
 
 
-def _report(advice: Advice) -> dict[str, Any]:
+def _advice_content(advice: Advice) -> dict[str, Any]:
     parts = advice.best.cut.by_part
     written = advice.written
     return {
@@ -70,11 +73,11 @@ def _report(advice: Advice) -> dict[str, Any]:
         "break_even": asdict(advice.break_even),
         "recipe": {"mode": written.mode, "chunks": written.chunks, "step_seconds": written.step.total},
         "other_seconds": {part: seconds for part, seconds in parts.items() if part != "ep"},
-        "modes": {mode: _mode(report) for mode, report in advice.modes.items()},
+        "modes": {mode: _mode_content(report) for mode, report in advice.modes.items()},
     }
 
 
-def _mode(report: ModeReport) -> dict[str, Any]:
+def _mode_content(report: ModeReport) -> dict[str, Any]:
     choice = report.choice
     return {
         "inter_bytes": report.inter_bytes,
@@ -91,7 +94,7 @@ def _mode(report: ModeReport) -> dict[str, Any]:
 
 
 def print_text(advices: Sequence[Advice], source: str, console: Console) -> None:
-    """A table for each EP degree, the setting to write, and why."""
+    """Print a table for each EP degree, the setting to write, and why."""
     first = advices[0]
     console.print(
         f"{source} on {first.hardware.name} ({first.hardware.device}), busiest rank {first.skew:g} x the mean"
@@ -120,13 +123,13 @@ def _table(advice: Advice) -> Table:
     table.add_column("", no_wrap=True)
     for mode in advice.modes:
         table.add_column(mode, justify="right", no_wrap=True)
-    rows = [_rows(report) for report in advice.modes.values()]
+    rows = [_mode_rows(report) for report in advice.modes.values()]
     for index, (label, _) in enumerate(rows[0]):
         table.add_row(label, *(row[index][1] for row in rows))
     return table
 
 
-def _rows(report: ModeReport) -> list[tuple[str, str]]:
+def _mode_rows(report: ModeReport) -> list[tuple[str, str]]:
     before, after = report.step
     return [
         ("between nodes", f"{report.inter_bytes / 1e6:,.1f} MB"),
@@ -140,7 +143,7 @@ def _rows(report: ModeReport) -> list[tuple[str, str]]:
 
 
 def arrow(shares: tuple[float, float]) -> str:
-    """(0.3, 0.05) as ``30 % -> 5 %``."""
+    """Return (0.3, 0.05) as ``30 % -> 5 %``."""
     return f"{100 * shares[0]:.0f} % -> {100 * shares[1]:.0f} %"
 
 
@@ -149,12 +152,6 @@ def assumptions(advice: Advice) -> str:
     hardware, peak = advice.hardware, f"peak_flops.{advice.config.dtype}"
     used = [key for key in hardware.assumed if key == peak or not key.startswith("peak_flops")]
     return f"assumed in {hardware.name}: {', '.join(used) or 'nothing'}; efficiencies are fitted to published runs"
-
-
-# Draw a layer's streams before and after it is cut into chunks (report figure 5).
-
-_ROWS = {"compute": "compute", "inter": "between nodes", "intra": "inside a node"}
-_GREY = "0.75"
 
 
 def draw(advice: Advice, path: Path) -> Path:
@@ -168,8 +165,8 @@ def draw(advice: Advice, path: Path) -> Path:
     above, below = figure.subplots(2, 1, sharex=True)
     b, s = choice.chunks
     again = bool(advice.config.recompute.full)
-    _panel(above, _shown(choice.before, again), "uncut")
-    _panel(below, _shown(choice.after, again), f"{b * s} chunks (batch {b} x sequence {s})")
+    _draw_streams(above, _shown_passes(choice.before, again), "uncut")
+    _draw_streams(below, _shown_passes(choice.after, again), f"{b * s} chunks (batch {b} x sequence {s})")
     label = "ms of one MoE layer and micro-batch, forward then backward (modelled)"
     below.set_xlabel(f"{label}; a colour for each chunk, grey: shared expert")
     shared = ", recomputed" if again else ""
@@ -177,12 +174,12 @@ def draw(advice: Advice, path: Path) -> Path:
     return save_figure(figure, path)
 
 
-def _shown(timelines: Passes[Timeline], again: bool) -> tuple[Timeline, Timeline]:
+def _shown_passes(timelines: Passes[Timeline], again: bool) -> tuple[Timeline, Timeline]:
     """Forward, and the backward that a layer of this recipe has."""
     return timelines.forward, timelines.replayed if again else timelines.backward
 
 
-def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
+def _draw_streams(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
     """One row for each stream; backward starts where forward ends."""
     from matplotlib import colormaps
 
@@ -192,7 +189,7 @@ def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
     for timeline, way in zip(timelines, ("forward", "backward"), strict=True):
         for row, stream in enumerate(reversed(STREAMS)):
             for span in timeline.on(stream):
-                colour = _GREY if span.op.chunk == WHOLE else colours(span.op.chunk / chunks)
+                colour = _SHARED_COLOUR if span.op.chunk == WHOLE else colours(span.op.chunk / chunks)
                 place = (1e3 * (offset + span.start), 1e3 * span.op.seconds)
                 axes.broken_barh([place], (row - 0.4, 0.8), facecolor=colour)
         offset += timeline.makespan
@@ -200,17 +197,17 @@ def _panel(axes: Any, timelines: tuple[Timeline, Timeline], name: str) -> None:
         axes.text(1e3 * offset, -0.85, f"{way} ends ", ha="right", va="bottom", fontsize="x-small")
     axes.set_xlim(left=0)
     axes.set_ylim(-0.9, len(STREAMS) - 0.4)
-    axes.set_yticks(range(len(STREAMS)), [_ROWS[stream] for stream in reversed(STREAMS)])
+    axes.set_yticks(range(len(STREAMS)), [_STREAM_NAMES[stream] for stream in reversed(STREAMS)])
     axes.set_title(f"{name}: {1e3 * offset:.2f} ms", loc="left", fontsize="medium")
 
 
 class Degrees(click.ParamType):
-    """``16,32`` as a tuple of integers."""
+    """This option reads ``16,32`` as a tuple of integers."""
 
     name = "N,N"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Split and check."""
+        """Return the integers in a text; each is checked."""
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
             self.fail(f"{value!r}: want EP degrees such as 16,32,64", param, ctx)

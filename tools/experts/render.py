@@ -1,4 +1,8 @@
-"""Show a study of expert loads: as text, as JSON, as a picture and as an HTML page."""
+"""This module shows a study of expert loads: as a picture, as JSON for machines, as text for people, and as a page.
+
+`draw` draws loads of experts over time, loads of devices, and max/mean by policy. `content` is the object for machines,
+`print_text` the tables for a terminal, and `page` one HTML file that needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,26 @@ from plugins.expert_balance.plan import imbalance
 from tools.experts.study import NONE, RECORDED, Policy, Study
 from tools.files.figure import new_figure, save_figure, svg_text
 
+WIDTH = 110  # of the tables, also where nobody looks at a terminal
+SHOWN = 12  # layers in the table; --json has all
+LAYER_HEADS = ("layer", "busiest expert", "", "max/mean", "95 % up to", "worst step", "micro-batch", "bound")
+POLICY_HEADS = ("policy", "every", "max/mean", "worst", "moves a layer", "plan", "waits a step", "saves")
+NOTES = (
+    "max/mean: tokens of the fullest device of an EP group over the mean of its devices; all others wait for it",
+    "policies plan with the loads seen until then and are judged by the steps after the first plan",
+    "moves: experts of a layer that change device at a plan; plan: time to plan all layers on this machine",
+)
 _HOTTEST = 3.0  # times the mean, at the end of the colour scale
-_FEW = 4  # layers that get a panel of their own, expert by step
+_FEW_LAYERS = 4  # layers that get a panel of their own, expert by step
 _WINDOWS = 4  # of time, where layers are too many for that: layer by expert
-_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:green")
+_POLICY_COLOURS = ("0.55", "black", "tab:orange", "tab:blue", "tab:cyan", "tab:green")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
+th, td { white-space: nowrap }
+th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
+td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
+"""
 
 
 def draw(found: Study, path: Path) -> Path:
@@ -31,26 +51,26 @@ def draw(found: Study, path: Path) -> Path:
 
 
 def svg(found: Study) -> str:
-    """Return the same as an element of a page."""
+    """Return the picture as an element of a page."""
     return svg_text(_figure(found))
 
 
 def _figure(found: Study) -> Any:
     figure = new_figure(14, 8.5)
     above, below = figure.subfigures(2, 1, height_ratios=(1.15, 1))
-    _heat(above, found)
+    _draw_heat(above, found)
     left, right = below.subplots(1, 2, width_ratios=(1.5, 1))
-    _policies(left, found)
-    _devices(right, found)
+    _draw_policies(left, found)
+    _draw_devices(right, found)
     return figure
 
 
-def _heat(figure: Any, found: Study) -> None:
+def _draw_heat(figure: Any, found: Study) -> None:
     """Tokens of each expert over the mean of its layer."""
     records = found.source.records
     layers = len(records[0].layers)
     shares = found.tokens / np.maximum(found.tokens.mean(2, keepdims=True), 1e-30)
-    if layers <= _FEW:
+    if layers <= _FEW_LAYERS:
         axes = figure.subplots(1, layers, squeeze=False, sharey=True)[0]
         edges = [records[0].step - 0.5, records[-1].step + 0.5]
         for at, panel in enumerate(axes):
@@ -83,11 +103,11 @@ def _layer_ticks(axes: Any, found: Study) -> None:
     axes.set_ylabel("layer")
 
 
-def _policies(axes: Any, found: Study) -> None:
+def _draw_policies(axes: Any, found: Study) -> None:
     """max/mean of each step, the mean over layers; smoothed lightly where steps are many."""
     steps = np.array([record.step for record in found.source.records])
     width = max(1, len(steps) // 150)
-    for policy, colour in zip(found.policies, _COLOURS, strict=False):
+    for policy, colour in zip(found.policies, _POLICY_COLOURS, strict=False):
         ratios = policy.ratios.mean(1)
         if width > 1:
             ratios = np.convolve(ratios, np.full(width, 1 / width), "valid")
@@ -106,7 +126,7 @@ def _policies(axes: Any, found: Study) -> None:
     axes.legend(fontsize="small", frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
-def _devices(axes: Any, found: Study) -> None:
+def _draw_devices(axes: Any, found: Study) -> None:
     """Load of each device over the mean, all steps as recorded."""
     layers, devices = found.devices.shape
     far = max(0.02, float(np.abs(found.devices - 1).max()))
@@ -127,17 +147,6 @@ def _devices(axes: Any, found: Study) -> None:
     axes.figure.colorbar(image, ax=axes, pad=0.02)
 
 
-WIDTH = 110  # of the tables, also where nobody looks at a terminal
-SHOWN = 12  # layers in the table; --json has all
-LAYER_HEADS = ("layer", "busiest expert", "", "max/mean", "95 % up to", "worst step", "micro-batch", "bound")
-POLICY_HEADS = ("policy", "every", "max/mean", "worst", "moves a layer", "plan", "waits a step", "saves")
-NOTES = (
-    "max/mean: tokens of the fullest device of an EP group over the mean of its devices; all others wait for it",
-    "policies plan with the loads seen until then and are judged by the steps after the first plan",
-    "moves: experts of a layer that change device at a plan; plan: time to plan all layers on this machine",
-)
-
-
 def content(found: Study) -> dict[str, Any]:
     """Return one object; ratios are max/mean."""
     records, seconds = found.source.records, found.seconds
@@ -150,7 +159,7 @@ def content(found: Study) -> dict[str, Any]:
         "devices": records[0].devices,
         "every": found.every,
         "judged_from_step": records[found.first].step,
-        "layers": [_layer(found, at) for at in range(len(records[0].layers))],
+        "layers": [_layer_content(found, at) for at in range(len(records[0].layers))],
         "seconds": {
             "modelled": True,
             "cluster": seconds.cluster if not isinstance(seconds, str) else None,
@@ -158,12 +167,12 @@ def content(found: Study) -> dict[str, Any]:
             "unknown": None if known else seconds,
             "error": seconds.error if not isinstance(seconds, str) else None,
         },
-        "policies": [_policy(one, found) for one in found.policies],
+        "policies": [_policy_content(one, found) for one in found.policies],
         "replay_differs_at": found.differs,
     }
 
 
-def _layer(found: Study, at: int) -> dict[str, Any]:
+def _layer_content(found: Study, at: int) -> dict[str, Any]:
     ratios, worst = found.ratios[:, at], [record.micro_batch[at] for record in found.source.records]
     known = [ratio for ratio in worst if ratio is not None]
     return {
@@ -180,7 +189,7 @@ def _layer(found: Study, at: int) -> dict[str, Any]:
     }
 
 
-def _policy(policy: Policy, found: Study) -> dict[str, Any]:
+def _policy_content(policy: Policy, found: Study) -> dict[str, Any]:
     after, stay = policy.ratios[found.first :], found.policies[0]
     return {
         "policy": policy.name,
@@ -219,7 +228,7 @@ def layer_rows(found: Study) -> list[list[str]]:
 def policy_rows(found: Study) -> list[list[str]]:
     """Return the columns as `POLICY_HEADS`."""
     rows = []
-    for row in (_policy(one, found) for one in found.policies):
+    for row in (_policy_content(one, found) for one in found.policies):
         waits, saves = row["waits_seconds"], row["saves_seconds"]
         rows.append([
             row["policy"],
@@ -273,7 +282,7 @@ def notes(found: Study) -> list[str]:
 
 
 def counting_noise(found: Study) -> float:
-    """max/mean of routing without preference: multinomial draws of as many tokens, the mean of 20."""
+    """Return max/mean of routing without preference: multinomial draws of as many tokens, the mean of 20."""
     experts, devices = found.tokens.shape[2], found.source.records[0].devices
     tokens = int(found.tokens.sum(2).mean())
     draws = np.random.default_rng(0).multinomial(tokens, np.full(experts, 1 / experts), 20)
@@ -281,22 +290,22 @@ def counting_noise(found: Study) -> float:
 
 
 def print_text(found: Study, console: Console) -> None:
-    """Two tables, and what they rest on."""
+    """Print two tables, and what they rest on."""
     console.width = max(console.width, WIDTH)
     console.print(f"{found.source.file}: {head(found)}")
     console.print()
     rows = layer_rows(found)
-    console.print(_table(LAYER_HEADS, rows[:SHOWN]))
+    console.print(_text_table(LAYER_HEADS, rows[:SHOWN]))
     if len(rows) > SHOWN:
         console.print(f"the {SHOWN} most uneven of {len(rows)} layers; --json has all")
     console.print()
-    console.print(_table(POLICY_HEADS, policy_rows(found)))
+    console.print(_text_table(POLICY_HEADS, policy_rows(found)))
     console.print()
     for note in notes(found):
         console.print(f"note: {note}")
 
 
-def _table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
+def _text_table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
     table = Table(show_edge=False, pad_edge=False)
     for at, name in enumerate(heads):
         table.add_column(name, justify="right" if at else "left", no_wrap=True)
@@ -305,17 +314,8 @@ def _table(heads: tuple[str, ...], rows: list[list[str]]) -> Table:
     return table
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 80em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: right }
-th, td { white-space: nowrap }
-th { border-bottom: 2px solid #888 } td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums }
-td:first-child, th:first-child { text-align: left } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
-"""
-
-
 def page(found: Study) -> str:
-    """Return the whole file."""
+    """Return the text of the HTML file."""
     title = f"Expert loads of {found.source.file}"
     body = [
         f"<h1>Expert loads</h1><p>{escape(str(found.source.file))}: {escape(head(found))}</p>",

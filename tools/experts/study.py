@@ -1,7 +1,8 @@
-"""Study recorded expert loads: how uneven they are, and what each policy of moving experts would bring.
+"""This module studies the recorded expert loads of a run: what they were, and what each policy would have made of them.
 
-A `Source` is a run with the plugin, or a log of expert loads. `seconds_of` gives what a max/mean costs in the
-estimator's time of a step. `study` replays the log under each `Policy` with the planner of `plugins/expert_balance`.
+`open_run` finds what a report is about: the recorded loads of a run, and its recipe where there is one. `seconds_of`
+predicts the seconds of a step whose experts load devices so unevenly, by the one estimator (`tools.estimate`). `study`
+counts loads by layer and device, and replays the policies on them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from tools.layout.resolve import resolve
 from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 
+NONE, RECORDED = "experts stay", "as recorded"  # names of policies
+RARE = 5  # times the steps between plans, for a policy that shows what waiting longer costs
+_GRAIN = 200  # of max/mean, parts of 1: steps are predicted for so many values
+
 
 @dataclass(frozen=True)
 class Source:
-    """One log.
+    """A report is about this log.
 
     Args:
         file: of `records`, by step. recipe: nothing in it is `auto`; None: not known.
@@ -63,12 +68,9 @@ def open_run(place: Path, recipe: Path | None, say: Callable[[str], None]) -> So
     return Source(file, records, loaded, read_settings(section) if on else Settings())
 
 
-_GRAIN = 200  # of max/mean, parts of 1: steps are predicted for so many values
-
-
 @dataclass(frozen=True)
 class Seconds:
-    """Predicted steps.
+    """These are predicted steps.
 
     Args:
         cluster: they run on. even: seconds where all devices have as much.
@@ -91,7 +93,7 @@ class Seconds:
 
 
 def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) -> Seconds | str:
-    """Predictions for a run, or why there are none.
+    """Return predictions for a run, or why there are none.
 
     Raises:
         RecipeError: there is no such cluster.
@@ -121,13 +123,9 @@ def seconds_of(recipe: Recipe | None, records: list[Record], cluster_name: str) 
     return Seconds(hardware.name, even, lambda ratio: step(round(ratio * _GRAIN)), known.words if known else UNKNOWN)
 
 
-NONE, RECORDED = "experts stay", "as recorded"
-RARE = 5  # times the steps between plans, for a policy that shows what waiting longer costs
-
-
 @dataclass(frozen=True)
 class Policy:
-    """One way to place experts, over the recorded steps.
+    """This is one way to place experts, over the recorded steps.
 
     Args:
         every: steps between plans; 0: none. ratios: [steps, layers] max/mean.
@@ -152,7 +150,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class Study:
-    """A whole report.
+    """This is a whole report.
 
     Args:
         tokens: int64 [steps, layers, E] of logical experts; ratios: [steps, layers] as recorded.
@@ -178,7 +176,7 @@ class Study:
 
 
 def study(source: Source, cluster: str, every: int | None) -> Study:
-    """Replay the policies.
+    """Return the report on a log, with the policies replayed.
 
     Args:
         every: steps between plans; None: the recipe's.

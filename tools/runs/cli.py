@@ -1,7 +1,10 @@
-"""`tc3 runs report` and `tc3 runs watch`: where the time of runs went, and how a run stands now.
+"""This module is the command group `tc3 runs`: `report` says where the time of runs went, and `watch` follows a run.
 
-Both exit with 0, or 2 for a wrong input; `watch` also exits with 1 for a run that failed and 130 for Ctrl-C. `follow`
-refreshes what `watch` shows; `Exporter` serves the same values to Prometheus.
+`follow` shows a run's status: a table that stays in its place on a terminal, a line whenever it changes elsewhere.
+`Scalars` writes a run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics. `Exporter` writes a run's
+status as a text file for Prometheus, as node_exporter's textfile collector reads it (*.prom).
+
+The exit code is 0, or 2 for a wrong input; that of `watch` is also 1 for a run that failed, and 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,15 +28,38 @@ from tools.ranges import Number
 from tools.runs.render import duration, share
 from tools.runs.watch import Status
 
-QUIET = 120.0  # seconds without anything new after which that is said
-_LINE = 60.0  # seconds between lines, at most, off a terminal
+QUIET = 120.0  # seconds without anything new after which the status says so
+FOLDER, _EVENTS_SUFFIX = "tensorboard", ".tc3"
+SCALARS = (
+    "loss",
+    "lm_loss",
+    "load_balancing_loss",
+    "mtp_loss",
+    "global_norm",
+    "learning_rate",
+    "seconds",
+)
+GAUGES = {
+    "step": "Newest step that was made and stands",
+    "total_steps": "Steps that the run is to make",
+    "loss": "Training loss of the newest step, nats per token",
+    "tokens_per_second": "Median speed of the newest steps",
+    "goodput": "Time of steps that stand over the time since the first attempt's plan",
+    "wall_seconds": "Time since the first attempt's plan",
+    "attempt": "Number of the newest attempt, from 0",
+    "failures": "Attempts that failed",
+    "checkpoint_step": "Step of the newest whole checkpoint",
+    "checkpoint_age": "Seconds from the newest whole checkpoint to the last sign of life",
+    "last_sign": "When the run last wrote anything, seconds since 1970",
+}
 Look = Callable[[], Status]
+_LINE_EVERY = 60.0  # seconds between lines, at most, off a terminal
 
 
 def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
     """Show what `look` says every `every` seconds until the run is over; returns the exit code."""
     if as_json or not console.is_terminal:
-        return _lines(look, console, every, as_json)
+        return _print_lines(look, console, every, as_json)
     shown = table(status := look())
     with Live(shown, console=console, auto_refresh=False, vertical_overflow="visible") as live:
         while status.over is None:
@@ -43,14 +69,14 @@ def follow(look: Look, console: Console, every: float, as_json: bool) -> int:
     return status.over
 
 
-def _lines(look: Look, console: Console, every: float, as_json: bool) -> int:
+def _print_lines(look: Look, console: Console, every: float, as_json: bool) -> int:
     shown, said = "", 0.0
     while True:
         status = look()
         text = json_line(status) if as_json else line(status)
         moved = (status.state, status.attempt, status.phase) if not as_json else ()
         key = text if as_json else str(moved)
-        if key != shown or time.monotonic() - said >= _LINE or status.over is not None:
+        if key != shown or time.monotonic() - said >= _LINE_EVERY or status.over is not None:
             shown, said = key, time.monotonic()
             console.print(text, highlight=False, soft_wrap=True, markup=False)
         if status.over is not None:
@@ -66,7 +92,7 @@ def json_line(status: Status) -> str:
 def rows(status: Status) -> list[tuple[str, str]]:
     """Return what, and how it stands; what a run does not have is left out."""
     total = f" of {status.total_steps:,}" if status.total_steps else ""
-    known = share(status.goodput) if status.goodput is None else f"{share(status.goodput)} of {_long(status)}"
+    known = share(status.goodput) if status.goodput is None else f"{share(status.goodput)} of {_wall(status)}"
     found = [
         ("run", f"{status.run}: {status.state}{_quiet(status)}"),
         ("attempt", _attempt(status)),
@@ -85,7 +111,7 @@ def rows(status: Status) -> list[tuple[str, str]]:
     return [(name, text) for name, text in found if text is not None]
 
 
-def _long(status: Status) -> str:
+def _wall(status: Status) -> str:
     return duration(status.wall_seconds)
 
 
@@ -115,7 +141,7 @@ def _failures(status: Status) -> str | None:
 
 
 def table(status: Status) -> Table:
-    """For a terminal."""
+    """Return the status as a table for a terminal."""
     made = Table(box=None, show_header=False, pad_edge=False)
     made.add_column()
     made.add_column(overflow="fold")  # an error is never cut off
@@ -125,27 +151,13 @@ def table(status: Status) -> Table:
 
 
 def line(status: Status) -> str:
-    """For a log."""
+    """Return the status as a line for a log."""
     (_, name), *rest = rows(status)
     return f"{name}: " + ", ".join(f"{what} {text}" for what, text in rest)
 
 
-# A run's steps as TensorBoard scalars in RUN/tensorboard, beside its metrics.
-
-FOLDER, _SUFFIX = "tensorboard", ".tc3"
-SCALARS = (
-    "loss",
-    "lm_loss",
-    "load_balancing_loss",
-    "mtp_loss",
-    "global_norm",
-    "learning_rate",
-    "seconds",
-)
-
-
 class Scalars:
-    """Writes each step that it is given; what an earlier one wrote there is replaced.
+    """This writes each step that it is given; what an earlier one wrote there is replaced.
 
     Raises:
         DataError: tensorboard is not installed, or the folder cannot be written.
@@ -161,15 +173,15 @@ class Scalars:
             raise DataError("--tensorboard: tensorboard is not installed (pip install tensorboard)") from None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for old in self.folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            for old in self.folder.glob(f"events.out.tfevents.*{_EVENTS_SUFFIX}"):
                 old.unlink()
-            self.writer: Any = EventFileWriter(str(self.folder), filename_suffix=_SUFFIX)
+            self.writer: Any = EventFileWriter(str(self.folder), filename_suffix=_EVENTS_SUFFIX)
         except OSError as error:
             raise DataError(f"{self.folder}: cannot be written ({error.strerror or error})") from None
         self.event, self.summary = Event, Summary
 
     def add(self, record: dict[str, Any]) -> None:
-        """One step's record of metrics/."""
+        """Write one step's record of metrics/."""
         values = [(name, record.get(name)) for name in SCALARS]
         tokens, seconds = record.get("tokens"), record.get("seconds")
         values.append(("tokens_per_second", tokens / seconds if tokens and seconds else None))
@@ -186,25 +198,8 @@ class Scalars:
         self.writer.close()
 
 
-# A run's status as a text file for Prometheus, as node_exporter's textfile collector reads it (*.prom).
-
-GAUGES = {
-    "step": "Newest step that was made and stands",
-    "total_steps": "Steps that the run is to make",
-    "loss": "Training loss of the newest step, nats per token",
-    "tokens_per_second": "Median speed of the newest steps",
-    "goodput": "Time of steps that stand over the time since the first attempt's plan",
-    "wall_seconds": "Time since the first attempt's plan",
-    "attempt": "Number of the newest attempt, from 0",
-    "failures": "Attempts that failed",
-    "checkpoint_step": "Step of the newest whole checkpoint",
-    "checkpoint_age": "Seconds from the newest whole checkpoint to the last sign of life",
-    "last_sign": "When the run last wrote anything, seconds since 1970",
-}
-
-
 class Exporter:
-    """Writes `path` anew at each status.
+    """This writes `path` anew at each status.
 
     Raises:
         DataError: prometheus-client is not installed, or `path` cannot be written or ends in something else than .prom.

@@ -1,7 +1,9 @@
-"""Read what a run wrote: steps, evaluations, probes of its ranks, its parts and their recipes. No MindSpore needed.
+"""This module reads a run's folder as data: what the run writes while it trains. It needs no MindSpore.
 
-`read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl; records that no run writes
-are left out and counted. `load_run` puts the parts of a run together; a `Follower` reads a file that still grows.
+`read_metrics` and `read_held_out` read metrics/rank_N.jsonl and metrics/held_out.jsonl, and `Follower` follows such a
+file while it grows. `slow_of` and `Probes` find the ranks of a run that are slower than their peers, by its probes
+(plugins.straggler_probe). `load_run` reads all that reports need: the steps of each start of the workers (`Part`), the
+attempts, and the times of saves and evaluations.
 """
 
 from __future__ import annotations
@@ -25,6 +27,10 @@ from tools.recipe.load import Recipe, load_recipe
 from tools.recipe.view import View
 from tools.runs.attempts import Attempt, read_attempts
 
+NEWEST = 200  # probes of a rank that a run is followed by
+LOOK = 30.0  # seconds between two looks at the probes
+USUAL_OF = 100  # steps after a part's first whose median is its usual step
+COLUMNS = ("step", "time", "seconds", "loss", "global_norm")  # of a part
 _DAY = 86_400.0  # seconds that two hosts' clocks may be apart
 _MOST_STEPS = 10**12
 
@@ -40,7 +46,7 @@ def loss_rank(recipe: Recipe) -> int:
 
 @dataclass
 class Readings:
-    """One rank's steps: `steps[n]` is the record of step n; a resumed part replaces what it repeats."""
+    """These are one rank's steps: `steps[n]` is the record of step n; a resumed part replaces what it repeats."""
 
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     total_steps: int | None = None
@@ -80,13 +86,13 @@ def read_metrics(file: Path) -> Readings:
 
 
 def read_held_out(run_dir: Path) -> dict[int, float]:
-    """step -> loss on the held-back documents; a repeated step counts as last written."""
+    """Return step -> loss on the held-back documents; a repeated step counts as last written."""
     records = Follower(run_dir / "metrics" / "held_out.jsonl").new_records()
     return {record["step"]: record["held_out_loss"] for record in records if "held_out_loss" in record}
 
 
 class Follower:
-    """Reads the complete lines that a JSON-lines file has gained since the last look."""
+    """This reads the complete lines that a JSON-lines file has gained since the last look."""
 
     def __init__(self, file: Path, from_end: bool = False):
         """Follow `file`, which need not exist yet; `from_end` skips what it holds now."""
@@ -94,7 +100,7 @@ class Follower:
         self.offset = file.stat().st_size if from_end and file.exists() else 0
 
     def new_records(self) -> list[dict[str, Any]]:
-        """New records; a line that is not JSON (the last one of a killed run) is left out."""
+        """Return new records; a line that is not JSON (the last one of a killed run) is left out."""
         return list(self.records())
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -113,7 +119,7 @@ class Follower:
 
 
 class Steps(Follower):
-    """Follows a metrics file; lines that no run writes are left out, and said in `faults`.
+    """This follows a metrics file; lines that no run writes are left out, and said in `faults`.
 
     A number that is text, a negative time or one in the future would make confident tables of nothing.
     """
@@ -123,15 +129,15 @@ class Steps(Follower):
         self.faults: list[str] = []
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """New records that a run can have written."""
+        """Yield new records that a run can have written."""
         for record in super().records():
-            if fault := _fault(record):
+            if fault := _fault_of(record):
                 self.faults.append(fault)
             else:
                 yield record
 
 
-def _fault(record: dict[str, Any]) -> str | None:
+def _fault_of(record: dict[str, Any]) -> str | None:
     """What keeps a line from being a step's or a header's; None where nothing does."""
     for name, least in (("total_steps", 0), ("start_step", 0), ("step", 1)):
         value = record.get(name)
@@ -165,15 +171,9 @@ def _parse(line: bytes) -> Any:
         return None
 
 
-# Ranks of a run that are slower than their peers, by its probes (plugins.straggler_probe).
-
-NEWEST = 200  # probes of a rank that a run is followed by
-LOOK = 30.0  # seconds between two looks at them
-
-
 @dataclass(frozen=True)
 class Slow:
-    """Sentences on slow ranks, and on what the probes do not tell; `compared`: ranks, None for a run without probes."""
+    """These sentences are on slow ranks, and on what the probes do not tell; `compared`: ranks, None without probes."""
 
     compared: int | None
     slow: list[str]
@@ -181,32 +181,32 @@ class Slow:
 
 
 def slow_of(folder: Path, recipe: Recipe | None) -> Slow:
-    """Of all probes of a run."""
+    """Return what all probes of a run say."""
     try:
         records = read_run(folder)
     except DataError as error:
         return Slow(None, [], [f"its probes cannot be read: {error}"])
-    return _told(records, recipe)
+    return _slow_in_words(records, recipe)
 
 
-def _told(records: list[Record], recipe: Recipe | None) -> Slow:
+def _slow_in_words(records: list[Record], recipe: Recipe | None) -> Slow:
     if not records:
         return Slow(None, [], [])
     view = View(recipe) if recipe else None
     groups = by_stage(view.devices, view.pp) if view and view.parallel else None
     found: Verdict = slow_ranks(records, groups)
     slow = [f"rank {one.rank} on {one.host}: {one.seen}" for one in found.slow]
-    unknown = [f"{one.kind} of ranks {_ranks(one.ranks)}: {one.why}" for one in found.unknown]
+    unknown = [f"{one.kind} of ranks {_ranks_in_words(one.ranks)}: {one.why}" for one in found.unknown]
     return Slow(found.compared, slow, unknown)
 
 
-def _ranks(ranks: tuple[int, ...]) -> str:
+def _ranks_in_words(ranks: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, ranks[:8]))
     return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
 
 
 class Probes:
-    """The probes of a run that goes on: the newest `NEWEST` of each rank, looked at every `LOOK` seconds."""
+    """A run that goes on has these probes: the newest `NEWEST` of each rank, looked at every `LOOK` seconds."""
 
     def __init__(self, folder: Path, recipe: Recipe | None):
         self.folder, self.recipe = folder, recipe
@@ -221,15 +221,15 @@ class Probes:
             for path in sorted((self.folder / "metrics").glob("probe_*.jsonl")):
                 follower, newest = self.files.setdefault(path, (Follower(path), deque(maxlen=NEWEST)))
                 for line in follower.records():
-                    if record := _record(line):
+                    if record := _probe_of(line):
                         while newest and newest[-1].step >= record.step:  # made again
                             newest.pop()
                         newest.append(record)
-            self.found = _told([one for _, newest in self.files.values() for one in newest], self.recipe)
+            self.found = _slow_in_words([one for _, newest in self.files.values() for one in newest], self.recipe)
         return self.found
 
 
-def _record(line: dict) -> Record | None:
+def _probe_of(line: dict) -> Record | None:
     """A probe; None for a line that is none."""
     names = [field.name for field in fields(Record)]
     numbers = [line.get(name) for name in names if name not in ("host", "device", "data")]
@@ -239,13 +239,9 @@ def _record(line: dict) -> Record | None:
     return record if record.probe > 0 and record.seconds > 0 else None
 
 
-USUAL_OF = 100  # steps after a part's first whose median is its usual step
-COLUMNS = ("step", "time", "seconds", "loss", "global_norm")
-
-
 @dataclass
 class Part:
-    """The steps of one start of the workers, the columns of `COLUMNS` as arrays of one number a step.
+    """A part is the steps of one start of the workers, the columns of `COLUMNS` as arrays of one number a step.
 
     Args:
         start_step: steps done before it.
@@ -276,7 +272,7 @@ class Part:
 
     @property
     def moment(self) -> float | None:
-        """When its training began, as far as it says."""
+        """Return when its training began, as far as it says."""
         return self.began if self.began is not None else self["time"][0] - self["seconds"][0] if self.timed else None
 
     def usual(self) -> float | None:
@@ -287,7 +283,7 @@ class Part:
 
 @dataclass
 class Run:
-    """What a run's folder holds; what is not there is empty or None."""
+    """A run's folder holds this; what is not there is empty or None."""
 
     folder: Path
     recipe: Recipe | None
@@ -309,7 +305,7 @@ def metrics_of(folder: Path, recipe: Recipe | None) -> Path:
 
 
 def recipe_of(folder: Path) -> Recipe | None:
-    """RUN/recipe.yaml; None where it is not there or cannot be read."""
+    """Return RUN/recipe.yaml; None where it is not there or cannot be read."""
     try:
         return load_recipe(folder / "recipe.yaml")
     except (TC3Error, OSError):
@@ -317,7 +313,7 @@ def recipe_of(folder: Path) -> Recipe | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is not a run.
+    """Raise DataError for what is not a run.
 
     Raises:
         DataError: there is no such folder, or nothing in it that a run writes.
@@ -347,7 +343,7 @@ def number(value: Any) -> float | None:
 
 
 def header_of(record: dict[str, Any]) -> tuple[int, float | None, int | None]:
-    """(steps done before, when its training began, total steps) of the line that begins a part."""
+    """Return (steps done before, when its training began, total steps) of the line that begins a part."""
     start, total, time = (number(record.get(name)) for name in ("start_step", "total_steps", "time"))
     return int(start or 0), time, int(total) if total else None
 

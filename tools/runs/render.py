@@ -1,4 +1,9 @@
-"""Show reports of runs: the words and tables for the terminal, the picture, and the HTML page."""
+"""This module shows the report of `tc3 runs report`: as a picture, as text for a terminal, and as a page.
+
+`draw` draws runs: what each attempt did over time, and the step over time, in which lost steps fall back. `head`,
+`time_rows`, `attempt_rows`, `failure_rows` and `findings` are the words and tables of a report. `print_text` prints
+them, and `page` makes one HTML file of them that needs nothing else.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +34,20 @@ COLOURS: dict[Kind, str] = {
     "waiting": "gold",
     "unknown": "0.9",
 }
+ATTEMPT_HEADS = ("attempt", "began", "took", "hosts", "steps", "ended", "then")
+FAILURE_HEADS = ("attempt", "began with", "cause", "at", "says", "fell with it")
+Rows = list[list[str]]
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 _FINE = 1500  # parts of the whole that can be told apart; shorter pieces join the one before
-_POINTS = 2000  # of a curve
-_ROWS = 12  # attempts of a run that get a row each; of more each run has one
+_MOST_POINTS = 2000  # of a curve
+_MOST_ROWS = 12  # attempts of a run that get a row each; of more each run has one
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
+table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: left; vertical-align: top }
+th { border-bottom: 2px solid #888; white-space: nowrap }
+td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
+td:first-child { white-space: nowrap } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
+"""
 
 
 def draw(found: Sequence[Study], path: Path) -> Path:
@@ -45,7 +60,7 @@ def draw(found: Sequence[Study], path: Path) -> Path:
 
 
 def svg(found: Sequence[Study]) -> str:
-    """Return the same as an element of a page."""
+    """Return the picture as an element of a page."""
     return svg_text(_figure(found))
 
 
@@ -60,18 +75,18 @@ def _figure(found: Sequence[Study]) -> Any:
     size, unit = next(
         pair for pair in _UNITS if max(time.wall for _, time in known) / SECOND >= pair[0] or pair[0] == 1
     )
-    _bars(above, known, size)
-    _steps(below, known, size)
+    _draw_attempts(above, known, size)
+    _draw_steps(below, known, size)
     below.set_xlabel(f"{unit} since the run began")
     below.set_xlim(left=0)
     return figure
 
 
 def _row_count(time: Ledger) -> int:
-    return len(time.frames) if len(time.frames) <= _ROWS else 1
+    return len(time.frames) if len(time.frames) <= _MOST_ROWS else 1
 
 
-def _bars(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
+def _draw_attempts(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
     """One row an attempt, coloured by what it did; a cross where it failed."""
     names: list[str] = []
     kinds: dict[Kind, None] = {}
@@ -124,14 +139,14 @@ def _joined(group: Sequence[Piece]) -> Piece:
     return Piece(group[0].begin, group[-1].end, longest.kind, longest.attempt)
 
 
-def _steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
+def _draw_steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
     """The step over time, a line a run; where it falls back, steps were lost."""
     for one, time in known:
         begin = time.pieces[0].begin / SECOND
         xs, ys = [], []
         for frame in time.frames:
             for part in frame.parts:
-                at = np.unique(np.linspace(0, len(part) - 1, min(len(part), _POINTS)).astype(int))
+                at = np.unique(np.linspace(0, len(part) - 1, min(len(part), _MOST_POINTS)).astype(int))
                 xs += [np.nan, part.moment or 0.0, *np.asarray(part["time"])[at]]  # a break before each start
                 ys += [np.nan, part.start_step, *np.asarray(part["step"])[at]]
         axes.plot((np.array(xs) - begin) / size, ys, linewidth=1.4, label=one.name)
@@ -142,11 +157,8 @@ def _steps(axes: Any, known: Sequence[tuple[Study, Ledger]], size: int) -> None:
         axes.legend(fontsize="small", frameon=False)
 
 
-Rows = list[list[str]]
-
-
 def duration(seconds: float | None) -> str:
-    """1 d 3 h, 2 h 5 min, 4 min 10 s, 12.3 s."""
+    """Return seconds in words: 1 d 3 h, 2 h 5 min, 4 min 10 s, 12.3 s."""
     if seconds is None:
         return "not known"
     if seconds < 60:
@@ -161,7 +173,7 @@ def duration(seconds: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """As a percentage."""
+    """Return a share as a percentage."""
     return "not known" if value is None else f"{100 * value:.1f} %"
 
 
@@ -187,25 +199,22 @@ def time_rows(studies: Sequence[Study]) -> Rows:
     """Return where the time went: a row a kind that any run spent time on, a column a run."""
     known = [one.ledger.totals() for one in studies if isinstance(one.ledger, Ledger)]
     rows = [
-        [words, *(_part(one, kind) for one in studies)]
+        [words, *(_time_cell(one, kind) for one in studies)]
         for kind, words in WORDS.items()
         if any(totals[kind] for totals in known)
     ]
-    return [*rows, ["all", *(_whole(one) for one in studies)]]
+    return [*rows, ["all", *(_wall_cell(one) for one in studies)]]
 
 
-def _part(found: Study, kind: Kind) -> str:
+def _time_cell(found: Study, kind: Kind) -> str:
     if isinstance(found.ledger, str):
         return "not known"
     value = found.ledger.totals()[kind]
     return f"{duration(value / SECOND)} ({share(value / found.ledger.wall)})" if value else "-"
 
 
-def _whole(found: Study) -> str:
+def _wall_cell(found: Study) -> str:
     return "not known" if isinstance(found.ledger, str) else duration(found.ledger.wall / SECOND)
-
-
-ATTEMPT_HEADS = ("attempt", "began", "took", "hosts", "steps", "ended", "then")
 
 
 def attempt_rows(found: Study) -> Rows:
@@ -221,9 +230,6 @@ def attempt_rows(found: Study) -> Rows:
         ended = one["state"] or "not known"
         rows.append([str(one["attempt"]), began, took, nodes, steps, ended, one["decision"] or ""])
     return rows
-
-
-FAILURE_HEADS = ("attempt", "began with", "cause", "at", "says", "fell with it")
 
 
 def failure_rows(found: Study) -> Rows:
@@ -262,7 +268,7 @@ def _fell(one: Failure) -> str:
 
 
 def findings(found: Study) -> list[str]:
-    """Sentences: how often it fails, how often it should save, what to look at."""
+    """Return sentences: how often a run fails, how often it should save, what to look at."""
     lines = [_mtbf_line(found), *_saving_lines(found)]
     lines += [f"{one.found.mend[0].upper()}{one.found.mend[1:]} ({one.name}, attempt {one.attempt})."
               for one in _first_of_each(found.failures) if one.found.mend]  # fmt: skip
@@ -324,26 +330,26 @@ def _saving_lines(found: Study) -> list[str]:
 
 
 def print_text(studies: Sequence[Study], console: Console) -> None:
-    """The report of one run or of several side by side."""
-    console.print(_table(["", *(one.name for one in studies)], side_by_side(studies)))
-    console.print(_table(["where the time went", *(one.name for one in studies)], time_rows(studies)))
+    """Print the report of one run or of several side by side."""
+    console.print(_text_table(["", *(one.name for one in studies)], side_by_side(studies)))
+    console.print(_text_table(["where the time went", *(one.name for one in studies)], time_rows(studies)))
     for one in studies:
         title = f"{one.run.folder}: " if len(studies) > 1 else ""
         if rows := attempt_rows(one):
-            console.print(_table(ATTEMPT_HEADS, rows, f"{title}attempts"))
+            console.print(_text_table(ATTEMPT_HEADS, rows, f"{title}attempts"))
         for line in [*map(failure_line, one.failures), *findings(one)]:
             console.print(f"{title}{line}")
 
 
 def side_by_side(studies: Sequence[Study]) -> Rows:
-    """The summaries of several runs, a column a run."""
+    """Return the summaries of several runs, a column a run."""
     heads = [head(one) for one in studies]
     names = list(dict.fromkeys(row[0] for rows in heads for row in rows))
     tables = [{row[0]: row[1] for row in rows} for rows in heads]
     return [[name, *(table.get(name, "not known") for table in tables)] for name in names]
 
 
-def _table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
+def _text_table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
     table = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for name in heads:
         table.add_column(name, overflow="fold")
@@ -352,19 +358,8 @@ def _table(heads: Sequence[str], rows: Rows, title: str = "") -> Table:
     return table
 
 
-# A report as one HTML file that needs nothing else.
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
-table { border-collapse: collapse; margin: 1em 0 } th, td { padding: .25em .7em; text-align: left; vertical-align: top }
-th { border-bottom: 2px solid #888; white-space: nowrap }
-td { border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; overflow-wrap: anywhere }
-td:first-child { white-space: nowrap } svg { max-width: 100%; height: auto } .wide { overflow-x: auto }
-"""
-
-
 def page(studies: Sequence[Study]) -> str:
-    """Return the whole file."""
+    """Return the text of the HTML file."""
     title = f"Report of {', '.join(one.name for one in studies)}"
     names = [one.name for one in studies]
     body = [
