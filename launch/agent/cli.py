@@ -44,7 +44,7 @@ from tools.recipe.override import apply_overrides
 from tools.runs.attempts import Plan, numbers, read_attempt, read_attempts
 from tools.schema.versions import require_verified, unverified_option, unverified_words
 
-RESTARTS = 3  # failures in a row after which a run goes on, unless the user says otherwise
+RESTARTS = Rules.restarts  # failures in a row after which a run goes on, unless the user says otherwise
 
 
 def unfit(slots: int, folder: Path) -> list[str]:
