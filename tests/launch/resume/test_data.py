@@ -133,7 +133,7 @@ def recipe(path=("1", "a"), steps=10, batch=4, **more):
 def corpora(tmp_path, monkeypatch, write_corpus):
     """Corpora a and b, of 100 samples each."""
     monkeypatch.chdir(tmp_path)
-    data_order._tokens.cache_clear()
+    data_order._training_tokens.cache_clear()
     for name in "ab":
         write_corpus(tmp_path / name, [81] * 10)
 
