@@ -215,9 +215,11 @@ def supervise(
     return Outcome(code, failure, tuple(left))
 
 
-def _how_telling(failure: Failure) -> tuple[bool, bool, bool]:
-    """Of several failures the one to show is the largest by this."""
-    return failure.user_error, failure.stopped, failure.has_traceback
+def _how_telling(failure: Failure) -> tuple[bool, bool, bool, bool]:
+    """Of several failures the one to show is the largest by this; who lost another worker comes behind the lost one."""
+    killed = failure.code is not None and failure.code < 0
+    lost_another = "is out of reach" in failure.message  # of plugins/cpu_backend/mailbox.py
+    return failure.user_error and not lost_another, failure.stopped, failure.has_traceback, killed
 
 
 @contextmanager

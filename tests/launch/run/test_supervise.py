@@ -1,5 +1,6 @@
 """The supervisor: notices at once, says why, and leaves nothing running. Most with a stand-in for msrun."""
 
+import contextlib
 import json
 import os
 import signal
@@ -39,8 +40,12 @@ def started(run_dir):
 
 def running(run_dir):
     """Names of those that still run."""
-    pids = {name: pid for name, pid in started(run_dir).items() if psutil.pid_exists(pid)}
-    return [name for name, pid in pids.items() if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for name, pid in started(run_dir).items():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, perhaps just now
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(name)
+    return found
 
 
 def wait_until(condition, seconds=60):
@@ -295,3 +300,13 @@ def test_under_the_real_msrun(tmp_path, monkeypatch, body, code):
     if code:
         assert outcome.failure.lines[-1] == "RuntimeError: worker one broke"
     assert set(started(tmp_path)) == {"MS_SCHED0", "MS_WORKER0", "MS_WORKER1"} and not running(tmp_path)
+
+
+def test_a_killed_worker_is_told_before_one_that_lost_it():
+    lost = Failure(
+        "rank 0, Barrier: nothing: rank 1 is out of reach: reset", Path("a"), user_error=True, rank=0, code=2
+    )
+    killed = Failure("worker 1 was killed (SIGKILL)", Path("b"), rank=1, code=-9)
+    mistake = Failure("recipe.yaml: no such key", Path("a"), user_error=True, rank=0, code=2)
+    assert max([lost, killed], key=module._how_telling) is killed
+    assert max([killed, mistake], key=module._how_telling) is mistake
