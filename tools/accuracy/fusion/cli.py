@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from plugins.errors import ClusterError, DataError
-from tools.process.children import terminate_as_interrupt
+from plugins.errors import ClusterError, DataError, RecipeError
 from tools.process.waiting import saying
 from tools.ranges import Number
 from tools.schema.versions import require_verified, unverified_option
 
 if TYPE_CHECKING:
-    from tools.accuracy.fusion.report import Report, Row
+    from tools.accuracy.fusion.replay import Report
+    from tools.dryrun.graph_text import GraphText
 
 GRAPHS = (".ir", ".ir.gz")
 _UNKNOWN = "unknown of {} kernels; the others are within tolerance"
-_SHOWN = 10  # kernels of each side, the worst first
+_SHOWN = 10  # kernels, the worst first
 
 
 @click.command("fusion")
@@ -33,30 +33,27 @@ _SHOWN = 10  # kernels of each side, the worst first
 def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json: bool) -> None:
     """Compute fused kernels again, fused and one operator after the other, against float64.
 
-    RECIPE is trained for two steps on this CPU with MindSpore's CPU graph kernels and without (for an Ascend recipe,
-    its mini). Each kind of kernel then runs by itself, and where one is out of tolerance, the operator that is wrong is
-    named. The kernels that DVM would make of the same graph are computed in NumPy as DVM does: 16-bit chains in
-    float32, rounded once. GRAPH.ir is the text of a graph that MindSpore compiled: its kernels are replayed, nothing
-    is trained.
+    RECIPE is compiled as `tc3 fusion` does, and a recipe for the CPU as if it were for Ascend, which alone has DVM. The
+    kernels that DVM would make of its graph are computed in NumPy as DVM does: 16-bit chains in float32, rounded once.
+    GRAPH.ir is the text of a graph that MindSpore compiled: its kernels are replayed, nothing is compiled.
 
     \b
     tc3 accuracy fusion recipes/mini/pretrain.yaml
     tc3 accuracy fusion graph.ir --json
 
     Tolerances are those of `tc3 accuracy ops` (report, Table 2). Exit codes: 0 all within tolerance, 1 a fused kernel
-    is out of it, 2 unknown of some, because they could not be run, or a wrong input.
+    is out of it, 2 unknown of some, because they could not be computed, or a wrong input.
     """
-    from tools.accuracy.equivalence.runs import RunFailedError
+    from tools.accuracy.fusion.kernels import predicted
+    from tools.accuracy.fusion.replay import replayed
 
     require_verified()
     graph = recipe.name.endswith(GRAPHS)
     if graph and overrides:
         raise click.UsageError("--set is for a recipe: a graph is replayed unchanged")
-    try:
-        with terminate_as_interrupt():
-            report = _of_graph(recipe, seed) if graph else _of_recipe(recipe, overrides, seed)
-    except RunFailedError as error:
-        raise ClusterError(f"{recipe}: unknown: the training failed: {error}") from None
+    graphs = _read(recipe) if graph else _compiled(recipe, overrides)
+    with saying("computing kernels"):
+        report = replayed(predicted(graphs), seed)
     if as_json:
         click.echo(json.dumps({"recipe": str(recipe), **report.as_json()}))
     else:
@@ -64,70 +61,57 @@ def fusion_command(recipe: Path, overrides: tuple[str, ...], seed: int, as_json:
     sys.exit({True: 0, False: 1, None: 2}[report.passed])
 
 
-def _of_graph(file: Path, seed: int) -> Report:
-    from tools.accuracy.fusion.kernels import predicted
-    from tools.accuracy.fusion.report import Report, replayed
+def _read(file: Path) -> list[GraphText]:
     from tools.dryrun.graph_text import read_graph
 
     if not file.is_file():
         raise DataError(f"{file}: no such file: give the text of a compiled graph, or a recipe")
-    found = predicted([read_graph(file)])
-    return Report(replayed(found, seed), dict(found.skipped))
+    return [read_graph(file)]
 
 
-def _of_recipe(file: Path, overrides: tuple[str, ...], seed: int) -> Report:
-    from tools.accuracy.fusion.cells import recipe_of, require_akg, train_both
-    from tools.accuracy.fusion.kernels import built, predicted
-    from tools.accuracy.fusion.report import Report, measured, replayed
+def _compiled(file: Path, overrides: tuple[str, ...]) -> list[GraphText]:
+    """The graphs of a recipe, of which those that were compiled before are kept.
 
-    recipe = recipe_of(file, overrides)
-    require_akg()
-    with tempfile.TemporaryDirectory(prefix="tc3-fusion-") as name:
-        folder = Path(name)
-        with saying(f"{file}: training with graph kernels and without"):
-            steps = train_both(recipe, folder)
-        dvm, akg = predicted(steps.before), built(steps.after)
-        with saying("running kernels"):
-            rows = [*replayed(dvm, seed), *measured(akg, seed, folder / "cells")]
-    return Report(rows, dict(dvm.skipped + akg.skipped), {"on": steps.on, "off": steps.off})
+    Raises:
+        RecipeError: the file or an override is wrong, or several CPU processes share its data.
+        ClusterError: it does not compile.
+    """
+    from tools.check.check import require_sound
+    from tools.dryrun.compiles import compile_all, refusal_of, text_of
+    from tools.dryrun.graph_text import read_graph
+    from tools.dryrun.plan import without_files
+    from tools.dryrun.quick import quick_plan
+    from tools.layout.resolve import resolve
+    from tools.recipe.load import load_recipe
+    from tools.recipe.override import apply_overrides
+    from tools.recipe.view import View
+
+    recipe = without_files(apply_overrides(load_recipe(file), overrides))
+    if View(recipe).cpu_classes:
+        if (processes := View(recipe).devices) > 1:
+            raise RecipeError(f"{file}: it trains on {processes} processes; a recipe of one, or for Ascend, is needed")
+        recipe["context"]["device_target"] = "Ascend"
+    recipe = resolve(recipe, partial(click.echo, err=True))
+    require_sound(recipe)
+    plan = quick_plan(recipe)
+    for result in compile_all(plan, None, True, texts=True):
+        if "error" in result:
+            raise ClusterError(f"{file}: unknown: it does not compile: {refusal_of(result, recipe)}")
+    return [read_graph(text_of(job)) for job in plan.jobs]
 
 
 def _print(report: Report) -> None:
-    from tools.accuracy.fusion.report import AKG, DVM
-
-    for who in (DVM, AKG):
-        rows = [row for row in report.rows if row.who == who]
-        if rows:
-            total = sum(row.times for row in rows)
-            bad = [row for row in rows if not row.passed and not row.why]
-            click.echo(f"{who}: {total} kernels of {len(rows)} kinds, {len(bad)} kinds out of tolerance")
-            for row in sorted(rows, key=lambda row: -_used(row))[:_SHOWN]:
-                click.echo(f"  {_line(row)}")
-    for place, losses in enumerate(zip(report.losses.get("on", []), report.losses.get("off", []), strict=True)):
-        click.echo(f"step {place + 1}: loss {losses[0]:.6f} with CPU graph kernels, {losses[1]:.6f} without")
+    total, bad = sum(row.times for row in report.rows), report.wrong
+    click.echo(f"DVM, replayed: {total} kernels of {len(report.rows)} kinds, {len(bad)} kinds out of tolerance")
+    for row in sorted(report.rows, key=lambda row: -row.used)[:_SHOWN]:
+        also = "" if row.unfused_passed else " (out of tolerance, too)"
+        click.echo(
+            f"  {'ok   ' if row.passed else 'WRONG'} {row.name} x{row.times} {row.dtype}: fused {row.fused:.1e}, "
+            f"unfused {row.unfused:.1e}{also}, allowed {row.allowed:.1e}"
+        )
     for why, count in report.skipped.items():
         click.echo(f"not computed again: {count} kernels, for {why}")
-    first = next((row for row in report.wrong), None)
-    if first:
-        click.echo(f"out of tolerance first: {first.culprit or first.name} ({first.where})")
+    if bad:
+        click.echo(f"out of tolerance first: {bad[0].name} ({bad[0].where})")
     else:
         click.echo("all within tolerance" if report.passed else _UNKNOWN.format(report.unknown))
-
-
-def _used(row: Row) -> float:
-    """Share of its tolerance."""
-    if row.why or row.culprit:
-        return float("inf")
-    return row.fused / row.allowed if row.allowed else row.fused
-
-
-def _line(row: Row) -> str:
-    if row.why:
-        return f"unknown  {row.name}: {row.why}"
-    word = "ok   " if row.passed else "WRONG"
-    culprit = f"; wrong by itself: {row.culprit}, {row.detail}" if row.culprit else ""
-    also = "" if row.unfused_passed else " (out of tolerance, too)"
-    return (
-        f"{word} {row.name} x{row.times} {row.dtype}: fused {row.fused:.1e}, unfused {row.unfused:.1e}{also}, "
-        f"allowed {row.allowed:.1e}{culprit}"
-    )

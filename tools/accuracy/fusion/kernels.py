@@ -1,24 +1,21 @@
-"""The fused kernels of a graph that MindSpore compiled: read from its text, made small, and computed in NumPy.
+"""The kernels that DVM would make of a graph that MindSpore compiled: read from its text, and computed in NumPy.
 
-`built` reads the kernels that MindSpore's splitter has left as subgraphs, `predicted` those that DVM would make of the
-same graph, at toy size: sizes above 32 shrink, what is equal stays equal. `compute` is the arithmetic of one operator.
+They are made small: sizes above 32 shrink, what is equal stays equal. `compute` is the arithmetic of one operator.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from plugins.operator_fusion.plan import VECTOR
+from plugins.operator_fusion.plan import EXPANDED, Fusion
 from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors
-from tools.fusion.cluster import VIRTUAL, clusters, operators, refusal
-from tools.fusion.split import kernels
+from tools.fusion.tally import kernels_of, read_outside, users_of
 
 Argument = tuple[str, object]  # ("input", place), ("step", place) or ("constant", number, tuple or array)
 
@@ -79,19 +76,6 @@ class Kernel:
         if len(names) <= 8:
             return "-".join(names)
         return "-".join(f"{op} x{names.count(op)}" for op in dict.fromkeys(names))
-
-    @property
-    def kind(self) -> str:
-        """Return the same for kernels that compute the same on the same types, whatever their shapes."""
-        steps = [(step.op, step.output.dtype, [a for a in step.arguments if a[0] != "constant"]) for step in self.steps]
-        return repr(([kind.dtype for kind in self.inputs], steps, self.outputs))
-
-    @property
-    def elements(self) -> int:
-        """Return the elements that it takes and gives."""
-        return sum(
-            math.prod(kind.shape) for kind in (*self.inputs, *(self.steps[place].output for place in self.outputs))
-        )
 
     @property
     def key(self) -> str:
@@ -278,22 +262,12 @@ class Found:
     counts: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
 
-    def smallest(self) -> dict[str, Kernel]:
-        """Of each `Kernel.kind` the one of the fewest numbers, by its key."""
-        found: dict[str, Kernel] = {}
-        for kernel in self.kernels.values():
-            known = found.setdefault(kernel.kind, kernel)
-            found[kernel.kind] = min(known, kernel, key=lambda each: each.elements)
-        return {kernel.key: kernel for kernel in found.values()}
-
-    def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Sequence[int], small: bool = False) -> None:
-        """One kernel more; `small`: at toy size."""
-        strange = next((nodes[place].op for place in places if nodes[place].op not in KNOWN), None)
+    def add(self, nodes: Sequence[Node], places: Sequence[int], outputs: Collection[int]) -> None:
+        """One kernel more, at toy size."""
         try:
-            if strange is not None:
-                raise UnreadableError(f"the operator {strange or 'call'}")
-            kernel = of_nodes(nodes, places, outputs)
-            kernel = shrunk(kernel) if small else kernel
+            if strange := [nodes[place].op for place in places if nodes[place].op not in KNOWN]:
+                raise UnreadableError(f"the operator {strange[0] or 'call'}")
+            kernel = shrunk(of_nodes(nodes, places, outputs))
         except UnreadableError as error:
             self.skipped[str(error)] += 1
             return
@@ -301,48 +275,15 @@ class Found:
         self.counts[kernel.key] += 1
 
 
-def built(graphs: Sequence[GraphText]) -> Found:
-    """Return the kernels of graphs that MindSpore's splitter has left: each is a subgraph of its own."""
-    found = Found()
-    for text in graphs:
-        for name, nodes in text.graphs.items():
-            if name == text.root:
-                continue
-            places = [place for place, node in enumerate(nodes) if node.op not in VIRTUAL]
-            bound = [node for node in nodes if node.op in VIRTUAL]
-            outputs = [each for node in bound for each in node.operands if each in places]
-            found.add(nodes, places, sorted(set(outputs)) or places[-1:])
-    return found
+OPENED = Fusion("vector", EXPANDED)  # composites, which no text opens, are left alone
 
 
 def predicted(graphs: Sequence[GraphText]) -> Found:
-    """Return the kernels that DVM would make, of two operators or more, at toy size (`shrink.shrunk`).
-
-    Composites that are not opened yet are left alone.
-    """
+    """Return the kernels that DVM would make, of two operators or more, at toy size."""
     found = Found()
     for nodes in (nodes for text in graphs for nodes in text.graphs.values()):
-        for places, outputs in _kernels_of(nodes):
+        users = users_of(nodes)
+        for places in kernels_of(nodes, OPENED):
             if len(places) > 1:
-                found.add(nodes, places, outputs, small=True)
+                found.add(nodes, places, read_outside(nodes, users, places))
     return found
-
-
-def _kernels_of(nodes: Sequence[Node]) -> Iterator[tuple[list[int], list[int]]]:
-    """(places of a kernel's operators, places whose results leave it)."""
-    graph = operators(nodes)
-    users: dict[int, set[int]] = {}
-    for place, operator in enumerate(graph):
-        for source in operator.inputs:
-            users.setdefault(source, set()).add(place)
-    taken = [not operator.opened and not refusal(operator, VECTOR) for operator in graph]
-    for group in clusters(graph, taken):
-        number = {place: step for step, place in enumerate(group)}
-        body = [
-            replace(graph[place], inputs=tuple(number[each] for each in graph[place].inputs if each in number))
-            for place in group
-        ]
-        left = {step for step, place in enumerate(group) if not users.get(place) or users[place] - number.keys()}
-        for kernel in kernels(body, left):
-            places = [group[step] for step in kernel]
-            yield places, [place for place in places if not users.get(place) or users[place] - set(places)]

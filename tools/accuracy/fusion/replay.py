@@ -1,42 +1,28 @@
-"""A kernel computed again from seeded inputs, exactly (float64), fused and unfused, and which operator of it is wrong.
-
-Fused: 16-bit chains in float32, rounded where a result leaves the kernel and by a Cast. Unfused: each operator's result
-is rounded. `allowances` is what Table 2 allows each result. `first_wrong` holds every operator of a kernel against the
-exact result of what it took, so that the first one that is wrong is found where a sum hides it.
-
-**A kernel computed three ways on the same inputs, in NumPy.**
+"""A kernel computed again from seeded inputs, in NumPy, in three ways, and what Table 2 says of their results.
 
 exact     every float in float64
 unfused   each operator's result is rounded to its type, as if it were written to memory
 fused     16-bit chains in float32, rounded where a result leaves the kernel, and by a Cast (DVM, report section 4.5)
 
-An operator alone computes in float32 at least, whatever its type, sums included.
-
-**Which operator of a kernel is wrong: each is held against the exact result of what it really took.**
-
-A kernel's own error grows on the way, or is lost in a sum; so the kernel is run again, giving every step's result, and
-each operator is judged alone. Where nothing can cancel, each element is held to its own size (`judge.judge_special`):
-the small results of an Exp are as right as the large ones.
+An operator alone computes in float32 at least, whatever its type, sums included. `allowances` is what Table 2 allows
+each result.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from tools.accuracy.fusion.kernels import Argument, Kernel, Step, compute, numpy_type
-from tools.accuracy.judge import Verdict, judge, judge_special, lower_bound, rounded, tolerance
-from tools.dryrun.graph_text import TensorType
+from tools.accuracy.fusion.kernels import Found, Kernel, Step, compute, numpy_type
+from tools.accuracy.judge import Verdict, judge, lower_bound, rounded, tolerance
 
 EXACT, UNFUSED, FUSED = "exact", "unfused", "fused"
 _HALVES = ("Float16", "BFloat16")
 _POSITIVE = frozenset(("Log", "Sqrt", "Rsqrt", "Pow", "Div", "RealDiv", "Reciprocal"))
 _LARGEST = 2.0
-_RELATIVE = frozenset(("Div", "Exp", "Mul", "Pow", "RealDiv", "Reciprocal", "Rsqrt", "Sqrt"))  # nothing cancels
 
 
 def inputs_of(kernel: Kernel, seed: int) -> list[np.ndarray]:
@@ -149,52 +135,102 @@ def verdict(got: np.ndarray, want: np.ndarray, allowance: Allowance, way: str) -
 
 
 @dataclass(frozen=True)
-class Culprit:
-    """An operator of a kernel, by its place, and how wrong it is."""
-
-    place: int
-    op: str
-    verdict: Verdict
-
-
-def first_wrong(kernel: Kernel, inputs: list[np.ndarray], observed: Sequence[np.ndarray]) -> Culprit | None:
-    """Return the first operator out of its own tolerance; None where each is within it.
+class Row:
+    """One kind of kernel.
 
     Args:
-        observed: the result of every step.
+        name: its operators. where: the path of one. times: how many there are in the graphs.
+        dtype: that it was judged in.
+        fused, unfused: the largest error of its results against float64. allowed: of the fused one, by Table 2.
+        passed, unfused_passed: whether they are within it.
+        detail: the worst element.
     """
-    for place, step in enumerate(kernel.steps):
-        alone, taken = alone_of(kernel, place), [_observed(each, inputs, observed) for each in step.arguments]
-        values = [value for value in taken if value is not None]
-        found = _judged(alone, observed[place], run(alone, values, EXACT)[0])
-        if not found.passed:
-            return Culprit(place, step.op, found)
-    return None
+
+    name: str
+    where: str
+    times: int
+    dtype: str
+    fused: float
+    unfused: float
+    allowed: float
+    passed: bool
+    unfused_passed: bool
+    detail: str
+
+    @property
+    def used(self) -> float:
+        """Return the share of its tolerance."""
+        return _share(self.fused, self.allowed)
 
 
-def _judged(alone: Kernel, got: np.ndarray, want: np.ndarray) -> Verdict:
-    allowed = allowances(alone)[0]
-    if alone.steps[0].op not in _RELATIVE:
-        return verdict(got, want, allowed, FUSED)
-    return judge_special(got.reshape(want.shape), [want], allowed.tolerance(FUSED), allowed.dtype)
+@dataclass
+class Report:
+    """All rows.
+
+    Args:
+        skipped: why kernels were not computed again -> how many.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def wrong(self) -> list[Row]:
+        """Return the kernels whose fused results are out of tolerance, in the order of the graphs."""
+        return [row for row in self.rows if not row.passed]
+
+    @property
+    def unknown(self) -> int:
+        """Return the kernels that nothing is known of."""
+        return sum(self.skipped.values())
+
+    @property
+    def passed(self) -> bool | None:
+        """Whether every kernel is within tolerance; None where none is known to be out of it, but not all are known."""
+        if self.wrong:
+            return False
+        return None if self.unknown or not self.rows else True
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        rows = [asdict(row) for row in self.rows]
+        return {"passed": self.passed, "unknown": self.unknown, "rows": rows, "skipped": self.skipped}
 
 
-def alone_of(kernel: Kernel, place: int) -> Kernel:
-    """Return one operator as a kernel of its own; each of its operands is an input."""
-    step, inputs, arguments = kernel.steps[place], list[TensorType](), list[Argument]()
-    for kind, what in step.arguments:
-        if kind == "constant":
-            arguments.append((kind, what))
-            continue
-        assert isinstance(what, int)
-        arguments.append(("input", len(inputs)))
-        inputs.append(kernel.inputs[what] if kind == "input" else kernel.steps[what].output)
-    return Kernel(tuple(inputs), (replace(step, arguments=tuple(arguments)),), (0,), kernel.where)
+def replayed(found: Found, seed: int) -> Report:
+    """Return what is found of predicted kernels, fused as DVM does and unfused."""
+    rows = []
+    for key, kernel in found.kernels.items():
+        inputs = inputs_of(kernel, seed)
+        exact, fused, unfused = (
+            [results[place] for place in kernel.outputs]
+            for results in (run(kernel, inputs, way) for way in (EXACT, FUSED, UNFUSED))
+        )
+        rows.append(_row(kernel, found.counts[key], exact, fused, unfused))
+    return Report(rows, dict(found.skipped))
 
 
-def _observed(argument: Argument, inputs: list[np.ndarray], observed: Sequence[np.ndarray]) -> np.ndarray | None:
-    kind, what = argument
-    if kind == "constant":
-        return None
-    assert isinstance(what, int)
-    return inputs[what] if kind == "input" else observed[what]
+def _row(
+    kernel: Kernel, times: int, exact: list[np.ndarray], fused: list[np.ndarray], unfused: list[np.ndarray]
+) -> Row:
+    """The result that used most of its tolerance stands for the kernel."""
+    allowed = [allowances(kernel)[place] for place in kernel.outputs]
+    ones = [verdict(got, want, each, FUSED) for got, want, each in zip(fused, exact, allowed, strict=True)]
+    others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]
+    worst = max(range(len(ones)), key=lambda place: _share(ones[place].error, allowed[place].tolerance(FUSED)))
+    return Row(
+        kernel.name,
+        kernel.where,
+        times,
+        allowed[worst].dtype,
+        ones[worst].error,
+        others[worst].error,
+        allowed[worst].tolerance(FUSED),
+        all(each.passed for each in ones),
+        all(each.passed for each in others),
+        ones[worst].detail,
+    )
+
+
+def _share(error: float, tolerance: float) -> float:
+    return error / tolerance if tolerance else (np.inf if error else 0.0)

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.cli import tc3
+from plugins.errors import ClusterError
 from tests.tools.fusion.small_graphs import node, text_of
 from tools.accuracy.fusion.kernels import Kernel, Step
 from tools.accuracy.fusion.replay import EXACT, FUSED, UNFUSED, allowances, inputs_of, run, verdict
+from tools.dryrun import compiles
 from tools.dryrun.graph_text import TensorType
 
 ROUND = {"Float32": np.float32, "Float16": np.float16, "BFloat16": ml_dtypes.bfloat16}
@@ -180,3 +182,28 @@ def test_a_kernel_that_cannot_be_replayed_is_unknown_and_not_passed(tmp_path):
     assert (done.exit_code, report["passed"], report["unknown"]) == (2, None, 1)
     assert [row["passed"] for row in report["rows"]] == [True]
     assert "unknown of 1 kernels; the others are within tolerance" in run_command(file).stdout
+
+
+def test_a_recipe_is_replayed_on_the_graph_that_it_compiles_to(tmp_path, monkeypatch):
+    """A recipe for the CPU is compiled as if it were for Ascend."""
+    asked = []
+    file = tmp_path / "graph.ir"
+    file.write_text(text_of(KNOWN))
+
+    def compile_all(plan, *_, **words):
+        asked.append([(job.recipe["context"]["device_target"], words) for job in plan.jobs])
+        return [{"rank": 0}]
+
+    monkeypatch.setattr(compiles, "compile_all", compile_all)
+    monkeypatch.setattr(compiles, "text_of", lambda job: file)
+    done = run_command("recipes/mini/pretrain.yaml")
+    assert asked == [[("Ascend", {"texts": True})]]
+    assert done.exit_code == 0 and "DVM, replayed: 1 kernels of 1 kinds, 0 kinds out of tolerance" in done.stdout
+
+
+def test_a_recipe_that_does_not_compile_is_unknown(monkeypatch):
+    refused = {"rank": 0, "error": {"type": "ValueError", "message": "the offset is wrong"}}
+    monkeypatch.setattr(compiles, "compile_all", lambda *_, **__: [refused])
+    done = CliRunner().invoke(tc3, ["accuracy", "fusion", "recipes/mini/pretrain.yaml"])
+    assert isinstance(done.exception, ClusterError)
+    assert "unknown: it does not compile: rank 0: model.model_config.offset" in str(done.exception)
