@@ -271,7 +271,7 @@ def ops(
 
 def _pairs(names: tuple[str, ...], dtypes: tuple[str, ...]):
     """(spec, data type) to run: those of `names` or all, in the order of the table."""
-    from tools.accuracy.operators.table import SPECS
+    from tools.accuracy.operators.report import SPECS
 
     known = list(dict.fromkeys([*SPECS, *(name.split(".")[0] for name in SPECS)]))
     for name in names:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from plugins.errors import DataError, RecipeError
 from tools.accuracy.cli import _pairs, accuracy
-from tools.accuracy.operators.table import SPECS
+from tools.accuracy.operators.report import SPECS
 from tools.accuracy.pages import check_page
 
 # Found on CPU with MindSpore 2.9.0, seed 0: (operator, data type) -> phases

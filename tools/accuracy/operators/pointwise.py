@@ -13,51 +13,29 @@ from types import ModuleType
 
 import numpy as np
 
-from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel, moved
+from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel, moved, normal
 
-SHAPES = ((64, 96),)
-
-
-def _any(rng, *shape):
-    return (2 * rng.standard_normal(shape, np.float32),)
+_ANY, _TWO, _WIDE = normal(scale=2), normal(2), normal(scale=3)
 
 
 def _positive(rng, *shape):
     return (rng.uniform(0.05, 8, shape).astype(np.float32),)
 
 
-def _two(rng, *shape):
-    return rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
-
-
-def _unary(name, source, primitive, golden, derivative, make=_any, counts=elementwise):
+def _unary(name, source, golden, derivative, primitive="", make=_ANY, counts=elementwise):
     return Spec(
-        name=name,
-        source=source,
-        shapes=SHAPES,
-        make=make,
-        golden=golden,
-        grad=lambda x, dout: (dout * derivative(x),),
-        call=kernel(primitive),
-        counts=counts,
+        name, f"{source}: {primitive or name.capitalize()}", ((64, 96),), make, golden,
+        grad=lambda x, dout: (dout * derivative(x),), call=kernel(primitive or name.capitalize()), counts=counts,
         special="each",
-    )
+    )  # fmt: skip
 
 
-def _binary(name, source, primitive, golden, grad, make=_two, roundings=1):
+def _binary(name, source, golden, grad, primitive="", make=_TWO, roundings=1, more=""):
+    primitive = primitive or name.capitalize()
     return Spec(
-        name=name,
-        source=source,
-        shapes=SHAPES,
-        make=make,
-        golden=golden,
-        grad=grad,
-        wrt=(0, 1),
-        call=kernel(primitive),
-        counts=elementwise,
-        special="each",
-        roundings=roundings,
-    )
+        name, f"{source}: {primitive}{more}", ((64, 96),), make, golden, grad=grad, wrt=(0, 1),
+        call=kernel(primitive), counts=elementwise, special="each", roundings=roundings,
+    )  # fmt: skip
 
 
 def _apart(rng, *shape):
@@ -70,53 +48,30 @@ def _power(rng, *shape):
     return rng.uniform(0.2, 3, shape).astype(np.float32), rng.uniform(-2, 2, shape).astype(np.float32)
 
 
+_THREE = {"roundings": 3, "more": "; its gradient is three kernels"}
 ELEMENTWISE = (
-    _binary("add", "residual stream: AddExt", "AddExt", np.add, lambda x, y, dout: (dout, dout)),
-    _binary("sub", "normalisation: SubExt", "SubExt", np.subtract, lambda x, y, dout: (dout, -dout)),
-    _binary("mul", "gates and weights: Mul", "Mul", np.multiply, lambda x, y, dout: (dout * y, dout * x)),
+    _binary("add", "residual stream", np.add, lambda x, y, dout: (dout, dout), "AddExt"),
+    _binary("sub", "normalisation", np.subtract, lambda x, y, dout: (dout, -dout), "SubExt"),
+    _binary("mul", "gates and weights", np.multiply, lambda x, y, dout: (dout * y, dout * x)),
     _binary(
-        "div",
-        "normalisation of scores: Div; its gradient is three kernels",
-        "Div",
-        np.divide,
-        lambda x, y, dout: (dout / y, -dout * x / y**2),
-        roundings=3,
+        "div", "normalisation of scores", np.divide, lambda x, y, dout: (dout / y, -dout * x / y**2), **_THREE,
     ),
     _binary(
-        "pow",
-        "bias correction of AdamW: Pow; its gradient is three kernels",
-        "Pow",
-        np.power,
-        lambda x, y, dout: (dout * y * x ** (y - 1), dout * x**y * np.log(x)),
-        make=_power,
-        roundings=3,
+        "pow", "bias correction of AdamW", np.power,
+        lambda x, y, dout: (dout * y * x ** (y - 1), dout * x**y * np.log(x)), make=_power, **_THREE,
     ),
-    _binary(
-        "maximum",
-        "clipping: Maximum",
-        "Maximum",
-        np.maximum,
-        lambda x, y, dout: (dout * (x >= y), dout * (x < y)),
-        make=_apart,
-    ),
-    _binary(
-        "minimum",
-        "clipping: Minimum",
-        "Minimum",
-        np.minimum,
-        lambda x, y, dout: (dout * (x <= y), dout * (x > y)),
-        make=_apart,
-    ),
-    _unary("neg", "RoPE, loss: Neg", "Neg", np.negative, lambda x: -1, counts=moved),
-    _unary("square", "RMSNorm, global norm: Square", "Square", np.square, lambda x: 2 * x),
-    _unary("exp", "softmax, loss: Exp", "Exp", np.exp, np.exp),
-    _unary("log", "loss: Log", "Log", np.log, lambda x: 1 / x, make=_positive),
-    _unary("sqrt", "global norm, AdamW: Sqrt", "Sqrt", np.sqrt, lambda x: 0.5 / np.sqrt(x), make=_positive),
-    _unary("rsqrt", "RMSNorm: Rsqrt", "Rsqrt", lambda x: 1 / np.sqrt(x), lambda x: -0.5 * x**-1.5, make=_positive),
-    _unary("cos", "RoPE: Cos", "Cos", np.cos, lambda x: -np.sin(x)),
-    _unary("sin", "RoPE: Sin", "Sin", np.sin, np.cos),
-    _unary("tanh", "GELU: Tanh", "Tanh", np.tanh, lambda x: 1 - np.tanh(x) ** 2),
-)
+    _binary("maximum", "clipping", np.maximum, lambda x, y, dout: (dout * (x >= y), dout * (x < y)), make=_apart),
+    _binary("minimum", "clipping", np.minimum, lambda x, y, dout: (dout * (x <= y), dout * (x > y)), make=_apart),
+    _unary("neg", "RoPE, loss", np.negative, lambda x: -1, counts=moved),
+    _unary("square", "RMSNorm, global norm", np.square, lambda x: 2 * x),
+    _unary("exp", "softmax, loss", np.exp, np.exp),
+    _unary("log", "loss", np.log, lambda x: 1 / x, make=_positive),
+    _unary("sqrt", "global norm, AdamW", np.sqrt, lambda x: 0.5 / np.sqrt(x), make=_positive),
+    _unary("rsqrt", "RMSNorm", lambda x: 1 / np.sqrt(x), lambda x: -0.5 * x**-1.5, make=_positive),
+    _unary("cos", "RoPE", np.cos, lambda x: -np.sin(x)),
+    _unary("sin", "RoPE", np.sin, np.cos),
+    _unary("tanh", "GELU", np.tanh, lambda x: 1 - np.tanh(x) ** 2),
+)  # fmt: skip
 
 
 def sigmoid(x: Array) -> Array:
@@ -174,46 +129,15 @@ def _formula(ms):
     return call
 
 
-def _wide(rng, *shape):
-    return (3 * rng.standard_normal(shape, np.float32),)
-
-
-def _spec(name, source, golden, derivative, call):
-    return Spec(
-        name=name,
-        source=source,
-        shapes=((64, 96),),
-        make=_wide,
-        golden=golden,
-        grad=lambda x, dout: (dout * derivative(x),),
-        call=call,
-        counts=elementwise,
-        special="each",
-    )
-
-
 SWIGLU = Spec(
-    name="swiglu",
-    source="the MLP: SplitWithSize, SiLU, Mul, training_graph/activation.py",
-    shapes=((64, 128),),
-    make=_wide,
-    golden=swiglu,
-    grad=lambda x, dout: (swiglu_grad(x, dout),),
-    call=_formula,
-    counts=elementwise,
-    roundings=2,
-)
+    "swiglu", "the MLP: SplitWithSize, SiLU, Mul, training_graph/activation.py", ((64, 128),), _WIDE, golden=swiglu,
+    grad=lambda x, dout: (swiglu_grad(x, dout),), call=_formula, counts=elementwise, roundings=2,
+)  # fmt: skip
 ACTIVATION = (
-    _spec(
-        "sigmoid",
-        "router scores: Sigmoid",
-        sigmoid,
-        lambda x: sigmoid(x) * (1 - sigmoid(x)),
-        kernel("Sigmoid"),
-    ),
-    _spec("silu", "the MLP: SiLU", silu, silu_grad, kernel("SiLU")),
-    _spec("gelu", "MLPs of other models: GeLU, tanh form", gelu, gelu_grad, kernel("GeLU")),
-    _spec("relu", "optimizer and masks: ReLU", lambda x: np.maximum(x, 0), lambda x: x > 0, kernel("ReLU")),
+    _unary("sigmoid", "router scores", sigmoid, lambda x: sigmoid(x) * (1 - sigmoid(x)), make=_WIDE),
+    _unary("silu", "the MLP", silu, silu_grad, "SiLU", _WIDE),
+    replace(_unary("gelu", "", gelu, gelu_grad, "GeLU", _WIDE), source="MLPs of other models: GeLU, tanh form"),
+    _unary("relu", "optimizer and masks", lambda x: np.maximum(x, 0), lambda x: x > 0, "ReLU", _WIDE),
     SWIGLU,
     replace(SWIGLU, name="swiglu.fused", source="the kernel Swiglu, experts' FFN", call=kernel("Swiglu"), roundings=1),
 )
@@ -256,13 +180,10 @@ def from_mindformers(module: str) -> ModuleType:
 def _adamw_call(ms):
     update = from_mindformers("core.optim.adamw")._update_run_op
 
-    def number(value):
-        return ms.Tensor(value, ms.float32)
-
     def call(weight, gradient, m, v):
-        parameters = [ms.Parameter(tensor.copy(), name=name) for name, tensor in (("w", weight), ("m", m), ("v", v))]
-        w, m, v = parameters
-        settings = map(number, (BETA1, BETA2, EPS, STEP, RATE, DECAY))
+        named = (("w", weight), ("m", m), ("v", v))
+        w, m, v = (ms.Parameter(tensor.copy(), name=name) for name, tensor in named)
+        settings = (ms.Tensor(value, ms.float32) for value in (BETA1, BETA2, EPS, STEP, RATE, DECAY))
         update(*settings, w, gradient, m, v, True)
         return w - weight, m.value(), v.value()
 
@@ -296,32 +217,19 @@ def _states(rng, *shape):
     return weight, gradient, (0.1 * m).astype(np.float32), rng.uniform(0.01, 0.1, shape).astype(np.float32)
 
 
-def _step(name, source, call):
-    return Spec(
-        name=name,
-        source=source,
-        shapes=((64, 48),),
-        make=_states,
-        golden=adamw,
-        fixed=(0, 2, 3),
-        call=call,
-        counts=lambda *_: Counts(1),
-    )
-
-
+ADAMW = Spec(
+    "adamw", "the step of MindFormers' AdamW, core/optim/adamw.py; states in float32", ((64, 48),), _states,
+    golden=adamw, fixed=(0, 2, 3), call=_adamw_call, counts=lambda *_: Counts(1),
+)  # fmt: skip
 OPTIMIZER = (
-    _step("adamw", "the step of MindFormers' AdamW, core/optim/adamw.py; states in float32", _adamw_call),
-    _step("adamw.fused", "the kernel AdamW", _adamw_fused),
+    ADAMW,
+    replace(ADAMW, name="adamw.fused", source="the kernel AdamW", call=_adamw_fused),
     Spec(
-        name="global_norm_clip",
-        source="MindFormers' ClipGradNorm, core/clip_grad.py",
-        shapes=((8, 4), (60, 50), (150, 100)),
-        make=lambda rng, rows, width: (
+        "global_norm_clip", "MindFormers' ClipGradNorm, core/clip_grad.py", ((8, 4), (60, 50), (150, 100)),
+        lambda rng, rows, width: (
             0.1 * rng.standard_normal((rows, width), np.float32),
             0.1 * rng.standard_normal(width, np.float32),
         ),
-        golden=clip_by_norm,
-        call=_clip_call,
-        counts=lambda x, y: Counts(x.size + y.size),
+        golden=clip_by_norm, call=_clip_call, counts=lambda x, y: Counts(x.size + y.size),
     ),
-)
+)  # fmt: skip

@@ -7,10 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from tools.accuracy.operators import spec
 from tools.accuracy.operators.pointwise import sigmoid
 from tools.accuracy.operators.reductions import softmax
-from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel
+from tools.accuracy.operators.spec import (
+    Array,
+    Counts,
+    Spec,
+    elementwise,
+    function,
+    gathered,
+    kernel,
+    normal,
+    scatter_rows,
+)
 
 ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
@@ -55,47 +64,28 @@ def _per_expert(ms):
     return call
 
 
-LINEAR = Spec(
-    name="matmul",
-    source="every linear layer: MatMul(transpose_b=True), tensor_parallel/layers.py",
-    shapes=((16, 64, 24), (8, 2500, 8), (4, 20480, 4)),
-    make=_linear,
-    golden=lambda x, w: x @ w.T,
-    grad=lambda x, w, dout: (dout @ w, dout.T @ x),
-    wrt=(0, 1),
-    call=kernel("MatMul", transpose_b=True),
-    counts=lambda x, w: Counts(x.shape[1], (w.shape[0], x.shape[0])),
-    dtypes=ALL,
-)
 BATCHED = Spec(
-    name="batch_matmul",
-    source="attention without fusion: BatchMatMul",
-    shapes=((3, 16, 64, 24), (2, 4, 2500, 4)),
-    make=_batched,
-    golden=lambda a, b: a @ b,
-    grad=lambda a, b, dout: (dout @ b.swapaxes(1, 2), a.swapaxes(1, 2) @ dout),
-    wrt=(0, 1),
-    call=kernel("BatchMatMul"),
-    counts=spec.matmul,
-    dtypes=ALL,
-)
+    "batch_matmul", "attention without fusion: BatchMatMul", ((3, 16, 64, 24), (2, 4, 2500, 4)), _batched,
+    golden=lambda a, b: a @ b, grad=lambda a, b, dout: (dout @ b.swapaxes(1, 2), a.swapaxes(1, 2) @ dout), wrt=(0, 1),
+    call=kernel("BatchMatMul"), counts=lambda a, b: Counts(a.shape[-1], (b.shape[-1], a.shape[-2])), dtypes=ALL,
+)  # fmt: skip
 GROUPED = Spec(
-    name="grouped_matmul",
-    source="experts' FFN: GroupedMatmul(split_item=3, group_type=0), moe/ffn.py",
-    shapes=((96, 64, 48, 4), (64, 2500, 4, 3)),
-    make=grouped,
-    golden=grouped_golden,
-    grad=grouped_grad,
-    wrt=(0, 1),
-    call=lambda ms: (
-        lambda rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
-            [rows], [weight], None, None, None, None, None, ends
-        )
+    "grouped_matmul", "experts' FFN: GroupedMatmul(split_item=3, group_type=0), moe/ffn.py",
+    ((96, 64, 48, 4), (64, 2500, 4, 3)), grouped, golden=grouped_golden, grad=grouped_grad, wrt=(0, 1),
+    call=lambda ms: lambda rows, weight, ends: ms.ops.auto_generate.GroupedMatmul(split_item=3, group_type=0)(
+        [rows], [weight], None, None, None, None, None, ends
     ),
-    counts=spec.grouped_matmul,
-)
+    counts=lambda rows, weight, ends: Counts(  # the last: the rows of the busiest expert
+        rows.shape[-1], (weight.shape[-1], int(np.diff(ends, prepend=0).max()))
+    ),
+)  # fmt: skip
 MATMUL = (
-    LINEAR,
+    Spec(
+        "matmul", "every linear layer: MatMul(transpose_b=True), tensor_parallel/layers.py",
+        ((16, 64, 24), (8, 2500, 8), (4, 20480, 4)), _linear, golden=lambda x, w: x @ w.T,
+        grad=lambda x, w, dout: (dout @ w, dout.T @ x), wrt=(0, 1), call=kernel("MatMul", transpose_b=True),
+        counts=lambda x, w: Counts(x.shape[1], (w.shape[0], x.shape[0])), dtypes=ALL,
+    ),
     BATCHED,
     replace(
         BATCHED,
@@ -111,17 +101,12 @@ MATMUL = (
         call=_per_expert,
     ),
     Spec(
-        name="outer",
-        source="RoPE angles: Outer(positions, frequencies), rotary_pos_embedding.py",
-        shapes=((128, 32),),
-        make=lambda rng, m, n: (rng.standard_normal(m).astype(np.float32), rng.standard_normal(n).astype(np.float32)),
-        golden=np.outer,
-        grad=lambda a, b, dout: (dout @ b, a @ dout),
-        wrt=(0, 1),
-        call=kernel("Outer"),
+        "outer", "RoPE angles: Outer(positions, frequencies), rotary_pos_embedding.py", ((128, 32),),
+        lambda rng, m, n: (rng.standard_normal(m).astype(np.float32), rng.standard_normal(n).astype(np.float32)),
+        golden=np.outer, grad=lambda a, b, dout: (dout @ b, a @ dout), wrt=(0, 1), call=kernel("Outer"),
         counts=lambda a, b: Counts(1, (b.size, a.size)),
     ),
-)
+)  # fmt: skip
 
 
 BASE = 10000.0
@@ -173,10 +158,6 @@ def _rope_fused(ms):
     return call
 
 
-def _heads(rng, batch, heads, sequence, dim):
-    return tuple(rng.standard_normal((batch, heads, sequence, dim), np.float32) for _ in range(3))
-
-
 def _probabilities(q, k):
     scores = q @ k.swapaxes(-1, -2) / math.sqrt(q.shape[-1])
     future = np.triu(np.ones(scores.shape[-2:], bool), 1)
@@ -218,28 +199,16 @@ def _flash_call(ms):
 
 
 ROPE = Spec(
-    name="rope",
-    source="queries and keys: ApplyRotaryPosEmb in float32, rope_utils.py",
-    shapes=((128, 2, 3, 32), (2048, 1, 1, 64)),
-    make=lambda rng, s, b, n, d: (rng.standard_normal((s, b, n, d), np.float32), angles(s, d)),
-    golden=rope,
-    grad=rope_grad,
-    fixed=(1,),
-    call=_rope_call,
-    counts=elementwise,
-)
+    "rope", "queries and keys: ApplyRotaryPosEmb in float32, rope_utils.py", ((128, 2, 3, 32), (2048, 1, 1, 64)),
+    lambda rng, s, b, n, d: (rng.standard_normal((s, b, n, d), np.float32), angles(s, d)),
+    golden=rope, grad=rope_grad, fixed=(1,), call=_rope_call, counts=elementwise,
+)  # fmt: skip
 ATTENTION = Spec(
-    name="attention",
-    source="core attention as separate kernels: BatchMatMul, Softmax in float32",
-    shapes=((2, 2, 64, 32),),
-    make=_heads,
-    golden=attention,
-    grad=attention_grad,
-    wrt=(0, 1, 2),
-    call=_attention_call,
+    "attention", "core attention as separate kernels: BatchMatMul, Softmax in float32", ((2, 2, 64, 32),), normal(3),
+    golden=attention, grad=attention_grad, wrt=(0, 1, 2), call=_attention_call,
     counts=lambda q, k, v: Counts(max(q.shape[-1], k.shape[-2])),
     roundings=6,  # scores, probabilities, output, and the three gradients on the way back
-)
+)  # fmt: skip
 ATTENTIONS = (
     ROPE,
     replace(ROPE, name="rope.fused", source="the kernel RotaryPositionEmbedding, apply_rope_fusion", call=_rope_fused),
@@ -309,17 +278,6 @@ def _permute_inputs(rng, tokens, hidden, experts):
     return rng.standard_normal((tokens, hidden), np.float32), order // TOP_K
 
 
-def permute_grad(tokens: Array, source: Array, dout: Array) -> tuple[Array]:
-    """Return each token sums its copies' gradients."""
-    grad = np.zeros_like(tokens)
-    np.add.at(grad, source, dout)
-    return (grad,)
-
-
-def _permute_fused_inputs(rng, tokens, hidden, experts):
-    return rng.standard_normal((tokens, hidden), np.float32), _routed(rng, tokens, experts)
-
-
 def _permute_fused(tokens, experts):
     order, place = sort_maps(experts)
     return tokens[order // TOP_K], place
@@ -352,39 +310,20 @@ def _unpermute_call(ms):
 
 
 ROUTER = Spec(
-    name="router_topk",
-    source="TopKRouter: sigmoid, bias, TopK, normalised, scaled, in float32; moe/router.py",
-    shapes=((256, 64),),
-    make=_logits,
-    golden=router,
-    grad=router_grad,
-    clip=False,
-    call=_router_call(lambda ms: ms.ops.TopK(sorted=True)),
-    counts=lambda logits, bias: Counts((TOP_K, 0), TOP_K),
-    dtypes=("float32",),
-)
+    "router_topk", "TopKRouter: sigmoid, bias, TopK, normalised, scaled, in float32; moe/router.py", ((256, 64),),
+    _logits, golden=router, grad=router_grad, clip=False, call=_router_call(lambda ms: ms.ops.TopK(sorted=True)),
+    counts=lambda logits, bias: Counts((TOP_K, 0), TOP_K), dtypes=("float32",),
+)  # fmt: skip
 PERMUTE = Spec(
-    name="permute",
-    source="tokens to experts: rows by sorted index, token_dispatcher.py; Gather for IndexSelect",
-    shapes=((128, 64, 16),),
-    make=_permute_inputs,
-    golden=lambda tokens, source: tokens[source],
-    grad=permute_grad,
-    call=lambda ms: lambda tokens, source: ms.ops.Gather()(tokens, source, 0),
-    counts=spec.gathered,
-)
+    "permute", "tokens to experts: rows by sorted index, token_dispatcher.py; Gather for IndexSelect",
+    ((128, 64, 16),), _permute_inputs, golden=lambda tokens, source: tokens[source], grad=scatter_rows,
+    call=kernel("Gather", 0), counts=gathered,
+)  # fmt: skip
 UNPERMUTE = Spec(
-    name="unpermute",
-    source="experts' results to tokens, weighted: token_dispatcher.py; Gather for IndexSelect",
-    shapes=((128, 64, 16),),
-    make=_unpermute_inputs,
-    golden=unpermute,
-    grad=unpermute_grad,
-    wrt=(0, 2),
-    call=_unpermute_call,
-    counts=lambda rows, place, probs: Counts(TOP_K, (1, rows.shape[1])),
-    roundings=2,
-)
+    "unpermute", "experts' results to tokens, weighted: token_dispatcher.py; Gather for IndexSelect",
+    ((128, 64, 16),), _unpermute_inputs, golden=unpermute, grad=unpermute_grad, wrt=(0, 2), call=_unpermute_call,
+    counts=lambda rows, place, probs: Counts(TOP_K, (1, rows.shape[1])), roundings=2,
+)  # fmt: skip
 MOE = (
     ROUTER,
     replace(
@@ -398,10 +337,13 @@ MOE = (
         PERMUTE,
         name="permute.fused",
         source="the kernel MoeTokenPermute, moe_permute_fusion; second output as torch_npu documents it",
-        make=_permute_fused_inputs,
+        make=lambda rng, tokens, hidden, experts: (
+            rng.standard_normal((tokens, hidden), np.float32),
+            _routed(rng, tokens, experts),
+        ),
         golden=_permute_fused,
-        grad=lambda tokens, experts, dout: permute_grad(tokens, sort_maps(experts)[0] // TOP_K, dout),
-        call=lambda ms: lambda tokens, experts: ms.ops.moe_token_permute(tokens, experts),
+        grad=lambda tokens, experts, dout: scatter_rows(tokens, sort_maps(experts)[0] // TOP_K, dout),
+        call=function("moe_token_permute"),
         counts=lambda tokens, experts: Counts(0, TOP_K),
     ),
     UNPERMUTE,
@@ -409,7 +351,7 @@ MOE = (
         UNPERMUTE,
         name="unpermute.fused",
         source="the kernel MoeTokenUnpermute, with its weights",
-        call=lambda ms: lambda rows, place, probs: ms.ops.moe_token_unpermute(rows, place, probs),
+        call=function("moe_token_unpermute"),
         roundings=1,
     ),
 )

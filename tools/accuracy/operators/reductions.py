@@ -6,14 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from tools.accuracy.operators import spec
-from tools.accuracy.operators.spec import Array, Counts, Spec, kernel, moved, reduced, scanned
+from tools.accuracy.operators.spec import (
+    Array,
+    Spec,
+    function,
+    kernel,
+    moved,
+    normal,
+    normalised,
+    place_back,
+    reduced,
+    scanned,
+)
 
 ROWS = ((24, 64), (16, 2500), (4, 12000), (4, 20480), (2, 200704))
-
-
-def _rows(rng, rows, n):
-    return (rng.standard_normal((rows, n), np.float32),)
 
 
 def _spread(x, dout):
@@ -25,10 +31,6 @@ def _distinct(rng, rows, n):
     return (np.stack([rng.permutation(n) + 1 for _ in range(rows)]).astype(np.float32),)
 
 
-def _factors(rng, rows, n):
-    return (rng.uniform(0.6, 1.6, (rows, n)).astype(np.float32),)
-
-
 def prod_grad(x: Array, dout: Array) -> tuple[Array]:
     """dout times the product of the others: without dividing by x, which magnifies errors where x is tiny."""
     others = np.stack([np.delete(x, i, -1).prod(-1) for i in range(x.shape[-1])], -1)
@@ -36,143 +38,86 @@ def prod_grad(x: Array, dout: Array) -> tuple[Array]:
 
 
 SUM = Spec(
-    name="sum",
-    source="loss, router, global norm: SumExt",
-    shapes=ROWS,
-    make=_rows,
-    golden=lambda x: x.sum(-1),
-    grad=lambda x, dout: (_spread(x, dout),),
-    call=lambda ms: lambda x: ms.ops.auto_generate.SumExt()(x, -1, False),
-    counts=reduced(-1),
-    special="row",
-)
+    "sum", "loss, router, global norm: SumExt", ROWS, normal(), golden=lambda x: x.sum(-1),
+    grad=lambda x, dout: (_spread(x, dout),), call=kernel("SumExt", -1, False), counts=reduced, special="row",
+)  # fmt: skip
 CUMSUM = Spec(
-    name="cumsum",
-    source="expert boundaries: CumSum in place of CumsumExt",
-    shapes=((8, 64), (4, 2500)),
-    make=_rows,
-    golden=lambda x: np.cumsum(x, -1),
-    grad=lambda x, dout: (np.flip(np.cumsum(np.flip(dout, -1), -1), -1),),
-    call=lambda ms: lambda x: ms.ops.CumSum()(x, -1),
-    counts=scanned(-1),
-)
+    "cumsum", "expert boundaries: CumSum in place of CumsumExt", ((8, 64), (4, 2500)), normal(),
+    golden=lambda x: np.cumsum(x, -1), grad=lambda x, dout: (np.flip(np.cumsum(np.flip(dout, -1), -1), -1),),
+    call=kernel("CumSum", -1), counts=scanned,
+)  # fmt: skip
 
 
 def _extreme(name, source, primitive, golden, pick):
     return Spec(
-        name=name,
-        source=source,
-        shapes=((24, 200),),
-        make=_distinct,
-        golden=golden,
+        name, source, ((24, 200),), _distinct, golden,
         grad=lambda x, dout: ((np.arange(x.shape[-1]) == pick(x, -1)[:, None]) * dout[:, None],),
-        call=lambda ms: lambda x: getattr(ms.ops, primitive)()(x, -1),
-        counts=moved,
-        special="row",
-    )
+        call=kernel(primitive, -1), counts=moved, special="row",
+    )  # fmt: skip
 
 
 REDUCE = (
     SUM,
-    replace(SUM, name="sum.reduce", source="ReduceSum", call=lambda ms: lambda x: ms.ops.ReduceSum()(x, -1)),
-    Spec(
+    replace(SUM, name="sum.reduce", source="ReduceSum", call=kernel("ReduceSum", -1)),
+    replace(
+        SUM,
         name="mean",
         source="RMSNorm, auxiliary loss: MeanExt",
-        shapes=ROWS,
-        make=_rows,
         golden=lambda x: x.mean(-1),
         grad=lambda x, dout: (_spread(x, dout) / x.shape[-1],),
-        call=lambda ms: lambda x: ms.ops.auto_generate.MeanExt()(x, -1, False),
-        counts=reduced(-1),
-        special="row",
+        call=kernel("MeanExt", -1, False),
     ),
     _extreme("max", "stable softmax, loss: ReduceMax", "ReduceMax", lambda x: x.max(-1), np.argmax),
     _extreme("min", "ReduceMin", "ReduceMin", lambda x: x.min(-1), np.argmin),
     Spec(
-        name="prod",
-        source="report section 3.1 (3): its gradient divides by the inputs; ops.prod",
-        shapes=((32, 16),),
-        make=_factors,
-        golden=lambda x: x.prod(-1),
-        grad=prod_grad,
-        call=lambda ms: lambda x: ms.ops.prod(x, -1),
-        counts=lambda x: Counts(x.shape[-1], x.shape[-1]),
+        "prod", "report section 3.1 (3): its gradient divides by the inputs; ops.prod", ((32, 16),),
+        lambda rng, rows, n: (rng.uniform(0.6, 1.6, (rows, n)).astype(np.float32),), golden=lambda x: x.prod(-1),
+        grad=prod_grad, call=function("prod", -1), counts=scanned,
     ),
     CUMSUM,
     replace(
         CUMSUM,
         name="cumsum.ext",
         source="expert boundaries: CumsumExt, token_dispatcher.py",
-        call=lambda ms: lambda x: ms.ops.auto_generate.CumsumExt()(x, -1),
+        call=kernel("CumsumExt", -1),
     ),
-)
+)  # fmt: skip
 
 
 K = 8
 
 
-def _sorted(x):
-    order = np.argsort(x, -1)
-    return np.take_along_axis(x, order, -1), order
+def _ordered(name, source, call, golden, order):
+    """An operator that picks elements of a row by their order, which `order` gives."""
+    return Spec(
+        name, source, ((16, 200),), _distinct, golden, call=call, counts=moved,
+        grad=order and (lambda x, dout: place_back(x, order(x), dout)),
+    )  # fmt: skip
+
+
+def _order(x):
+    return np.argsort(x, -1)
 
 
 def _largest(x):
-    order = np.argsort(-x, -1)[:, :K]
-    return np.take_along_axis(x, order, -1), order
+    return np.argsort(-x, -1)[:, :K]
 
 
-def place_back(x: Array, order: Array, dout: Array) -> tuple[Array]:
-    """Return the gradient of picked elements: each goes back to where it came from."""
-    grad = np.zeros_like(x)
-    np.put_along_axis(grad, order, dout, -1)
-    return (grad,)
+def _picked(order):
+    return lambda x: (np.take_along_axis(x, order(x), -1), order(x))
 
 
-SORT = Spec(
-    name="sort",
-    source="tokens by expert: ops.sort in place of SortExt",
-    shapes=((16, 200),),
-    make=_distinct,
-    golden=_sorted,
-    grad=lambda x, dout: place_back(x, np.argsort(x, -1), dout),
-    call=lambda ms: lambda x: ms.ops.sort(x),
-    counts=moved,
-)
-TOPK = Spec(
-    name="topk",
-    source="router: TopK in place of TopkExt",
-    shapes=((16, 200),),
-    make=_distinct,
-    golden=_largest,
-    grad=lambda x, dout: place_back(x, _largest(x)[1], dout),
-    call=lambda ms: lambda x: ms.ops.TopK(sorted=True)(x, K),
-    counts=moved,
-)
 ORDER = (
-    SORT,
-    replace(
-        SORT,
-        name="sort.ext",
-        source="tokens by expert: SortExt, token_dispatcher.py",
-        call=lambda ms: lambda x: ms.ops.auto_generate.SortExt()(x, 1),
+    _ordered("sort", "tokens by expert: ops.sort in place of SortExt", function("sort"), _picked(_order), _order),
+    _ordered(
+        "sort.ext", "tokens by expert: SortExt, token_dispatcher.py", kernel("SortExt", 1), _picked(_order), _order,
     ),
-    Spec(
-        name="argsort",
-        source="order of tokens: ops.argsort",
-        shapes=((16, 200),),
-        make=_distinct,
-        golden=lambda x: np.argsort(x, -1),
-        call=lambda ms: lambda x: ms.ops.argsort(x),
-        counts=moved,
+    _ordered("argsort", "order of tokens: ops.argsort", function("argsort"), _order, None),
+    _ordered(
+        "topk", "router: TopK in place of TopkExt", kernel("TopK", K, sorted=True), _picked(_largest), _largest,
     ),
-    TOPK,
-    replace(
-        TOPK,
-        name="topk.ext",
-        source="router: TopkExt, moe/router.py",
-        call=lambda ms: lambda x: ms.ops.auto_generate.TopkExt()(x, K),
-    ),
-)
+    _ordered("topk.ext", "router: TopkExt, moe/router.py", kernel("TopkExt", K), _picked(_largest), _largest),
+)  # fmt: skip
 
 
 RMS_EPS, LAYER_EPS = 1e-6, 1e-5
@@ -254,40 +199,24 @@ def _scaled(rng, rows, n):
 
 
 RMS = Spec(
-    name="rms_norm",
-    source="before attention and MLP: formula with fused_norm: False, transformer/norm.py",
-    shapes=NORMALISED_ROWS,
-    make=_scaled,
-    golden=rms_norm,
-    grad=rms_norm_grad,
-    wrt=(0, 1),
-    call=rms_norm_call(RMS_EPS),
-    counts=spec.normalised,
+    "rms_norm", "before attention and MLP: formula with fused_norm: False, transformer/norm.py", NORMALISED_ROWS,
+    _scaled, golden=rms_norm, grad=rms_norm_grad, wrt=(0, 1), call=rms_norm_call(RMS_EPS), counts=normalised,
     special="row",
     clip=False,  # small rows on purpose, and no division by an element
-)
+)  # fmt: skip
+SOFTMAX = Spec(
+    "softmax", "attention without fusion, softmax routing: Softmax", NORMALISED_ROWS, normal(), golden=softmax,
+    grad=lambda x, dout: (softmax_grad(x, dout),), call=kernel("Softmax", axis=-1), counts=normalised, special="row",
+)  # fmt: skip
 NORMALISE = (
-    Spec(
-        name="softmax",
-        source="attention without fusion, softmax routing: Softmax",
-        shapes=NORMALISED_ROWS,
-        make=_rows,
-        golden=softmax,
-        grad=lambda x, dout: (softmax_grad(x, dout),),
-        call=kernel("Softmax", -1),
-        counts=spec.normalised,
-        special="row",
-    ),
-    Spec(
+    SOFTMAX,
+    replace(
+        SOFTMAX,
         name="log_softmax",
         source="the loss: LogSoftmax",
-        shapes=NORMALISED_ROWS,
-        make=_rows,
         golden=log_softmax,
         grad=lambda x, dout: (dout - softmax(x) * dout.sum(-1, keepdims=True),),
-        call=kernel("LogSoftmax", -1),
-        counts=spec.normalised,
-        special="row",
+        call=kernel("LogSoftmax", axis=-1),
     ),
     RMS,
     replace(
@@ -297,18 +226,12 @@ NORMALISE = (
         call=lambda ms: lambda x, gamma: ms.ops.rms_norm(x, gamma, RMS_EPS)[0],
     ),
     Spec(
-        name="layer_norm",
-        source="where norm is LayerNorm: P.LayerNorm, transformer/norm.py",
-        shapes=NORMALISED_ROWS,
-        make=lambda rng, rows, n: (*_scaled(rng, rows, n), rng.standard_normal(n, np.float32)),
-        golden=layer_norm,
-        grad=layer_norm_grad,
-        wrt=(0, 1, 2),
-        clip=False,
+        "layer_norm", "where norm is LayerNorm: P.LayerNorm, transformer/norm.py", NORMALISED_ROWS,
+        lambda rng, rows, n: (*_scaled(rng, rows, n), rng.standard_normal(n, np.float32)),
+        golden=layer_norm, grad=layer_norm_grad, wrt=(0, 1, 2), clip=False, counts=normalised,
         call=lambda ms: lambda x, gamma, beta: ms.ops.LayerNorm(-1, -1, LAYER_EPS)(x, gamma, beta)[0],
-        counts=spec.normalised,
     ),
-)
+)  # fmt: skip
 
 
 def cross_entropy(logits: Array, labels: Array) -> Array:
@@ -338,24 +261,16 @@ def _logits(rng, tokens, vocabulary):
     return 3 * rng.standard_normal((tokens, vocabulary), np.float32), rng.integers(0, vocabulary, tokens, np.int32)
 
 
-def _spec(name, source, call):
-    return Spec(
-        name=name,
-        source=source,
-        shapes=((32, 512), (4, 32000)),
-        make=_logits,
-        golden=cross_entropy,
-        grad=cross_entropy_grad,
-        call=call,
-        counts=lambda logits, labels: Counts(logits.shape[-1], logits.shape[-1]),
-    )
-
-
+CROSS_ENTROPY = Spec(
+    "cross_entropy", "the formula of _LogSoftmax and _NLLLoss in float32, loss_func.py", ((32, 512), (4, 32000)),
+    _logits, golden=cross_entropy, grad=cross_entropy_grad, call=_formula, counts=scanned,
+)  # fmt: skip
 LOSS = (
-    _spec("cross_entropy", "the formula of _LogSoftmax and _NLLLoss in float32, loss_func.py", _formula),
-    _spec(
-        "cross_entropy.ops",
-        "ops.cross_entropy: the kernels LogSoftmax and NLLLoss",
-        lambda ms: lambda logits, labels: ms.ops.cross_entropy(logits, labels, reduction="none"),
+    CROSS_ENTROPY,
+    replace(
+        CROSS_ENTROPY,
+        name="cross_entropy.ops",
+        source="ops.cross_entropy: the kernels LogSoftmax and NLLLoss",
+        call=function("cross_entropy", reduction="none"),
     ),
 )

@@ -1,4 +1,4 @@
-"""What a run over operators found: counted by operator and data type, as JSON, on a terminal and as one HTML page."""
+"""All specs by family, and what a run over them found: by operator and type, as JSON, on a terminal, as one page."""
 
 from __future__ import annotations
 
@@ -11,10 +11,29 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.accuracy.judge import NAMES
+from tools.accuracy.operators.movement import INDEX, LAYOUT
+from tools.accuracy.operators.pointwise import ACTIVATION, ELEMENTWISE, OPTIMIZER
+from tools.accuracy.operators.products import ATTENTIONS, MATMUL, MOE
+from tools.accuracy.operators.reductions import LOSS, NORMALISE, ORDER, REDUCE
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS, Row
-from tools.accuracy.operators.table import FAMILIES, SPECS
+from tools.accuracy.operators.spec import Spec
 from tools.accuracy.pages import STYLE
 
+FAMILIES: dict[str, tuple[Spec, ...]] = {
+    "matmul": MATMUL,
+    "normalise": NORMALISE,
+    "activation": ACTIVATION,
+    "attention": ATTENTIONS,
+    "moe": MOE,
+    "loss": LOSS,
+    "elementwise": ELEMENTWISE,
+    "reduce": REDUCE,
+    "order": ORDER,
+    "index": INDEX,
+    "layout": LAYOUT,
+    "optimizer": OPTIMIZER,
+}
+SPECS: dict[str, Spec] = {spec.name: spec for specs in FAMILIES.values() for spec in specs}
 SHORT = {long: short for short, long in NAMES.items()}
 STYLES = {PASS: "green", FAIL: "bold red", NOT_RUNNABLE: "dim"}
 LEGEND = (

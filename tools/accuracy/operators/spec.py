@@ -1,17 +1,11 @@
 """What a test of one operator consists of, and how many terms each element of its result accumulates.
 
 Specs are data: small functions over NumPy arrays and one MindSpore call. The counts, which choose the row of Table 2,
-follow from an operator's shapes and indices.
-
-**How many terms an output element accumulates, from operator, shapes and indices: the row of Table 2.**
-
-Each function takes the operator's input arrays and returns `Counts`; `forward` has one number per output, `backward`
-one per gradient. A single number holds for all of them. 0: values are moved, nothing is computed.
+follow from an operator's shapes and indices: each function that counts takes the operator's input arrays.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +17,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Counts:
-    """Accumulation counts of the outputs and of the gradients."""
+    """Accumulation counts of each output and of each gradient, or of all; 0: values are moved, nothing is computed."""
 
     forward: int | tuple[int, ...]
     backward: int | tuple[int, ...] = 1
@@ -47,37 +41,20 @@ def moved(*_: np.ndarray) -> Counts:
     return Counts(0, 0)
 
 
-def tiled(repeats: int) -> Counter:
-    """Values are copied `repeats` times; their gradients are summed."""
-    return lambda *_: Counts(0, repeats)
+def reduced(x: np.ndarray) -> Counts:
+    """Return a reduction over the last axis; its gradient is spread, not summed."""
+    return Counts(x.shape[-1], 1)
 
 
-def reduced(*axes: int) -> Counter:
-    """Return a reduction of the first input over `axes` (all without any); its gradient is spread, not summed."""
-    return lambda x, *_: Counts(_size(x, axes), 1)
-
-
-def scanned(axis: int) -> Counter:
-    """Return a cumulative sum: the last element and the first gradient accumulate the whole axis."""
-    return lambda x, *_: Counts(x.shape[axis], x.shape[axis])
+def scanned(x: np.ndarray, *_: np.ndarray) -> Counts:
+    """Return what of the last axis both an element and a gradient accumulate, such as of a cumulative sum."""
+    return Counts(x.shape[-1], x.shape[-1])
 
 
 def normalised(x: np.ndarray, *parameters: np.ndarray) -> Counts:
     """Return a statistic over the last axis; gradients of scale and shift accumulate the rows."""
     n = x.shape[-1]
     return Counts(n, (n, *[x.size // n] * len(parameters)))
-
-
-def matmul(a: np.ndarray, b: np.ndarray, transpose_b: bool = False) -> Counts:
-    """[..., m, k] x [..., k, n] (or [..., n, k]): k terms, n for the gradient of a, m for that of b."""
-    n = b.shape[-2] if transpose_b else b.shape[-1]
-    return Counts(a.shape[-1], (n, a.shape[-2]))
-
-
-def grouped_matmul(rows: np.ndarray, weight: np.ndarray, ends: np.ndarray) -> Counts:
-    """Rows [C, h] of experts with last rows `ends` x weight [E, h, H]: h, H, and the rows of the busiest expert."""
-    busiest = int(np.diff(ends, prepend=0).max())
-    return Counts(rows.shape[-1], (weight.shape[-1], busiest))
 
 
 def gathered(table: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
@@ -93,10 +70,6 @@ def added(x: np.ndarray, index: np.ndarray, *_: np.ndarray) -> Counts:
 def busiest(index: np.ndarray) -> int:
     """Return how often the most frequent index occurs."""
     return int(np.unique(index, return_counts=True)[1].max())
-
-
-def _size(x: np.ndarray, axes: tuple[int, ...]) -> int:
-    return math.prod(x.shape[axis] for axis in axes) if axes else x.size
 
 
 @dataclass(frozen=True)
@@ -141,11 +114,39 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def kernel(name: str, *arguments: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return the `call` of one MindSpore primitive: `auto_generate`'s, or the older one of `mindspore.ops`."""
+def normal(count: int = 1, scale: float = 1) -> Callable[..., tuple[Array, ...]]:
+    """Return the `make` of so many tensors of one shape."""
+    return lambda rng, *shape: tuple(scale * rng.standard_normal(shape, np.float32) for _ in range(count))
+
+
+def kernel(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
+    """Return the `call` of one MindSpore primitive: `auto_generate`'s, or the older one of `mindspore.ops`.
+
+    Args:
+        rest: arguments behind the tensors. settings: of the primitive itself.
+    """
 
     def call(ms: Any) -> Callable[..., Any]:
-        primitive = getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name)
-        return primitive(*arguments, **settings)
+        primitive = (getattr(ms.ops.auto_generate, name, None) or getattr(ms.ops, name))(**settings)
+        return lambda *tensors: primitive(*tensors, *rest)
 
     return call
+
+
+def function(name: str, *rest: Any, **settings: Any) -> Callable[[Any], Callable[..., Any]]:
+    """Return the `call` of a function of `mindspore.ops`, with these arguments behind the tensors."""
+    return lambda ms: lambda *tensors: getattr(ms.ops, name)(*tensors, *rest, **settings)
+
+
+def place_back(x: Array, index: Array, dout: Array) -> tuple[Array]:
+    """Return the gradient of elements picked along the last axis: each goes back to where it came from."""
+    grad = np.zeros_like(x)
+    np.put_along_axis(grad, index, dout, -1)
+    return (grad,)
+
+
+def scatter_rows(table: Array, index: Array, dout: Array) -> tuple[Array]:
+    """Return the gradient of rows picked by index [P]: `dout` [P, h] summed into the rows of a zero table."""
+    grad = np.zeros_like(table)
+    np.add.at(grad, index, dout)
+    return (grad,)

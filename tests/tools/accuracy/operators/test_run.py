@@ -12,9 +12,9 @@ from tools.accuracy.operators.device import MindSporeDevice, NotRunnableError, f
 from tools.accuracy.operators.pointwise import BETA1, BETA2, DECAY, EPS, RATE, STEP
 from tools.accuracy.operators.products import angles
 from tools.accuracy.operators.reductions import RMS_EPS, rms_norm_call
+from tools.accuracy.operators.report import SPECS
 from tools.accuracy.operators.run import FAIL, NOT_RUNNABLE, PASS, verify
 from tools.accuracy.operators.spec import Spec
-from tools.accuracy.operators.table import SPECS
 
 
 class NumpyDevice:

@@ -11,9 +11,9 @@ from hypothesis.extra import numpy as arrays
 from tests.tools.accuracy.operators.test_run import NumpyDevice
 from tools.accuracy.judge import DEFAULT, lower_bound
 from tools.accuracy.operators import run
+from tools.accuracy.operators.report import FAMILIES, SPECS
 from tools.accuracy.operators.run import PASS, clip_lower, extremes_of, flushed, grid, poke, specials, verify
 from tools.accuracy.operators.spec import as_tuple
-from tools.accuracy.operators.table import FAMILIES, SPECS
 
 ASKED = """matmul batch_matmul grouped_matmul softmax log_softmax rms_norm layer_norm rope swiglu silu gelu sigmoid
 cross_entropy router_topk permute unpermute index_add gather scatter one_hot sum mean max prod cumsum sort argsort exp
