@@ -18,13 +18,8 @@ from mindformers.tools.utils import get_real_group_size, get_real_rank
 from mindspore.train.callback import Callback
 
 from tools.accuracy.counted_bias import BIAS_END, CountedBias, of_routers
+from tools.accuracy.equivalence.runs import BIAS, LEAST, LOAD, MOMENTS, START, least, square_of
 from tools.files.atomic import atomic_file, write_atomically
-
-FIRST, SECOND = "adam_m.", "adam_v."  # MindFormers' AdamW names its moments after the weights
-START = "start."  # of the names of the weights before training
-LEAST = "least."  # of the names of the smallest mean squares of gradients
-LOAD, BIAS = "load.", "bias."  # of the names of routers: [steps, experts], and [steps + 1, experts] with the start
-
 
 MindFormerRegister.register_cls(CountedBias, MindFormerModuleType.CALLBACK, alias="TopkBiasBalanceCallback")
 
@@ -61,23 +56,17 @@ class EquivalenceRecord(Callback):
 
     def on_train_step_end(self, run_context):
         """The square of the norm of every weight's gradient (of this rank's part of it)."""
+        first, second = MOMENTS
         squares = {}
         for name, moment in self._state(run_context).items():
-            if name.startswith(FIRST):
-                before = self.moments.get(name, 0.0)
-                gradient = (moment - self.beta1 * before) / (1 - self.beta1)
-                squares[name.removeprefix(FIRST)] = float(np.square(gradient, dtype=np.float64).sum())
+            if name.startswith(first):
+                squares[name.removeprefix(first)] = square_of(moment, self.moments.get(name, 0.0), self.beta1)
                 self.moments[name] = moment
             else:
-                self._note_least(name.removeprefix(SECOND), moment / (1 - self.beta2 ** (len(self.squares) + 1)))
+                kept = LEAST + name.removeprefix(second)
+                self.least[kept] = least(moment / (1 - self.beta2 ** (len(self.squares) + 1)), self.least.get(kept))
         self.squares.append(squares)
         self.biases.append(of_routers(run_context, BIAS_END))  # MindFormers lets the biases move before any other
-
-    def _note_least(self, weight, square):
-        """Keep the smallest value, other than 0, of the mean square by which AdamW divides."""
-        known = self.least.get(LEAST + weight, np.zeros_like(square))
-        smaller = (square > 0) & ((known == 0) | (square < known))
-        self.least[LEAST + weight] = np.where(smaller, square, known)
 
     def on_train_end(self, run_context):
         """Write what was seen, and every weight, what it was at the start, its moments and the
@@ -107,5 +96,5 @@ class EquivalenceRecord(Callback):
         return {
             param.name: np.array(param.asnumpy())  # a view of a buffer that the next step overwrites
             for param in optimizer.get_parameters()
-            if param.name.startswith((FIRST, SECOND))
+            if param.name.startswith(MOMENTS)
         }

@@ -15,6 +15,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_rank
 from mindspore.train.callback import Callback
 
+from tools.accuracy.equivalence.runs import square_of
 from tools.files.atomic import write_atomically
 
 
@@ -39,8 +40,7 @@ class OwnGradient(Callback):
         for item in run_context.original_args().train_network.optimizer.get_parameters():
             if item.name == self.name:
                 moment = np.array(item.asnumpy())  # a view of a buffer that the next step overwrites
-                gradient = (moment - self.beta1 * self.before) / (1 - self.beta1)
-                self.norms.append(float(np.sqrt(np.square(gradient, dtype=np.float64).sum())))
+                self.norms.append(square_of(moment, self.before, self.beta1) ** 0.5)
                 self.before = moment
 
     def on_train_end(self, run_context):

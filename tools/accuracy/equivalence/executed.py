@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +26,13 @@ from tools.accuracy.equivalence.runs import (
     LOSSES,
     MOMENTS,
     START,
-    RunFailedError,
+    Runs,
     Trained,
-    group_norms,
     group_of,
     launch,
-    make_corpus,
+    least,
     read_steps,
+    square_of,
     weight_of,
 )
 from tools.accuracy.equivalence.sharding import Sharding, derive_sharded
@@ -41,13 +41,18 @@ from tools.accuracy.equivalence.trained import (
     DTYPE,
     FORWARD,
     OPTIMIZER,
+    At,
     Comparison,
     Finding,
-    finding_of,
+    copies,
+    group_rows,
+    phases,
+    shared,
+    starts,
     state_rows,
     unclipped,
 )
-from tools.accuracy.judge import judge, tolerance
+from tools.accuracy.judge import tolerance
 from tools.checkpoint.scan import iteration, iterations
 from tools.checkpoint.stored import Whole, read_whole
 from tools.recipe.load import Recipe
@@ -68,112 +73,66 @@ def compare_executed(run: Trained, reference: Trained, sharding: Sharding) -> Co
     """Return the findings in the order in which a difference arises; known stock differences apart."""
     if len(run.steps) != len(reference.steps):
         detail = f"{len(run.steps)} steps, should be {len(reference.steps)}"
-        return Comparison(1, np.inf, (finding_of(run, 1, FORWARD, "data", "steps", np.inf, 0.0, detail),))
+        return Comparison(1, np.inf, (At(run, 1, FORWARD).found("data", "steps", detail),))
     rows = [*_numbers(run, reference, sharding), *_tensors(run, reference)]
-    wrong = list(_starts(run, reference))
-    wrong += [finding for finding, _ in rows if not finding.error <= finding.allowed]
-    wrong += list(_copies(run))
-    wrong += [] if sharding.known else list(unclipped(run))
-    known = list(_counted_twice(run, reference)) if sharding.known else []
-    return Comparison(len(rows), max(share for _, share in rows), tuple(wrong), tuple(known))
+    wrong = [*starts(run, reference), *(finding for finding in rows if not finding.error <= finding.allowed)]
+    wrong += [*copies(run), *(() if sharding.known else unclipped(run))]
+    known = tuple(_counted_twice(run, reference)) if sharding.known else ()
+    return Comparison(len(rows), max(finding.used for finding in rows), tuple(wrong), known)
 
 
-def _starts(run: Trained, reference: Trained) -> Iterator[Finding]:
-    """Weights that do not start as those of one process; they are drawn whole, and then cut."""
-    for name in (name for name in reference.state.keys() & run.state.keys() if name.startswith(START)):
-        if not np.array_equal(run.state[name], reference.state[name]):
-            weight = name.removeprefix(START)
-            yield finding_of(run, 1, FORWARD, group_of(weight), f"start of {weight}", np.inf, 0.0, "other weights")
-
-
-def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[tuple[Finding, float]]:
-    """Losses and norms of each step: (what would be a finding if it is over what is allowed, share of that)."""
+def _numbers(run: Trained, reference: Trained, sharding: Sharding) -> Iterator[Finding]:
+    """Losses and norms of each step: what would be a finding if it is over what is allowed."""
     micro_steps = sharding.accumulate or 2  # 0: of a rank's samples each
     undefined = undefined_parts(sharding.pp, micro_steps, float(sharding.aux))
     left_out = ["global_norm", *["load_balancing_loss"] * len(undefined)]
     losses = [name for name in LOSSES if name not in left_out]
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
-        phase = FORWARD if step == 1 else OPTIMIZER
+        forward, backward = phases(run, step)
         told = [name for name in losses if (mine[name], theirs[name]) != (None, None)]
         for name in told:  # a loss that has no other part is that of the language model
-            yield _row(run, step, phase, "loss", name if told[1:] else LOSSES[0], mine[name], theirs[name], LOSS, 1.0)
-        phase = BACKWARD if step == 1 else OPTIMIZER
+            yield forward.number("loss", name if told[1:] else LOSSES[0], mine[name], theirs[name], LOSS, 1.0)
         norm = _norm_with_share(run, step, theirs["global_norm"]) if sharding.known else theirs["global_norm"]
-        whole = _row(run, step, phase, "gradients", "global norm", mine["global_norm"], norm, NORM, norm)
-        found, allowed = group_norms(run.norms[step - 1]), tolerance(DTYPE, theirs["tokens"])
-        groups = [
-            _row(run, step, phase, group, "gradient norm", found.get(group), want, allowed, want)
-            for group, want in group_norms(reference.norms[step - 1]).items()
-        ]
-        clipped = not sharding.known
+        whole = backward.number("gradients", "global norm", mine["global_norm"], norm, NORM)
+        allowed = tolerance(DTYPE, theirs["tokens"])
+        groups = group_rows(backward, reference, allowed)
         if step == 1:
-            yield from sorted(_first_gradients(run, reference, allowed), key=lambda row: -row[1])
-        yield _placed(*whole, allowed, clipped and all(share <= 1 for _, share in groups))
+            yield from sorted(_first_gradients(run, reference, allowed), key=lambda row: -row.used)
+        yield _placed(whole, allowed, not sharding.known and all(row.used <= 1 for row in groups))
         yield from groups
 
 
-def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[tuple[Finding, float]]:
+def _first_gradients(run: Trained, reference: Trained, allowed: float) -> Iterator[Finding]:
     """Every weight's gradient of step 1, element by element: the one that errs most is nearest to the fault."""
-    for name in (name for name in reference.state.keys() & run.state.keys() if name.startswith(FIRST)):
-        verdict, weight = judge(run.state[name], reference.state[name], allowed, DTYPE), name.removeprefix(FIRST)
-        numbers = (verdict.error, allowed, verdict.detail)
-        yield finding_of(run, 1, BACKWARD, group_of(weight), f"gradient of {weight}", *numbers), verdict.error / allowed
+    for name in shared(run, reference, FIRST):
+        sides = run.state[FIRST + name], reference.state[FIRST + name]
+        yield At(run, 1, BACKWARD).judged(name, f"gradient of {name}", *sides, allowed)
 
 
-def _placed(norm: Finding, share: float, allowed: float, alike: bool) -> tuple[Finding, float]:
+def _placed(norm: Finding, allowed: float, alike: bool) -> Finding:
     """A wrong global norm is the loss's where clipping leaves each group's gradient as it should be.
 
     Both sides are clipped to one norm: only a factor that all gradients share is lost in that. `allowed`: of groups.
     """
     if alike and SURE * allowed < norm.error < np.inf:
-        norm = replace(norm, module="loss", tensor="gradient of the loss", detail=f"global norm {norm.detail}")
-    return norm, share
+        return replace(norm, module="loss", tensor="gradient of the loss", detail=f"global norm {norm.detail}")
+    return norm
 
 
-def _row(
-    run: Trained,
-    step: int,
-    phase: str,
-    module: str,
-    tensor: str,
-    got: float | None,
-    want: float | None,
-    allowed: float,
-    size: float | None,
-) -> tuple[Finding, float]:
-    """A number whose error is told relative to `size`; one that is missing, or not finite, is wrong."""
-    number, right, scale = (np.nan if value is None else value for value in (got, want, size))
-    finite = np.isfinite(number) and np.isfinite(right)
-    error = abs(number - right) / max(abs(scale), 1e-30) if finite else np.inf
-    detail = f"{number:.9g}, should be {right:.9g}"
-    return finding_of(run, step, phase, module, tensor, error, allowed, detail), error / allowed
-
-
-def _tensors(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
+def _tensors(run: Trained, reference: Trained) -> Iterator[Finding]:
     """Weights and moments after the last step; one that only one side has is wrong."""
     last = len(reference.steps)
     for name in sorted(run.state.keys() ^ reference.state.keys()):
         side = "no checkpoint of the run holds it" if name in reference.state else "one process has none"
-        yield finding_of(run, last, OPTIMIZER, group_of(weight_of(name)), name, np.inf, 0.0, side), np.inf
+        yield At(run, last, OPTIMIZER).found(group_of(weight_of(name)), name, side)
     if run.state.keys() == reference.state.keys():
         yield from state_rows(run, reference, sum(step["tokens"] for step in reference.steps))
-    for name in (name for name in reference.state.keys() & run.state.keys() if name.startswith(BIAS)):
-        yield _bias_row(run, name, run.state[name], reference.state[name])
-
-
-def _bias_row(run: Trained, name: str, got: np.ndarray, want: np.ndarray) -> tuple[Finding, float]:
-    """A router's biases after each step [steps, experts]; how many moves may be others stands at MOVES."""
-    moves, right = (np.sign(np.diff(side, axis=0, prepend=np.zeros_like(side[:1]))) for side in (got, want))
-    others = float(np.mean(moves != right))
-    detail = f"{others:.1%} of the moves of experts' biases are others"
-    group = group_of(name.removeprefix(BIAS))
-    return finding_of(run, len(want), OPTIMIZER, group, "moves of the bias", others, MOVES, detail), others / MOVES
-
-
-def _copies(run: Trained) -> Iterator[Finding]:
-    for name, ranks in run.differing.items():
-        where = group_of(weight_of(name))
-        yield finding_of(run, len(run.steps), OPTIMIZER, where, name, np.inf, 0.0, "copies differ", ranks)
+    for name in shared(run, reference, BIAS):
+        sides = (side.state[BIAS + name] for side in (run, reference))  # after each step [steps, experts]
+        moves, right = (np.sign(np.diff(side, axis=0, prepend=np.zeros_like(side[:1]))) for side in sides)
+        others = float(np.mean(moves != right))
+        detail = f"{others:.1%} of the moves of experts' biases are others"
+        yield At(run, len(right), OPTIMIZER).found(group_of(name), "moves of the bias", detail, others, MOVES)
 
 
 def _norm_with_share(run: Trained, step: int, norm: float | None) -> float | None:
@@ -192,25 +151,13 @@ def _counted_twice(run: Trained, reference: Trained) -> Iterator[Finding]:
         share, want = run.shares[step - 1], _norm_with_share(run, step, right)
         if norm is not None and right is not None:
             detail = f"{norm:.9g}, of one process {right:.9g}; with the share {share:.6g} of the last stage {want:.9g}"
-            phase, error = BACKWARD if step == 1 else OPTIMIZER, abs(norm - right) / right
-            yield finding_of(run, step, phase, "gradients", "global norm", error, NORM, detail)
+            yield phases(run, step)[1].found("gradients", "global norm", detail, abs(norm - right) / right, NORM)
 
 
-@dataclass
-class ExecutedRuns:
-    """Executes shardings of one recipe, each once: runs in one process when they are first needed.
+class ExecutedRuns(Runs):
+    """Shardings of one recipe, each run once, and the ones of one process when they are first needed."""
 
-    Args:
-        base: of `one_worker`. work: folder for the runs. started: told the name of each run before it starts.
-    """
-
-    base: Recipe
-    steps: int
-    work: Path
-    started: Callable[[str], None]
-    corpora: dict[int, str] = field(default_factory=dict)  # by the length of a sample, where it is not the recipe's
-    runs: dict[str, Trained] = field(default_factory=dict)
-    failures: dict[str, RunFailedError] = field(default_factory=dict)
+    word = "run"
 
     def compare(self, name: str, sharding: Sharding) -> Comparison:
         """Return a sharding against one process of the same graph.
@@ -222,25 +169,11 @@ class ExecutedRuns:
         return compare_executed(self._run(name, sharding), reference, sharding)
 
     def _run(self, name: str, sharding: Sharding) -> Trained:
-        if name in self.failures:
-            raise self.failures[name]
-        if name not in self.runs:
-            self.started(name)
-            try:
-                recipe = derive_sharded(self.base, sharding, self.steps, self._corpus(sharding.sample))
-                noted = TWICE if sharding.known and sharding.pp > 1 else ""
-                self.runs[name] = execute(recipe, self.work / name, noted)
-            except (RunFailedError, DataError, CheckpointError) as error:
-                self.failures[name] = RunFailedError(f"the run of {name} failed: {error}")
-                raise self.failures[name] from error
-        return self.runs[name]
+        def run() -> Trained:
+            recipe = derive_sharded(self.base, sharding, self.steps, self.corpus(sharding.sample))
+            return execute(recipe, self.work / name, TWICE if sharding.known and sharding.pp > 1 else "")
 
-    def _corpus(self, length: int) -> str:
-        """The corpus of random tokens for samples of `length` tokens, 0 for the recipe's."""
-        if length not in self.corpora:
-            folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
-            self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
-        return self.corpora[length]
+        return self.once(name, run)
 
 
 def execute(recipe: Recipe, run_dir: Path, noted: str = "") -> Trained:
@@ -289,9 +222,9 @@ def read_executed(run_dir: Path, recipe: Recipe) -> Trained:
     for folder in folders:
         whole = read_whole(folder)
         biases = biases_of(whole)
-        record.add(whole.arrays, {name: next(iter(copies.values())) for name, copies in biases.items()})
-        wrong = {name: ranks for name, copies in biases.items() if (ranks := _others(copies))}
-        for name, ranks in {**whole.differing, **wrong}.items():
+        record.add(whole.arrays, {name: next(iter(each.values())) for name, each in biases.items()})
+        wrong = {name: ranks for name, each in biases.items() if (ranks := _others(each))}
+        for name, ranks in (whole.differing | wrong).items():
             differing.setdefault(name, ranks)
     shares = _shares(run_dir, view.devices)
     return Trained(view.devices, steps, [], record.norms, record.state(), differing, shares)
@@ -342,12 +275,9 @@ class _Record:
         first, second = MOMENTS
         norms = {}
         for name in (name.removeprefix(first) for name in arrays if name.startswith(first)):
-            before = self.last.get(first + name, 0.0)
-            gradient = (arrays[first + name] - self.beta1 * before) / (1 - self.beta1)
-            norms[name] = float(np.sqrt(np.square(gradient, dtype=np.float64).sum()))
+            norms[name] = square_of(arrays[first + name], self.last.get(first + name, 0.0), self.beta1) ** 0.5
             square = arrays[second + name] / (1 - self.beta2 ** (len(self.norms) + 1))
-            known = self.least.get(LEAST + name, np.zeros_like(square))
-            self.least[LEAST + name] = np.where((square > 0) & ((known == 0) | (square < known)), square, known)
+            self.least[LEAST + name] = least(square, self.least.get(LEAST + name))
         if not self.norms:
             self.start = {START + name: arrays[name] for name in norms}
             self.start |= {FIRST + name: arrays[first + name] / (1 - self.beta1) for name in norms}

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from plugins.errors import DataError, RecipeError, did_you_mean
+from plugins.errors import RecipeError, did_you_mean
 from tools.accuracy.equivalence.executed import ExecutedRuns
-from tools.accuracy.equivalence.runs import RunFailedError, Trained, make_corpus, train
+from tools.accuracy.equivalence.runs import RunFailedError, Runs, Trained, train
 from tools.accuracy.equivalence.sharding import USUAL
 from tools.accuracy.equivalence.strategies import (
     BASELINE,
@@ -191,35 +191,12 @@ def _rows(
     yield from (Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE)
 
 
-@dataclass
-class _Runner:
+class _Runner(Runs):
     """Trains variants of one recipe, each once: baselines when they are first needed."""
 
-    base: Any
-    steps: int
-    work: Path
-    started: Callable[[str], None]
-    runs: dict[str, Trained]
-    corpus: str = ""
-    failures: dict[str, RunFailedError] = field(default_factory=dict)
-
     def run(self, name: str, variant: Variant) -> Trained:
-        """Train, unless it has been.
-
-        Raises:
-            RunFailedError: the training failed, now or when it was first needed, or its record cannot be read.
-        """
-        self.corpus = self.corpus or make_corpus((self.work / "corpus").absolute(), self.base, self.steps)
-        if name in self.failures:
-            raise self.failures[name]
-        if name not in self.runs:
-            self.started(name)
-            try:
-                self.runs[name] = train(derive(self.base, variant, self.steps, self.corpus), self.work / name)
-            except (RunFailedError, DataError) as error:
-                self.failures[name] = RunFailedError(f"the training of {name} failed: {error}")
-                raise self.failures[name] from error
-        return self.runs[name]
+        """Train, unless it has been; raises as `once`."""
+        return self.once(name, lambda: train(derive(self.base, variant, self.steps, self.corpus()), self.work / name))
 
     def alone(self, name: str) -> list[Row]:
         """Return a baseline that is asked for by itself: a row if it fails."""

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from plugins.errors import DataError
+from plugins.errors import CheckpointError, DataError
 from tools.data.index import write_corpus
 from tools.process import children
 from tools.recipe.dump import dump_recipe
@@ -60,6 +60,49 @@ class Trained:
     state: dict[str, np.ndarray]
     differing: dict[str, tuple[int, ...]]
     shares: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Runs:
+    """Runs of one recipe, each made once, when it is first needed.
+
+    Args:
+        base: of `one_worker`. work: folder for the runs. started: told the name of each run before it starts.
+        corpora: by the length of a sample, 0 for the recipe's.
+    """
+
+    base: Recipe
+    steps: int
+    work: Path
+    started: Callable[[str], None]
+    runs: dict[str, Trained] = field(default_factory=dict)
+    failures: dict[str, RunFailedError] = field(default_factory=dict)
+    corpora: dict[int, str] = field(default_factory=dict)
+    word = "training"
+
+    def once(self, name: str, make: Callable[[], Trained]) -> Trained:
+        """Return a run, which `make` makes unless it has been.
+
+        Raises:
+            RunFailedError: it failed, now or when it was first needed, or its record cannot be read.
+        """
+        if name in self.failures:
+            raise self.failures[name]
+        if name not in self.runs:
+            self.started(name)
+            try:
+                self.runs[name] = make()
+            except (RunFailedError, DataError, CheckpointError) as error:
+                self.failures[name] = RunFailedError(f"the {self.word} of {name} failed: {error}")
+                raise self.failures[name] from error
+        return self.runs[name]
+
+    def corpus(self, length: int = 0) -> str:
+        """Return the prefix of a corpus of random tokens for samples of `length` tokens, 0 for the recipe's."""
+        if length not in self.corpora:
+            folder = self.work.absolute() / (f"corpus_{length}" if length else "corpus")
+            self.corpora[length] = make_corpus(folder, self.base, self.steps, length)
+        return self.corpora[length]
 
 
 def make_corpus(folder: Path, recipe: Recipe, steps: int, length: int = 0) -> str:
@@ -185,6 +228,17 @@ def read_steps(metrics: Path) -> list[dict[str, Any]]:
     """Return the records of steps in a rank's metrics file, in order."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [record for record in records if "step" in record]
+
+
+def square_of(moment: np.ndarray, before: np.ndarray | float, beta1: float) -> float:
+    """Return the sum of squares of a gradient, as AdamW's first moment holds it: m' = beta1 * m + (1 - beta1) * g."""
+    return float(np.square((moment - beta1 * before) / (1 - beta1), dtype=np.float64).sum())
+
+
+def least(square: np.ndarray, known: np.ndarray | None) -> np.ndarray:
+    """Return the smallest values, other than 0, of the mean squares by which AdamW has divided."""
+    known = np.zeros_like(square) if known is None else known
+    return np.where((square > 0) & ((known == 0) | (square < known)), square, known)
 
 
 def group_of(weight: str) -> str:

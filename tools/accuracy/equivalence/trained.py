@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,8 @@ AT_SHARE = 1e-5  # relative; a float32 mean of ones and zeros errs by less, one 
 # the auxiliary loss counts tokens: one at a tie between experts that goes to the other moves it by 2e-4
 # (seen with the EP-4 mini, tests/training/test_expert_parallel.py)
 COUNTED = {"load_balancing_loss": 2e-3}
+Ranks = tuple[int, ...]
+Number = float | None
 CLIPPED = 1e-3  # a gradient is clipped if its norm shrinks by more than this share of it
 
 
@@ -96,15 +98,42 @@ class Finding:
     detail: str
 
     @property
-    def key(self) -> tuple[int, str, str, str]:
-        """Step, phase, module, tensor."""
-        return self.step, self.phase, self.module, self.tensor
+    def used(self) -> float:
+        """Return the share of what is allowed."""
+        return self.error / self.allowed if self.allowed else math.inf if self.error else 0.0
 
     @property
     def meaning(self) -> str:
         """Return what usually is wrong when a run leaves the other here."""
         fitting = (text for phase, name, text in MEANINGS if phase == self.phase and self.tensor.startswith(name))
         return next(fitting, "this module's own computation")
+
+
+class At(NamedTuple):
+    """A step of a run, and the phase of what is compared there; each method returns what would be a finding."""
+
+    run: Trained
+    step: int
+    phase: str
+
+    def found(
+        self, module: str, tensor: str, detail: str, error: float = np.inf, allowed: float = 0.0, ranks: Ranks = ()
+    ) -> Finding:
+        """Of all ranks unless some are named."""
+        ranks = ranks or tuple(range(self.run.workers))
+        return Finding(self.step, self.phase, module, tensor, error, allowed, ranks, detail)
+
+    def judged(self, weight: str, tensor: str, got: np.ndarray, want: np.ndarray, allowed: float) -> Finding:
+        """Of a tensor of a weight."""
+        verdict = judge(got, want, allowed, DTYPE)
+        return self.found(group_of(weight), tensor, verdict.detail, verdict.error, allowed)
+
+    def number(self, module: str, tensor: str, got: Number, want: Number, allowed: float, of: Number = None) -> Finding:
+        """Of a scalar, relative to `of` (what it should be); one that is missing, or not finite, is wrong."""
+        got, want = (np.nan if value is None else value for value in (got, want))
+        finite = np.isfinite(got) and np.isfinite(want)
+        error = abs(got - want) / max(abs(want if of is None else of), 1e-30) if finite else np.inf
+        return self.found(module, tensor, f"{got:.9g}, should be {want:.9g}", error, allowed)
 
 
 @dataclass(frozen=True)
@@ -158,32 +187,22 @@ def finding_text(finding: Finding, mesh: Mesh) -> str:
     return f"{where}, {describe_ranks(finding.ranks, mesh)}: {numbers}. Usually: {finding.meaning}"
 
 
-@dataclass(frozen=True)
-class Row:
-    """One comparison of a router: it is wrong if `error` is over `allowed`."""
-
-    step: int
-    router: str
-    tensor: str
-    error: float
-    allowed: float
-    detail: str
-
-
-def bias_rows(run: Trained, reference: Trained) -> Iterator[Row]:
+def _bias_rows(run: Trained, reference: Trained) -> Iterator[Finding]:
     """For each router that has a bias: the loads of each step, then how the biases moved, then where they ended."""
     for name in (name.removeprefix(BIAS) for name in reference.state if name.startswith(BIAS)):
         loads, wants = (side.state[LOAD + name].astype(np.float64) for side in (run, reference))
         for step, (load, want) in enumerate(zip(loads, wants, strict=True), 1):
             moved = float(np.abs(load - want).sum() / 2 / want.sum())
             moved = moved if np.isfinite(moved) else np.inf
-            yield Row(step, name, "loads of experts", moved, MOVED, f"{moved:.2%} of the choices are others")
+            detail = f"{moved:.2%} of the choices are others"
+            yield At(run, step, OPTIMIZER).found(group_of(name), "loads of experts", detail, moved, MOVED)
         got, bias = run.state[BIAS + name], reference.state[BIAS + name]
         directions = np.sign(np.diff(got, axis=0)) == _directions(loads)
-        yield from _wrong(name, "moves of the bias", directions | _at_share(loads), "not towards its share of the load")
+        moves = directions | _at_share(loads)
+        yield _router(run, name, "moves of the bias", moves, "not towards its share of the load")
         alike = (_directions(loads) == _directions(wants)) & ~_at_share(loads) & ~_at_share(wants)
         equal = (got[1:] == bias[1:]) | ~np.logical_and.accumulate(alike, axis=0)
-        yield from _wrong(name, "bias", equal & (got[0] == bias[0]), "another than the reference's")
+        yield _router(run, name, "bias", equal & (got[0] == bias[0]), "another than the reference's")
 
 
 def _directions(loads: np.ndarray) -> np.ndarray:
@@ -197,89 +216,86 @@ def _at_share(loads: np.ndarray) -> np.ndarray:
     return np.abs(loads - share) <= AT_SHARE * share
 
 
-def _wrong(router: str, tensor: str, right: np.ndarray, what: str) -> Iterator[Row]:
-    """One row for an array [steps, experts] of what is right."""
+def _router(run: Trained, router: str, tensor: str, right: np.ndarray, what: str) -> Finding:
+    """What would be a finding of an array [steps, experts] of what is right."""
     steps, experts = np.nonzero(~right)
     first = int(steps[0]) + 1 if len(steps) else len(right)
     detail = f"experts {sorted(set(experts[steps == first - 1].tolist()))}: {what}" if len(steps) else ""
-    yield Row(first, router, tensor, float(len(steps)), 0.0, detail)
+    return At(run, first, OPTIMIZER).found(group_of(router), tensor, detail, float(len(steps)))
 
 
 def compare_trained(run: Trained, reference: Trained) -> Comparison:
     """Return the findings in the order above; `used` is the largest share of a tolerance."""
-    data = list(_data(run, reference))
+    data = (*_samples(run, reference), *starts(run, reference))
     rows = list(_rows(run, reference))
-    findings = [finding for finding, _ in rows if not finding.error <= finding.allowed]
-    copies = [
-        finding_of(run, len(run.steps), OPTIMIZER, group_of(weight_of(name)), name, np.inf, 0.0, "copies differ", ranks)
-        for name, ranks in run.differing.items()
-    ]
-    used = max(share for _, share in rows)
-    return Comparison(len(rows), used, (*data, *findings, *copies, *unclipped(run)))
+    findings = [finding for finding in rows if not finding.error <= finding.allowed]
+    used = max(finding.used for finding in rows)
+    return Comparison(len(rows), used, (*data, *findings, *copies(run), *unclipped(run)))
 
 
-def finding_of(
-    run: Trained,
-    step: int,
-    phase: str,
-    module: str,
-    tensor: str,
-    error: float,
-    allowed: float,
-    detail: str,
-    ranks: tuple[int, ...] = (),
-) -> Finding:
-    """Return a finding of a run; of all its ranks unless some are named."""
-    return Finding(step, phase, module, tensor, error, allowed, ranks or tuple(range(run.workers)), detail)
-
-
-def _data(run: Trained, reference: Trained) -> Iterator[Finding]:
+def _samples(run: Trained, reference: Trained) -> Iterator[Finding]:
     """Steps whose samples are not the same, whatever their order and ranks."""
     for step, (mine, theirs) in enumerate(zip(run.samples, reference.samples, strict=True), 1):
         if mine != theirs:
             other = len(set(mine) ^ set(theirs)) // 2
             detail = f"{other} of {len(theirs)} samples of the step are others"
-            yield finding_of(run, step, FORWARD, "data", "samples", np.inf, 0.0, detail)
-    for name in (name for name in reference.state if name.startswith(START)):
-        if not np.array_equal(run.state[name], reference.state[name]):
-            weight = name.removeprefix(START)
-            yield finding_of(run, 1, FORWARD, group_of(weight), f"start of {weight}", np.inf, 0.0, "other weights")
+            yield At(run, step, FORWARD).found("data", "samples", detail)
+
+
+def shared(run: Trained, reference: Trained, prefix: str) -> list[str]:
+    """Return the names, less this prefix, of the tensors that both have."""
+    return [name.removeprefix(prefix) for name in reference.state if name.startswith(prefix) and name in run.state]
+
+
+def starts(run: Trained, reference: Trained) -> Iterator[Finding]:
+    """Weights that do not start as the reference's."""
+    for name in shared(run, reference, START):
+        if not np.array_equal(run.state[START + name], reference.state[START + name]):
+            yield At(run, 1, FORWARD).found(group_of(name), f"start of {name}", "other weights")
+
+
+def copies(run: Trained) -> Iterator[Finding]:
+    """Tensors of which ranks have another copy than rank 0."""
+    for name, ranks in run.differing.items():
+        where = group_of(weight_of(name))
+        yield At(run, len(run.steps), OPTIMIZER).found(where, name, "copies differ", ranks=ranks)
 
 
 def unclipped(run: Trained) -> Iterator[Finding]:
     """A run in which no gradient was clipped proves nothing about the clipping; global norms are those before it."""
-    norms = [(step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values()))) for step, after in _steps(run)]
+    norms = [
+        (step["global_norm"], np.sqrt(sum(norm**2 for norm in after.values())))
+        for step, after in zip(run.steps, run.norms, strict=True)
+    ]
     if not any(after < (1 - CLIPPED) * before for before, after in norms):
         before = max(before for before, _ in norms)
         detail = f"no step was clipped (norms up to {before:.4g}), so that a wrong clipping would change nothing"
-        yield finding_of(run, len(norms), BACKWARD, "gradients", "clipping", np.inf, 0.0, detail)
+        yield At(run, len(norms), BACKWARD).found("gradients", "clipping", detail)
 
 
-def _steps(run: Trained) -> Iterator[tuple[dict[str, Any], dict[str, float]]]:
-    """Metrics of each step, and the norm of each weight's gradient."""
-    return zip(run.steps, run.norms, strict=True)
-
-
-def _rows(run: Trained, reference: Trained) -> Iterator[tuple[Finding, float]]:
-    """(what would be a finding if it is over what is allowed, share of the tolerance), in order."""
+def _rows(run: Trained, reference: Trained) -> Iterator[Finding]:
+    """What would be a finding if it is over what is allowed, in order."""
     for step, (mine, theirs) in enumerate(zip(run.steps, reference.steps, strict=True), 1):
-        phase = FORWARD if step == 1 else OPTIMIZER
+        forward, backward = phases(run, step)
         for name in (name for name in LOSSES if name != "global_norm" and (mine[name], theirs[name]) != (None, None)):
             allowed = COUNTED.get(name, mean_tolerance(theirs["tokens"]))
-            yield _number(run, step, phase, "loss", name, mine[name], theirs[name], allowed)
-        phase = BACKWARD if step == 1 else OPTIMIZER
-        allowed = tolerance(DTYPE, theirs["tokens"])
-        norm = (mine["global_norm"], theirs["global_norm"])
-        yield _number(run, step, phase, "gradients", "global norm", *norm, allowed)
-        groups = group_norms(reference.norms[step - 1])
-        found = group_norms(run.norms[step - 1])
-        for group, want in groups.items():
-            yield _number(run, step, phase, group, "gradient norm", found[group], want, allowed)
+            yield forward.number("loss", name, mine[name], theirs[name], allowed)
+        allowed, norm = tolerance(DTYPE, theirs["tokens"]), "global_norm"
+        yield backward.number("gradients", "global norm", mine[norm], theirs[norm], allowed)
+        yield from group_rows(backward, reference, allowed)
     yield from state_rows(run, reference, reference.steps[0]["tokens"])
-    for row in bias_rows(run, reference):
-        numbers = (row.error, row.allowed, row.detail)
-        share = row.error / row.allowed if row.allowed else np.inf if row.error else 0.0
-        yield finding_of(run, row.step, OPTIMIZER, group_of(row.router), row.tensor, *numbers), share
+    yield from _bias_rows(run, reference)
+
+
+def phases(run: Trained, step: int) -> tuple[At, At]:
+    """Return where losses and gradients of a step belong: from the second on they also show the optimizer's updates."""
+    return At(run, step, FORWARD if step == 1 else OPTIMIZER), At(run, step, BACKWARD if step == 1 else OPTIMIZER)
+
+
+def group_rows(at: At, reference: Trained, allowed: float) -> list[Finding]:
+    """Return what would be findings of the norms of each group's gradients in a step."""
+    found, wanted = (group_norms(side.norms[at.step - 1]) for side in (at.run, reference))
+    return [at.number(group, "gradient norm", found.get(group), want, allowed) for group, want in wanted.items()]
 
 
 def mean_tolerance(tokens: int) -> float:
@@ -291,32 +307,20 @@ def mean_tolerance(tokens: int) -> float:
     return tolerance(DTYPE, tokens) / tokens**0.5
 
 
-def _number(run, step, phase, module, tensor, got, want, allowed) -> tuple[Finding, float]:
-    """A scalar, relative to what it should be; one that is missing, or not finite on either side, is wrong."""
-    got, want = (np.nan if value is None else value for value in (got, want))
-    finite = np.isfinite(got) and np.isfinite(want)
-    error = abs(got - want) / max(abs(want), 1e-30) if finite else np.inf
-    detail = f"{got:.9g}, should be {want:.9g}"
-    return finding_of(run, step, phase, module, tensor, error, allowed, detail), error / allowed
-
-
-def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[tuple[Finding, float]]:
+def state_rows(run: Trained, reference: Trained, tokens: int) -> Iterator[Finding]:
     """Moments after the last step, then how far weights have moved; Table 2's row is that of so many tokens."""
     last, allowed = len(reference.steps), tolerance(DTYPE, tokens)
     for name in (name for name in reference.state if name.startswith(MOMENTS)):
         most = 2 * allowed if name.startswith(MOMENTS[1]) else allowed  # a square errs twice as much as its root
-        verdict = judge(run.state[name], reference.state[name], most, DTYPE)
-        finding = finding_of(run, last, OPTIMIZER, group_of(name.split(".", 1)[1]), name, verdict.error, most, "")
-        yield replace(finding, detail=verdict.detail), verdict.error / most
+        weight = name.split(".", 1)[1]
+        yield At(run, last, OPTIMIZER).judged(weight, name, run.state[name], reference.state[name], most)
     rate = sum(step["learning_rate"] for step in reference.steps)
     for name in (name.removeprefix(START) for name in reference.state if name.startswith(START)):
         got, want = (side.state[name].astype(np.float64) - side.state[START + name] for side in (run, reference))
         stored = last * 2 * ROUNDOFF[DTYPE] * np.abs(reference.state[name])
         room = leeway(reference.state[LEAST + name], allowed, rate) + stored
         over = np.sign(got - want) * np.maximum(np.abs(got - want) - room, 0)
-        verdict = judge(want + over, want, allowed, DTYPE)
-        finding = finding_of(run, last, OPTIMIZER, group_of(name), f"change of {name}", verdict.error, allowed, "")
-        yield replace(finding, detail=verdict.detail), verdict.error / allowed
+        yield At(run, last, OPTIMIZER).judged(name, f"change of {name}", want + over, want, allowed)
 
 
 def leeway(mean_square: np.ndarray, allowed: float, moved: float) -> np.ndarray:
