@@ -20,6 +20,7 @@ from launch.workers.lifetime import die_with_parent
 from plugins import enable_plugins
 from tools.dryrun.plan import Job
 from tools.dryrun.rank import compile_job
+from tools.files.atomic import write_atomically
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
@@ -32,9 +33,7 @@ def main() -> None:
     fields = json.loads(job_file.read_text(encoding="utf-8"))
     job = Job(**fields | {"recipe": Recipe(fields["recipe"])})
     report = compile_job(job, out.parent, partial(enable, on_cpu=View(job.recipe).cpu_classes), *text)
-    whole = out.with_suffix(".part")
-    whole.write_text(json.dumps(report), encoding="utf-8")
-    whole.rename(out)
+    write_atomically(out, json.dumps(report))
     sys.stdout.flush()
     os._exit(0)  # MindSpore's threads may crash on the way out after a compile for another target
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -166,8 +167,7 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
         forward, backward = graph.graphs[name], graph.graphs.get(behind, [])
         modules = saved_modules(forward, behind, rows)
         for place, size in received_bytes(graph, name, behind, rows).items():
-            own = modules.setdefault(place, {})
-            own[LAYER_INPUT] = own.get(LAYER_INPUT, 0) + size
+            modules.setdefault(place, Counter())[LAYER_INPUT] += size
         saved = {place: sum(own.values()) for place, own in modules.items()}
         parts = parts_of(saved, forward, backward, lambda nodes: moments_of(nodes, rows))
         found.append(
@@ -189,11 +189,10 @@ def activations_of(graph: GraphText, rows: int) -> list[dict[str, Any]]:
 
 def added(modules: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Sums by module."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for own in modules:
-        for module, size in own.items():
-            found[module] = found.get(module, 0) + size
-    return found
+        found.update(own)
+    return dict(found)
 
 
 def curve_of(nodes: list[Node], rows: int) -> list[int]:
@@ -209,7 +208,7 @@ def routed_rows(graph: GraphText, even: int) -> int:
     `even` is tokens x top-k of a rank: what each rank gets when routing is even.
     """
     rows = even
-    for node in _exchanges(graph.graphs.values()):
+    for node in (node for nodes in graph.graphs.values() for node in nodes if node.op in ("AlltoAllV", "AllToAllV")):
         block = attributes_of(node.text).get("block_size", 1)
         taken = node.inputs[0] if node.inputs else TensorType("", (-1,))
         if -1 not in taken.shape and isinstance(block, int):
@@ -217,17 +216,8 @@ def routed_rows(graph: GraphText, even: int) -> int:
     return rows
 
 
-def _exchanges(graphs: Iterable[list[Node]]) -> Iterable[Node]:
-    return (node for nodes in graphs for node in nodes if node.op in ("AlltoAllV", "AllToAllV"))
-
-
-def saved_bytes(nodes: list[Node], backward: str, rows: int) -> dict[str, int]:
-    """Part -> bytes that the forward subgraph binds to its backward; its parameters are counted elsewhere."""
-    return {part: sum(own.values()) for part, own in saved_modules(nodes, backward, rows).items()}
-
-
-def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, dict[str, int]]:
-    """Part -> module whose operator made it -> bytes; see `saved_bytes`."""
+def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, Counter[str]]:
+    """Part -> module -> bytes that it hands from forward to backward; parameters are counted elsewhere."""
     bound = next((node for node in nodes if node.binds == backward), None)
     if bound is None:
         return {}
@@ -242,11 +232,10 @@ def saved_modules(nodes: list[Node], backward: str, rows: int) -> dict[str, dict
         for number in node.operands:
             for owner in _owners(number, nodes) & kept:
                 readers[owner].add(place)
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for number in kept:
-        own = found.setdefault(owner_place(places[number], readers[number]), {})
-        module = module_of_path(nodes[number].scope)
-        own[module] = own.get(module, 0) + output_bytes(nodes[number], rows)
+        own = found.setdefault(owner_place(places[number], readers[number]), Counter())
+        own[module_of_path(nodes[number].scope)] += output_bytes(nodes[number], rows)
     return found
 
 
@@ -264,7 +253,7 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
     arguments = [arguments_of(node.head) for node in calls[:2]]
     kept = set(_PARAMETER.findall(bound.head))
     places = places_of(nodes)
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for index, parameter in enumerate(graph.parameters.get(forward, ())):
         taken = [row[index] for row in arguments if index < len(row)]
         if parameter not in kept or not taken or len(set(taken)) < len(taken) or not taken[0][1:].isdecimal():
@@ -274,8 +263,8 @@ def received_bytes(graph: GraphText, forward: str, backward: str, rows: int) -> 
         if size:
             reader = f"%{parameter}_"
             place = min((place for place, node in zip(places, nodes, strict=True) if reader in node.head), default=0)
-            found[name_of(place)] = found.get(name_of(place), 0) + size
-    return found
+            found[name_of(place)] += size
+    return dict(found)
 
 
 def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
@@ -285,18 +274,12 @@ def kept_bytes(graph: GraphText, rows: int) -> dict[str, int]:
     """
     nodes = graph.graphs[graph.root]
     forward = {name for name, _ in chunks_of(graph)}
-    taken: dict[int, int] = {}
+    taken: Counter[int] = Counter()
     for node in nodes:
         if forward.intersection(node.calls):
-            owners = {owner for operand in node.operands for owner in _owners(operand, nodes)}
-            for owner in owners:
-                taken[owner] = taken.get(owner, 0) + 1
-    found: dict[str, int] = {}
-    for owner, times in taken.items():
-        if times > 1:
-            name = _weight(nodes[owner], nodes)
-            found[name] = found.get(name, 0) + output_bytes(nodes[owner], rows)
-    return found
+            taken.update({owner for operand in node.operands for owner in _owners(operand, nodes)})
+    shared = [owner for owner, times in taken.items() if times > 1]
+    return added({_weight(nodes[owner], nodes): output_bytes(nodes[owner], rows)} for owner in shared)
 
 
 def _weight(node: Node, nodes: list[Node]) -> str:
@@ -314,11 +297,12 @@ def peak_bytes(nodes: list[Node], rows: int) -> int:
 
 def moments_of(nodes: list[Node], rows: int) -> list[Moment]:
     """Return the bytes alive while each operator runs and behind it, in the order of the text; views cost nothing."""
-    last: dict[int, int] = {}
-    for place, node in enumerate(nodes):
-        for operand in node.operands:
-            for owner in _owners(operand, nodes):
-                last[owner] = place
+    last = {
+        owner: place
+        for place, node in enumerate(nodes)
+        for operand in node.operands
+        for owner in _owners(operand, nodes)
+    }
     ends: dict[int, list[int]] = {}
     for owner, place in last.items():
         ends.setdefault(place, []).append(owner)

@@ -11,6 +11,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 from plugins.errors import ClusterError
 from tools.dryrun.graph_text import GraphText, Node, TensorType, chunks_of
@@ -101,23 +103,13 @@ def _collective(node: Node, graph: str, ranks_of: Callable, generated: dict[str,
     if node.op in ("Send", "Receive"):  # of a pipeline: the group is MindSpore's own, and stated rightly
         ranks = ranks or attributes.get("group_rank_ids")
     if ranks is None:
-        place = node.source or node.scope
-        raise ClusterError(f"{node.op} at {place} uses group {group!r}, which nobody created")
+        raise ClusterError(f"{node.op} at {node.source or node.scope} uses group {group!r}, which nobody created")
     kept = {name: value for name, value in attributes.items() if name not in _NOT_KEPT}
     if node.op in ("Send", "Receive"):
         derived = attributes_of(node.text, "cnode_primal_attrs")
         kept |= {name: derived[name] for name in ("micro", "chunk") if name in derived}
-    return Collective(
-        op=node.op,
-        group=group,
-        ranks=ranks,
-        role=role_of(node, graph),
-        inputs=node.inputs,
-        outputs=node.outputs,
-        attributes=kept,
-        source=node.source,
-        scope=node.scope,
-    )
+    role = role_of(node, graph)
+    return Collective(node.op, group, ranks, role, node.inputs, node.outputs, kept, node.source, node.scope)
 
 
 def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict) -> list[Collective | list[str]]:
@@ -131,8 +123,7 @@ def _ordered(nodes: list[Node], graph: str, ranks_of: Callable, generated: dict)
     collectives = 0
     for node in nodes:
         data, control = _operands(node, nodes)
-        waits_data = _union(by_data, data)
-        waits_any = _union(by_any, data + control)
+        waits_data, waits_any = _union(by_data, data), _union(by_any, data + control)
         if node.op in COLLECTIVES:
             after, extra = _bits(waits_data), _bits(waits_any & ~waits_data)
             kept.append(replace(_collective(node, graph, ranks_of, generated), after=after, after_depend=extra))
@@ -162,10 +153,7 @@ def _operands(node: Node, nodes: list[Node]) -> tuple[list[int], list[int]]:
 
 def _union(waits: list[int], nodes: list[int]) -> int:
     """The bits of several nodes together."""
-    result = 0
-    for node in nodes:
-        result |= waits[node]
-    return result
+    return reduce(or_, (waits[node] for node in nodes), 0)
 
 
 def _bits(number: int) -> tuple[int, ...]:
@@ -188,15 +176,12 @@ def _expand(name: str, bodies: dict[str, list[Collective | list[str]]], found: l
 
 def _generated_groups(graph: GraphText) -> dict[str, tuple[int, ...]]:
     """Ranks of the groups that C++ made up, which only some of their collectives state."""
-    groups = {}
-    for nodes in graph.graphs.values():
-        for node in nodes:
-            if node.op in COLLECTIVES:
-                attributes = attributes_of(node.text)
-                stated = str(attributes.get("group_ranks", ""))
-                if re.fullmatch(r"\d+(-\d+)*", stated):
-                    groups[str(attributes["group"])] = tuple(map(int, stated.split("-")))
-    return groups
+    stated = (attributes_of(node.text) for nodes in graph.graphs.values() for node in nodes if node.op in COLLECTIVES)
+    return {
+        str(attributes["group"]): tuple(map(int, ranks.split("-")))
+        for attributes in stated
+        if re.fullmatch(r"\d+(-\d+)*", ranks := str(attributes.get("group_ranks", "")))
+    }
 
 
 _PRODUCTS = frozenset(

@@ -31,6 +31,7 @@ from rich.console import Console
 from plugins.errors import ClusterError
 from tools.dryrun.plan import Job, Plan
 from tools.estimate.from_recipe import LEVEL
+from tools.files.atomic import atomic_file
 from tools.hardware.units import GIB
 from tools.process.children import HUGE_PAGES, terminate_as_interrupt
 from tools.recipe.load import Recipe
@@ -215,15 +216,8 @@ def keep_result(job: Job, result: dict[str, Any]) -> None:
     """Store a result, whole or not at all; refusals too are results, but for those of the host."""
     if result.get("of_the_host"):
         return
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=cache_folder(), suffix=".part", delete=False) as part:
-        try:
-            part.write(gzip.compress(json.dumps(result).encode()))
-            part.close()
-            os.replace(part.name, cache_folder() / _name(job))
-        except BaseException:
-            os.unlink(part.name)
-            raise
+    with atomic_file(cache_folder() / _name(job)) as part:
+        part.write_bytes(gzip.compress(json.dumps(result).encode()))
 
 
 def text_of(job: Job) -> Path:

@@ -129,15 +129,19 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def arguments_of(head: str) -> list[str]:
     """Return what a call hands over, as text: ``"call @f(%1, (1, 2))"`` gives ``["%1", "(1, 2)"]``."""
-    inside = head.partition("(")[2].rpartition(")")[0]
+    return listed(head.partition("(")[2].rpartition(")")[0])
+
+
+def listed(text: str, opening: str = "([{", closing: str = ")]}") -> list[str]:
+    """Return what stands between the commas of a text that are in no brackets."""
     found, depth = [""], 0
-    for letter in inside:
-        depth += (letter in "([{") - (letter in ")]}")
+    for letter in text:
+        depth += (letter in opening) - (letter in closing)
         if letter == "," and depth == 0:
             found.append("")
         else:
             found[-1] += letter
-    return [text.strip() for text in found]
+    return [part.strip() for part in found]
 
 
 def _parse(lines: Iterable[str]) -> tuple[str, dict[str, list[Node]], dict[str, list[str]]]:

@@ -13,6 +13,7 @@ unknown, too: each pass is one long.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -233,13 +234,12 @@ def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pas
         held, graph, passes: as `memory_of`; without known passes every chunk's backward counts
             once, with nothing waiting.
     """
-    constant: dict[Owner, float] = {}
-    for item in held:
-        owner = Owner(_PARTS[item.kind], module_of_path(item.name))
-        constant[owner] = constant.get(owner, 0.0) + item.bytes
-    for name, size in graph["kept"].items():
-        owner = Owner("gathered", module_of_path(name))
-        constant[owner] = constant.get(owner, 0.0) + size
+    constant: dict[Owner, float] = defaultdict(float)
+    for part, name, size in (
+        *((_PARTS[item.kind], item.name, item.bytes) for item in held),
+        *(("gathered", name, size) for name, size in graph["kept"].items()),
+    ):
+        constant[Owner(part, module_of_path(name))] += size
     chunks = graph["activations"]
     order = [Op(*item) for item in passes] or [Op("B", 0, chunk) for chunk in range(len(chunks))]
     kept = [_kept(chunk) if passes else {} for chunk in chunks]
@@ -255,8 +255,6 @@ def _kept(chunk: Mapping[str, Any]) -> Bytes:
 
 def _inside(op: Op, chunk: Mapping[str, Any]) -> list[Bytes]:
     """What is alive in a pass beside what is kept, of which a forward's own part is among what is alive in it."""
-    own = chunk["saved"] if op.kind == "F" else 0
-    most = chunk["forward" if op.kind == "F" else "backward"]
-    curve = chunk.get("curves", {}).get("F" if op.kind == "F" else "B") or [most]
-    words = "alive in a forward" if op.kind == "F" else "alive in a backward"
-    return [{Owner(WORKING, words): float(max(0, size - own))} for size in curve]
+    kind, name, own = ("F", "forward", chunk["saved"]) if op.kind == "F" else ("B", "backward", 0)
+    curve = chunk.get("curves", {}).get(kind) or [chunk[name]]
+    return [{Owner(WORKING, f"alive in a {name}"): float(max(0, size - own))} for size in curve]

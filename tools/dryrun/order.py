@@ -20,7 +20,7 @@ from typing import Any
 from tools.dryrun.compiles import source_key
 from tools.dryrun.plan import Plan
 
-_P2P = ("Send", "Receive")
+_KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,7 @@ class Call:
     @property
     def key(self) -> str:
         """Return the key of the recipe that put it into the graph; a plugin's, where it comes from one."""
-        if self.op == "p2p":
-            return "parallel.pipeline_config.pipeline_scheduler"
-        return source_key(self.where) or "parallel"
+        return _KEY if self.op == "p2p" else source_key(self.where) or "parallel"
 
     def __str__(self) -> str:
         place = f" at {self.where}" if self.where else ""
@@ -57,13 +55,14 @@ def programs_of(reports: Sequence[Mapping]) -> dict[int, list[Call]]:
 
 
 def _call(report: Mapping, item: Mapping) -> Call:
-    shape = "x".join(map(str, item["shape"])) or "one number"
-    if item["op"] in _P2P:
+    if item["op"] in ("Send", "Receive"):
         ends = (report["rank"], item["peer"]) if item["op"] == "Send" else (item["peer"], report["rank"])
-        what = f"{shape} {item['dtype']}, tag {item['tag']}, micro-batch {item['micro']}"
-        return Call("p2p", ends, what, item["op"])
-    members = tuple(report["graph"]["groups"][item["group"]])
-    return Call(item["op"], members, f"{shape} {item['dtype']}", item["source"])
+        return Call("p2p", ends, f"{_tensor(item)}, tag {item['tag']}, micro-batch {item['micro']}", item["op"])
+    return Call(item["op"], tuple(report["graph"]["groups"][item["group"]]), _tensor(item), item["source"])
+
+
+def _tensor(item: Mapping) -> str:
+    return f"{'x'.join(map(str, item['shape'])) or 'one number'} {item['dtype']}"
 
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
@@ -77,10 +76,8 @@ def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
     for (_, members), calls in by_group.items():
         compiled = [rank for rank in members if rank in programs]
         first, *others = compiled
-        for other in others:
-            line = _difference(first, calls.get(first, []), other, calls.get(other, []), members)
-            if line:
-                found.append(line)
+        lines = (_difference(first, calls.get(first, []), other, calls.get(other, []), members) for other in others)
+        found += filter(None, lines)
     return found or _play(programs)
 
 
@@ -122,16 +119,12 @@ def _play(programs: Mapping[int, Sequence[Call]]) -> list[str]:
         for member in members:
             at[member] += 1
         ready.extend(members)
-    stuck = [rank for rank in programs if current(rank) is not None]
+    stuck = [(rank, call) for rank in programs if (call := current(rank)) is not None]
     if not stuck:
         return []
-    waits = "; ".join(f"rank {rank} waits in {current(rank)} ({_name(_of(current(rank)))})" for rank in stuck[:4])
-    keys = ", ".join(dict.fromkeys(call.key for rank in stuck if (call := current(rank))))
+    waits = "; ".join(f"rank {rank} waits in {call} ({_name(call.members)})" for rank, call in stuck[:4])
+    keys = ", ".join(dict.fromkeys(call.key for _, call in stuck))
     return [f"{keys}: these calls wait for each other for ever: {waits}"]
-
-
-def _of(call: Call | None) -> tuple[int, ...]:
-    return call.members if call else ()
 
 
 def _other(call: Call | None, wanted: Call) -> bool:
@@ -142,9 +135,6 @@ def _other(call: Call | None, wanted: Call) -> bool:
 def _name(members: tuple[int, ...]) -> str:
     shown = ", ".join(map(str, members[:4])) + (f", ... {members[-1]}" if len(members) > 4 else "")
     return f"group of {len(members)} ({shown})"
-
-
-_KEY = "parallel.pipeline_config.pipeline_scheduler"
 
 
 @dataclass(frozen=True)
@@ -214,12 +204,8 @@ def check_links(plan: Plan, results: Sequence[Mapping[str, Any]], per_stage: int
 
 def _links(stages: int, ranks: Sequence[_Rank]) -> list[tuple[int, int]]:
     """Neighbours, and stages further apart that a compiled rank names: the first and the last."""
-    far = {
-        (min(rank.stage, rank.stage + distance), max(rank.stage, rank.stage + distance))
-        for rank in ranks
-        for _, distance in rank.calls
-        if abs(distance) > 1
-    }
+    ends = (sorted((rank.stage, rank.stage + distance)) for rank in ranks for _, distance in rank.calls)
+    far = {(first, last) for first, last in ends if last - first > 1}
     return [(stage, stage + 1) for stage in range(stages - 1)] + sorted(far)
 
 
@@ -251,15 +237,12 @@ def _link_difference(sender: int, sent: Sequence[str], receiver: int, taken: Seq
     """The first Send that meets no equal Receive, or the first Receive without a Send."""
     for place, (ours, theirs) in enumerate(zip_longest(sent, taken), 1):
         if ours != theirs:
-            return (
-                f"rank {sender}'s Send {place} is {ours or 'not there'}, "
-                f"rank {receiver}'s Receive {place} is {theirs or 'not there'}"
-            )
+            ours, theirs = ours or "not there", theirs or "not there"
+            return f"rank {sender}'s Send {place} is {ours}, rank {receiver}'s Receive {place} is {theirs}"
     return ""
 
 
 def _text(item: Mapping[str, Any], with_chunk: bool) -> str:
     """That in which a Send and its Receive agree, whichever stages they are of."""
-    shape = "x".join(map(str, item["shape"])) or "one number"
     chunk = f", chunk {item['chunk']}" if with_chunk else ""
-    return f"{shape} {item['dtype']}, micro-batch {item['micro']}{chunk}"
+    return f"{_tensor(item)}, micro-batch {item['micro']}{chunk}"

@@ -92,15 +92,11 @@ def stages_of(view: View) -> list[Stage]:
             found[stage].append((first, kinds))
             first += row[stage]
     last = 0 if _runs_back(view, len(rows) - 1) else len(rows[0]) - 1
-    return [
-        Stage(
-            number,
-            tuple(chunks),
-            (("embedding",) if number == 0 else ()) + (("head",) if number == last else ()),
-            _settings(view, number, tuple(chunks)),
-        )
-        for number, chunks in enumerate(found)
-    ]
+    stages = []
+    for number, chunks in enumerate(map(tuple, found)):
+        ends = ("embedding",) * (number == 0) + ("head",) * (number == last)
+        stages.append(Stage(number, chunks, ends, _settings(view, number, chunks)))
+    return stages
 
 
 def _runs_back(view: View, chunk: int) -> bool:
@@ -183,9 +179,7 @@ def plan_jobs(recipe: Recipe, ranks: tuple[int, ...] | None = None, micro_batche
         small["parallel_config"]["micro_batch_num"] = compiled
     per_stage = view.devices // view.pp
     if ranks is None:
-        first: dict[object, int] = {}
-        for stage in stages:
-            first.setdefault(stage.signature, stage.number)
+        first = {stage.signature: stage.number for stage in reversed(stages)}
         ranks = tuple(number * per_stage for number in sorted(first.values()))
     outside = [rank for rank in ranks if not 0 <= rank < view.devices]
     if outside:

@@ -77,24 +77,17 @@ def settings_of(view: View, stages: Sequence[Stage]) -> list[Setting]:
 
 def kinds_of(view: View, stages: Sequence[Stage], settings: Sequence[Setting]) -> list[list[list[Kind]]]:
     """Return the kinds of layers [stage][chunk][layer]."""
-    return [
-        [
-            [_kind(view, block, first + place, settings) for place, block in enumerate(blocks)]
-            for first, blocks in chunks
-        ]
-        for chunks in (stage.chunks for stage in stages)
-    ]
+
+    def kinds(first: int, blocks: Sequence[str]) -> list[Kind]:
+        return [_kind(view, block, first + place, settings) for place, block in enumerate(blocks)]
+
+    return [[kinds(*chunk) for chunk in stage.chunks] for stage in stages]
 
 
 def _kind(view: View, block: str, layer: int, settings: Sequence[Setting]) -> Kind:
     """A layer that is recomputed whole pays no heed to what else would be: any value stands for every other."""
-    on = [layer in setting.layers for setting in settings]
-    whole = view.get(_FULL) is True or any(
-        here for here, setting in zip(on, settings, strict=True) if setting.path == _FULL
-    )
-    if whole:
-        on = [here or setting.path[1] in RECOMPUTE for here, setting in zip(on, settings, strict=True)]
-    return Kind(block, tuple(on), whole)
+    whole = view.get(_FULL) is True or any(layer in each.layers for each in settings if each.path == _FULL)
+    return Kind(block, tuple(layer in each.layers or (whole and each.path[1] in RECOMPUTE) for each in settings), whole)
 
 
 def _lists(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], list[Any]]]:
@@ -151,8 +144,7 @@ def _order(kind: Kind) -> tuple[bool, int, tuple[bool, ...]]:
 
 
 def _falls(group: Sequence[Kind]) -> bool:
-    pairs = pairwise(group)
-    return all(not after or before for one, other in pairs for before, after in zip(one.on, other.on, strict=True))
+    return all(old >= new for one, other in pairwise(group) for old, new in zip(one.on, other.on, strict=True))
 
 
 def write_settings(recipe: Recipe, settings: Sequence[Setting], groups: Sequence[Sequence[Kind]]) -> None:
@@ -205,15 +197,15 @@ def small_of(recipe: Recipe) -> Small:
     stages = stages_of(view)
     settings = settings_of(view, stages)
     kinds = kinds_of(view, stages, settings)
-    by_layer = {
-        first + place: kind
+    by_first = {
+        first: chunk
         for stage, chunks in zip(stages, kinds, strict=True)
         for (first, _), chunk in zip(stage.chunks, chunks, strict=True)
-        for place, kind in enumerate(chunk)
+        if chunk
     }
-    groups = groups_of([by_layer[layer] for layer in sorted(by_layer)], swaps(view))
-    groups = [group * _LEAST if len(group) < _LEAST else group for group in groups]
-    groups.append([by_layer[max(by_layer)]])
+    layers = [kind for first in sorted(by_first) for kind in by_first[first]]
+    groups = [group * (_LEAST if len(group) < _LEAST else 1) for group in groups_of(layers, swaps(view))]
+    groups.append(layers[-1:])
     small = copy.deepcopy(recipe)
     _set_layers(small, groups)
     write_settings(small, settings, groups)

@@ -108,10 +108,11 @@ def parameters_of(cell: Any) -> dict[str, tuple[str, str, bool]]:
 
 
 def _compile(cluster: VirtualCluster, cell: Any, job: Job) -> None:
-    """The front end, for Ascend."""
+    """The front end, for Ascend; it is given zeros for what one rank reads for a step."""
+    from mindspore import Tensor
     from mindspore.common.api import _cell_graph_executor
 
-    inputs = inputs_of(job.recipe)
+    inputs = [Tensor(np.zeros(shape, dtype)) for shape, dtype in shapes_of(View(job.recipe)).values()]
     cluster.target_ascend()
     _cell_graph_executor.compile(cell, *inputs, phase="train")
 
@@ -120,11 +121,10 @@ def _held(cell: Any, parameters: dict[str, tuple[str, str, bool]], cluster: Virt
     """What the rank keeps, by MindSpore's layouts: [2] is the slice, [5] the optimizer's group, [6] the whole."""
     held = []
     for name, layout in cell.parameter_layout_dict.items():
-        if name not in parameters:
-            continue  # an input
-        kind, dtype, trainable = parameters[name]
-        shards = _shards(layout[5], cluster, view) if layout[5] else 1
-        held.append(Held(name, kind, dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable))
+        if name in parameters:  # and no input
+            kind, dtype, trainable = parameters[name]
+            shards = _shards(layout[5], cluster, view) if layout[5] else 1
+            held.append(Held(name, kind, dtype, tuple(layout[6]), tuple(layout[2]), shards, trainable))
     return held
 
 
@@ -230,13 +230,6 @@ def _set_data_strategy(config: Any, packs: bool) -> None:
     BaseTrainer._set_full_batch_with_strategy(config, strategy)
 
 
-def inputs_of(recipe: Recipe) -> list[Any]:
-    """Return what one rank reads for a step, as Tensors of zeros, in the order of the loader's columns."""
-    from mindspore import Tensor
-
-    return [Tensor(np.zeros(shape, dtype)) for shape, dtype in shapes_of(View(recipe)).values()]
-
-
 def _without_files(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe without what reads or writes files and without callbacks; eager operators run on this CPU."""
     plain = copy.deepcopy(recipe)
@@ -330,13 +323,8 @@ def report_graph(
 
 def _direct(item: Collective, every: Sequence[Collective]) -> list[int]:
     """Places of the collectives whose results this one needs, without those that these need themselves."""
-    direct: list[int] = []
-    implied: set[int] = set()
-    for place in reversed(item.after):
-        if place not in implied:
-            direct.append(place)
-            implied.update(every[place].after)
-    return direct
+    implied = {before for place in item.after for before in every[place].after}
+    return [place for place in reversed(item.after) if place not in implied]
 
 
 def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows: int) -> dict[str, Any]:

@@ -33,9 +33,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
         console.print(_traffic(report))
     counted = report["parameters"]
     if counted["compiled"] is not None:
-        verdict = (
-            "as tc3 check counts" if counted["compiled"] == counted["check"] else f"tc3 check: {counted['check']:,}"
-        )
+        same = counted["compiled"] == counted["check"]
+        verdict = "as tc3 check counts" if same else f"tc3 check: {counted['check']:,}"
         console.print(f"trained weights, each once: {counted['compiled']:,} ({verdict})", highlight=False)
     console.print(_peak(report), highlight=False)
     for note in notes(report):
@@ -144,19 +143,9 @@ def _traffic(report: Mapping[str, Any]) -> Table:
     table.add_column("calls", justify="right")
     table.add_column("GiB", justify="right")
     for stage in report["stages"]:
-        if not stage["compiled"]:
-            continue
-        for line in stage["traffic"][:_SHOWN]:
-            size = f"{line['bytes'] / GIB:.2f}" + ("*" if line.get("routed") else "")
-            table.add_row(
-                str(stage["stage"]),
-                line["op"],
-                str(line["ranks"]),
-                line["link"],
-                line["role"],
-                f"{line['calls']:,}",
-                size,
-            )
+        for line in stage["traffic"][:_SHOWN] if stage["compiled"] else ():
+            words = (stage["stage"], line["op"], line["ranks"], line["link"], line["role"], f"{line['calls']:,}")
+            table.add_row(*map(str, words), f"{line['bytes'] / GIB:.2f}{'*' * bool(line.get('routed'))}")
     table.caption = "* with an even routing"
     return table
 
@@ -201,11 +190,8 @@ def _draw_traffic(report: Mapping[str, Any], axes: Any) -> None:
     """Two bars for each stage that was compiled."""
     stages = [stage["stage"] for stage in report["stages"]]
     for place, link in enumerate((INSIDE, BETWEEN)):
-        sizes = [_sent(stage, link) / GIB for stage in report["stages"]]
+        sent = ((line["bytes"] for line in stage["traffic"] if line["link"] == link) for stage in report["stages"])
+        sizes = [sum(each) / GIB for each in sent]
         axes.bar([stage + 0.4 * place - 0.2 for stage in stages], sizes, width=0.4, label=link)
     axes.set_ylabel("GiB sent by a device\nin a step")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
-
-
-def _sent(stage: Mapping[str, Any], link: str) -> int:
-    return sum(line["bytes"] for line in stage["traffic"] if line["link"] == link)

@@ -5,12 +5,14 @@ Traffic is what a device sends in a step, in bytes: its collectives by kind of g
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
 from tools.check.check import check_recipe
+from tools.dryrun.activations import added
 from tools.dryrun.graph_text import Pass
 from tools.dryrun.memory import (
     DOES_NOT_FIT,
@@ -117,7 +119,7 @@ def report_of(
 
 def _worst(fits: Sequence[str], stages: int) -> str:
     """The pipeline's verdict: that of its worst stage; unknown where a stage that might not fit was left out."""
-    known = [*fits, *([UNKNOWN] if len(fits) < stages else [])]
+    known = [*fits, *[UNKNOWN] * (len(fits) < stages)]
     return next(verdict for verdict in (DOES_NOT_FIT, NO_LIMIT, UNKNOWN, FITS) if verdict in known)
 
 
@@ -205,24 +207,16 @@ def _parameters(found: Sequence[Found], stages: int, view: View) -> dict[str, An
     counted = {"compiled": None, "check": table.get("parameters_total")}
     if len(found) < stages:
         return counted
-    weights, shared = 0, set()
-    for one in found:
-        for item in _trained(one.held):
-            if item.name in shared:
-                continue
-            if not item.name.startswith("decoder.layers."):  # layers of equal stages have other numbers: never shared
-                shared.add(item.name)
-            weights += math.prod(item.shape)
-    return counted | {"compiled": weights}
+    trained = [item for one in found for item in _trained(one.held)]
+    own = [item.name.startswith("decoder.layers.") for item in trained]  # of equal stages they have other numbers
+    outside = {item.name: item for item, layer in zip(trained, own, strict=True) if not layer}
+    weights = [*outside.values(), *itertools.compress(trained, own)]
+    return counted | {"compiled": sum(math.prod(item.shape) for item in weights)}
 
 
 def _flops(graph: Mapping[str, Any], micro_batches: int) -> dict[str, int]:
     """FLOPs of a device in a step, by role."""
-    roles: dict[str, int] = {}
-    for chunk in graph["flops"]:
-        for role, number in chunk.items():
-            roles[role] = roles.get(role, 0) + number * micro_batches
-    return roles
+    return {role: number * micro_batches for role, number in added(graph["flops"]).items()}
 
 
 INSIDE, BETWEEN = "inside a node", "between nodes"
@@ -246,9 +240,8 @@ def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) ->
         ranks = _ranks(item, graph["groups"])
         link = INSIDE if len({rank // node for rank in ranks}) == 1 else BETWEEN
         key = item["op"], item["role"], len(ranks), link
-        line = found.setdefault(
-            key, dict(zip(("op", "role", "ranks", "link"), key, strict=True)) | {"calls": 0.0, "bytes": 0.0}
-        )
+        names = ("op", "role", "ranks", "link")
+        line = found.setdefault(key, dict(zip(names, key, strict=True)) | {"calls": 0.0, "bytes": 0.0})
         times = step / compiled if _repeats(item, micros, compiled) else 1.0
         line["calls"] += times
         line["bytes"] += times * item["bytes"] * _share(item["op"], len(ranks))
@@ -261,10 +254,7 @@ def traffic_of(graph: Mapping[str, Any], step: int, compiled: int, node: int) ->
 
 def _ranks(item: Mapping[str, Any], groups: Sequence[Sequence[int]]) -> list[int]:
     """Whom a call concerns: a group, or for Send and Receive this rank's place and its peer's."""
-    group = list(groups[item["group"]])
-    if "peer" not in item:
-        return group
-    return [item["me"], item["peer"]]
+    return [item["me"], item["peer"]] if "peer" in item else list(groups[item["group"]])
 
 
 def _micros(collectives: Sequence[Mapping[str, Any]]) -> dict[Stream, set[int]]:

@@ -22,7 +22,6 @@ MATMUL, GROUPED = "matmul_assignadd_fusion", "grouped_matmul_assignadd_fusion"
 LIMIT = 10_000_000  # numbers of a MatMul's result, above which the pass leaves it alone
 _PASS_OF = {"MatMul": MATMUL, "MatMulExt": MATMUL, "BatchMatMul": MATMUL, "GroupedMatmul": GROUPED}
 _BETWEEN = frozenset(("Reshape", "Cast", "Transpose", "Mul", "AllReduce", "ReduceScatter", "Depend"))
-_BINDS = frozenset(("TupleGetItem",))
 _HALF = ("Float16", "BFloat16")
 
 
@@ -59,10 +58,7 @@ def weight_gradients(nodes: Sequence[Node], rows: int) -> list[Found]:
     """
     found = []
     for place, node in enumerate(nodes):
-        if node.op != "AssignAdd" or len(node.inputs) < 2:
-            continue
-        chain = _chain(nodes, node)
-        if chain is None:
+        if node.op != "AssignAdd" or len(node.inputs) < 2 or (chain := _chain(nodes, node)) is None:
             continue
         product, between = chain
         name, result = _PASS_OF[nodes[product].op], nodes[product].outputs[0]
@@ -76,10 +72,10 @@ def _chain(nodes: Sequence[Node], add: Node) -> tuple[int, tuple[str, ...]] | No
     """The product that an AssignAdd adds up, and the operators between; None where it adds something else."""
     at, between = _taken(add, 1), []
     while at is not None and nodes[at].op not in _PASS_OF:
-        if nodes[at].op not in _BETWEEN | _BINDS:
-            return None
-        if nodes[at].op not in _BINDS:
+        if nodes[at].op in _BETWEEN:
             between.append(nodes[at].op)
+        elif nodes[at].op != "TupleGetItem":
+            return None
         at = _taken(nodes[at], 0)
     return None if at is None else (at, tuple(reversed(between)))
 
@@ -97,7 +93,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
         return f"the product is {product.op}, not MatMul"
     if between not in ((), ("Cast",)):
         return f"{_names(between)} between MatMul and AssignAdd"
-    if _flags(product) != [True, False]:
+    if [word for word in arguments_of(product.head) if word.startswith("Bool(")] != ["Bool(1)", "Bool(0)"]:
         return "wants transpose_a and no transpose_b"
     if math.prod(product.outputs[0].shape) > LIMIT:
         return f"more than {LIMIT:,} numbers"
@@ -125,11 +121,6 @@ def _types(taken: Sequence[TensorType], total: str) -> str:
     if wrong:
         return f"takes {wrong}, wants Float16 or BFloat16"
     return "" if total == "Float32" else f"adds to {total}, wants Float32"
-
-
-def _flags(product: Node) -> list[bool]:
-    """A MatMul's transpose_a and transpose_b."""
-    return [word == "Bool(1)" for word in arguments_of(product.head) if word.startswith("Bool(")]
 
 
 def _names(between: tuple[str, ...]) -> str:

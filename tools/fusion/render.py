@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.files.figure import new_figure, save_figure
-from tools.fusion.report import fullest
+from tools.fusion.report import ONCE, PASSES, fullest
 from tools.hardware.units import GIB, MIB
 
 REPLACED = "GroupedMatmul-Reshape-AssignAdd"  # by plugins.grouped_gradient
@@ -50,14 +50,10 @@ def _parts(report: Mapping[str, Any]) -> Table:
     table = _table("part", "in model", "pass", "operators", "kernels", "MiB before", "after", "others")
     for row in report["parts"]:
         for name, numbers in row["passes"].items():
-            table.add_row(
-                row["part"],
-                str(row["in_model"]),
-                "once a step, with optimizer" if name == "step" else name,
-                f"{numbers['operators']:,}",
-                f"{numbers['kernels']:,}",
-                *(f"{numbers[key] / MIB:,.0f}" for key in ("bytes_before", "bytes_after", "bytes_of_others")),
-            )
+            words = (row["part"], str(row["in_model"]), "once a step, with optimizer" if name == ONCE else name)
+            counts = (f"{numbers[key]:,}" for key in ("operators", "kernels"))
+            sizes = (f"{numbers[f'bytes_{key}'] / MIB:,.0f}" for key in ("before", "after", "of_others"))
+            table.add_row(*words, *counts, *sizes)
     return table
 
 
@@ -67,14 +63,9 @@ def _stages(report: Mapping[str, Any]) -> Table:
     )
     certainty = report["launch_certainty"]
     for name, row in _alike(report["stages"]):
-        table.add_row(
-            name,
-            f"{row['bytes_before'] / GIB:,.0f}",
-            f"{row['bytes_after'] / GIB:,.0f}",
-            *(f"{row[f'seconds_{key}']:.3f}" for key in ("before", "after", "saved")),
-            f"{row['launches_saved']:,}",
-            f"{row['launch_seconds_saved']:.3f}",
-        )
+        sizes = (f"{row[f'bytes_{key}'] / GIB:,.0f}" for key in ("before", "after"))
+        seconds = (f"{row[f'seconds_{key}']:.3f}" for key in ("before", "after", "saved"))
+        table.add_row(name, *sizes, *seconds, f"{row['launches_saved']:,}", f"{row['launch_seconds_saved']:.3f}")
     table.caption = (
         f"Of a step of {report['micro_batches']} micro-batches; most is saved on stage {fullest(report)['stage']}. A "
         f"launch is {report['launch_seconds'] * 1e6:g} us ({certainty}), if the device waits for each."
@@ -141,19 +132,18 @@ def _table(*columns: str) -> Table:
     return table
 
 
-_PASSES = ("forward", "recompute", "gradient")
 _COLOURS = ("#4c78a8", "#f2a541", "#72b7b2")
 
 
 def draw(report: Mapping[str, Any], path: Path) -> Path:
     """Draw to an .svg or .png; returns `path`."""
-    rows = [row for row in report["parts"] if set(row["passes"]) & set(_PASSES)]
+    rows = [row for row in report["parts"] if set(row["passes"]) & set(PASSES)]
     figure = new_figure(9, 1.6 + 0.8 * max(len(rows), 1))
     axes = figure.subplots()
     for place, row in enumerate(rows):
         for offset, key, hatch in ((-0.2, "bytes_before", ""), (0.2, "bytes_after", "//")):
             left = 0.0
-            for name, colour in zip(_PASSES, _COLOURS, strict=True):
+            for name, colour in zip(PASSES, _COLOURS, strict=True):
                 size = row["passes"].get(name, {}).get(key, 0) / GIB
                 axes.barh(place + offset, size, height=0.36, left=left, color=colour, hatch=hatch, edgecolor="white")
                 left += size
@@ -162,7 +152,7 @@ def draw(report: Mapping[str, Any], path: Path) -> Path:
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("GiB of HBM traffic of the operators that DVM takes, a micro-batch (modelled)")
-    patches = [axes.barh(0, 0, color=colour, label=name) for name, colour in zip(_PASSES, _COLOURS, strict=True)]
+    patches = [axes.barh(0, 0, color=colour, label=name) for name, colour in zip(PASSES, _COLOURS, strict=True)]
     patches.append(axes.barh(0, 0, color="#bbbbbb", hatch="//", edgecolor="white", label="as kernels"))
     figure.legend(handles=patches, fontsize="small", loc="outside lower center", ncols=len(patches))
     axes.set_title(

@@ -26,6 +26,7 @@ from tools.model.architecture import DENSE, MOE
 from tools.recipe.load import Recipe
 from tools.recipe.view import View
 
+PASSES = ("forward", "recompute", "gradient")
 ONCE = "step"  # the pass that runs once a step; the others run once a micro-batch
 
 
@@ -45,7 +46,7 @@ class Pieces:
     stages: dict[int, Counter[str]] = field(default_factory=dict)
     quick: bool = False
 
-    def each(self, part: str, passes: Sequence[str] = ("forward", "recompute", "gradient")) -> Tally:
+    def each(self, part: str, passes: Sequence[str] = PASSES) -> Tally:
         """Return one part's numbers for a micro-batch."""
         found = Tally()
         for name in passes:
@@ -182,8 +183,6 @@ def report_of(
         times: of the cluster: the estimator's.
     """
     known = known_error(times.hardware)
-    parts = [_part(part, pieces, config, times) for part in pieces.tallies]
-    stages = [_stage(stage, pieces, times) for stage in pieces.stages]
     return {
         "recipe": name,
         "level": fusion.level,
@@ -191,8 +190,11 @@ def report_of(
         "why": why,
         "micro_batches": pieces.micro_batches,
         "cluster": times.hardware.name,
-        "parts": parts,
-        "stages": stages,
+        "parts": [_part(part, pieces, config, times) for part in pieces.tallies],
+        "stages": [
+            {"stage": stage, "parts": dict(has), **_numbers(pieces.step(stage), times)}
+            for stage, has in pieces.stages.items()
+        ],
         "patterns": _patterns(pieces),
         "alone": _alone(pieces),
         "weight_gradients": _named(pieces, times),
@@ -200,13 +202,8 @@ def report_of(
         "launch_certainty": times.hardware.origins["launch_s"].certainty,
         "known_error": known.as_json() if known else None,
         "error": f"single kernels: unknown; the estimator's step times are {known.words if known else NO_RUN}",
-        "not_known": _not_known(pieces.quick, fusion),
+        "not_known": [*NOT_KNOWN, *[QUICK] * pieces.quick, *[CUBE] * (fusion.level == "cube"), GRADIENTS_OFF],
     }
-
-
-def _not_known(quick: bool, fusion: Fusion) -> list[str]:
-    """What the numbers leave open."""
-    return [*NOT_KNOWN, *([QUICK] if quick else []), *([CUBE] if fusion.level == "cube" else []), GRADIENTS_OFF]
 
 
 def _part(part: str, pieces: Pieces, config: Configuration, times: DeviceTimes) -> dict[str, Any]:
@@ -241,64 +238,49 @@ def _assumed(block: str, forward: Tally, config: Configuration, times: DeviceTim
 
 
 def _numbers(tally: Tally, times: DeviceTimes) -> dict[str, Any]:
-    saved = tally.before - tally.after
-    return tally.as_json() | {
-        "seconds_before": times.moving(tally.before),
-        "seconds_after": times.moving(tally.after),
-        "seconds_saved": times.moving(saved),
-        "launch_seconds_saved": times.launching(tally.launches),
-    }
-
-
-def _stage(stage: int, pieces: Pieces, times: DeviceTimes) -> dict[str, Any]:
-    return {"stage": stage, "parts": dict(pieces.stages[stage])} | _numbers(pieces.step(stage), times)
+    sizes = {"before": tally.before, "after": tally.after, "saved": tally.before - tally.after}
+    seconds = {f"seconds_{name}": times.moving(size) for name, size in sizes.items()}
+    return tally.as_json() | seconds | {"launch_seconds_saved": times.launching(tally.launches)}
 
 
 def _patterns(pieces: Pieces) -> list[dict[str, Any]]:
     """Kernels of several operators by part: how often in a micro-batch (of the optimizer: a step), bytes saved."""
-    found = []
-    for part, passes in pieces.tallies.items():
-        for runs, names in (("micro-batch", [name for name in passes if name != ONCE]), (ONCE, [ONCE])):
-            tally = pieces.each(part, names)
-            found += [
-                {"part": part, "runs": runs, "pattern": each, "kernels": round(count, 2), "bytes_saved": round(saved)}
-                for each, count in tally.patterns.items()
-                if (saved := tally.saved[each]) or count
-            ]
+    runs = (("micro-batch", PASSES), (ONCE, (ONCE,)))
+    tallies = ((part, name, pieces.each(part, names)) for part in pieces.tallies for name, names in runs)
+    found = [
+        {"part": part, "runs": name, "pattern": each, "kernels": round(count, 2), "bytes_saved": round(saved)}
+        for part, name, tally in tallies
+        for each, count in tally.patterns.items()
+        if (saved := tally.saved[each]) or count
+    ]
     return sorted(found, key=lambda row: -row["bytes_saved"])
 
 
 def _alone(pieces: Pieces) -> list[dict[str, Any]]:
     """What stays alone in a micro-batch, and why."""
-    found = []
-    for part in pieces.tallies:
-        tally = pieces.each(part)
-        found += [
-            {"part": part, "operator": key[0], "why": key[1], "operators": round(count, 2), "bytes": round(size)}
-            for key, count in tally.alone.items()
-            if (size := tally.moved[key]) or count
-        ]
+    found = [
+        {"part": part, "operator": operator, "why": why, "operators": round(count, 2), "bytes": round(size)}
+        for part, tally in ((part, pieces.each(part)) for part in pieces.tallies)
+        for (operator, why), count in tally.alone.items()
+        if (size := tally.moved[operator, why]) or count
+    ]
     return sorted(found, key=lambda row: -row["bytes"])
 
 
 def _named(pieces: Pieces, times: DeviceTimes) -> list[dict[str, Any]]:
     """Weight gradients by part: which pass would take them, what stands between, bytes of a micro-batch at stake."""
-    found = []
-    for part in pieces.tallies:
-        tally = pieces.each(part, ("recompute", "gradient", "forward", ONCE))
-        found += [
-            {
-                "part": part,
-                "pass": key[0],
-                "chain": key[1],
-                "matches": not key[2],
-                "why": key[2],
-                "products": round(count, 2),
-                "bytes": round(tally.named_bytes[key]),
-                "seconds": times.moving(tally.named_bytes[key]),
-            }
-            for key, count in tally.named.items()
-        ]
+    found = [
+        dict(zip(("part", "pass", "chain", "matches", "why"), (part, name, chain, not why, why), strict=True))
+        | {
+            "products": round(count, 2),
+            "bytes": round(size := tally.named_bytes[name, chain, why]),
+            "seconds": times.moving(size),
+        }
+        for part, tally in (
+            (part, pieces.each(part, ("recompute", "gradient", "forward", ONCE))) for part in pieces.tallies
+        )
+        for (name, chain, why), count in tally.named.items()
+    ]
     return sorted(found, key=lambda row: (row["part"], -row["bytes"]))
 
 

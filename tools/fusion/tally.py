@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from plugins.operator_fusion.plan import CUBE, EXPANDED, VECTOR, Fusion
 from tools.dryrun.activations import VIEWS, backward_segments, tensor_bytes
 from tools.dryrun.collectives import COLLECTIVES, MULTIPLY, role_of
-from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, tensors
+from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, listed, tensors
 from tools.fusion.cluster import NOTHING, VIRTUAL, Operator, clusters, refusal
 from tools.fusion.named_passes import weight_gradients
 from tools.fusion.split import kernels
@@ -101,7 +101,7 @@ def tallies(graph: GraphText, fusion: Fusion, rows: int) -> Tallies:
 def kernels_of(nodes: Sequence[Node], fusion: Fusion) -> list[list[int]]:
     """Return the places of the operators of each kernel that DVM makes of a subgraph; alone ones are kernels, too."""
     ops = [_operator(node) for node in nodes]
-    names = listed(fusion)
+    names = taken_at(fusion)
     taken = [node.op in names and not refused(_operator(node, False), fusion) for node in nodes]
     users = users_of(nodes)
     found, left = [], {place for place, good in enumerate(taken) if good}
@@ -125,21 +125,20 @@ def _count(nodes: Sequence[Node], name: str, fusion: Fusion, rows: int, found: T
         alone = [moved_alone(nodes, place, rows) for place in kernel]
         after = moved_together(nodes, kernel, read_outside(nodes, users, kernel), rows) if len(kernel) > 1 else alone[0]
         one, pattern = tally(kernel[-1]), "-".join(nodes[place].op for place in kernel)
-        several = len(kernel) > 1
-        add = Tally(len(kernel), 1, several, sum(alone), after)
-        if several:
-            add.patterns[pattern], add.saved[pattern] = 1, sum(alone) - after
-        one.add(add)
+        one.add(Tally(len(kernel), 1, len(kernel) > 1, sum(alone), after))
+        if len(kernel) > 1:
+            one.patterns[pattern] += 1
+            one.saved[pattern] += sum(alone) - after
         seen.update(kernel)
     for place, node in enumerate(nodes):
-        if place not in seen and node.op not in UNMOVED and node.op not in COLLECTIVES:
+        if place not in seen and node.op not in UNMOVED | COLLECTIVES:
             key = (node.op, refused(_operator(node, False), fusion))
-            tally(place).add(Tally(alone=Counter({key: 1}), moved=Counter({key: moved_alone(nodes, place, rows)})))
+            tally(place).alone[key] += 1
+            tally(place).moved[key] += moved_alone(nodes, place, rows)
     for gradient in weight_gradients(nodes, rows):
-        part = parts[gradient.place]
         chain = (gradient.fusion, gradient.chain, gradient.refusal)
-        one = found.setdefault((part, _pass(nodes[gradient.place], name)), Tally())
-        one.add(Tally(named=Counter({chain: 1}), named_bytes=Counter({chain: gradient.bytes})))
+        tally(gradient.place).named[chain] += 1
+        tally(gradient.place).named_bytes[chain] += gradient.bytes
 
 
 def _pass(node: Node, graph: str) -> str:
@@ -163,8 +162,8 @@ def _inside(operator: Operator, here: dict[int, int]) -> Operator:
 
 EMBEDDING, HEAD, MTP, COMMON = "embedding", "head", "mtp", "other"
 _LAYER = re.compile(r"decoder-\w+/layers-CellList/(\d+)-|(?<![A-Za-z])decoder\.layers\.(\d+)\.")
+_MTP = re.compile(r"/mtp-\w+/|(?<![A-Za-z])mtp\.")
 _WORDS = (
-    (MTP, re.compile(r"/mtp-\w+/|(?<![A-Za-z])mtp\.")),
     (EMBEDDING, re.compile(r"/embedding-\w+|(?<![A-Za-z])embedding\.\w")),
     (
         HEAD,
@@ -196,12 +195,11 @@ def _layer_behind(segments: Sequence[tuple[str, int]], place: int) -> str:
 
 def _written(text: str) -> str:
     """The part that a path of cells or a parameter's name says."""
-    for part, pattern in _WORDS[:1]:
-        if pattern.search(text):
-            return part
+    if _MTP.search(text):
+        return MTP
     if layer := _LAYER.search(text):
         return layer[1] or layer[2]
-    return next((part for part, pattern in _WORDS[1:] if pattern.search(text)), "")
+    return next((part for part, pattern in _WORDS if pattern.search(text)), "")
 
 
 _SUMS = ("SumExt", "ReduceMean", "MeanExt", "BiasAddGrad", "ClipByNormNoDivSum")
@@ -221,7 +219,7 @@ def main_part(name: str) -> str:
     return "Mul" if name in _WHOLE_NUMBERS else _OTHERS
 
 
-def listed(fusion: Fusion) -> Collection[str]:
+def taken_at(fusion: Fusion) -> Collection[str]:
     """Operators that are fused at a level, composites too, less those that a recipe disables.
 
     `cube` counts as `vector`: how products are joined with their neighbours is not modelled.
@@ -232,7 +230,6 @@ def listed(fusion: Fusion) -> Collection[str]:
 
 def refused(operator: Operator, fusion: Fusion) -> str:
     """Return why DVM leaves an operator alone; "" where it may fuse it."""
-    names = listed(fusion)
     if fusion.level == "off":
         return "nothing is fused"
     if operator.name in fusion.disable:
@@ -242,7 +239,7 @@ def refused(operator: Operator, fusion: Fusion) -> str:
     part = main_part(operator.name)
     if operator.name in EXPANDED and part in fusion.disable:
         return f"{part}, which it is opened into, is in plugins.operator_fusion.disable"
-    if operator.name not in names:
+    if operator.name not in taken_at(fusion):
         return refusal(operator)
     why = refusal(replace(operator, name=part))
     return f"{why} (opened into {part})" if why and part != operator.name else why
@@ -328,11 +325,4 @@ def _bytes(found: Iterable[TensorType], rows: int) -> int:
 
 def _split(text: str) -> list[str]:
     """`(<A, (1, 2)>, <B>)` as its types."""
-    found, depth = [""], 0
-    for letter in text[1:-1]:
-        depth += (letter in "([{<") - (letter in ")]}>")
-        if letter == "," and depth == 0:
-            found.append("")
-        else:
-            found[-1] += letter
-    return [each.strip() for each in found if each.strip()]
+    return [part for part in listed(text[1:-1], "([{<", ")]}>") if part]
