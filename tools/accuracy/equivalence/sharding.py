@@ -118,8 +118,6 @@ class Sharding:
 
 _EP = Sharding(dp=2, ep=2, moe=True)
 _EP4 = Sharding(dp=4, ep=4, moe=True)
-_APART = Sharding(documents=True)
-_ALL = Sharding(dp=2, tp=2, sp=True, pp=2, micro=2, ep=2, moe=True, zero=True)
 _CHUNKS = Sharding(pp=2, micro=2, vpp=2, layers=4)
 EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_tp2", "heads, FFN columns and vocabulary over 2", Sharding(tp=2)),
@@ -132,46 +130,34 @@ EXECUTED_ROWS: tuple[tuple[str, str, Sharding], ...] = (
     ("executed_pp2", "two stages, 1F1B, two micro-batches", Sharding(pp=2, micro=2)),
     ("executed_pp2_micro4", "two stages, 1F1B, four micro-batches", Sharding(pp=2, micro=4)),
     ("executed_pp2_vpp2", "two stages of two chunks, interleaved", _CHUNKS),
-    *(
-        (f"executed_pp2_{schedule}", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule=schedule))
-        for schedule in ("gpipe", "seqpipe", "zero_bubble_v")
-    ),
+    ("executed_pp2_gpipe", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule="gpipe")),
+    ("executed_pp2_seqpipe", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule="seqpipe")),
+    ("executed_pp2_zero_bubble_v", "two stages of two chunks", replace(_CHUNKS, micro=4, schedule="zero_bubble_v")),
     ("executed_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2)),
     ("executed_tp2_sp_recompute", "activations computed again", Sharding(tp=2, sp=True, recompute=True)),
     ("executed_pp2_recompute", "activations computed again", Sharding(pp=2, micro=2, recompute=True)),
     ("executed_moe_tp2_sp", "dropless dispatch, auxiliary loss", Sharding(tp=2, sp=True, moe=True, aux=True)),
     ("executed_moe_ep2", "experts over data parallel, no auxiliary loss", _EP),
-    (
-        "executed_moe_ep2_aux",
-        "auxiliary loss of each sample, as in one process sample by sample",
-        Sharding(dp=2, ep=2, moe=True, aux=True, accumulate=0),
-    ),
+    ("executed_moe_ep2_aux", "auxiliary loss of each sample, as in one process sample by sample",
+     replace(_EP, aux=True, accumulate=0)),
     ("executed_moe_tp2_pp2_sp", "four processes", Sharding(tp=2, sp=True, pp=2, micro=2, moe=True)),
-    ("executed_moe_ep2_tp2_sp", "four processes", Sharding(dp=2, ep=2, tp=2, sp=True, moe=True)),
-    (
-        "executed_moe_dp4_ep2_zero",
-        "experts over pairs, the optimizer over their copies",
-        Sharding(dp=4, ep=2, moe=True, zero=True),
-    ),
-    ("executed_all_zero", "eight processes, as recipes/mini/pretrain_3d.yaml", _ALL),
+    ("executed_moe_ep2_tp2_sp", "four processes", replace(_EP, tp=2, sp=True)),
+    ("executed_moe_dp4_ep2_zero", "experts over pairs, the optimizer over their copies", replace(_EP, dp=4, zero=True)),
+    ("executed_all_zero", "eight processes, as recipes/mini/pretrain_3d.yaml",
+     Sharding(dp=2, tp=2, sp=True, pp=2, micro=2, ep=2, moe=True, zero=True)),
     ("executed_mtp_tp2_sp", "an MTP layer", Sharding(tp=2, sp=True, mtp=True)),
     ("executed_mtp_pp2", "an MTP layer on the last stage", Sharding(pp=2, micro=2, mtp=True, known=TWO_STAGES)),
-    *(
-        (
-            f"executed_ep2_{mode}",
-            "hierarchical_ep as on Ascend",
-            replace(_EP, mode=mode),
-        )
-        for mode in ("global", "hierarchical", "deduplicated")
-    ),
+    ("executed_ep2_global", "hierarchical_ep as on Ascend", replace(_EP, mode="global")),
+    ("executed_ep2_hierarchical", "hierarchical_ep as on Ascend", replace(_EP, mode="hierarchical")),
+    ("executed_ep2_deduplicated", "hierarchical_ep as on Ascend", replace(_EP, mode="deduplicated")),
     ("executed_ep4_hierarchical", "two nodes of two, as on Ascend", replace(_EP4, mode="hierarchical")),
     ("executed_ep4_deduplicated", "two nodes of two, as on Ascend", replace(_EP4, mode="deduplicated")),
     ("executed_ep4_overlap", "the former in two chunks (ep_overlap)", replace(_EP4, mode="deduplicated", chunks=2)),
-    ("executed_documents_tp2_sp", "documents apart, compressed mask", replace(_APART, tp=2, sp=True)),
-    ("executed_documents_pp2", "the same in two stages", replace(_APART, pp=2, micro=2)),
-    ("executed_documents_cp2", "the same on halves of the sequence", replace(_APART, cp=2)),
+    ("executed_documents_tp2_sp", "documents apart, compressed mask", Sharding(documents=True, tp=2, sp=True)),
+    ("executed_documents_pp2", "the same in two stages", Sharding(documents=True, pp=2, micro=2)),
+    ("executed_documents_cp2", "the same on halves of the sequence", Sharding(documents=True, cp=2)),
     ("executed_accumulation_2", "two micro-batches per step on one process", Sharding(accumulate=2)),
-)
+)  # fmt: skip
 # what a run without --only executes: one strategy of each kind, as each takes a minute
 USUAL = ("executed_tp2_sp", "executed_pp2")
 
@@ -191,12 +177,8 @@ def derive_sharded(base: Recipe, sharding: Sharding, steps: int, corpus: str) ->
     clip = NEVER_CLIPPED if sharding.known else CLIP
     recipe["runner_wrapper"].update(use_clip_grad=True, max_grad_norm=clip)
     recipe["lr_schedule"].update(type="ConstantWarmUpLR", warmup_lr_init=0.0, learning_rate=RATE, warmup_steps=2)
-    recipe["checkpoint"] = {
-        **(recipe.get("checkpoint") or {}),
-        "save_path": "",
-        "save_interleaved_steps": 1,
-        "save_max": steps + 1,
-    }
+    saves = {"save_path": "", "save_interleaved_steps": 1, "save_max": steps + 1}
+    recipe["checkpoint"] = {**(recipe.get("checkpoint") or {}), **saves}
     recipe["recompute_config"] = {"recompute": sharding.recompute}
     _model(recipe, sharding)
     if sharding.documents:
@@ -271,12 +253,9 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     if sharding.zero:
         recipe["parallel"]["parallel_optimizer_config"] = {"parallel_optimizer_threshold": 0}
     if sharding.pp > 1:
-        interleaved = sharding.vpp > 1
-        recipe["parallel"]["pipeline_config"] = {
-            "pipeline_interleave": interleaved,
-            "pipeline_scheduler": sharding.schedule,
-        }
-        row = [0] * sharding.pp
+        interleaved, row = sharding.vpp > 1, [0] * sharding.pp
+        pipeline = {"pipeline_interleave": interleaved, "pipeline_scheduler": sharding.schedule}
+        recipe["parallel"]["pipeline_config"] = pipeline
         model.update(pp_interleave_num=sharding.vpp, offset=[row] * sharding.vpp if interleaved else row)
     if sharding.mode:
         recipe["plugins"]["hierarchical_ep"] = {"mode": sharding.mode}

@@ -76,19 +76,12 @@ _TRAINED = (
     ("expert_parallel_4_global", "experts over four workers, one All-to-All", Variant(workers=4, mode="global")),
     ("expert_parallel_4_hierarchical", "two nodes of two, AllGather first", Variant(workers=4, mode="hierarchical")),
     ("expert_parallel_4_deduplicated", "rows once to a node", Variant(workers=4, mode="deduplicated")),
-    (
-        "expert_parallel_4_overlap",
-        "tokens in two chunks (ep_overlap)",
-        Variant(workers=4, mode="hierarchical", chunks=(1, 2)),
-    ),
+    ("expert_parallel_4_overlap", "tokens in two chunks (ep_overlap)", Variant(4, "hierarchical", (1, 2))),
     ("recompute", "activations computed again in backward", Variant(recompute=True)),
     ("held_out_loss", "the plugin evaluates between steps", Variant(held_out=True)),
-    (
-        "attention_balance",
-        "samples dealt by cost to two workers, documents apart",
-        Variant(workers=2, apart=True, balance=True, against=APART),
-    ),
-)
+    ("attention_balance", "samples dealt by cost to two workers, documents apart",
+     Variant(workers=2, apart=True, balance=True, against=APART)),
+)  # fmt: skip
 
 
 def cases() -> list[Case]:
@@ -209,27 +202,18 @@ def _draw(numbers: random.Random) -> Sharding:
     micro, accumulate = (choose((2, 4)), 1) if pp > 1 else (1, choose((1, 1, 2)))
     moe, mtp = choose((False, True)), choose((False, False, True))
     return Sharding(
-        tp=tp,
-        dp=dp,
-        cp=cp,
-        pp=pp,
+        tp, dp, cp, pp, vpp=vpp, micro=micro, schedule=schedule, accumulate=accumulate, moe=moe, mtp=mtp,
         ep=choose((1, 2, 4)) if moe else 1,
         sp=tp > 1 and (moe or choose((True, False))),
-        vpp=vpp,
-        micro=micro,
-        schedule=schedule,
         zero=dp > 1 and choose((True, True, False)),
         recompute=choose((False, False, True)),
-        accumulate=accumulate,
-        moe=moe,
-        mtp=mtp,
         layers=max(pp * vpp, 2) * choose((1, 1, 2)),
         aux=moe and max(dp, cp, micro, accumulate) == 1 and choose((False, True)),
         groups=choose((0, 0, 4)) if moe else 0,
         shared=choose((0, 0, 2)) if moe else 0,
         length=choose((0, 0, 48, 96)),
         known=TWO_STAGES if mtp and pp > 1 else "",
-    )
+    )  # fmt: skip
 
 
 def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -20,24 +20,6 @@ NO_KERNEL = re.compile(
 
 class NotRunnableError(Exception):
     """This device has no kernel for the operator or the data type; the message is MindSpore's."""
-
-
-class Device(Protocol):
-    """Where operators run. Tests use one made of NumPy."""
-
-    name: str
-
-    def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """Outputs; bfloat16 as the same values in float32.
-
-        Raises:
-            NotRunnableError: there is no such kernel here.
-        """
-
-    def backward(
-        self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
-    ) -> tuple[Array, ...]:
-        """Return the gradients of the inputs `spec.wrt`, given those of the float outputs; raises as `forward`."""
 
 
 class MindSporeDevice:
@@ -61,13 +43,17 @@ class MindSporeDevice:
         self._ms.set_context(**self._before)
 
     def forward(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> tuple[Array, ...]:
-        """See `Device`."""
-        return self._caught(lambda: self._outputs(spec, self._tensors(spec, inputs, dtype)), dtype)
+        """Return the outputs; bfloat16 as the same values in float32.
+
+        Raises:
+            NotRunnableError: there is no such kernel here.
+        """
+        return self._caught(lambda: as_tuple(spec.call(self._ms)(*self._tensors(spec, inputs, dtype))), dtype)
 
     def backward(
         self, spec: Spec, inputs: tuple[Array, ...], douts: tuple[Array, ...], dtype: str
     ) -> tuple[Array, ...]:
-        """See `Device`."""
+        """Return the gradients of the inputs `spec.wrt`, given those of the float outputs; raises as `forward`."""
         return self._caught(lambda: self._gradients(spec, self._tensors(spec, inputs, dtype), douts), dtype)
 
     def _caught(self, run: Any, dtype: str) -> tuple[Array, ...]:
@@ -110,25 +96,24 @@ class MindSporeDevice:
         self._ms.device_context.ascend.op_precision.matmul_allow_hf32(True)
 
     def _tensors(self, spec: Spec, inputs: tuple[Array, ...], dtype: str) -> list[Any]:
-        tensors = [self._ms.Tensor(values) for values in inputs]
-        if dtype == "bfloat16":
-            for number, values in enumerate(inputs):
-                if values.dtype == np.float32 and number not in spec.fixed:
-                    tensors[number] = tensors[number].astype(self._ms.bfloat16)
-        return tensors
-
-    def _outputs(self, spec: Spec, tensors: list[Any]) -> tuple[Any, ...]:
-        return as_tuple(spec.call(self._ms)(*tensors))
+        half = dtype == "bfloat16"
+        return [
+            self._ms.Tensor(values).astype(self._ms.bfloat16)
+            if half and values.dtype == np.float32 and number not in spec.fixed
+            else self._ms.Tensor(values)
+            for number, values in enumerate(inputs)
+        ]
 
     def _gradients(self, spec: Spec, tensors: list[Any], douts: tuple[Array, ...]) -> tuple[Any, ...]:
         """Gradients through MindSpore's own differentiation."""
         ms, call = self._ms, spec.call(self._ms)
+        types = (ms.float32, ms.float16, ms.bfloat16)
 
         def floats(*chosen: Any) -> Any:
             arguments = list(tensors)
             for number, tensor in zip(spec.wrt, chosen, strict=True):
                 arguments[number] = tensor
-            outs = tuple(out for out in as_tuple(call(*arguments)) if out.dtype in self._float_types)
+            outs = tuple(out for out in as_tuple(call(*arguments)) if out.dtype in types)
             return outs if len(outs) > 1 else outs[0]
 
         chosen = [tensors[number] for number in spec.wrt]
@@ -136,10 +121,6 @@ class MindSporeDevice:
         sens = tuple(ms.Tensor(dout).astype(out.dtype) for dout, out in zip(douts, outs, strict=True))
         differentiate = ms.ops.GradOperation(get_all=True, sens_param=True)(floats)
         return as_tuple(differentiate(*chosen, sens if len(sens) > 1 else sens[0]))
-
-    @property
-    def _float_types(self) -> tuple[Any, ...]:
-        return (self._ms.float32, self._ms.float16, self._ms.bfloat16)
 
     def _array(self, tensor: Any) -> Array:
         """A copy: on CPU the array is a view of memory that MindSpore uses again."""

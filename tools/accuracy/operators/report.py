@@ -148,11 +148,8 @@ def print_report(report: Report, console: Console) -> None:
     table = Table("operator", *(SHORT[dtype] for dtype in dtypes))
     cells = report.cells()
     for op in dict.fromkeys(row.op for row in report.rows):
-        line = []
-        for dtype in dtypes:
-            rows = cells.get((op, dtype))
-            line.append(f"[{STYLES[status_of(rows)]}]{cell_text(rows)}[/]" if rows else "")
-        table.add_row(op, *line)
+        found = (cells.get((op, dtype)) for dtype in dtypes)
+        table.add_row(op, *(f"[{STYLES[status_of(rows)]}]{cell_text(rows)}[/]" if rows else "" for rows in found))
     console.print(table)
     console.print(LEGEND, style="dim", markup=False)
     for row in report.with_status(FAIL):
@@ -165,12 +162,11 @@ def print_report(report: Report, console: Console) -> None:
 def list_lines() -> list[str]:
     """Return a line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
     width = max(map(len, SPECS))
-    lines = []
-    for family, specs in FAMILIES.items():
-        for spec in specs:
-            dtypes = " ".join(SHORT[dtype] for dtype in spec.dtypes)
-            lines.append(f"{spec.name:{width}}  {dtypes:19}  {family:13}  {spec.source}".rstrip())
-    return lines
+    return [
+        f"{spec.name:{width}}  {' '.join(map(SHORT.get, spec.dtypes)):19}  {family:13}  {spec.source}".rstrip()
+        for family, specs in FAMILIES.items()
+        for spec in specs
+    ]
 
 
 def html(report: Report) -> str:

@@ -8,8 +8,9 @@ Special inputs consist of infinities, NaN, denormals and zeros only. Reruns must
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -26,33 +27,10 @@ from tools.accuracy.judge import (
     same_bits,
     tolerance,
 )
-from tools.accuracy.operators.device import Device, NotRunnableError, first_line
+from tools.accuracy.operators.device import MindSporeDevice, NotRunnableError, first_line
 from tools.accuracy.operators.spec import Array, Spec, as_tuple
 
 PASS, FAIL, NOT_RUNNABLE = "pass", "fail", "not runnable"
-
-
-@dataclass(frozen=True)
-class Extremes:
-    """How many elements of a tensor are extreme; `small` are below the lower bound, zeros and denormals included."""
-
-    nan: int
-    inf: int
-    zero: int
-    denormal: int
-    small: int
-
-
-def extremes_of(values: np.ndarray, dtype: str, bound: float) -> Extremes:
-    """Count the extreme values of a float tensor of `dtype`."""
-    magnitude = np.abs(values.astype(np.float64))
-    return Extremes(
-        nan=int(np.isnan(magnitude).sum()),
-        inf=int(np.isinf(magnitude).sum()),
-        zero=int((magnitude == 0).sum()),
-        denormal=int(((magnitude > 0) & (magnitude < SMALLEST[dtype])).sum()),
-        small=int((magnitude < bound).sum()),
-    )
 
 
 def clip_lower(values: np.ndarray, bound: float) -> np.ndarray:
@@ -113,23 +91,16 @@ def generator(spec: Spec, shape: tuple[int, ...], seed: int) -> np.random.Genera
     return np.random.default_rng([seed, zlib.crc32(spec.name.split(".")[0].encode()), *shape])
 
 
-def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int, clip: bool = True) -> Case:
-    """Draw inputs, clip them from below, round them to `dtype`, and compute what should come out.
-
-    Args:
-        shape: sizes for `spec.make`.
-        clip: False to see what unclipped inputs do.
-    """
+def make_case(spec: Spec, shape: tuple[int, ...], dtype: str, seed: int) -> Case:
+    """Draw inputs (`shape`: sizes for `spec.make`), clip and round them, and compute what should come out."""
     rng = generator(spec, shape, seed)
-    made = spec.make(rng, *shape)
     inputs, extreme = [], 0
-    for number, values in enumerate(made):
+    for number, values in enumerate(spec.make(rng, *shape)):
         if is_float(values):
-            if clip and spec.clip:
+            if spec.clip:
                 values = clip_lower(values, lower_bound())
             values = rounded(values, "float32" if number in spec.fixed else dtype)
-            found = extremes_of(values, dtype, lower_bound())
-            extreme += found.small + found.inf + found.nan
+            extreme += int((~np.isfinite(values) | (np.abs(values.astype(np.float64)) < lower_bound())).sum())
         inputs.append(values)
     outputs = forward(spec, tuple(inputs), dtype)
     if spec.grad is None:
@@ -185,18 +156,15 @@ class Row:
     detail: str = ""
 
 
-def verify(spec: Spec, dtype: str, device: Device, reruns: int = 3, seed: int = 0, clip: bool = True) -> list[Row]:
+def verify(spec: Spec, dtype: str, device: MindSporeDevice, reruns: int = 3, seed: int = 0) -> list[Row]:
     """Return all checks of an operator in one data type.
 
     Args:
-        dtype: full name.
-        reruns: how often each case runs in all; 1 checks no reruns.
-        seed: of the inputs.
-        clip: False leaves inputs as drawn, to see what the lower bound protects from.
+        dtype: full name. reruns: how often each case runs in all; 1 checks no reruns. seed: of the inputs.
     """
     rows: list[Row] = []
     for shape in spec.shapes:
-        rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed, clip))
+        rows += _case(spec, shape, dtype, device, reruns, make_case(spec, shape, dtype, seed))
         if rows[-1].status == NOT_RUNNABLE and rows[-1].phase == "forward":
             return rows  # nor any other shape
     if spec.special:
@@ -204,24 +172,26 @@ def verify(spec: Spec, dtype: str, device: Device, reruns: int = 3, seed: int = 
     return rows
 
 
-def _case(spec: Spec, shape: tuple[int, ...], dtype: str, device: Device, reruns: int, case: Case) -> Iterator[Row]:
+def _case(
+    spec: Spec, shape: tuple[int, ...], dtype: str, device: MindSporeDevice, reruns: int, case: Case
+) -> Iterator[Row]:
     """Forward and backward of one shape, and their reruns."""
     phases = {"forward": (case.outputs, tuple(range(len(case.outputs))))}
     if spec.grad:
         phases["backward"] = (case.grads, spec.wrt)
     counts = spec.counts(*case.inputs)
     for phase, (wants, names) in phases.items():
+        row = partial(Row, spec.name, dtype, shape, phase)
         try:
             first, *others = (_run(phase, spec, dtype, device, case) for _ in range(reruns))
         except NotRunnableError as error:
-            yield Row(spec.name, dtype, shape, phase, 0, NOT_RUNNABLE, detail=str(error))
+            yield row(0, NOT_RUNNABLE, detail=str(error))
             return
         except Exception as error:
-            yield Row(spec.name, dtype, shape, phase, 0, FAIL, error=np.inf, detail=_told(error))
+            yield row(0, FAIL, error=np.inf, detail=_told(error))
             return
         if len(first) != len(wants):
-            detail = f"{len(first)} tensors, should be {len(wants)}"
-            yield Row(spec.name, dtype, shape, phase, 0, FAIL, error=np.inf, detail=detail)
+            yield row(0, FAIL, error=np.inf, detail=f"{len(first)} tensors, should be {len(wants)}")
             return
         for number, (got, want, name) in enumerate(zip(first, wants, names, strict=True)):
             count = counts.of(phase, number)
@@ -230,12 +200,15 @@ def _case(spec: Spec, shape: tuple[int, ...], dtype: str, device: Device, reruns
             if case.extreme and not verdict.passed:
                 note = f"{verdict.detail}; {case.extreme} inputs are below {lower_bound():g} or not finite"
                 verdict = replace(verdict, detail=note)
-            yield _row(spec, dtype, shape, phase, name, count, allowed, verdict)
+            yield _judged(row, name, count, allowed, verdict)
         if others:
-            yield _rerun(spec, dtype, shape, phase, first, others)
+            differing = sum(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
+            detail = f"{phase}: elements differ between runs of the same inputs" if differing else phase
+            again = partial(Row, spec.name, dtype, shape, "rerun")
+            yield again(0, FAIL if differing else PASS, outside=differing, detail=detail)
 
 
-def _run(phase: str, spec: Spec, dtype: str, device: Device, case: Case) -> tuple[Array, ...]:
+def _run(phase: str, spec: Spec, dtype: str, device: MindSporeDevice, case: Case) -> tuple[Array, ...]:
     if phase == "forward":
         return device.forward(spec, case.inputs, dtype)
     return device.backward(spec, case.inputs, case.douts, dtype)
@@ -246,31 +219,24 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
-def _rerun(spec: Spec, dtype: str, shape: tuple[int, ...], phase: str, first, others) -> Row:
-    """Whether every rerun gave the same bits."""
-    differing = sum(same_bits(a, b) for other in others for a, b in zip(first, other, strict=True))
-    status = FAIL if differing else PASS
-    detail = f"{phase}: elements differ between runs of the same inputs" if differing else phase
-    return Row(spec.name, dtype, shape, "rerun", 0, status, outside=differing, detail=detail)
-
-
-def _special(spec: Spec, dtype: str, device: Device, seed: int) -> Iterator[Row]:
+def _special(spec: Spec, dtype: str, device: MindSporeDevice, seed: int) -> Iterator[Row]:
     """Forward with special values; right is what the golden baseline gives, with denormals or without."""
     inputs = special_inputs(spec, dtype, seed)
     wants = _special_goldens(spec, inputs, dtype)
     allowed = tolerance(dtype, max(spec.counts(*inputs).of("forward", 0), 1), spec.roundings)
+    row = partial(Row, spec.name, dtype, tuple(inputs[0].shape), "special")
     try:
         gots = device.forward(spec, inputs, dtype)
     except NotRunnableError:
         return  # said already by the cases
     except Exception as error:
-        yield Row(spec.name, dtype, inputs[0].shape, "special", 0, FAIL, error=np.inf, detail=_told(error))
+        yield row(0, FAIL, error=np.inf, detail=_told(error))
         return
     for number, got in enumerate(gots):
         right = [want[number] for want in wants]
         floor = float(np.median(np.abs(right[0][np.isfinite(right[0])]))) if spec.special == "row" else 0.0
         verdict = judge_special(got, right, allowed, _held_in(got, dtype), floor)
-        yield _row(spec, dtype, inputs[0].shape, "special", number, 1, allowed, verdict)
+        yield _judged(row, number, 1, allowed, verdict)
 
 
 def special_inputs(spec: Spec, dtype: str, seed: int) -> tuple[Array, ...]:
@@ -303,18 +269,6 @@ def _held_in(got: Array, dtype: str) -> str:
     return "float32" if dtype == "float16" else dtype
 
 
-def _row(spec, dtype, shape, phase, tensor, count, allowed, verdict: Verdict) -> Row:
-    status = PASS if verdict.passed else FAIL
-    return Row(
-        spec.name,
-        dtype,
-        tuple(shape),
-        phase,
-        tensor,
-        status,
-        count,
-        allowed,
-        verdict.error,
-        verdict.outside,
-        verdict.detail,
-    )
+def _judged(row: Callable[..., Row], tensor: int, count: int, allowed: float, found: Verdict) -> Row:
+    status = PASS if found.passed else FAIL
+    return row(tensor, status, count, allowed, found.error, found.outside, found.detail)
