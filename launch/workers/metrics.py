@@ -5,21 +5,52 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mindformers.core.callback.callback import MFLossMonitor
 from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
-from launch.workers.executed_calls import FirstStep
 from plugins.lines import append_line
 from tools.dryrun.executed import calls_file
 from tools.dryrun.memory import kinds_of
+from tools.files.atomic import write_atomically
+
+if TYPE_CHECKING:
+    from plugins.semi_auto_cpu.collectives import Collectives
 
 
 def metrics_file(run_dir: str | Path, rank: int) -> Path:
     """Return where rank `rank` of a run writes its steps."""
     return Path(run_dir) / "metrics" / f"rank_{rank}.jsonl"
+
+
+class FirstStep:
+    """Records the first step of this process's part of a sharded CPU run, for `tc3 accuracy collectives`.
+
+    Each such run does: noting a call takes a microsecond, and a later step makes the same calls. Beside them stands
+    which place MindSpore was told that the rank has in each group, by which it cuts weights.
+
+    Args:
+        collectives: of this rank. file: for the record.
+    """
+
+    def __init__(self, collectives: Collectives, file: Path):
+        self.collectives, self.file = collectives, file
+        self.written = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        if not self.written:
+            self.collectives.begin_recording()
+
+    def end(self, step: int) -> None:
+        """Its graph has run."""
+        if not self.written:
+            self.written = True
+            calls, places = self.collectives.end_recording(), self.collectives.groups.ranks.places
+            write_atomically(self.file, json.dumps({"step": step, "calls": calls, "places": places}))
 
 
 class RecordingLossMonitor(MFLossMonitor):

@@ -82,16 +82,13 @@ NOTHING = TensorType("", ())
 
 def operators(nodes: Sequence[Node]) -> list[Operator]:
     """Return the operators of a subgraph of MindSpore's own text."""
-    return [
-        Operator(
-            node.op,
-            node.outputs[0] if node.outputs else NOTHING,
-            tuple(dict.fromkeys(node.operands)),
-            node.inputs,
-            bool(node.calls),
-        )
-        for node in nodes
-    ]
+    return [of_node(node, node.op, bool(node.calls)) for node in nodes]
+
+
+def of_node(node: Node, name: str, opened: bool = False) -> Operator:
+    """Return a node as an operator of this name."""
+    output = node.outputs[0] if node.outputs else NOTHING
+    return Operator(name, output, tuple(dict.fromkeys(node.operands)), node.inputs, opened)
 
 
 FLOATS = frozenset(("Float16", "Float32", "BFloat16"))

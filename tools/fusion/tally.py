@@ -23,7 +23,7 @@ from plugins.operator_fusion.plan import CUBE, EXPANDED, VECTOR, Fusion
 from tools.dryrun.activations import VIEWS, backward_segments, tensor_bytes
 from tools.dryrun.collectives import COLLECTIVES, MULTIPLY, role_of
 from tools.dryrun.graph_text import GraphText, Node, TensorType, arguments_of, listed, tensors
-from tools.fusion.cluster import NOTHING, VIRTUAL, Operator, clusters, refusal
+from tools.fusion.cluster import VIRTUAL, Operator, clusters, of_node, refusal
 from tools.fusion.named_passes import weight_gradients
 from tools.fusion.split import kernels
 
@@ -149,15 +149,12 @@ def _pass(node: Node, graph: str) -> str:
 
 def _operator(node: Node, standing: bool = True) -> Operator:
     """A node as the model sees it, a composite by its main part."""
-    output = node.outputs[0] if node.outputs else NOTHING
-    name = main_part(node.op) if standing else node.op
-    return Operator(name, output, tuple(dict.fromkeys(node.operands)), node.inputs)
+    return of_node(node, main_part(node.op) if standing else node.op)
 
 
 def _inside(operator: Operator, here: dict[int, int]) -> Operator:
     """An operator of a cluster with the places of those of its operands that are in it."""
-    inputs = tuple(here[place] for place in operator.inputs if place in here)
-    return Operator(operator.name, operator.output, inputs, operator.takes)
+    return replace(operator, inputs=tuple(here[place] for place in operator.inputs if place in here))
 
 
 EMBEDDING, HEAD, MTP, COMMON = "embedding", "head", "mtp", "other"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -67,19 +68,14 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything; an infinite number is the string "inf"."""
-        findings = [dataclasses.asdict(finding) | {"meaning": finding.meaning} for finding in self.findings]
-        for finding in findings:
-            finding["error"] = finding["error"] if math.isfinite(finding["error"]) else "inf"
-        return {
-            "name": self.case.name,
-            "how": self.case.how,
-            "what": self.case.what,
-            "status": self.status,
-            "reason": self.reason,
-            "tensors": self.tensors,
-            "used": "inf" if math.isinf(self.used) else self.used,
-            "findings": findings,
-        }
+        findings = [
+            dataclasses.asdict(each)
+            | {"error": each.error if math.isfinite(each.error) else "inf", "meaning": each.meaning}
+            for each in self.findings
+        ]
+        found = {"name": self.case.name, "how": self.case.how, "what": self.case.what, "status": self.status}
+        used = "inf" if math.isinf(self.used) else self.used
+        return found | {"reason": self.reason, "tensors": self.tensors, "used": used, "findings": findings}
 
 
 @dataclass
@@ -102,14 +98,12 @@ class Matrix:
 
     def summary(self) -> str:
         """One line."""
-        count = {how: sum(row.case.how == how for row in self.with_status(PASS)) for how in (TRAINED, EXECUTED)}
-        known = len(self.with_status(KNOWN))
-        return (
-            f"{self.recipe}: {len(self.with_status(PASS))} strategies pass ({count[TRAINED]} trained, "
-            f"{count[EXECUTED]} executed), "
-            + (f"{known} but for a known difference of MindFormers, " if known else "")
-            + f"{len(self.with_status(FAIL))} fail, {len(self.with_status(NONE))} not compared"
-        )
+        how = [row.case.how for row in self.with_status(PASS)]
+        known, failed, left = (len(self.with_status(status)) for status in (KNOWN, FAIL, NONE))
+        words = f"{self.recipe}: {len(how)} strategies pass ({how.count(TRAINED)} trained, "
+        words += f"{how.count(EXECUTED)} executed), "
+        words += f"{known} but for a known difference of MindFormers, " if known else ""
+        return f"{words}{failed} fail, {left} not compared"
 
 
 def choose(names: tuple[str, ...], base: Any = None, drawn: tuple[int, int, int] | None = None) -> list[Case]:
@@ -168,27 +162,17 @@ def equivalence(
     base = one_worker(path)
     chosen = choose(names, base, drawn)
     matrix = Matrix(path, steps)
-    for row in _rows(base, chosen, BASELINE in names, work, started, matrix):
+    runner = _Runner(base, steps, work, started, matrix.runs)
+    executed = ExecutedRuns(base, steps, work, started)
+    for row in itertools.chain(
+        runner.alone(BASELINE) if BASELINE in names else (),
+        (runner.row(case) for case in chosen if case.variant),
+        (_executed_row(case, executed) for case in chosen if case.sharding),
+        (Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE),
+    ):
         matrix.rows.append(row)
         finished(row)
     return matrix
-
-
-def _rows(
-    base: Any, chosen: list[Case], baseline: bool, work: Path, started: Callable[[str], None], matrix: Matrix
-) -> Iterator[Row]:
-    """The rows of `chosen`, each as soon as it is judged; trained runs are put into `matrix`.
-
-    Args:
-        baseline: whether the run on one worker was asked for, which is a row where it fails.
-    """
-    runner = _Runner(base, matrix.steps, work, started, matrix.runs)
-    if baseline:
-        yield from runner.alone(BASELINE)
-    yield from (runner.row(case) for case in chosen if case.variant)
-    executed = ExecutedRuns(base, matrix.steps, work, started)
-    yield from (_executed_row(case, executed) for case in chosen if case.sharding)
-    yield from (Row(case, NONE, case.reason) for case in chosen if case.how == NOT_EXECUTABLE)
 
 
 class _Runner(Runs):
@@ -318,13 +302,8 @@ def as_html(matrix: Matrix, golden: list[str]) -> str:
 
 
 def _row(row: Row) -> str:
-    texts = [
-        row.case.name,
-        row.case.how,
-        row.case.what,
-        str(row.tensors or "-"),
-        share(row.used) if row.tensors else "-",
-    ]
+    numbers = (str(row.tensors), share(row.used)) if row.tensors else ("-", "-")
+    texts = (row.case.name, row.case.how, row.case.what, *numbers)
     cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
     line = f'<tr>{cells}<td class="{CLASSES[row.status]}">{row.status}</td></tr>'
     findings = failure_lines(row, len(row.findings)) if row.findings or row.status == FAIL else []

@@ -183,19 +183,10 @@ def read_run(run_dir: Path) -> Trained:
         state[name], differing = _whole(name, [part[name] for part in parts], split)
         if differing:
             copied[name] = differing
-    return Trained(
-        workers,
-        read_steps(metrics),
-        [sorted(digest for rank in step for digest in rank) for step in zip(*map(_steps_of, records), strict=True)],
-        _norms([record["squares"] for record in records], split),
-        state,
-        copied,
-    )
-
-
-def _steps_of(record: dict[str, Any]) -> list[list[str]]:
-    """The samples that were trained on: a loader may hold more."""
-    return record["samples"][: len(record["squares"])]
+    read = zip(*(record["samples"][: len(record["squares"])] for record in records), strict=True)  # a loader holds more
+    samples = [sorted(digest for rank in step for digest in rank) for step in read]
+    norms = _norms([record["squares"] for record in records], split)
+    return Trained(workers, read_steps(metrics), samples, norms, state, copied)
 
 
 def _whole(name: str, parts: list[np.ndarray], split: set[str]) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -245,17 +236,9 @@ def group_of(weight: str) -> str:
     """Return the part of the model that a weight of MindFormers belongs to: layers.1.experts, embedding, norms, ..."""
     words = weight.split(".")
     where = f"{'mtp.' if words[0] == 'mtp' else ''}layers.{words[2]}." if words[1:2] == ["layers"] else ""
-    parts = (
-        ("norm", "norms"),
-        (".experts.", "experts"),
-        ("shared_experts", "shared_expert"),
-        ("router", "router"),
-        ("self_attention", "attention"),
-        (".mlp.", "mlp"),
-        ("embedding", "embedding"),
-        ("output_layer", "head"),
-    )
-    return where + next((name for part, name in parts if part in weight), words[-2])
+    parts = {"norm": "norms", ".experts.": "experts", "shared_experts": "shared_expert", "router": "router"}
+    parts |= {"self_attention": "attention", ".mlp.": "mlp", "embedding": "embedding", "output_layer": "head"}
+    return where + next((name for part, name in parts.items() if part in weight), words[-2])
 
 
 def group_norms(norms: dict[str, float]) -> dict[str, float]:

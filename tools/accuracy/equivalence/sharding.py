@@ -233,16 +233,10 @@ def _degrees(recipe: Recipe, sharding: Sharding, batch: int) -> None:
     recipe["runner_config"]["batch_size"] = model["batch_size"] = size
     recipe["runner_config"]["gradient_accumulation_steps"] = micro_steps
     recipe["parallel_config"].update(
-        data_parallel=sharding.dp,
-        model_parallel=sharding.tp,
-        context_parallel=sharding.cp,
+        data_parallel=sharding.dp, model_parallel=sharding.tp, context_parallel=sharding.cp, pipeline_stage=sharding.pp,
+        expert_parallel=sharding.ep, micro_batch_num=sharding.micro, use_seq_parallel=sharding.sp, vocab_emb_dp=False,
         context_parallel_algo="colossalai_cp",
-        pipeline_stage=sharding.pp,
-        expert_parallel=sharding.ep,
-        micro_batch_num=sharding.micro,
-        use_seq_parallel=sharding.sp,
-        vocab_emb_dp=False,
-    )
+    )  # fmt: skip
     axes = (2, 2, 2, 2, 2 if sharding.documents else 4)
     recipe["parallel"].update(
         parallel_mode=1,

@@ -218,18 +218,9 @@ def _row(
     ones = [verdict(got, want, each, FUSED) for got, want, each in zip(fused, exact, allowed, strict=True)]
     others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]
     worst = max(range(len(ones)), key=lambda place: _share(ones[place].error, allowed[place].tolerance(FUSED)))
-    return Row(
-        kernel.name,
-        kernel.where,
-        times,
-        allowed[worst].dtype,
-        ones[worst].error,
-        others[worst].error,
-        allowed[worst].tolerance(FUSED),
-        all(each.passed for each in ones),
-        all(each.passed for each in others),
-        ones[worst].detail,
-    )
+    numbers = ones[worst].error, others[worst].error, allowed[worst].tolerance(FUSED)
+    passed = (all(each.passed for each in side) for side in (ones, others))
+    return Row(kernel.name, kernel.where, times, allowed[worst].dtype, *numbers, *passed, ones[worst].detail)
 
 
 def _share(error: float, tolerance: float) -> float:

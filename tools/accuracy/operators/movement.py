@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from tools.accuracy.judge import round_bfloat16
@@ -19,6 +17,7 @@ from tools.accuracy.operators.spec import (
     normal,
     place_back,
     scatter_rows,
+    variant,
 )
 
 FILL = -8192.0  # the same in all types
@@ -75,11 +74,9 @@ INDEX_ADD = Spec(
 )  # fmt: skip
 INDEX = (
     EMBEDDING,
-    replace(
-        EMBEDDING,
-        name="embedding.index_select",
-        source="VocabParallelEmbedding: IndexSelect, tensor_parallel/layers.py",
-        call=lambda ms: lambda table, ids: ms.ops.auto_generate.IndexSelect()(table, 0, ids),
+    variant(
+        EMBEDDING, "embedding.index_select", "VocabParallelEmbedding: IndexSelect, tensor_parallel/layers.py",
+        lambda ms: lambda table, ids: ms.ops.auto_generate.IndexSelect()(table, 0, ids),
     ),
     Spec(
         "embedding_gradient", "the kernel EmbeddingDenseBackward", EMBEDDING.shapes,
@@ -100,19 +97,15 @@ INDEX = (
         grad=lambda x, index, y, dout: (_put(dout, index, 0), np.take_along_axis(dout, index, -1)), wrt=(0, 2),
         call=function("tensor_scatter_elements", 1), counts=moved,
     ),
-    replace(
-        INDEX_ADD,
-        name="scatter_add",
-        source="combining copies of a token: tensor_scatter_add",
-        call=lambda ms: lambda x, index, y: ms.ops.tensor_scatter_add(x, ms.ops.expand_dims(index, -1), y),
+    variant(
+        INDEX_ADD, "scatter_add", "combining copies of a token: tensor_scatter_add",
+        lambda ms: lambda x, index, y: ms.ops.tensor_scatter_add(x, ms.ops.expand_dims(index, -1), y),
     ),
     INDEX_ADD,
     ONE_HOT,
-    replace(
-        ONE_HOT,
-        name="one_hot.ext",
-        source="loss, expert load: OneHotExt, loss_func.py",
-        call=lambda ms: lambda index, on, off: ms.ops.auto_generate.OneHotExt(axis=-1)(index, 64, on, off),
+    variant(
+        ONE_HOT, "one_hot.ext", "loss, expert load: OneHotExt, loss_func.py",
+        lambda ms: lambda index, on, off: ms.ops.auto_generate.OneHotExt(axis=-1)(index, 64, on, off),
     ),
     Spec(
         "masked_fill", "attention mask: MaskedFill", ((64, 96),), _masked,
@@ -184,11 +177,9 @@ LAYOUT = (
         lambda ms: lambda x: ms.ops.auto_generate.SplitWithSize()(x, (20, x.shape[-1] - 20), -1),
     ),
     STACK,
-    replace(
-        STACK,
-        name="stack.ext",
-        source="interleaved RoPE: StackExt, rope_utils.py",
-        call=lambda ms: lambda a, b: ms.ops.auto_generate.StackExt(dim=-1)((a, b)),
+    variant(
+        STACK, "stack.ext", "interleaved RoPE: StackExt, rope_utils.py",
+        lambda ms: lambda a, b: ms.ops.auto_generate.StackExt(dim=-1)((a, b)),
     ),
     _layout(
         "tile", "shared rotary key for all heads: Tile; its gradient sums the copies", lambda x: np.tile(x, (2, 3)),

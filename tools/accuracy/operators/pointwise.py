@@ -13,7 +13,7 @@ from types import ModuleType
 
 import numpy as np
 
-from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel, moved, normal
+from tools.accuracy.operators.spec import Array, Counts, Spec, elementwise, kernel, moved, normal, variant
 
 _ANY, _TWO, _WIDE = normal(scale=2), normal(2), normal(scale=3)
 
@@ -139,7 +139,7 @@ ACTIVATION = (
     replace(_unary("gelu", "", gelu, gelu_grad, "GeLU", _WIDE), source="MLPs of other models: GeLU, tanh form"),
     _unary("relu", "optimizer and masks", lambda x: np.maximum(x, 0), lambda x: x > 0, "ReLU", _WIDE),
     SWIGLU,
-    replace(SWIGLU, name="swiglu.fused", source="the kernel Swiglu, experts' FFN", call=kernel("Swiglu"), roundings=1),
+    variant(SWIGLU, "swiglu.fused", "the kernel Swiglu, experts' FFN", kernel("Swiglu"), roundings=1),
 )
 
 
@@ -223,7 +223,7 @@ ADAMW = Spec(
 )  # fmt: skip
 OPTIMIZER = (
     ADAMW,
-    replace(ADAMW, name="adamw.fused", source="the kernel AdamW", call=_adamw_fused),
+    variant(ADAMW, "adamw.fused", "the kernel AdamW", _adamw_fused),
     Spec(
         "global_norm_clip", "MindFormers' ClipGradNorm, core/clip_grad.py", ((8, 4), (60, 50), (150, 100)),
         lambda rng, rows, width: (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from tools.accuracy.operators.spec import (
     kernel,
     normal,
     scatter_rows,
+    variant,
 )
 
 ALL = ("float32", "float16", "bfloat16", "hfloat32")
@@ -87,18 +87,11 @@ MATMUL = (
         counts=lambda x, w: Counts(x.shape[1], (w.shape[0], x.shape[0])), dtypes=ALL,
     ),
     BATCHED,
-    replace(
-        BATCHED,
-        name="batch_matmul.ext",
-        source="absorbed projections of MLA: BatchMatMulExt",
-        call=kernel("BatchMatMulExt"),
-    ),
+    variant(BATCHED, "batch_matmul.ext", "absorbed projections of MLA: BatchMatMulExt", kernel("BatchMatMulExt")),
     GROUPED,
-    replace(
-        GROUPED,
-        name="grouped_matmul.per_expert",
-        source="the same as one MatMul an expert, for devices without the kernel",
-        call=_per_expert,
+    variant(
+        GROUPED, "grouped_matmul.per_expert", "the same as one MatMul an expert, for devices without the kernel",
+        _per_expert,
     ),
     Spec(
         "outer", "RoPE angles: Outer(positions, frequencies), rotary_pos_embedding.py", ((128, 32),),
@@ -211,9 +204,9 @@ ATTENTION = Spec(
 )  # fmt: skip
 ATTENTIONS = (
     ROPE,
-    replace(ROPE, name="rope.fused", source="the kernel RotaryPositionEmbedding, apply_rope_fusion", call=_rope_fused),
+    variant(ROPE, "rope.fused", "the kernel RotaryPositionEmbedding, apply_rope_fusion", _rope_fused),
     ATTENTION,
-    replace(ATTENTION, name="attention.flash", source="the kernel FlashAttentionScore", call=_flash_call, roundings=1),
+    variant(ATTENTION, "attention.flash", "the kernel FlashAttentionScore", _flash_call, roundings=1),
 )
 
 
@@ -242,11 +235,13 @@ def router_grad(logits: Array, bias: Array, dout: Array) -> tuple[Array]:
     return (dlogits,)
 
 
-def _router_call(topk):
+def _router_call(topk, **settings):
     def make(ms):
+        chosen = kernel(topk, TOP_K, **settings)(ms)
+
         def call(logits, bias):
             scores = ms.ops.sigmoid(logits)
-            _, index = topk(ms)(scores + bias, TOP_K)
+            _, index = chosen(scores + bias)
             gate = ms.ops.gather_d(scores, 1, index)
             total = ms.ops.ReduceSum(keep_dims=True)(gate, 1)
             return SCALING * (gate / (total + 1e-20)), index
@@ -311,7 +306,7 @@ def _unpermute_call(ms):
 
 ROUTER = Spec(
     "router_topk", "TopKRouter: sigmoid, bias, TopK, normalised, scaled, in float32; moe/router.py", ((256, 64),),
-    _logits, golden=router, grad=router_grad, clip=False, call=_router_call(lambda ms: ms.ops.TopK(sorted=True)),
+    _logits, golden=router, grad=router_grad, clip=False, call=_router_call("TopK", sorted=True),
     counts=lambda logits, bias: Counts((TOP_K, 0), TOP_K), dtypes=("float32",),
 )  # fmt: skip
 PERMUTE = Spec(
@@ -326,32 +321,18 @@ UNPERMUTE = Spec(
 )  # fmt: skip
 MOE = (
     ROUTER,
-    replace(
-        ROUTER,
-        name="router_topk.ext",
-        source="the same with the kernel TopkExt",
-        call=_router_call(lambda ms: ms.ops.auto_generate.TopkExt()),
-    ),
+    variant(ROUTER, "router_topk.ext", "the same with the kernel TopkExt", _router_call("TopkExt")),
     PERMUTE,
-    replace(
-        PERMUTE,
-        name="permute.fused",
-        source="the kernel MoeTokenPermute, moe_permute_fusion; second output as torch_npu documents it",
-        make=lambda rng, tokens, hidden, experts: (
-            rng.standard_normal((tokens, hidden), np.float32),
-            _routed(rng, tokens, experts),
-        ),
-        golden=_permute_fused,
+    variant(
+        PERMUTE, "permute.fused",
+        "the kernel MoeTokenPermute, moe_permute_fusion; second output as torch_npu documents it",
+        function("moe_token_permute"), golden=_permute_fused, counts=lambda tokens, experts: Counts(0, TOP_K),
         grad=lambda tokens, experts, dout: scatter_rows(tokens, sort_maps(experts)[0] // TOP_K, dout),
-        call=function("moe_token_permute"),
-        counts=lambda tokens, experts: Counts(0, TOP_K),
+        make=lambda rng, tokens, hidden, experts: (
+            rng.standard_normal((tokens, hidden), np.float32), _routed(rng, tokens, experts),
+        ),
     ),
     UNPERMUTE,
-    replace(
-        UNPERMUTE,
-        name="unpermute.fused",
-        source="the kernel MoeTokenUnpermute, with its weights",
-        call=function("moe_token_unpermute"),
-        roundings=1,
-    ),
-)
+    variant(UNPERMUTE, "unpermute.fused", "the kernel MoeTokenUnpermute, with its weights",
+            function("moe_token_unpermute"), roundings=1),
+)  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from tools.accuracy.operators.spec import (
@@ -17,6 +15,7 @@ from tools.accuracy.operators.spec import (
     place_back,
     reduced,
     scanned,
+    variant,
 )
 
 ROWS = ((24, 64), (16, 2500), (4, 12000), (4, 20480), (2, 200704))
@@ -58,14 +57,11 @@ def _extreme(name, source, primitive, golden, pick):
 
 REDUCE = (
     SUM,
-    replace(SUM, name="sum.reduce", source="ReduceSum", call=kernel("ReduceSum", -1)),
-    replace(
-        SUM,
-        name="mean",
-        source="RMSNorm, auxiliary loss: MeanExt",
-        golden=lambda x: x.mean(-1),
+    variant(SUM, "sum.reduce", "ReduceSum", kernel("ReduceSum", -1)),
+    variant(
+        SUM, "mean", "RMSNorm, auxiliary loss: MeanExt",
+        kernel("MeanExt", -1, False), golden=lambda x: x.mean(-1),
         grad=lambda x, dout: (_spread(x, dout) / x.shape[-1],),
-        call=kernel("MeanExt", -1, False),
     ),
     _extreme("max", "stable softmax, loss: ReduceMax", "ReduceMax", lambda x: x.max(-1), np.argmax),
     _extreme("min", "ReduceMin", "ReduceMin", lambda x: x.min(-1), np.argmin),
@@ -75,12 +71,7 @@ REDUCE = (
         grad=prod_grad, call=function("prod", -1), counts=scanned,
     ),
     CUMSUM,
-    replace(
-        CUMSUM,
-        name="cumsum.ext",
-        source="expert boundaries: CumsumExt, token_dispatcher.py",
-        call=kernel("CumsumExt", -1),
-    ),
+    variant(CUMSUM, "cumsum.ext", "expert boundaries: CumsumExt, token_dispatcher.py", kernel("CumsumExt", -1)),
 )  # fmt: skip
 
 
@@ -210,20 +201,15 @@ SOFTMAX = Spec(
 )  # fmt: skip
 NORMALISE = (
     SOFTMAX,
-    replace(
-        SOFTMAX,
-        name="log_softmax",
-        source="the loss: LogSoftmax",
-        golden=log_softmax,
+    variant(
+        SOFTMAX, "log_softmax", "the loss: LogSoftmax",
+        kernel("LogSoftmax", axis=-1), golden=log_softmax,
         grad=lambda x, dout: (dout - softmax(x) * dout.sum(-1, keepdims=True),),
-        call=kernel("LogSoftmax", axis=-1),
     ),
     RMS,
-    replace(
-        RMS,
-        name="rms_norm.fused",
-        source="the kernel RmsNorm, fused_norm: True",
-        call=lambda ms: lambda x, gamma: ms.ops.rms_norm(x, gamma, RMS_EPS)[0],
+    variant(
+        RMS, "rms_norm.fused", "the kernel RmsNorm, fused_norm: True",
+        lambda ms: lambda x, gamma: ms.ops.rms_norm(x, gamma, RMS_EPS)[0],
     ),
     Spec(
         "layer_norm", "where norm is LayerNorm: P.LayerNorm, transformer/norm.py", NORMALISED_ROWS,
@@ -267,10 +253,10 @@ CROSS_ENTROPY = Spec(
 )  # fmt: skip
 LOSS = (
     CROSS_ENTROPY,
-    replace(
+    variant(
         CROSS_ENTROPY,
-        name="cross_entropy.ops",
-        source="ops.cross_entropy: the kernels LogSoftmax and NLLLoss",
-        call=function("cross_entropy", reduction="none"),
+        "cross_entropy.ops",
+        "ops.cross_entropy: the kernels LogSoftmax and NLLLoss",
+        function("cross_entropy", reduction="none"),
     ),
 )

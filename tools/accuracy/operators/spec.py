@@ -7,7 +7,7 @@ follow from an operator's shapes and indices: each function that counts takes th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,11 @@ class Spec:
     clip: bool = True
     special: str = ""
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+
+
+def variant(spec: Spec, name: str, source: str, call: Callable[[Any], Callable[..., Any]], **other: Any) -> Spec:
+    """Return another kernel or formula for the same golden baseline."""
+    return replace(spec, name=name, source=source, call=call, **other)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

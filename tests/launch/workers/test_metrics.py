@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 
-from launch.workers.executed_calls import FirstStep
+from launch.workers.metrics import FirstStep
 from tests.plugins.semi_auto_cpu.collecting import attributes, collectives
 
 
