@@ -233,7 +233,7 @@ def _name(job: Job) -> str:
 @lru_cache
 def _code() -> str:
     """A digest of the code that a result depends on."""
-    digest = hashlib.sha256(" ".join(version(name) for name in _PACKAGES).encode())
+    digest = hashlib.sha256(" ".join(map(version, _PACKAGES)).encode())
     for part in _CODE:
         place = ROOT / part
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:

@@ -120,21 +120,18 @@ def _executed(record: CallRecord) -> _Call:
 def _differences(reported: Sequence[_Call], done: Sequence[_Call]) -> list[str]:
     """Calls by how often they are there; what is left of an operator may be its routed ones."""
     missing, more = Counter(reported), Counter(done)
-    for call in [call for call in missing if call.shape is not None]:
-        both = min(missing[call], more[call])
-        missing[call] -= both
-        more[call] -= both
-    for routed in [call for call in missing if call.shape is None]:
-        for call in [call for call in more if routed.fits(call)]:
-            both = min(missing[routed], more[call])
-            missing[routed] -= both
-            more[call] -= both
-    lines = [f"reported, not executed: {call}{_times(count)}" for call, count in missing.items() if count]
-    return lines + [f"executed, not reported: {call}{_times(count)}" for call, count in more.items() if count]
-
-
-def _times(count: int) -> str:
-    return f" ({count} times)" if count > 1 else ""
+    for call in sorted(missing, key=lambda call: call.shape is None):
+        for other in [other for other in more if call.fits(other)]:
+            both = min(missing[call], more[other])
+            missing[call] -= both
+            more[other] -= both
+    sides = (("reported, not executed", missing), ("executed, not reported", more))
+    return [
+        f"{words}: {call}{f' ({count} times)' if count > 1 else ''}"
+        for words, calls in sides
+        for call, count in calls.items()
+        if count
+    ]
 
 
 def _too_early(reported: Sequence[_Call], after: Sequence[Sequence[int]], done: Sequence[_Call]) -> list[str]:

@@ -27,6 +27,7 @@ from tools.pipeline.schedules import Op
 BYTES = {"Float64": 8, "Int64": 8, "Float32": 4, "Int32": 4, "Float16": 2, "BFloat16": 2, "Int8": 1, "UInt8": 1}
 BYTES |= {"Bool": 1, "Int16": 2, "UInt16": 2, "UInt32": 4, "UInt64": 8}
 WEIGHT, STATE, ACCUMULATED = "weight", "state", "accumulated"
+_PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}  # of `Memory`
 _PREFIXES = {"accu_grads": ACCUMULATED}  # of the weight's name, in MindFormers' wrapper and optimizers
 _PREFIXES |= dict.fromkeys(("adam_m", "adam_v", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "muon_m"), STATE)
 _AVERAGES = "pma_weight_"  # and the way of averaging
@@ -133,15 +134,8 @@ def memory_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[P
     """
     chunks = graph["activations"]
     saved = most_saved(passes, [chunk["saved"] for chunk in chunks])
-    return Memory(
-        weights=total(held, WEIGHT),
-        state=total(held, STATE),
-        accumulated=total(held, ACCUMULATED),
-        gathered=sum(graph["kept"].values()),
-        saved=saved,
-        working=most_alive(passes, chunks) - saved,
-        limit=limit,
-    )
+    exact = {name: total(held, kind) for kind, name in _PARTS.items()} | {"gathered": sum(graph["kept"].values())}
+    return Memory(**exact, saved=saved, working=most_alive(passes, chunks) - saved, limit=limit)
 
 
 def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> int:
@@ -150,13 +144,11 @@ def most_alive(passes: Sequence[Pass], chunks: Sequence[Mapping[str, Any]]) -> i
     A forward's own part of what waits is among what is alive in it, and counts once; what it received from the stage
     in front and keeps is there, too, though no operator of its own makes it.
     """
-    most = max((chunk["backward"] for chunk in chunks), default=0)  # where no passes are known
-    sizes = [chunk["saved"] for chunk in chunks]
-    for before, item in zip(waiting(passes, sizes), passes, strict=True):
-        chunk = chunks[item.chunk]
-        inside = max(chunk["forward"], chunk["saved"]) if item.kind == "F" else chunk["backward"]
-        most = max(most, before + inside)
-    return most
+    backward = [chunk["backward"] for chunk in chunks]  # all that counts where no passes are known
+    forward = [max(chunk["forward"], chunk["saved"]) for chunk in chunks]
+    before = waiting(passes, [chunk["saved"] for chunk in chunks])
+    inside = ((forward if item.kind == "F" else backward)[item.chunk] for item in passes)
+    return max([*backward, *map(sum, zip(before, inside, strict=True))], default=0)
 
 
 def fit_of(memory: Mapping[str, int], limit: int, error: float = 0.0) -> str:
@@ -207,24 +199,14 @@ def over_limit(stages: Sequence[Mapping[str, Any]], limit: int, error: float = 0
 _MEND = {  # part of memory -> its name, and the keys that make it smaller
     "weights": ("weights", "parallel.enable_parallel_optimizer: True shards them"),
     "state": ("optimizer state", "parallel.enable_parallel_optimizer: True shards it over data_parallel"),
-    "accumulated": (
-        "accumulated gradients",
-        "a larger parallel_config.expert_parallel or, without a pipeline, "
-        "parallel.parallel_optimizer_config.gradient_accumulation_shard: True makes them smaller",
-    ),
-    "gathered": (
-        "gathered weights",
-        "a larger parallel_config.expert_parallel, model_parallel or pipeline_stage makes them fewer",
-    ),
+    "accumulated": ("accumulated gradients", "a larger parallel_config.expert_parallel or, without a pipeline, "
+                    "parallel.parallel_optimizer_config.gradient_accumulation_shard: True makes them smaller"),
+    "gathered": ("gathered weights",
+                 "a larger parallel_config.expert_parallel, model_parallel or pipeline_stage makes them fewer"),
     "saved": ("kept activations", "recompute_config.recompute: True, or a larger model_parallel or context_parallel"),
-    "working": (
-        "activations in a pass",
-        "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size",
-    ),
-}
-
-
-_PARTS = {WEIGHT: "weights", STATE: "state", ACCUMULATED: "accumulated"}
+    "working": ("activations in a pass",
+                "a larger parallel_config.model_parallel or context_parallel, or a smaller runner_config.batch_size"),
+}  # fmt: skip
 
 
 def line_of(held: Sequence[Held], graph: Mapping[str, Any], passes: Sequence[Pass]) -> TimeLine:

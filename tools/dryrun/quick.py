@@ -130,12 +130,10 @@ def groups_of(kinds: Sequence[Kind], numbered: bool) -> list[list[Kind]]:
         first = max((at for at, group in enumerate(groups) if any(item.block != MOE for item in group)), default=0)
         start = first if kind.block == MOE else 0
         fits = (group for group in groups[start:] if numbered or _falls(sorted([*group, kind], key=_order)))
-        group = next(fits, None)
-        if group is None:
+        if (group := next(fits, None)) is None:
             groups.append([kind])
         else:
-            group.append(kind)
-            group.sort(key=_order)
+            group[:] = sorted([*group, kind], key=_order)
     return groups
 
 

@@ -245,8 +245,7 @@ def _without_files(recipe: Recipe, folder: Path) -> Recipe:
 
 def _samples(recipe: Recipe) -> int:
     """Samples of the stand-in for the data."""
-    sizes = recipe["train_dataset"]["data_loader"].get("sizes") or [1]
-    return max(int(sizes[0]), 1)
+    return max(int((recipe["train_dataset"]["data_loader"].get("sizes") or [1])[0]), 1)
 
 
 @contextmanager
@@ -275,12 +274,8 @@ def shapes_of(view: View) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     batch = view.batch * view.micro_batches * view.accumulation * (view.dp if view.full_batch else 1)
     length = model_number(view, "seq_length")
-    tokens = ((batch, length), "int32")
-    known = {
-        "input_ids": tokens,
-        "labels": tokens,
+    known = dict.fromkeys(("input_ids", "labels", "position_ids"), ((batch, length), "int32")) | {
         "loss_mask": ((batch, length), "float32"),
-        "position_ids": tokens,
         "attention_mask": ((batch, 1, length, length), "uint8"),
         "actual_seq_len": ((batch, view.mask_documents), "int32"),
     }
@@ -310,11 +305,10 @@ def report_graph(
     groups: dict[tuple[int, ...], int] = {}
     found = read_collectives(graph, ranks_of)
     collectives = [_plain(item, rank, groups, rows) | {"after": _direct(item, found)} for item in found]
-    passes = passes_of(graph)
     return {
         "groups": [list(ranks) for ranks in groups],
         "collectives": collectives,
-        "passes": [list(item) for item in passes],
+        "passes": [list(item) for item in passes_of(graph)],
         "kept": kept_bytes(graph, rows),
         "activations": activations_of(graph, rows),
         "flops": flops_of(graph, rows),
@@ -331,7 +325,6 @@ def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows
     """One collective; `bytes` is what one rank's tensor holds on its larger side."""
     side = getattr(item, _LARGER_SIDE.get(item.op, "inputs"))[:1]
     block = item.attributes.get("block_size", 1)
-    routed = any(size < 0 for tensor in side for size in tensor.shape)
     plain = {
         "op": item.op,
         "group": groups.setdefault(item.ranks, len(groups)),
@@ -341,7 +334,7 @@ def _plain(item: Collective, rank: int, groups: dict[tuple[int, ...], int], rows
         "dtype": side[0].dtype if side else "",
         "source": item.source,
     }
-    if routed:
+    if any(size < 0 for tensor in side for size in tensor.shape):
         plain["routed"] = True
     for name in ("dst_global_rank", "src_global_rank"):
         if name in item.attributes:

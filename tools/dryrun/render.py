@@ -72,12 +72,9 @@ def _peak(report: Mapping[str, Any]) -> str:
 
 def _together(report: Mapping[str, Any]) -> str:
     """Which of the pipeline's links, and which ranks, were found to fit."""
-    links = report["links"]
-    groups = report["groups"]
-    same = (
-        f"the compiled ranks call in the same order the {groups['compared']} of {groups['all']} groups that they share"
-    )
-    every = sum(links.values())
+    links, groups = report["links"], report["groups"]
+    shared = f"the {groups['compared']} of {groups['all']} groups that they share"
+    same, every = f"the compiled ranks call in the same order {shared}", sum(links.values())
     if not every:
         return same
     if report["quick"]:
@@ -125,8 +122,7 @@ def _memory(report: Mapping[str, Any]) -> Table:
     if flops := any(stage["flops"] for stage in report["stages"]):
         table.add_column("PFLOP", justify="right")
     for stage in report["stages"]:
-        memory = stage["memory"]
-        limit = memory["limit"]
+        memory, limit = stage["memory"], stage["memory"]["limit"]
         over = bool(limit) and memory["total"] > limit
         name = f"{stage['stage']}" + ("" if stage["compiled"] or report["quick"] else "=")
         row = [name, str(stage["layers"]), *(f"{memory[key] / GIB:.2f}" for key in _COLUMNS)]

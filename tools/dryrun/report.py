@@ -25,7 +25,6 @@ from tools.dryrun.memory import (
     line_of,
     memory_of,
     over_limit,
-    total,
     unsure,
 )
 from tools.dryrun.order import check_links, check_order, count_groups, programs_of
@@ -169,8 +168,7 @@ def _stage(
 def _rank(result: Mapping[str, Any]) -> dict[str, Any]:
     """Bytes that one compiled rank keeps, by kind."""
     held = [Held(**item) for item in result["held"]]
-    kinds = dict.fromkeys(item.kind for item in held)
-    return {"rank": result["rank"], "held_bytes": {kind: total(held, kind) for kind in kinds}}
+    return {"rank": result["rank"], "held_bytes": added({item.kind: item.bytes} for item in held)}
 
 
 def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> list[tuple[str, int, int]]:

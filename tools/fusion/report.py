@@ -98,12 +98,8 @@ def stage_pieces(recipe: Recipe, text: Path, fusion: Fusion, stage: int) -> Piec
     """Return one stage, exactly: its layers are means of their kind."""
     view = View(recipe)
     found = Pieces(view.micro_batches * view.accumulation)
-    kinds = {
-        str(first + place): kind
-        for each in stages_of(view)
-        for first, chunk in each.chunks
-        for place, kind in enumerate(chunk)
-    }
+    chunks = (chunk for each in stages_of(view) for chunk in each.chunks)
+    kinds = {str(first + place): kind for first, chunk in chunks for place, kind in enumerate(chunk)}
     has: Counter[str] = Counter()
     ends = _add_means(found, _read(text, recipe, fusion), kinds, has)
     _divide(found, has)
@@ -226,10 +222,8 @@ def _assumed(block: str, forward: Tally, config: Configuration, times: DeviceTim
     """What the estimator takes a layer's forward to move outside products and attention, beside the graph's count."""
     assumed = work(config, block).elementwise
     unfused, fused = forward.before + forward.beside, forward.after + forward.beside
-    return {
-        "bytes": round(assumed),
-        "factor": times.reached.unfused,
-        "applied": not config.fused,
+    told = {"bytes": round(assumed), "factor": times.reached.unfused, "applied": not config.fused}
+    return told | {
         "graph_unfused": round(unfused),
         "graph_fused": round(fused),
         "graph_factor": round(unfused / fused, 3) if fused else None,

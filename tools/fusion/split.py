@@ -16,12 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
+from itertools import accumulate
 
 from tools.fusion.cluster import DVM, Operator, Rules
-
-_REDUCTIONS = ("ReduceSum",)
-_OPAQUE = ("Transpose",)  # no pattern joins it with anything
-_BROADCASTS = ("BroadcastTo",)
 
 
 class Pattern(IntEnum):
@@ -31,6 +28,10 @@ class Pattern(IntEnum):
     BROADCAST = 2
     REDUCE = 3
     OPAQUE = 4
+
+
+# no pattern joins what is opaque with anything
+_PATTERNS = {"ReduceSum": Pattern.REDUCE, "Transpose": Pattern.OPAQUE, "BroadcastTo": Pattern.BROADCAST}
 
 
 @dataclass
@@ -115,13 +116,7 @@ class Areas:
 
 def _area(place: int, operator: Operator, body: Sequence[Operator], output: bool) -> Area:
     shape = operator.output.shape or (1,)
-    pattern = Pattern.ELEMENTWISE
-    if operator.name in _REDUCTIONS:
-        pattern = Pattern.REDUCE
-    elif operator.name in _OPAQUE:
-        pattern = Pattern.OPAQUE
-    elif operator.name in _BROADCASTS:
-        pattern = Pattern.BROADCAST
+    pattern = _PATTERNS.get(operator.name, Pattern.ELEMENTWISE)
     inputs = {
         source: pattern is Pattern.ELEMENTWISE and (body[source].output.shape or (1,)) != shape
         for source in operator.inputs
@@ -164,12 +159,8 @@ def _patterns(rules: Rules) -> Iterator[tuple[Match, bool]]:
 def _run(areas: Areas, area: Area, match: Match, forward: bool, largest: int) -> bool:
     """Fuse what matches `area`; whether anything did."""
     found = match(areas, area)
-    size = len(area.operators)
-    for number, other in enumerate(found):
-        size += len(other.operators)
-        if size > largest:
-            found = found[:number]
-            break
+    sizes = list(accumulate(len(each.operators) for each in (area, *found)))[1:]
+    found = [other for other, size in zip(found, sizes, strict=True) if size <= largest]
     for other in found:
         if forward:
             areas.fuse(area, other)

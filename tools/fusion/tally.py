@@ -75,12 +75,8 @@ class Tally:
     def as_json(self) -> dict[str, Any]:
         """The sums."""
         numbers = {name: round(getattr(self, name)) for name in ("operators", "kernels", "fused")}
-        return numbers | {
-            "launches_saved": round(self.launches),
-            "bytes_before": round(self.before),
-            "bytes_after": round(self.after),
-            "bytes_of_others": round(self.beside),
-        }
+        sizes = {"before": self.before, "after": self.after, "of_others": self.beside}
+        return numbers | {"launches_saved": round(self.launches)} | {f"bytes_{k}": round(v) for k, v in sizes.items()}
 
 
 Tallies = dict[tuple[str, str], Tally]  # (part, pass: "forward", "recompute", "gradient" or "step")
@@ -291,7 +287,7 @@ def users_of(nodes: Sequence[Node]) -> list[list[int]]:
     """For each operator those that take from it."""
     users: list[list[int]] = [[] for _ in nodes]
     for place, node in enumerate(nodes):
-        for operand in dict.fromkeys(node.operands):
+        for operand in set(node.operands):
             users[operand].append(place)
     return users
 
