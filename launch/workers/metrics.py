@@ -13,6 +13,7 @@ from mindformers.tools.register import MindFormerModuleType, MindFormerRegister
 from mindformers.tools.utils import get_real_group_size, get_real_rank
 
 from plugins.lines import append_line
+from tools.dryrun.activations import added
 from tools.dryrun.executed import calls_file
 from tools.dryrun.memory import kinds_of
 from tools.files.atomic import write_atomically
@@ -63,6 +64,7 @@ class RecordingLossMonitor(MFLossMonitor):
 
     run_dir = "./output"
     seq_length = 0
+    described, cpu_before = False, 0.0
     first_step: FirstStep | None = None  # of a sharded run; MindFormers puts this callback before all others
 
     def on_train_begin(self, run_context):
@@ -93,7 +95,7 @@ class RecordingLossMonitor(MFLossMonitor):
         )  # fmt: skip
         now = time.time()
         step = cur_step_num + (cur_epoch_num - 1) * steps_per_epoch
-        if not getattr(self, "described", False):
+        if not self.described:
             self.described = True
             self._write({"total_steps": origin_epochs * steps_per_epoch, "start_step": step - 1,
                          "world_size": get_real_group_size(), "time": self.began,
@@ -115,9 +117,8 @@ class RecordingLossMonitor(MFLossMonitor):
 
     def _cpu_seconds(self):
         """Processor time of this worker since the last record: without what it waited for others, or for a core."""
-        now, before = time.process_time(), getattr(self, "cpu_before", 0.0)
-        self.cpu_before = now
-        return now - before
+        before, self.cpu_before = self.cpu_before, time.process_time()
+        return self.cpu_before - before
 
     def _write(self, record):
         append_line(metrics_file(self.run_dir, get_real_rank()), json.dumps(record))
@@ -125,11 +126,8 @@ class RecordingLossMonitor(MFLossMonitor):
 
 def _held_bytes(network):
     """Bytes of this rank's parameters by kind, as they are in memory: what `tc3 dryrun` says beforehand."""
-    held: dict[str, int] = {}
     kinds = kinds_of(network)
-    for item in network.get_parameters():
-        held[kinds[item.name]] = held.get(kinds[item.name], 0) + item.nbytes
-    return held
+    return added({kinds[item.name]: item.nbytes} for item in network.get_parameters())
 
 
 def _scalar(value):

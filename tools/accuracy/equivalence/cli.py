@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,15 +103,8 @@ def equivalence_command(
     require_verified()
     work = work or Path("output") / "equivalence" / file.stem
     console = Console(stderr=True, highlight=False)
-    matrix = equivalence(
-        recipe,
-        only,
-        steps,
-        work,
-        lambda name: console.print(f"{name} ...", style="dim"),
-        drawn,
-        lambda row: print_verdict(row, console),
-    )
+    started, finished = partial(console.print, style="dim"), partial(print_verdict, console=console)
+    matrix = equivalence(recipe, only, steps, work, lambda name: started(f"{name} ..."), drawn, finished)
     lines, unknown = _gate(matrix, None if another else file, recipe, update, console)
     if page:
         write_atomically(page, as_html(matrix, lines))

@@ -93,11 +93,8 @@ def write_golden(file: Path, recipe: str, runs: Mapping[str, Mapping[str, Any]])
             if not math.isfinite(value):
                 raise DataError(f"{name}: {where} is {value}; golden numbers have to be finite")
     old = json.loads(file.read_text())["runs"] if file.exists() else {}
-    content = {
-        "recipe": recorded(file.parent, recipe),
-        "made_with": {name: version(name) for name in MADE_WITH},
-        "runs": dict(sorted({**old, **runs}.items())),
-    }
+    made = {"recipe": recorded(file.parent, recipe), "made_with": {name: version(name) for name in MADE_WITH}}
+    content = made | {"runs": dict(sorted({**old, **runs}.items()))}
     write_atomically(file, json.dumps(content, indent=1) + "\n")
 
 

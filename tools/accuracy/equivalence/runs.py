@@ -6,10 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -136,13 +135,8 @@ def train(recipe: Recipe, run_dir: Path) -> Trained:
     return read_run(run_dir)
 
 
-def launch(
-    recipe: Recipe, run_dir: Path, variables: Mapping[str, str] = MappingProxyType({}), folder: Path = ROOT
-) -> None:
+def launch(recipe: Recipe, run_dir: Path) -> None:
     """Train a recipe by `tc3 train` into `run_dir`; the recipe stands beside it.
-
-    Args:
-        variables: of the environment, beside our own. folder: where it is started.
 
     Raises:
         RunFailedError: the training failed.
@@ -152,8 +146,8 @@ def launch(
     file = run_dir.with_name(f"{run_dir.name}.yaml")
     dump_recipe(recipe, file)
     command = [str(Path(sys.executable).with_name("tc3")), "train", str(file), "--run-dir", str(run_dir), "--force"]
-    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers"), **variables}
-    done = children.run_child(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environment = {**os.environ, "REGISTER_PATH": str(ROOT / "launch" / "workers")}
+    done = children.run_child(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if done.returncode:
         raise RunFailedError("\n".join((done.stderr or done.stdout).strip().splitlines()[-12:]))
 
@@ -177,12 +171,9 @@ def read_run(run_dir: Path) -> Trained:
     records = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(workers)]
     parts = [dict(np.load(folder / f"rank_{rank}.npz")) for rank in range(workers)]
     split = set(records[0]["split"])
-    copied: dict[str, tuple[int, ...]] = {}
-    state = {}
-    for name in sorted(parts[0]):
-        state[name], differing = _whole(name, [part[name] for part in parts], split)
-        if differing:
-            copied[name] = differing
+    whole = {name: _whole(name, [part[name] for part in parts], split) for name in sorted(parts[0])}
+    state = {name: value for name, (value, _) in whole.items()}
+    copied = {name: differing for name, (_, differing) in whole.items() if differing}
     read = zip(*(record["samples"][: len(record["squares"])] for record in records), strict=True)  # a loader holds more
     samples = [sorted(digest for rank in step for digest in rank) for step in read]
     norms = _norms([record["squares"] for record in records], split)

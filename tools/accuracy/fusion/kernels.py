@@ -156,36 +156,14 @@ def numpy_type(dtype: str) -> str:
 
 
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "Abs": np.abs,
-    "Add": np.add,
-    "Ceil": np.ceil,
-    "Div": np.divide,
-    "Equal": np.equal,
-    "Exp": np.exp,
-    "Floor": np.floor,
-    "Greater": np.greater,
-    "GreaterEqual": np.greater_equal,
-    "IsFinite": np.isfinite,
-    "Less": np.less,
-    "LessEqual": np.less_equal,
-    "Log": np.log,
-    "LogicalAnd": np.logical_and,
-    "LogicalNot": np.logical_not,
-    "LogicalOr": np.logical_or,
-    "Maximum": np.maximum,
-    "Minimum": np.minimum,
-    "Mul": np.multiply,
-    "Neg": np.negative,
-    "NotEqual": np.not_equal,
-    "Pow": np.power,
-    "RealDiv": np.divide,
-    "Reciprocal": lambda x: 1 / x,
-    "Rsqrt": lambda x: 1 / np.sqrt(x),
-    "Select": np.where,
-    "Sqrt": np.sqrt,
-    "Sub": np.subtract,
-    "Trunc": np.trunc,
-}
+    "Abs": np.abs, "Add": np.add, "Ceil": np.ceil, "Div": np.divide, "Equal": np.equal, "Exp": np.exp,
+    "Floor": np.floor, "Greater": np.greater, "GreaterEqual": np.greater_equal, "IsFinite": np.isfinite,
+    "Less": np.less, "LessEqual": np.less_equal, "Log": np.log, "LogicalAnd": np.logical_and,
+    "LogicalNot": np.logical_not, "LogicalOr": np.logical_or, "Maximum": np.maximum, "Minimum": np.minimum,
+    "Mul": np.multiply, "Neg": np.negative, "NotEqual": np.not_equal, "Pow": np.power, "RealDiv": np.divide,
+    "Reciprocal": lambda x: 1 / x, "Rsqrt": lambda x: 1 / np.sqrt(x), "Select": np.where, "Sqrt": np.sqrt,
+    "Sub": np.subtract, "Trunc": np.trunc,
+}  # fmt: skip
 KNOWN = frozenset((*_ELEMENTWISE, *_OTHERS))
 
 
@@ -198,24 +176,21 @@ def compute(step: Step, values: list[Any]) -> np.ndarray:
     Raises:
         UnreadableError: an operator that is not in `KNOWN`.
     """
-    shape = step.output.shape
+    first, *rest = values
     if step.op in _ELEMENTWISE:
         with np.errstate(all="ignore"):
             return np.asarray(_ELEMENTWISE[step.op](*values))
     if step.op == "ReduceSum":
-        axes = values[1] if len(values) > 1 else ()
-        axes = tuple(np.atleast_1d(np.asarray(axes, np.int64)).tolist()) or None  # none given: all of them
-        return np.asarray(values[0]).sum(axis=axes, keepdims=step.keep_dims)
+        axes = tuple(np.atleast_1d(np.asarray(rest[0] if rest else (), np.int64)).tolist())
+        return np.asarray(first).sum(axis=axes or None, keepdims=step.keep_dims)  # none given: all of them
     if step.op == "Transpose":
-        return np.transpose(values[0], tuple(np.asarray(values[1], np.int64).tolist()))
-    if step.op == "Reshape":
-        return np.reshape(values[0], shape)
-    if step.op == "BroadcastTo":
-        return np.broadcast_to(values[0], shape)
+        return np.transpose(first, tuple(np.asarray(rest[0], np.int64).tolist()))
+    if step.op in ("Reshape", "BroadcastTo"):
+        return (np.reshape if step.op == "Reshape" else np.broadcast_to)(first, step.output.shape)
     if step.op == "Assign":
-        return np.asarray(values[1])
+        return np.asarray(rest[0])
     if step.op == "Cast":
-        return _cast(np.asarray(values[0]), step.output.dtype)
+        return _cast(np.asarray(first), step.output.dtype)
     raise UnreadableError(f"the operator {step.op}")
 
 
