@@ -45,7 +45,7 @@ class Ranks(click.ParamType):
             return None if value == ALL else value
         words = [word.strip() for word in value.split(",")]
         if not all(word.isdecimal() for word in words):
-            self.fail(f"{value!r}: want {ALL}, or global ranks such as 0,512", param, ctx)
+            self.fail(f"{ALL} or global ranks such as 0,512 are needed, but {value!r} was given", param, ctx)
         return tuple(dict.fromkeys(int(word) for word in words))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from plugins.errors import RecipeError
@@ -74,7 +75,11 @@ def report_of(
     """
     view = View(recipe)
     quick = not plan.job_of
-    found = _composed(recipe, plan, results) if quick else _compiled(plan, results)
+    if quick:  # each stage from its layers
+        parts = zip(plan.stages, compose(recipe, plan.stages, results), strict=True)
+        found = [Found(stage, None, False, held, graph) for stage, (held, graph) in parts]
+    else:
+        found = _compiled(plan, results)
     known = quick or all(
         [tuple(item) for item in one.graph["passes"]] == _passes(view, one.stage.number, plan.micro_batches)
         for one in found
@@ -109,7 +114,7 @@ def report_of(
         "stages": stages,
         "links": links.as_json(),
         "groups": count_groups(programs),
-        "ranks": [_rank(result) for result in results],
+        "ranks": [{"rank": result["rank"], "held_bytes": _held_bytes(result["held"])} for result in results],
         "problems": problems,
         "seconds": [result["seconds"] for result in results],
         "peak_mib": [result.get("peak_mib") for result in results],
@@ -131,12 +136,6 @@ def _compiled(plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
         for stage, at in zip(plan.stages, plan.job_of, strict=True)
         if at >= 0
     ]
-
-
-def _composed(recipe: Recipe, plan: Plan, results: Sequence[Mapping[str, Any]]) -> list[Found]:
-    """Each stage from its layers."""
-    parts = compose(recipe, plan.stages, results)
-    return [Found(stage, None, False, held, graph) for stage, (held, graph) in zip(plan.stages, parts, strict=True)]
 
 
 def _stage(
@@ -165,10 +164,9 @@ def _stage(
     }
 
 
-def _rank(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Bytes that one compiled rank keeps, by kind."""
-    held = [Held(**item) for item in result["held"]]
-    return {"rank": result["rank"], "held_bytes": added({item.kind: item.bytes} for item in held)}
+def _held_bytes(held: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes that a compiled rank keeps, by kind."""
+    return added({item.kind: item.bytes} for item in (Held(**each) for each in held))
 
 
 def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> list[tuple[str, int, int]]:
@@ -176,12 +174,10 @@ def _passes(view: View, stage: int, micro_batches: int, schedule: str = "") -> l
     if view.pp == 1:
         return [("F", 0, 0), ("B", 0, 0)]
     name = schedule_of(schedule or view.scheduler, view.chunks)
-    try:
-        return [
-            (op.kind, op.micro_batch, op.chunk) for op in operations(name, stage, view.pp, view.chunks, micro_batches)
-        ]
-    except RecipeError:
-        return []
+    with suppress(RecipeError):
+        order = operations(name, stage, view.pp, view.chunks, micro_batches)
+        return [(op.kind, op.micro_batch, op.chunk) for op in order]
+    return []
 
 
 def _trained(held: Sequence[Held]) -> list[Held]:

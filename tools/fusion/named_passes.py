@@ -4,7 +4,7 @@
     grouped_matmul_assignadd_fusion   TransposeExtView - GroupedMatmul - AssignAdd            -> InplaceGroupedMatmulAdd
 
 Fused, the gradient in compute precision is neither written nor read again. Both names stand in the wheel's library for
-Ascend. What they want is from MindSpore's public matmul_assignadd_fusion.cc and grouped_matmul_assignadd_fusion.cc, and
+Ascend. What they need is from MindSpore's public matmul_assignadd_fusion.cc and grouped_matmul_assignadd_fusion.cc, and
 so is that both are off unless `--enable_pass` names them (backend_fusion's AddFusionPass(..., false), where the build
 has ENABLE_ATB): not asked of 2.9.0, for a CPU wheel runs no pass of Ascend's.
 """
@@ -94,7 +94,7 @@ def _single(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tota
     if between not in ((), ("Cast",)):
         return f"{_names(between)} between MatMul and AssignAdd"
     if [word for word in arguments_of(product.head) if word.startswith("Bool(")] != ["Bool(1)", "Bool(0)"]:
-        return "wants transpose_a and no transpose_b"
+        return "transpose_a is needed, and no transpose_b"
     if math.prod(product.outputs[0].shape) > LIMIT:
         return f"more than {LIMIT:,} numbers"
     return _types(product.inputs[:2], total)
@@ -106,21 +106,21 @@ def _grouped(nodes: Sequence[Node], product: Node, between: tuple[str, ...], tot
         return f"{_names(between)} between GroupedMatmul and AssignAdd"
     arguments = arguments_of(product.head)
     if arguments[-4:] != ["I64(3)", "I64(2)", "Bool(0)", "Bool(0)"]:
-        return "wants split_item 3, group_type 2 and no transposition"
+        return "split_item 3 and group_type 2 are needed, and no transposition"
     if any(each != "None" for each in arguments[2:-5]):
-        return "wants no bias, scale or offset"
+        return "a bias, scale or offset is given"
     tuple_ = _taken(product, 0)
     member = _taken(nodes[tuple_], 0) if tuple_ is not None else None
     if member is None or nodes[member].op != "TransposeExtView":
-        return "wants a TransposeExtView in front of GroupedMatmul"
+        return "no TransposeExtView stands in front of GroupedMatmul"
     return _types(product.inputs[:2], total)
 
 
 def _types(taken: Sequence[TensorType], total: str) -> str:
     wrong = next((tensor.dtype for tensor in taken if tensor.dtype not in _HALF), "")
     if wrong:
-        return f"takes {wrong}, wants Float16 or BFloat16"
-    return "" if total == "Float32" else f"adds to {total}, wants Float32"
+        return f"it takes {wrong}, and Float16 or BFloat16 is needed"
+    return "" if total == "Float32" else f"it adds to {total}, and Float32 is needed"
 
 
 def _names(between: tuple[str, ...]) -> str:

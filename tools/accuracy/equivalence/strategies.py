@@ -225,11 +225,11 @@ def misfit(sharding: Sharding, recipe: Mapping[str, Any]) -> str:
         "attention heads cannot be cut": heads % (sharding.tp * sharding.cp),
         "the sequence cannot be cut": length % (sharding.tp * sharding.cp),
         "experts cannot be dealt": (sharding.dp * sharding.tp) % sharding.ep or experts % sharding.ep,
-        "experts want sequence parallelism": sharding.moe and sharding.tp > 1 and not sharding.sp,
+        "experts need sequence parallelism": sharding.moe and sharding.tp > 1 and not sharding.sp,
         "groups of experts cannot be cut": sharding.groups and experts % sharding.groups,
         "layers cannot be cut": sharding.layers % (sharding.pp * sharding.vpp),
         "too few micro-batches": sharding.micro < sharding.pp,
-        "a schedule of chunks wants two stages and four micro-batches": sharding.schedule != "1f1b"
+        "a schedule of chunks needs two stages and four micro-batches": sharding.schedule != "1f1b"
         and (sharding.pp, sharding.vpp, sharding.micro) != (2, 2, 4),
         "the auxiliary loss is taken per rank and micro-batch": sharding.aux
         and max(sharding.dp, sharding.cp, sharding.micro, sharding.accumulate) > 1,
