@@ -67,7 +67,7 @@ def _tensor(item: Mapping) -> str:
 
 def check_order(programs: Mapping[int, Sequence[Call]]) -> list[str]:
     """Return what would hang or mix up messages, one line each; empty when the compiled ranks run through together."""
-    found = []
+    found: list[str] = []
     by_group: dict[tuple[str, tuple[int, ...]], dict[int, list[Call]]] = {}
     for rank, program in programs.items():
         for call in program:

@@ -21,7 +21,7 @@ from tools.recipe.override import apply_overrides
 from tools.recipe.view import MODEL, View
 from tools.schema.converter import convert
 from tools.schema.schema import load_schema
-from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, swaps
+from tools.schema.stages import EXCLUDE, RECOMPUTE, layers_of, runs_back, swaps
 
 
 @dataclass(frozen=True)
@@ -81,27 +81,23 @@ def stages_of(view: View) -> list[Stage]:
         raise RecipeError(f"{'.'.join(MODEL)}.offset: does not fit the layers and stages: see tc3 check")
     pattern = model_of(built.fields).pattern
     rows = [list(row) for row in layers]
-    if view.scheduler == "zero_bubble_v" and len(rows) > 1:
+    back = 1 if runs_back(view) else -1  # the chunk that goes from the last stage to the first
+    if 0 < back < len(rows):
         rows[1].reverse()  # `layers_of` counts in the order of MindFormers' tables; the model runs back up the pipeline
     found: list[list[tuple[int, tuple[str, ...]]]] = [[] for _ in rows[0]]
     first = 0
     for chunk, row in enumerate(rows):
         order = range(len(row))
-        for stage in reversed(order) if _runs_back(view, chunk) else order:
+        for stage in reversed(order) if chunk == back else order:
             kinds = pattern[first : first + row[stage]]
             found[stage].append((first, kinds))
             first += row[stage]
-    last = 0 if _runs_back(view, len(rows) - 1) else len(rows[0]) - 1
+    last = 0 if len(rows) - 1 == back else len(rows[0]) - 1
     stages = []
     for number, chunks in enumerate(map(tuple, found)):
         ends = ("embedding",) * (number == 0) + ("head",) * (number == last)
         stages.append(Stage(number, chunks, ends, _settings(view, number, chunks)))
     return stages
-
-
-def _runs_back(view: View, chunk: int) -> bool:
-    """In zero_bubble_v the second chunk goes from the last stage to the first."""
-    return view.scheduler == "zero_bubble_v" and chunk == 1
 
 
 def _settings(view: View, stage: int, chunks: tuple[tuple[int, tuple[str, ...]], ...]) -> tuple[Any, ...]:

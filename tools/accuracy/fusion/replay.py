@@ -219,8 +219,11 @@ def _row(
     others = [verdict(got, want, each, UNFUSED) for got, want, each in zip(unfused, exact, allowed, strict=True)]
     worst = max(range(len(ones)), key=lambda place: _share(ones[place].error, allowed[place].tolerance(FUSED)))
     numbers = ones[worst].error, others[worst].error, allowed[worst].tolerance(FUSED)
-    passed = (all(each.passed for each in side) for side in (ones, others))
-    return Row(kernel.name, kernel.where, times, allowed[worst].dtype, *numbers, *passed, ones[worst].detail)
+    fused_passed, unfused_passed = (all(each.passed for each in side) for side in (ones, others))
+    return Row(
+        kernel.name, kernel.where, times, allowed[worst].dtype, *numbers, fused_passed, unfused_passed,
+        ones[worst].detail,
+    )  # fmt: skip
 
 
 def _share(error: float, tolerance: float) -> float:

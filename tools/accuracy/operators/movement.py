@@ -46,10 +46,6 @@ def _put(x, index, y):
     return out
 
 
-def _masked(rng, rows, width):
-    return rng.standard_normal((rows, width), np.float32), rng.random((rows, width)) < 0.3
-
-
 def _choice(rng, rows, width):
     a, b = rng.standard_normal((2, rows, width)).astype(np.float32)
     return rng.random((rows, width)) < 0.5, a, b
@@ -108,7 +104,8 @@ INDEX = (
         lambda ms: lambda index, on, off: ms.ops.auto_generate.OneHotExt(axis=-1)(index, 64, on, off),
     ),
     Spec(
-        "masked_fill", "attention mask: MaskedFill", ((64, 96),), _masked,
+        "masked_fill", "attention mask: MaskedFill", ((64, 96),),
+        lambda rng, *shape: (rng.standard_normal(shape, np.float32), rng.random(shape) < 0.3),
         golden=lambda x, mask: np.where(mask, x.dtype.type(FILL), x),
         grad=lambda x, mask, dout: (np.where(mask, 0, dout),),
         call=lambda ms: lambda x, mask: ms.ops.masked_fill(x, mask, ms.Tensor(FILL, x.dtype)), counts=moved,
@@ -122,14 +119,6 @@ INDEX = (
 
 
 LOW, HIGH = -0.75, 1.25
-
-
-def _float16(x):
-    return x.astype(np.float16).astype(x.dtype)
-
-
-def _bfloat16(x):
-    return round_bfloat16(x).astype(x.dtype)
 
 
 def _layout(name, source, golden, grad, call, shapes=((32, 48),), tensors=1, **settings):
@@ -157,8 +146,8 @@ STACK = _layout(
 )  # fmt: skip
 LAYOUT = (
     _cast("float32", lambda x: x),
-    _cast("float16", _float16),
-    _cast("bfloat16", _bfloat16),
+    _cast("float16", lambda x: x.astype(np.float16).astype(x.dtype)),
+    _cast("bfloat16", lambda x: round_bfloat16(x).astype(x.dtype)),
     _layout(
         "transpose", "heads and sequence: Transpose", lambda x: x.transpose(1, 2, 0),
         lambda x, dout: (dout.transpose(2, 0, 1),), function("transpose", (1, 2, 0)), ((6, 32, 48),),

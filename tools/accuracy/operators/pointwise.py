@@ -44,10 +44,6 @@ def _apart(rng, *shape):
     return x, x + (rng.choice([-1, 1], shape) * rng.uniform(0.25, 1, shape)).astype(np.float32)
 
 
-def _power(rng, *shape):
-    return rng.uniform(0.2, 3, shape).astype(np.float32), rng.uniform(-2, 2, shape).astype(np.float32)
-
-
 _THREE = {"roundings": 3, "more": "; its gradient is three kernels"}
 ELEMENTWISE = (
     _binary("add", "residual stream", np.add, lambda x, y, dout: (dout, dout), "AddExt"),
@@ -58,7 +54,8 @@ ELEMENTWISE = (
     ),
     _binary(
         "pow", "bias correction of AdamW", np.power,
-        lambda x, y, dout: (dout * y * x ** (y - 1), dout * x**y * np.log(x)), make=_power, **_THREE,
+        lambda x, y, dout: (dout * y * x ** (y - 1), dout * x**y * np.log(x)), **_THREE,
+        make=lambda rng, *shape: tuple(rng.uniform(*ends, shape).astype(np.float32) for ends in ((0.2, 3), (-2, 2))),
     ),
     _binary("maximum", "clipping", np.maximum, lambda x, y, dout: (dout * (x >= y), dout * (x < y)), make=_apart),
     _binary("minimum", "clipping", np.minimum, lambda x, y, dout: (dout * (x <= y), dout * (x > y)), make=_apart),

@@ -24,14 +24,6 @@ from tools.accuracy.operators.spec import (
 ALL = ("float32", "float16", "bfloat16", "hfloat32")
 
 
-def _linear(rng, m, k, n):
-    return rng.standard_normal((m, k), np.float32), rng.standard_normal((n, k), np.float32)
-
-
-def _batched(rng, batch, m, k, n):
-    return rng.standard_normal((batch, m, k), np.float32), rng.standard_normal((batch, k, n), np.float32)
-
-
 def grouped(rng, rows, h, width, experts):
     """Rows sorted by expert, a weight each, and each expert's last row; the loads are unequal, one may be idle."""
     cuts = np.sort(rng.integers(0, rows + 1, experts - 1))
@@ -65,7 +57,8 @@ def _per_expert(ms):
 
 
 BATCHED = Spec(
-    "batch_matmul", "attention without fusion: BatchMatMul", ((3, 16, 64, 24), (2, 4, 2500, 4)), _batched,
+    "batch_matmul", "attention without fusion: BatchMatMul", ((3, 16, 64, 24), (2, 4, 2500, 4)),
+    lambda rng, b, m, k, n: (rng.standard_normal((b, m, k), np.float32), rng.standard_normal((b, k, n), np.float32)),
     golden=lambda a, b: a @ b, grad=lambda a, b, dout: (dout @ b.swapaxes(1, 2), a.swapaxes(1, 2) @ dout), wrt=(0, 1),
     call=kernel("BatchMatMul"), counts=lambda a, b: Counts(a.shape[-1], (b.shape[-1], a.shape[-2])), dtypes=ALL,
 )  # fmt: skip
@@ -82,7 +75,9 @@ GROUPED = Spec(
 MATMUL = (
     Spec(
         "matmul", "every linear layer: MatMul(transpose_b=True), tensor_parallel/layers.py",
-        ((16, 64, 24), (8, 2500, 8), (4, 20480, 4)), _linear, golden=lambda x, w: x @ w.T,
+        ((16, 64, 24), (8, 2500, 8), (4, 20480, 4)),
+        lambda rng, m, k, n: (rng.standard_normal((m, k), np.float32), rng.standard_normal((n, k), np.float32)),
+        golden=lambda x, w: x @ w.T,
         grad=lambda x, w, dout: (dout @ w, dout.T @ x), wrt=(0, 1), call=kernel("MatMul", transpose_b=True),
         counts=lambda x, w: Counts(x.shape[1], (w.shape[0], x.shape[0])), dtypes=ALL,
     ),
@@ -117,11 +112,6 @@ def _half(x):
     return np.concatenate([-second, first], -1)
 
 
-def _half_transposed(d):
-    first, second = np.split(d, 2, -1)
-    return np.concatenate([second, -first], -1)
-
-
 def rope(x: Array, freqs: Array) -> Array:
     """x: [S, B, N, D], freqs: [S, 1, 1, D]."""
     return x * np.cos(freqs) + _half(x) * np.sin(freqs)
@@ -129,7 +119,7 @@ def rope(x: Array, freqs: Array) -> Array:
 
 def rope_grad(x: Array, freqs: Array, dout: Array) -> tuple[Array]:
     """Return the rotation back."""
-    return (dout * np.cos(freqs) + _half_transposed(dout * np.sin(freqs)),)
+    return (dout * np.cos(freqs) - _half(dout * np.sin(freqs)),)
 
 
 def _rope_call(ms):

@@ -157,7 +157,7 @@ def list_lines() -> list[str]:
     """Return a line for every operator: its name, which `tc3 accuracy ops` takes, its data types, family and source."""
     width = max(map(len, SPECS))
     return [
-        f"{spec.name:{width}}  {' '.join(map(SHORT.get, spec.dtypes)):19}  {family:13}  {spec.source}".rstrip()
+        f"{spec.name:{width}}  {' '.join(map(SHORT.__getitem__, spec.dtypes)):19}  {family:13}  {spec.source}".rstrip()
         for family, specs in FAMILIES.items()
         for spec in specs
     ]
