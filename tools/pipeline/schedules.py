@@ -22,7 +22,7 @@ import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.pipeline import orders
-from tools.pipeline.orders import BOTH_WAYS, KINDS, LOOP, Op, V, widened
+from tools.pipeline.orders import BOTH_WAYS, LOOP, Op, V, as_operations, widened
 
 
 class _Schedule(NamedTuple):
@@ -72,8 +72,7 @@ def operations(schedule: str, stage: int, stages: int, chunks: int, micro_batche
     Raises:
         RecipeError: no such schedule, or one that cannot run with these numbers; names what it wants.
     """
-    table = order_table(schedule, stage, stages, chunks, micro_batches, parts)
-    return [Op(KINDS[kind], *rest) for kind, *rest in table[:, :4].tolist()]
+    return as_operations(order_table(schedule, stage, stages, chunks, micro_batches, parts))
 
 
 def order_table(schedule: str, stage: int, stages: int, chunks: int, micro_batches: int, parts: int = 1) -> np.ndarray:
@@ -199,4 +198,4 @@ def why_not(schedule: str) -> str:
 
 def interleaves(schedule: str, chunks: int) -> bool:
     """Return what `pipeline_interleave` must say: MindFormers takes schedulers other than 1f1b only with it."""
-    return chunks > 1 or not (schedule == "1f1b" or schedule.startswith("interleaved_1f1b"))
+    return chunks > 1 or scheduler_of(schedule) != "1f1b"

@@ -35,7 +35,7 @@ import numpy as np
 
 from plugins.errors import RecipeError, did_you_mean
 from tools.pipeline.orders import Op
-from tools.pipeline.timetable import PAIR, Timetable, timetable
+from tools.pipeline.timetable import PAIR, Timetable, play, timetable
 
 OVERLAPS = ("none", "1f1b", "full")
 
@@ -77,11 +77,6 @@ class Simulation:
         return self.table.orders
 
     @property
-    def bubble_ratio(self) -> float:
-        """Return the idle time over working time of all stages: (p-1)/m for 1F1B with equal stages."""
-        return self.makespan * len(self.busy) / float(self.busy.sum()) - 1
-
-    @property
     def idle_share(self) -> float:
         """Return the idle time over all time: (p-1)/(m+p-1) for 1F1B with equal stages."""
         return 1 - float(self.busy.sum()) / (self.makespan * len(self.busy))
@@ -114,8 +109,7 @@ def simulate_timetable(table: Timetable, durations: Durations) -> Simulation:
     """
     times = duration_table(durations, table.parts)[table.work]
     sending, receiving, lags = _transfers(table, durations)
-    free = _run(table, receiving + times + sending, lags)
-    ends = free - sending
+    ends = play(table, receiving + times + sending, lags=lags if any(lag.any() for lag in lags) else ())[1:] - sending
     by_stage = list(enumerate(table.places))
     return Simulation(
         makespan=float(ends.max()),
@@ -157,17 +151,7 @@ def makespans(
         pairs = forward[:, :, None] + backward[:, None] - (0 if hidden is None else hidden)
         rows.append(pairs.reshape(plans, -1).T)
     lasting = np.concatenate(rows)
-    height = len(table.work)
-    free = np.zeros((height + 1, table.stages, plans))
-    cells = free.reshape(-1, plans)
-    ready = np.empty((table.stages, plans))
-    for level, (needs, work) in enumerate(zip(table.needs, table.work, strict=True)):
-        cells.take(needs, axis=0, out=ready, mode="clip")
-        if table.also is not None:
-            np.maximum(ready, cells.take(table.also[0, level], axis=0), out=ready)
-        np.maximum(ready, free[level], out=ready)
-        np.add(ready, lasting.take(work, axis=0), out=free[level + 1])
-    return free[height].max(axis=0)
+    return play(table, (lasting.take(work, axis=0) for work in table.work), (plans,))[-1].max(axis=0)
 
 
 def duration_table(durations: Durations, parts: int = 1) -> np.ndarray:
@@ -193,28 +177,12 @@ def _transfers(table: Timetable, durations: Durations) -> tuple[np.ndarray, np.n
         send_hidden, receive_hidden = send_hidden | (table.paired == 2), receive_hidden | (table.paired == 1)
     sending = np.where(table.sends & ~send_hidden, durations.transfer, 0.0)
     receiving = np.where(table.moves & ~receive_hidden, durations.transfer, 0.0)
-    # `free` below counts a sender's transfer; its output is ready before that
+    # `play` counts a sender's transfer; its output is ready before that
     sent = np.concatenate([np.zeros(table.stages), sending.ravel()])
     lags = [np.where(table.moves & receive_hidden, durations.transfer, 0.0) - sent[table.needs]]
     if table.also is not None:
         lags.append(np.where(table.also[1], durations.transfer, 0.0) - sent[table.also[0]])
     return sending, receiving, lags
-
-
-def _run(table: Timetable, cost: np.ndarray, lags: list[np.ndarray]) -> np.ndarray:
-    """[levels, stages] when each stage is free again after each level."""
-    free = np.zeros((len(cost) + 1, table.stages))
-    cells = free.ravel()
-    delayed = any(lag.any() for lag in lags)
-    for level, needs in enumerate(table.needs):
-        ready = cells.take(needs)
-        if delayed:
-            ready += lags[0][level]
-        if table.also is not None:
-            np.maximum(ready, cells.take(table.also[0, level]) + lags[1][level], out=ready)
-        np.maximum(ready, free[level], out=ready)
-        np.add(ready, cost[level], out=free[level + 1])
-    return free[1:]
 
 
 _IRREGULAR = ("gpipe", "seqpipe", "seqvpp", "seqsmartvpp")
@@ -226,16 +194,19 @@ def in_flight(order: Sequence[Op], chunks: int) -> np.ndarray:
     Of sequences in parts each part counts as its share of a micro-batch. A pair holds what both its operations do: its
     forward comes first.
     """
-    split = {op[1:] for op in order if op.kind == "W"}
     parts = 1 + max(op.part for op in order)
-    taken, freed = np.zeros((len(order), chunks), int), np.zeros((len(order) + 1, chunks), int)
-    for index, op in enumerate(order):
-        if op.kind == "F":
-            taken[index, op.chunk] += 1
-        elif op.kind == "W" or op[1:] not in split:
-            freed[index + 1, op.chunk] += 1
-    held = taken.cumsum(axis=0) - freed[:-1].cumsum(axis=0)
+    takes, frees = _takes_and_frees(order)
+    chunk = np.eye(chunks, dtype=int)[[op.chunk for op in order]]
+    taken, freed = chunk * takes[:, None], chunk * frees[:, None]
+    held = (taken - freed).cumsum(axis=0) + freed  # what ends with an operation is there while it runs
     return held if parts == 1 else held / parts
+
+
+def _takes_and_frees(order: Sequence[Op]) -> tuple[np.ndarray, np.ndarray]:
+    """[operations] whether each begins to hold activations, and whether it is the last to hold them."""
+    split = {op[1:] for op in order if op.kind == "W"}
+    takes = np.array([op.kind == "F" for op in order])
+    return takes, ~takes & np.array([op.kind == "W" or op[1:] not in split for op in order])
 
 
 def enough(schedule: str, stages: int, micro_batches: Any) -> Any:
@@ -267,18 +238,14 @@ def memory_over_time(
 
     `activation` is what one micro-batch of each chunk holds; the peak is ``memory.max()``.
     """
-    order, held = simulation.orders[stage], np.asarray(activation, float)
-    split = {op[1:] for op in order if op.kind == "W"}
-    share = 1 / (1 + max(op.part for op in order))
-    events = [(0.0, 0, 0.0)]
-    for op, start, end in zip(order, simulation.starts[stage], simulation.ends[stage], strict=True):
-        if op.kind == "F":
-            events.append((float(start), 1, share * held[op.chunk]))
-        elif op.kind == "W" or op[1:] not in split:
-            events.append((float(end), 0, -share * held[op.chunk]))
+    order = simulation.orders[stage]
+    takes, frees = _takes_and_frees(order)
+    held = np.asarray(activation, float)[[op.chunk for op in order]] * (1 / (1 + max(op.part for op in order)))
+    times = np.concatenate([[0.0], simulation.ends[stage][frees], simulation.starts[stage][takes]])
+    changes = np.concatenate([[0.0], -held[frees], held[takes]])
     # at one moment memory is freed before the next operation takes some
-    events.sort(key=lambda event: event[:2])
-    return np.array([event[0] for event in events]), static + np.cumsum([event[2] for event in events])
+    sequence = times.argsort(kind="stable")
+    return times[sequence], static + np.cumsum(changes[sequence])
 
 
 NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
