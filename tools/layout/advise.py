@@ -1,11 +1,8 @@
 """Find which dispatch mode and how many chunks a recipe should use on a cluster, and what each mode would cost.
 
 Pure: a recipe and a hardware file in, numbers out, all of them from `tools.estimate`. `tc3 ep-report` prints them;
-`auto` is resolved with them.
-
-A recipe that has no expert-parallel communication is refused with a `RecipeError` that says what is missing. Where
-`plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks is written in
-its place.
+where `plugins.hierarchical_ep` or `plugins.ep_overlap` says `auto`, the cheapest of these modes and chunks takes its
+place.
 """
 
 from __future__ import annotations
@@ -27,9 +24,10 @@ from tools.estimate.efficiency import cluster
 from tools.estimate.from_recipe import from_recipe
 from tools.estimate.time_model import StepTime, TimeModel
 from tools.hardware import DEFAULT_HARDWARE, Hardware, load_hardware
+from tools.layout.offsets import Values
 from tools.model.architecture import MOE, model_of
 from tools.recipe.findings import refusal
-from tools.recipe.load import KeyPath, Recipe
+from tools.recipe.load import Recipe
 from tools.recipe.override import dotted
 from tools.recipe.view import AUTO, CHUNKS, DISPATCH, MODE, MODEL, OVERLAP, PARALLEL, View, look
 from tools.schema.converter import convert
@@ -236,10 +234,13 @@ def advise(
     # min keeps the first of equals: the simplest mode
     best = min(reports.values(), key=lambda report: round(report.step[1], DIGITS))
     even = break_even(topology, model.top_k, model.hidden, 4 if config.dtype == "fp32" else 2, skew)
-    why = _why(best, topology, even, skew, model.top_k)
-    chosen = best.choice
-    of_best = (best.mode, chosen.chunks, chosen.stride)
-    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, _unsimulated(times, config))
+    why, unsimulated = _why(best, topology, even, skew, model.top_k), ""
+    try:
+        times.step(config, simulated=True)
+    except RecipeError as error:
+        unsimulated = str(error)
+    of_best = (best.mode, best.choice.chunks, best.choice.stride)
+    return Advice(recipe, config, hardware, topology, reports, *of_best, even, why, unsimulated)
 
 
 def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | None]:
@@ -261,11 +262,7 @@ def left_open(recipe: Recipe) -> tuple[Sequence[str], Sequence[Chunks], int | No
 
 
 def _report(
-    times: TimeModel,
-    config: Configuration,
-    mode: str,
-    cuts: Sequence[Chunks],
-    stride: int | None,
+    times: TimeModel, config: Configuration, mode: str, cuts: Sequence[Chunks], stride: int | None
 ) -> ModeReport:
     """One mode, with its best cut."""
     config = replace(config, ep_mode=mode)
@@ -277,24 +274,8 @@ def _report(
         sent += times.repeated(config)
     whole = _step(times, config)
     alone = _step(times, replace(config, shared_beside=False)) if config.shared_beside else whole
-    return ModeReport(
-        mode,
-        sum(step.inter_bytes for step in sent),
-        sum(step.intra_bytes for step in sent),
-        alone.by_part["ep"],
-        choice,
-        whole,
-        _step(times, cut),
-    )
-
-
-def _unsimulated(times: TimeModel, config: Configuration) -> str:
-    """Why a schedule cannot be simulated; "" where it can."""
-    try:
-        times.step(config, simulated=True)
-    except RecipeError as error:
-        return str(error)
-    return ""
+    inter, intra = (sum(getattr(step, name) for step in sent) for name in ("inter_bytes", "intra_bytes"))
+    return ModeReport(mode, inter, intra, alone.by_part["ep"], choice, whole, _step(times, cut))
 
 
 def _step(times: TimeModel, config: Configuration) -> StepTime:
@@ -325,7 +306,6 @@ def _why(best: ModeReport, topology: Topology, even: BreakEven, skew: float, top
     return f"{text}, and {b * s} chunks (batch {b} x sequence {s}) hide {hidden:.0%} of EP communication."
 
 
-Values = dict[KeyPath, Any]
 _STRIDE = (*OVERLAP, "stride")
 
 

@@ -6,9 +6,7 @@ type are alike; each has one of its type's recompute options. A solution says n[
 layers. Arrays of this module have the types' options in one column each (K of them, `columns`) and the chunks in model
 order (C = V x P; `by_stage` puts chunk (v, s) at v * P + s).
 
-The problem is read from a JSON file.
-
-The file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
+The JSON file gives P stages, V chunks, M micro-batches, `schedule`, `memory_cap`, `static_mem`[P], `head` and `tail`
 ({fwd, bwd} added to the first and the last chunk) and `body`: layer types in model order with `count`, `fwd`, `bwd`,
 `param_mem` and recompute `options` of `extra_bwd` and `act_mem`. The keys of `_NOTES`, and all that begin with `about`,
 are notes; any other key is refused.

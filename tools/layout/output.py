@@ -5,7 +5,6 @@ The picture shows who runs what when (as the report's figures 2 and 9), and the 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +46,6 @@ def report_json(outcome: Outcome) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-def solution_text(outcome: Outcome) -> str:
-    """Return the solution file."""
-    return json.dumps(solution_json(outcome)) + "\n"
 
 
 def print_text(outcome: Outcome, console: Console) -> None:
@@ -135,14 +129,8 @@ def _memory(axes: Any, instance: Instance, plan: np.ndarray, simulation: Simulat
         colour = colormaps["viridis"](stage / instance.stages)
         axes.step(times, memory, where="post", color=colour, linewidth=0.8, label=f"stage {stage}")
     axes.axhline(instance.cap, color="red", linestyle="--", linewidth=1)
-    axes.annotate(
-        "memory_cap",
-        (1.005, instance.cap),
-        xycoords=("axes fraction", "data"),
-        va="center",
-        color="red",
-        fontsize="x-small",
-    )
+    beside = {"xycoords": ("axes fraction", "data"), "va": "center", "fontsize": "x-small"}
+    axes.annotate("memory_cap", (1.005, instance.cap), color="red", **beside)
     axes.set_ylim(0, 1.05 * max(instance.cap, axes.get_ylim()[1]))
     axes.set_ylabel("memory of a stage,\nin the instance's unit")
     axes.set_xlabel("time of one step, in the instance's unit")

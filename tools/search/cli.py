@@ -206,7 +206,7 @@ def pipeline(
     seconds = max(time_limit - _RESERVE, time_limit / 2)
     budget = Budget(effort_within(effort, "high", seconds), seconds)
     from tools.layout.optimise import optimise
-    from tools.layout.output import draw, print_text, report_json, solution_text
+    from tools.layout.output import draw, print_text, report_json, solution_json
 
     if picture:
         check_ending(picture)
@@ -219,7 +219,7 @@ def pipeline(
     if outcome.plan is None:
         click.echo(f"tc3: {instance}: {outcome.why}", err=True)
         sys.exit(1)
-    write_atomically(out, solution_text(outcome))
+    write_atomically(out, json.dumps(solution_json(outcome)) + "\n")
     if not as_json:
         print_text(outcome, Console(soft_wrap=True, highlight=False, markup=False))
     click.echo(f"written: {out}", err=True)
