@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from plugins.errors import RecipeError
@@ -302,7 +303,7 @@ def search(
     at_once: int | None = None,
 ) -> Found:
     """Rank, place, judge; Ctrl-C while placing ends it with what is known, while ranking with KeyboardInterrupt."""
-    ranking = rank(request, lambda done, of, best: progress("ranking", done, of, best))
+    ranking = rank(request, partial(progress, "ranking"))
     found = Found(request, ranking, seconds=budget.elapsed, effort=budget.effort)
     try:
         found.own = entry_of(request.base, times, "recipe")
