@@ -35,7 +35,12 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
         value = view.get(path)
         if isinstance(value, str) and value and not Path(value).exists():
             missing(path, f"{value}: no such file or folder here")
-    _weights(view, found)
+    value = view.get(_CHECKPOINTS[0])
+    try:  # weights to begin with, whose experts may stand in an order that this recipe does not know
+        if isinstance(value, str) and value and Path(value).is_dir():
+            refuse_moved(Path(value), view.keeps_placements)
+    except CheckpointError as error:
+        found.error(_CHECKPOINTS[0], str(error))
     folder = view.get(("pretrained_model_dir",))
     if isinstance(folder, str) and folder and not Path(folder).is_dir():
         missing(("pretrained_model_dir",), f"{folder}: no such folder here")
@@ -48,16 +53,6 @@ def check_files(view: View, built: Built, found: Findings, here: bool = False) -
             found.error((*_CONFIG, "split"), f"{split!r} leaves nothing to train on", "'1, 0, 0'")
         for prefix, share in _corpora(view.get(_PATH), found):
             _dataset(prefix, share, view, built, found, missing)
-
-
-def _weights(view: View, found: Findings) -> None:
-    """Weights to begin with, whose experts may stand in an order that this recipe does not know."""
-    value = view.get(_CHECKPOINTS[0])
-    try:
-        if isinstance(value, str) and value and Path(value).is_dir():
-            refuse_moved(Path(value), view.keeps_placements)
-    except CheckpointError as error:
-        found.error(_CHECKPOINTS[0], str(error))
 
 
 def _speed_up(view: View, found: Findings) -> None:

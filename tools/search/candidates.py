@@ -25,7 +25,7 @@ candidates are placed by the pipeline optimiser afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -33,12 +33,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from plugins.hierarchical_ep.plan import MODES
+from tools.check.arithmetic import without_copies
 from tools.estimate.configuration import Configuration, Table
 from tools.estimate.from_recipe import compiles_sharded_gradients
 from tools.estimate.layer_model import work
 from tools.model.architecture import Model
 from tools.pipeline.schedules import can_run, is_v_shaped
-from tools.search.request import PLANNED, POLICIES, SHARDS, Limit, Request
+from tools.search.request import PLANNED, POLICIES, SHARDS, Request
 
 
 @dataclass
@@ -176,10 +177,11 @@ def meshes(devices: int) -> Iterator[Mesh]:
 
 def blocks(request: Request, funnel: Funnel) -> list[Block]:
     """Return all legal candidates by pp and vpp; `funnel` counts the rest."""
-    model, limits = request.base.model, request.limits
+    model = request.base.model
     found: dict[tuple[int, int], list[dict[str, np.ndarray]]] = {}
     eps, batches = divisors(max(1, model.experts)), divisors(request.global_batch)
-    recompute = tuple(word for index, word in enumerate(RECOMPUTE) if _all_keep(limits, "recompute", index))
+    own = [limit for limit in request.limits if limit.name == "recompute"]
+    recompute = tuple(word for index, word in enumerate(RECOMPUTE) if all(limit.keeps(index) for limit in own))
     for mesh in meshes(request.devices):
         axes = _Axes(mesh, list(range(1, max(1, model.layers // mesh.pp) + 1)), eps, batches)
         alive = axes.survivors(request, funnel)
@@ -190,10 +192,6 @@ def blocks(request: Request, funnel: Funnel) -> list[Block]:
         Block(pp, vpp, {name: np.concatenate([part[name] for part in parts]) for name in COLUMNS}, recompute)
         for (pp, vpp), parts in sorted(found.items())
     ]
-
-
-def _all_keep(limits: Sequence[Limit], name: str, value: int) -> bool:
-    return all(bool(limit.keeps(value)) for limit in limits if limit.name == name)
 
 
 class _Axes:
@@ -235,7 +233,7 @@ class _Axes:
         return alive
 
     def _rules(self, request: Request) -> Iterator[tuple[str, np.ndarray]]:
-        dp, tp, pp, _ = self.mesh
+        dp, tp, pp, cp = self.mesh
         vpp, ep, mbs, mode = (self.along(name) for name in ("vpp", "ep", "mbs", "mode"))
         yield "vpp: chunks without a pipeline", (vpp == 1) | np.bool_(pp > 1)
         yield "ep: does not divide dp x tp", dp * tp % ep == 0
@@ -254,14 +252,9 @@ class _Axes:
         words = "shard: gradients of a pipeline, which MindSpore does not finish compiling"
         yield words, whole | np.bool_(compiles_sharded_gradients(pp))
         words = "shard: accumulated gradients of weights without a copy, which a sharded optimizer never sees"
-        yield words, (self.along("shard") == 0) | ~self._loses_gradients(request)
-
-    def _loses_gradients(self, request: Request) -> np.ndarray:
-        """Where accumulated gradients would be lost with optimizer sharding, as `tc3 check` has it."""
-        dp, tp, pp, cp = self.mesh
-        accumulates = (request.global_batch // (dp * self.along("mbs")) > 1) & np.bool_(pp == 1)
-        experts = (self.along("ep") == dp * tp * cp) & np.bool_(request.base.model.experts > 0)
-        return accumulates & (experts | np.bool_(dp * cp == 1))
+        accumulates = (request.global_batch // (dp * mbs) > 1) & np.bool_(pp == 1)
+        all_weights, experts = without_copies(dp, tp, cp, ep, request.base.model.experts)
+        yield words, (self.along("shard") == 0) | ~(accumulates & (experts | np.bool_(all_weights)))
 
     def _cuts(self, request: Request) -> np.ndarray:
         """Where the chunks that the recipe writes can be."""
